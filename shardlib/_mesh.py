@@ -1,0 +1,287 @@
+"""Named meshes: a shape is a value and needs no process; `mesh` turns it into a `DeviceMesh` when it is time to act."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardlib.errors import MeshError, nearest
+
+__all__ = ["AxisKind", "MeshShape", "mesh", "register_axis"]
+
+AxisKind = Literal["data", "model", "pipeline"]
+
+_KINDS: dict[str, AxisKind] = {
+    "dp": "data",
+    "ddp": "data",
+    "fsdp": "data",
+    "dp_replicate": "data",
+    "dp_shard": "data",
+    "replicate": "data",
+    "shard": "data",
+    "data": "data",
+    "zero": "data",
+    "tp": "model",
+    "sp": "model",
+    "cp": "model",
+    "ep": "model",
+    "model": "model",
+    "tensor": "model",
+    "pp": "pipeline",
+    "stage": "pipeline",
+}
+_PART = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*")
+
+
+def register_axis(name: str, *, kind: AxisKind) -> None:
+    """Say what a mesh axis of your own is for: "data", "model" or "pipeline".
+
+    Data axes carry different examples, model axes split the work on one example, a pipeline axis splits the
+    module list. The usual names (dp, fsdp, tp, sp, cp, ep, pp, ...) are known already.
+
+    Raises:
+        MeshError: the kind is none of the three, or the name already means another kind.
+
+    >>> register_axis("rows", kind="model")
+    >>> MeshShape("dp=2,rows=2").model_axes
+    ('rows',)
+    """
+    if kind not in ("data", "model", "pipeline"):
+        raise MeshError(f'Axis "{name}" was registered with kind "{kind}"; give "data", "model" or "pipeline".')
+    known = _KINDS.setdefault(name, kind)
+    if known != kind:
+        raise MeshError(f'Axis "{name}" already is a {known} axis and cannot become a {kind} axis; use another name.')
+
+
+@dataclass(frozen=True, init=False)
+class MeshShape:
+    """Names and sizes of mesh axes, outermost first. A value: no process group, no device.
+
+    Build it from text or keywords. One size may be -1 until `resolve` is told the number of processes.
+
+    Raises:
+        MeshError: text that cannot be read, a repeated axis, a size that is not positive, an axis of unknown kind.
+
+    >>> shape = MeshShape("dp=2,tp=4")
+    >>> shape == MeshShape(dp=2, tp=4), shape.world_size, shape["tp"], str(shape)
+    (True, 8, 4, 'dp=2,tp=4')
+    >>> shape.data_axes, shape.model_axes
+    (('dp',), ('tp',))
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, spec: str | Mapping[str, int] | None = None, /, **axes: int) -> None:
+        pairs = _parse(spec) if isinstance(spec, str) else list((spec or {}).items())
+        pairs += list(axes.items())
+        _check_axes(pairs)
+        object.__setattr__(self, "axes", tuple((name, int(size)) for name, size in pairs))
+
+    @classmethod
+    def of(cls, mesh: MeshLike) -> MeshShape:
+        """The shape of anything that names one: text, a mapping, a `MeshShape`, a `DeviceMesh` with named dims."""
+        if isinstance(mesh, MeshShape):
+            return mesh
+        if isinstance(mesh, DeviceMesh):
+            return cls(dict(zip(_names(mesh), mesh.shape, strict=True)))
+        if isinstance(mesh, str | Mapping):
+            return cls(mesh)
+        raise MeshError(
+            f'A mesh was given as {type(mesh).__name__}; give text such as "dp=2,tp=4", a MeshShape, a mapping from '
+            "axis name to size, or a torch DeviceMesh with mesh_dim_names."
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        return self._of_kind("data")
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        return self._of_kind("model")
+
+    @property
+    def pipeline_axes(self) -> tuple[str, ...]:
+        return self._of_kind("pipeline")
+
+    def kind(self, axis: str) -> AxisKind:
+        """What an axis of this mesh is for."""
+        self[axis]
+        return _KINDS[axis]
+
+    def items(self) -> tuple[tuple[str, int], ...]:
+        return self.axes
+
+    def __getitem__(self, axis: str) -> int:
+        for name, size in self.axes:
+            if name == axis:
+                return size
+        raise MeshError(f'Mesh "{self}" has no axis "{axis}"; it has {_listed(self.names)}.{nearest(axis, self.names)}')
+
+    def __contains__(self, axis: object) -> bool:
+        return axis in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+    def __repr__(self) -> str:
+        return f'MeshShape("{self}")'
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where a rank sits: axis name to index, the last axis fastest.
+
+        >>> MeshShape("dp=2,tp=4").coordinate(5)
+        {'dp': 1, 'tp': 1}
+        """
+        if not 0 <= rank < self.world_size:
+            raise MeshError(f'Mesh "{self}" has ranks 0 to {self.world_size - 1}; rank {rank} is not one of them.')
+        place: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, place[name] = divmod(rank, size)
+        return {name: place[name] for name in self.names}
+
+    def only(self, axes: tuple[str, ...]) -> MeshShape:
+        """The sub-shape of some axes, in this mesh's order."""
+        return MeshShape({name: size for name, size in self.axes if name in axes})
+
+    def resolve(self, world_size: int) -> MeshShape:
+        """Infer the size given as -1, and check that the sizes multiply to `world_size`.
+
+        >>> MeshShape("dp=2,tp=-1").resolve(8)
+        MeshShape("dp=2,tp=4")
+        """
+        known = math.prod(size for size in self.sizes if size != -1)
+        if -1 in self.sizes and world_size % known == 0:
+            return MeshShape({n: world_size // known if s == -1 else s for n, s in self.axes})
+        if -1 in self.sizes or known != world_size:
+            raise MeshError(
+                f'Mesh "{self}" needs {"a multiple of " if -1 in self.sizes else ""}{known} processes, but '
+                f"{world_size} {'is' if world_size == 1 else 'are'} running. Start as many with `torchrun "
+                f"--nproc_per_node N`, or change an axis (one size may be -1 and is then inferred)."
+            )
+        return self
+
+    def _of_kind(self, kind: AxisKind) -> tuple[str, ...]:
+        return tuple(name for name in self.names if _KINDS[name] == kind)
+
+
+MeshLike = str | Mapping[str, int] | MeshShape | DeviceMesh
+
+
+def mesh(spec: MeshLike | None = None, *, device_type: str | None = None, **axes: int) -> DeviceMesh:
+    """A torch `DeviceMesh` with named axes, over the processes that run now.
+
+    Started by `torchrun` it joins that job (NCCL on GPU, gloo on CPU); started by nothing it becomes a job of one
+    process. One axis size may be -1.
+
+    Args:
+        spec: "dp=2,tp=4", a `MeshShape` or a mapping; or give the axes as keywords.
+        device_type: "cuda" or "cpu"; by default the accelerator that torch sees, else "cpu".
+
+    Raises:
+        MeshError: the sizes do not multiply to the number of processes.
+
+    Example:
+        >>> mesh("dp=1,tp=1").mesh_dim_names  # doctest: +SKIP
+        ('dp', 'tp')
+    """
+    if isinstance(spec, DeviceMesh):
+        return spec
+    shape = MeshShape.of(spec) if spec is not None else MeshShape(**axes)
+    if spec is not None and axes:
+        raise MeshError(f'Give the mesh once: as "{shape}" or as keywords ({_listed(axes)}), not both.')
+    device_type = device_type or _default_device_type()
+    shape = shape.resolve(_world_size())
+    _ensure_process_group(device_type)
+    return init_device_mesh(device_type, shape.sizes, mesh_dim_names=shape.names)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _default_device_type() -> str:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device.type if device else "cpu"
+
+
+def _ensure_process_group(device_type: str) -> None:
+    if dist.is_initialized():
+        return
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo" if device_type == "cpu" else None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _parse(text: str) -> list[tuple[str, int]]:
+    pairs = []
+    for part in text.split(","):
+        match = _PART.fullmatch(part)
+        if match is None:
+            raise MeshError(
+                f'Mesh "{text}": cannot read "{part.strip()}"; write axis=size, separated by commas, as in "dp=2,tp=4".'
+            )
+        pairs.append((match[1], int(match[2])))
+    return pairs
+
+
+def _check_axes(pairs: list[tuple[str, Any]]) -> None:
+    if not pairs:
+        raise MeshError('A mesh needs at least one axis, as in MeshShape("dp=2,tp=4") or MeshShape(dp=2, tp=4).')
+    text = ",".join(f"{name}={size}" for name, size in pairs)
+    names = [name for name, _ in pairs]
+    for name, size in pairs:
+        if names.count(name) > 1:
+            raise MeshError(f'Mesh "{text}" names axis "{name}" twice; each axis has one name and one size.')
+        if name not in _KINDS:
+            raise MeshError(
+                f'Mesh "{text}": axis "{name}" is of no known kind; known are {_listed(_KINDS)}. For an axis of your '
+                f'own call shardlib.register_axis("{name}", kind="data" or "model" or "pipeline") first.'
+                f"{nearest(name, _KINDS)}"
+            )
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise MeshError(f'Mesh "{text}": axis "{name}" has size {size!r}; give a positive integer, or -1 once.')
+    if [size for _, size in pairs].count(-1) > 1:
+        raise MeshError(f'Mesh "{text}": only one axis size may be -1.')
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    if mesh.mesh_dim_names is None:
+        raise MeshError(
+            f"A DeviceMesh of shape {tuple(mesh.shape)} without axis names was given; pass mesh_dim_names to "
+            'init_device_mesh, or build it with shardlib.mesh("dp=2,tp=4").'
+        )
+    return mesh.mesh_dim_names
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(f'"{name}"' for name in names)

@@ -1,0 +1,62 @@
+"""One exception family. A message says what was given, what was expected, and what to do next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "InputError",
+    "LayoutError",
+    "MeshError",
+    "PlanError",
+    "RuleError",
+    "ShardingError",
+    "ShardlibError",
+    "nearest",
+]
+
+
+class ShardlibError(Exception):
+    """Base of every error that shardlib raises about what a user gave it."""
+
+
+class MeshError(ShardlibError):
+    """A mesh that cannot be: an unknown axis, a size that does not fit the number of processes."""
+
+
+class LayoutError(ShardlibError):
+    """A layout that cannot be read, or does not fit the tensor or the mesh."""
+
+
+class RuleError(ShardlibError):
+    """A rule, or a layout file, that does not say one clear thing about the model."""
+
+
+class PlanError(ShardlibError):
+    """A plan that cannot be computed, read or carried out."""
+
+
+class ShardingError(ShardlibError):
+    """A model or optimizer in a state in which it cannot be sharded or stepped."""
+
+
+class InputError(ShardlibError):
+    """What was passed to a sharded model does not fit its mesh: a device, a batch that ranks disagree on."""
+
+
+class CheckpointError(ShardlibError):
+    """Saved values that do not fit the model they are loaded into."""
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """A ready sentence that names the closest candidate, or an empty string.
+
+    >>> nearest("atn.qkv", ["attn.qkv", "mlp.up"])
+    ' Did you mean "attn.qkv"?'
+    >>> nearest("zzz", ["attn.qkv"])
+    ''
+    """
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f' Did you mean "{close[0]}"?' if close else ""
