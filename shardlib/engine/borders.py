@@ -1,0 +1,113 @@
+"""Module borders: where an activation is brought into the layout that the plan gives it.
+
+Two kinds of border exist. One lays out a value: a row-parallel product leaves a partial sum, which is reduced (or
+reduce-scattered) here and nowhere later. The other lays out a gradient: a module with replicated parameters hands on a
+replicated value, and consumers split over a model axis send back partial sums; they are added up, once, before they
+enter that module's backward. Together they give Megatron's count: four collectives a transformer block and step
+(Shoeybi et al., arXiv 1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils import _pytree as pytree
+
+from shardlib.errors import InputError, LayoutError
+from shardlib.layout import Layout
+
+__all__ = ["install_gradient_border", "install_input_border", "install_output_border"]
+
+
+# Dims of an activation for which placements are laid out in advance, so that a compiled block finds them in a tuple.
+_MAX_DIMS = 8
+
+Hook = Callable[..., Any]
+
+
+def install_output_border(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> Any:
+    """`any layout -> layout` on the module's (first) output tensor; the gradient comes back in the layout it left."""
+    return module.register_forward_hook(_output_hook(layout, mesh))
+
+
+def install_input_border(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> Any:
+    """`any layout -> layout` on the module's first floating-point input, positional or by keyword."""
+    return module.register_forward_pre_hook(_input_hook(layout, mesh), with_kwargs=True)
+
+
+def install_gradient_border(module: nn.Module) -> Any:
+    """The identity on the module's output; partial sums in its gradient are reduced before they go on."""
+    return module.register_forward_hook(_gradient_hook)
+
+
+# One hook object for all modules with the same layout: a block compiled once then serves every block like it.
+
+
+@functools.cache
+def _output_hook(layout: Layout, mesh: DeviceMesh) -> Hook:
+    lay_out = _laid_out(layout, mesh)
+    return lambda _module, _args, output: _map_first(lay_out, output)
+
+
+@functools.cache
+def _input_hook(layout: Layout, mesh: DeviceMesh) -> Hook:
+    lay_out = _laid_out(layout, mesh)
+    return lambda _module, args, kwargs: _map_first(lay_out, (args, kwargs))
+
+
+def _gradient_hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+    return _map_first(_reduce_gradient, output)
+
+
+def _laid_out(layout: Layout, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
+    by_ndim = tuple(_placements(layout, mesh, ndim) for ndim in range(_MAX_DIMS))
+
+    def lay_out(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        target = by_ndim[tensor.ndim]
+        if target is None:
+            raise InputError(
+                f'The layout "{layout}" was given to an activation of global shape {tuple(tensor.shape)}, which has '
+                f'another number of dims. Name as many dims as the activation has, or begin the layout with "...".'
+            )
+        return tensor if tensor.placements == target else tensor.redistribute(placements=target)
+
+    return lay_out
+
+
+def _placements(layout: Layout, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...] | None:
+    try:
+        return tuple(layout.placements(mesh, ndim=ndim))
+    except LayoutError:
+        return None
+
+
+def _reduce_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor) or not tensor.requires_grad:
+        return tensor
+    placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
+    if torch.compiler.is_compiling():
+        return tensor.redistribute(placements=placements)
+    tensor.register_hook(
+        lambda grad: None if grad.placements == placements else grad.redistribute(placements=placements)
+    )
+    return tensor
+
+
+def _map_first(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Apply `fn` to the first floating-point tensor of a module's output or input; the rest stays as it is."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            leaves[i] = fn(leaf)
+            break
+    return pytree.tree_unflatten(leaves, spec)

@@ -1,0 +1,169 @@
+"""Any `torch.optim` optimizer on sharded parameters at the speed of plain tensors.
+
+Element-wise optimizers compute every element of the update from the same element of parameter, gradient and state, so
+stepping on local shards is exact. While such an optimizer steps, its parameters and state are the local tensors;
+before and after, they are DTensors with global shapes. An optimizer that is not known to be element-wise steps on
+DTensors. Both hooks are installed in every optimizer when the first model is sharded, through torch's public door for
+that, and look only at parameters that shardlib made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardlib.engine import _torch
+from shardlib.errors import ShardingError
+
+__all__ = ["adopt", "register_elementwise", "watch_optimizers"]
+
+_ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+
+_local_leaf: WeakIdKeyDictionary = WeakIdKeyDictionary()  # sharded parameter -> plain leaf over the same local memory
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter before sharding -> its name
+_stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> what to put back after the step
+
+
+def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Say that an optimizer of your own is element-wise, so that it may step on local shards. Usable as a decorator.
+
+    Element-wise: each element of the update depends on that same element of parameter, gradient and state alone.
+    Adam is; LAMB (norms of whole tensors), Adafactor (row and column sums) and Muon (whole matrices) are not.
+
+    >>> @register_elementwise
+    ... class SignSGD(torch.optim.SGD):
+    ...     pass
+    """
+    _ELEMENTWISE.add(optimizer)
+    return optimizer
+
+
+def adopt(name: str, before: nn.Parameter, after: nn.Parameter) -> None:
+    """Tell the hooks that the parameter `before` was replaced by the sharded `after`."""
+    _replaced[before] = name
+    _local_leaf[after] = _torch.local_of(after).detach()  # type: ignore[arg-type]
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Install both hooks, once."""
+    torch_optimizer.register_optimizer_step_pre_hook(_before_step)
+    torch_optimizer.register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _put_back(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    _refuse_replaced(params)
+    closure = args[0] if args else kwargs.get("closure")
+    if closure is None and type(optimizer) in _ELEMENTWISE and any(p in _local_leaf for p in params):
+        _step_on_local_tensors(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _put_back(optimizer)
+
+
+def _refuse_replaced(params: list[torch.Tensor]) -> None:
+    stale = [_replaced[p] for p in params if p in _replaced]
+    if stale:
+        raise ShardingError(
+            f"This optimizer was built before its model was sharded: {len(stale)} of its {len(params)} parameters "
+            f'(the first is "{stale[0]}") are no longer the model\'s, and stepping them would train nothing. '
+            "Build the optimizer after shard_model: torch.optim.AdamW(model.parameters())."
+        )
+
+
+def _step_on_local_tensors(optimizer: torch.optim.Optimizer) -> None:
+    outer = optimizer.state
+    inner: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    groups = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [_local_view(p, outer, inner) for p in group["params"]]
+    optimizer.state = inner
+    _stepping[optimizer] = (groups, outer)
+
+
+def _local_view(param: torch.Tensor, outer: Any, inner: Any) -> torch.Tensor:
+    """The plain leaf that stands for a parameter during the step, with its gradient and state."""
+    leaf = _local_leaf.get(param)
+    if leaf is None:
+        if param in outer:
+            inner[param] = outer[param]
+        return param
+    leaf.grad = None if param.grad is None else _local_gradient(param)
+    if param in outer:
+        inner[leaf] = {key: _local_state(param, value) for key, value in outer[param].items()}
+    return leaf
+
+
+def _local_gradient(param: torch.Tensor) -> torch.Tensor:
+    grad = param.grad
+    assert isinstance(param, DTensor)
+    if not isinstance(grad, DTensor):
+        raise ShardingError(
+            f"A sharded parameter of global shape {tuple(param.shape)} has a plain gradient. Assign `p.grad` as a "
+            "DTensor in the parameter's placements, or let backward() make it."
+        )
+    if grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return _torch.local_of(grad)
+
+
+def _local_state(param: torch.Tensor, value: Any) -> Any:
+    """One entry of the optimizer's state as its local tensor; a plain tensor of global shape (loaded) is cut first."""
+    assert isinstance(param, DTensor)
+    if isinstance(value, DTensor):
+        return _torch.local_of(value)
+    if isinstance(value, torch.Tensor) and value.ndim and value.shape == param.shape:
+        return _torch.shard(value, param.device_mesh, param.placements)
+    return value
+
+
+def _put_back(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `_step_on_local_tensors`: after the step, or before the next one if that step raised."""
+    saved = _stepping.pop(optimizer, None)
+    if saved is None:
+        return
+    groups, outer = saved
+    inner = optimizer.state
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        for param, leaf in zip(params, group["params"], strict=True):
+            if leaf in inner:
+                outer[param] = inner[leaf] if leaf is param else _global_state(param, outer.get(param, {}), inner[leaf])
+            if leaf is not param:
+                leaf.grad = None
+        group["params"] = params
+    optimizer.state = outer
+
+
+def _global_state(param: torch.Tensor, before: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:
+    return {key: _global_value(param, before.get(key), value) for key, value in local.items()}
+
+
+def _global_value(param: torch.Tensor, before: Any, value: Any) -> Any:
+    if isinstance(before, DTensor) and _torch.local_of(before) is value:
+        return before
+    shard = _torch.local_of(param)  # type: ignore[arg-type]
+    if isinstance(value, torch.Tensor) and value.ndim == shard.ndim and value.ndim and value.shape == shard.shape:
+        return _torch.wrap(value, _torch.spec_of(param))  # type: ignore[arg-type]
+    return value
