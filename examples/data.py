@@ -36,7 +36,9 @@ def standard_library() -> Text:
     return Text(train=_bytes([f for f in files if f not in held_out]), validation=_bytes(held_out))
 
 
-def batch(tokens: Tensor, step: int, *, rows: int, context: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
+def batch(
+    tokens: Tensor, step: int, *, rows: int, context: int, rank: int = 0, ranks: int = 1
+) -> tuple[Tensor, Tensor]:
     """The share of one data rank in the global batch of one step: ids and targets, each `(rows / ranks, context)`.
 
     The global batch, `rows` random windows of the text, depends on `step` alone; rank `rank` of `ranks` takes its

@@ -1,0 +1,53 @@
+# make demo    four processes train a GPT on real text, one device trains it too, the numbers side by side (a minute)
+# make test    format, lint, types, tests                make test-deep   the same tests with many more examples
+# make bench   tensor and data parallel training steps, against what else there is
+#
+# Each needs nothing but Python >= 3.11: it makes .venv, fills it once, and again when pyproject.toml changes.
+
+PYTHON ?= python3
+BIN := .venv/bin
+# One thread a process: several ranks share the cores.
+RUN := OMP_NUM_THREADS=1 $(BIN)/python
+TORCHRUN := $(RUN) -m torch.distributed.run --standalone --nproc_per_node
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-deep bench format clean
+
+demo: .venv/.core
+	$(TORCHRUN) 4 examples/demo.py --mesh dp=2,tp=2 $(ARGS)
+
+test: .venv/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(RUN) -m pytest -n 2 $(ARGS)
+
+test-deep: .venv/.dev
+	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest -n 2 -m "deep or not deep" $(ARGS)
+
+bench: .venv/.dev
+	$(RUN) benchmarks/tensor_parallel.py $(ARGS)
+	$(RUN) benchmarks/data_parallel.py $(ARGS)
+
+format: .venv/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"shardlib needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+
+# torch first and at exactly one version: what follows then finds it installed and brings no other build of it.
+.venv/.core: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(PIP) --editable .
+	touch $@
+
+# torchvision's packages name a torch build of their own; without dependencies it takes the one that is there.
+.venv/.dev: .venv/.core
+	$(PIP) --no-deps torchvision
+	$(PIP) --editable '.[dev,jax]' pillow
+	touch $@
