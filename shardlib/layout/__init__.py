@@ -1,1 +1,8 @@
+"""How one tensor lies on a mesh: the value, its text, and its conversions."""
 
+from __future__ import annotations
+
+from shardlib.layout._dims import Dim, Factor
+from shardlib.layout._layout import Layout
+
+__all__ = ["Dim", "Factor", "Layout"]
