@@ -1,0 +1,65 @@
+"""What the documents say runs, and every public name stands in them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardlib
+from tests.house.source import ROOT
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+_NAMES = {name: getattr(shardlib, name) for name in shardlib.__all__}
+
+
+def _title(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+def _run(title: str, blocks: list[str]) -> None:
+    """All blocks of one document, one after the other, as one script."""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    for number, block in enumerate(blocks, 1):
+        exec(compile(block, f"{title}, block {number}", "exec"), scope)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_title)
+def test_python_blocks_run_on_four_ranks(document: Path, ranks):
+    blocks = _BLOCK.findall(document.read_text())
+    if blocks:
+        ranks(4).run(_run, _title(document), blocks)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_title)
+def test_links_inside_the_repository_lead_somewhere(document: Path):
+    links = _LINK.findall(document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_a_public_name_has_a_docstring_with_an_example(name: str):
+    value = _NAMES[name]
+    text = inspect.getdoc(value) or ""
+    assert text
+    if not isinstance(value, types.ModuleType):
+        assert ">>> " in text, f"the docstring of shardlib.{name} shows no example"
+
+
+@pytest.mark.parametrize("name", [n for n, value in _NAMES.items() if isinstance(value, type)])
+def test_public_methods_have_docstrings(name: str):
+    members = inspect.getmembers(_NAMES[name], lambda m: inspect.isroutine(m) or isinstance(m, property))
+    own = [(n, m) for n, m in members if not n.startswith("_") and n in vars(_NAMES[name])]
+    assert [n for n, m in own if not inspect.getdoc(m) and not isinstance(m, property)] == []
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_a_public_name_stands_in_the_documents(name: str):
+    text = "\n".join(document.read_text() for document in DOCUMENTS)
+    assert re.search(rf"\b(sl|shardlib)\.{name}\b", text), f"neither README.md nor docs/ mentions shardlib.{name}"
