@@ -56,8 +56,8 @@ def _uses(module: str) -> Iterator[tuple[int, str]]:
 
 
 def _allowed(module: str, text: str) -> bool:
-    # The fused layout is upstream's class; the module of conversions between layouts and placements names it.
-    return module.startswith("shardlib.layout.") and text.endswith("_StridedShard")
+    # The fused layout is upstream's class: conversions name it, and a rule may be written as a placement.
+    return module.startswith(("shardlib.layout.", "shardlib.rules.")) and text.endswith("_StridedShard")
 
 
 @pytest.mark.parametrize("module", [name for name in source.modules() if name != HOME])
