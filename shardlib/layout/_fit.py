@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations
 from typing import TypeAlias
 
 from shardlib._mesh import MeshShape
@@ -98,7 +98,7 @@ def mesh_problems(dims: Dims, mesh: MeshShape) -> Iterator[Problem]:
         assert isinstance(dim, Dim)
         yield from _unsettled(dim)
         if dim.fused:
-            yield from _unknown_strides(dim)
+            yield from _unknown_strides(dim, mesh)
             yield from _uneven_factors(dim, mesh)
 
 
@@ -111,9 +111,9 @@ def _unsettled(dim: Dim) -> Iterator[Problem]:
             )
 
 
-def _unknown_strides(dim: Dim) -> Iterator[Problem]:
-    for outer, inner in pairwise(dim.factors):
-        if outer.size is None and inner.axes:
+def _unknown_strides(dim: Dim, mesh: MeshShape) -> Iterator[Problem]:
+    for outer, inner in combinations(dim.factors, 2):
+        if outer.size is None and any(mesh[axis] > 1 for axis in inner.axes):
             yield (
                 f'the size of "{outer.name}" in dim "{dim.name}" is not known, and "{inner.name}" is split inside it',
                 f'Give it, as in sizes={{"{outer.name}": 3}}, or call layout.resolve(global_shape, mesh) first.',

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import Placement
 
 from shardlib._mesh import MeshLike, MeshShape
 from shardlib.errors import LayoutError
-from shardlib.layout import _fit, _placements, _text
+from shardlib.layout import _fit, _placements, _spec, _text
 from shardlib.layout._dims import Dim, Dims, axes_of_dims, plain
+from shardlib.layout._local import Slices, cut_slices, slice_length
 from shardlib.layout._text import Memory, Parts
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
 
 __all__ = ["Layout"]
 
@@ -217,6 +223,172 @@ class Layout:
         """
         return _placements_on(self if ndim is None else self.with_ndim(ndim), MeshShape.of(mesh))
 
+    @classmethod
+    def from_placements(
+        cls,
+        placements: Sequence[Placement],
+        mesh: MeshLike,
+        *,
+        ndim: int | None = None,
+        global_shape: Sequence[int] | None = None,
+        dim_names: Sequence[str] | None = None,
+    ) -> Layout:
+        """The layout that DTensor placements describe; `placements` undoes it.
+
+        Args:
+            placements: one per mesh axis, in mesh order.
+            mesh: the mesh that they are for.
+            ndim: the number of dims; or give `global_shape`, or `dim_names`.
+            global_shape: also gives fused dims all their factor sizes, and is checked.
+            dim_names: names for the dims, "_" by default.
+
+        Raises:
+            LayoutError: a placement that no layout says: a `_StridedShard` whose pieces cross the boundary of an
+                earlier split, or a partial kind of torch's own such as a masked one.
+
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> from torch.distributed.tensor.placement_types import _StridedShard
+        >>> Layout.from_placements((Shard(1), Replicate()), "dp=2,tp=4", ndim=2)
+        Layout("_ _@dp")
+        >>> Layout.from_placements([_StridedShard(0, split_factor=3)], "tp=2", global_shape=(24,), dim_names=["qkv"])
+        Layout("(3 qkv=8@tp)")
+        """
+        shape = MeshShape.of(mesh)
+        names = _dim_names(ndim, global_shape, dim_names)
+        context = f'Placements {tuple(placements)} on mesh "{shape}" for a tensor of {len(names)} dims'
+        _raise_first(context, _placements.problems(placements, shape, len(names)))
+        try:
+            dims = _placements.dims_of(placements, shape, names)
+        except ValueError as error:
+            raise LayoutError(
+                f"{context}: {error}. Redistribute the tensor to plain Shard or Replicate placements first."
+            ) from None
+        layout = cls(dims, _placements.partials_of(placements, shape))
+        return layout if global_shape is None else layout.resolve(global_shape, shape)
+
+    def partition_spec(self) -> PartitionSpec:
+        """The same as a `jax.sharding.PartitionSpec`; imports jax. Says nothing of dtype and memory kind.
+
+        Raises:
+            LayoutError: JAX has no spec for it: a fused dim split inside, a partial axis, or "?" or "..." still open.
+
+        >>> Layout.parse("batch@(dp,fsdp) seq embed").partition_spec()  # doctest: +SKIP
+        P(('dp', 'fsdp'), None, None)
+        """
+        _raise_first(f'Layout "{self}" as a PartitionSpec', _spec.problems(self.dims, self.partials))
+        return _spec.spec_of(self.dims)
+
+    @classmethod
+    def from_partition_spec(
+        cls, spec: PartitionSpec, ndim: int | None = None, *, dim_names: Sequence[str] | None = None
+    ) -> Layout:
+        """The layout that a `jax.sharding.PartitionSpec` describes. Dims beyond the end of the spec are not split.
+
+        Raises:
+            LayoutError: the spec is longer than `ndim`, or leaves a dim unconstrained.
+
+        >>> Layout.from_partition_spec(jax.P(("fsdp", "tp")), 2)  # doctest: +SKIP
+        Layout("_@(fsdp,tp) _")
+        """
+        names = _dim_names(ndim, None, dim_names)
+        _raise_first(f"{spec} for a tensor of {len(names)} dims", _spec.problems_in(spec, len(names)))
+        return cls(_spec.dims_of(spec, names))
+
+    def local_slices(
+        self, global_shape: Sequence[int], mesh: MeshLike, coordinate: Mapping[str, int]
+    ) -> tuple[Slices, ...]:
+        """Which elements of the global tensor the rank at `coordinate` holds.
+
+        For each dim the slices that, joined in this order, are the local dim: one slice for a plain dim, several for
+        a dim split inside a fused factor (or by axes in another order than the mesh's), never none. The local tensor
+        is the product of the dims' slices; `take` applies them.
+
+        Splits are nested `torch.chunk`s, cut in mesh order exactly as DTensor cuts for the same placements, uneven
+        and empty shards included.
+
+        Args:
+            global_shape: of the tensor.
+            mesh: names and sizes of the axes.
+            coordinate: axis to index, for at least the axes that split the tensor; `MeshShape.coordinate(rank)`.
+
+        >>> layout = Layout.parse("(qkv heads@tp head) embed", sizes={"qkv": 3, "heads": 2})
+        >>> layout.local_slices((12, 5), "tp=2", {"tp": 1})
+        ((slice(2, 4, None), slice(6, 8, None), slice(10, 12, None)), (slice(0, 5, None),))
+        """
+        shape = MeshShape.of(mesh)
+        layout = self.resolve(global_shape, shape)
+        layout._check_coordinate(coordinate, shape)
+        return tuple(
+            cut_slices(size, _placements.cuts_of_dim(dim, shape), coordinate)
+            for dim, size in zip(layout._concrete_dims, global_shape, strict=True)
+        )
+
+    def local_shape(
+        self, global_shape: Sequence[int], mesh: MeshLike, coordinate: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        """The shape of what the rank at `coordinate` holds.
+
+        >>> Layout.parse("vocab@tp embed").local_shape((50257, 768), "tp=4", {"tp": 3})
+        (12562, 768)
+        """
+        return tuple(slice_length(slices) for slices in self.local_slices(global_shape, mesh, coordinate))
+
+    def local_bytes(
+        self,
+        global_shape: Sequence[int],
+        dtype: torch.dtype,
+        mesh: MeshLike,
+        coordinate: Mapping[str, int] | None = None,
+    ) -> int:
+        """The bytes that one rank holds.
+
+        Args:
+            global_shape: of the tensor.
+            dtype: of the tensor; a dtype that the layout fixes comes before it.
+            mesh: names and sizes of the axes.
+            coordinate: of the rank; by default the first rank, which holds no less than any other.
+
+        >>> Layout.parse("vocab@tp embed").local_bytes((50257, 768), torch.float32, "tp=4")
+        38599680
+        """
+        shape = MeshShape.of(mesh)
+        place = dict.fromkeys(shape.names, 0) if coordinate is None else coordinate
+        return math.prod(self.local_shape(global_shape, shape, place)) * (self.dtype or dtype).itemsize
+
+    def uneven_dims(self, global_shape: Sequence[int], mesh: MeshLike) -> tuple[int, ...]:
+        """The dims whose shards differ in size from rank to rank.
+
+        >>> Layout.parse("vocab@tp embed").uneven_dims((50257, 768), "tp=4")
+        (0,)
+        """
+        shape = MeshShape.of(mesh)
+        dims = self.resolve(global_shape, shape)._concrete_dims
+        pieces = [math.prod(shape[axis] for axis in dim.axes) for dim in dims]
+        return tuple(i for i, size in enumerate(global_shape) if size % pieces[i])
+
+    def take(self, tensor: torch.Tensor, mesh: MeshLike, coordinate: Mapping[str, int]) -> torch.Tensor:
+        """The part of a global tensor that the rank at `coordinate` holds: a view where every dim is one slice.
+
+        >>> Layout.parse("(2 half@tp)").take(torch.arange(8), "tp=2", {"tp": 1})
+        tensor([2, 3, 6, 7])
+        """
+        for dim, slices in enumerate(self.local_slices(tensor.shape, mesh, coordinate)):
+            parts = [tensor.narrow(dim, part.start, part.stop - part.start) for part in slices]
+            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return tensor
+
+    @property
+    def _concrete_dims(self) -> tuple[Dim, ...]:
+        return tuple(dim for dim in self.dims if isinstance(dim, Dim))
+
+    def _check_coordinate(self, coordinate: Mapping[str, int], mesh: MeshShape) -> None:
+        for axis in axes_of_dims(self.dims):
+            if not 0 <= coordinate.get(axis, -1) < mesh[axis]:
+                raise LayoutError(
+                    f'Layout "{self}" on mesh "{mesh}": coordinate {dict(coordinate)} gives no place on axis "{axis}". '
+                    f"Give an index from 0 to {mesh[axis] - 1}, as MeshShape.coordinate(rank) does for every axis."
+                )
+
     @property
     def _parts(self) -> Parts:
         return Parts(self.dims, self.partials, self.dtype, self.memory)
@@ -249,6 +421,19 @@ def _placements_on(layout: Layout, mesh: MeshShape) -> tuple[Placement, ...]:
         raise LayoutError(f'{context}: "..." leaves the number of dims open. Pass ndim=, or call with_ndim first.')
     _raise_first(context, _fit.mesh_problems(layout.dims, mesh))
     return _placements.placements_of(layout.dims, layout.partial, mesh)
+
+
+def _dim_names(
+    ndim: int | None, global_shape: Sequence[int] | None, dim_names: Sequence[str] | None
+) -> tuple[str, ...]:
+    counts = [ndim, *(len(given) for given in (global_shape, dim_names) if given is not None)]
+    known = {count for count in counts if count is not None}
+    if len(known) != 1:
+        raise LayoutError(
+            f"The number of dims was given as ndim={ndim}, global_shape={global_shape}, dim_names={dim_names}. "
+            "Give at least one of them, and let them agree."
+        )
+    return tuple(dim_names) if dim_names is not None else ("_",) * known.pop()
 
 
 def _raise_first(context: str, problems: Iterable[_fit.Problem]) -> None:

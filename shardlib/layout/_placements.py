@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardlib._mesh import MeshShape
-from shardlib.layout._dims import Dim, Dims
+from shardlib.layout._dims import Dim, Dims, Factor
+from shardlib.layout._fit import Problem
 from shardlib.layout._local import Cut
 
-__all__ = ["cuts_of_dim", "placements_of"]
+__all__ = ["cuts_of_dim", "dims_of", "partials_of", "placements_of", "problems"]
 
 
 @lru_cache(maxsize=65536)
@@ -41,11 +43,11 @@ def _digits_before(dim: Dim, axis: str, earlier: tuple[str, ...], mesh: MeshShap
             outer = factor.axes[: factor.axes.index(axis)]
             yield from (mesh[other] for other in outer if other not in earlier)
             return
-        assert factor.size is not None, "factor sizes are checked by Layout before"
+        assert factor.size is not None, "sizes are known where they matter, _fit.mesh_problems sees to it"
         yield factor.size // math.prod(mesh[other] for other in factor.axes if other in earlier)
 
 
-def placements_of(dims: Dims, partial: dict[str, str], mesh: MeshShape) -> tuple[Placement, ...]:
+def placements_of(dims: Dims, partial: Mapping[str, str], mesh: MeshShape) -> tuple[Placement, ...]:
     """One placement per mesh axis, in mesh order. An axis of size one replicates, whatever it was to do."""
     found: dict[str, Placement] = {axis: Partial(op) for axis, op in partial.items() if mesh[axis] > 1}
     for index, dim in enumerate(dims):
@@ -56,3 +58,93 @@ def placements_of(dims: Dims, partial: dict[str, str], mesh: MeshShape) -> tuple
 
 def _shard(index: int, factor: int) -> Placement:
     return Shard(index) if factor == 1 else _StridedShard(index, split_factor=factor)
+
+
+def problems(placements: Sequence[Placement], mesh: MeshShape, ndim: int) -> Iterator[Problem]:
+    """What keeps placements from being a layout, but for the order of their splits, which `dims_of` finds."""
+    if len(placements) != len(mesh):
+        yield f"{len(placements)} placements were given for {len(mesh)} axes", "Give one placement per mesh axis."
+        return
+    for axis, placement in zip(mesh.names, placements, strict=True):
+        if type(placement) not in (Shard, _StridedShard, Replicate, Partial):
+            yield (
+                f'{placement!r} on axis "{axis}" is none of Shard, _StridedShard, Replicate and Partial',
+                "Redistribute the tensor to one of these first.",
+            )
+        elif isinstance(placement, Shard | _StridedShard) and not 0 <= placement.dim < ndim:
+            yield f'dim {placement.dim} on axis "{axis}" is out of range', f"Name a dim from 0 to {ndim - 1}."
+
+
+def partials_of(placements: Iterable[Placement], mesh: MeshShape) -> tuple[tuple[str, str], ...]:
+    """The pairs (axis, reduction) of the partial placements."""
+    pairs = zip(mesh.names, placements, strict=True)
+    return tuple((axis, p.reduce_op) for axis, p in pairs if isinstance(p, Partial) and mesh[axis] > 1)
+
+
+def dims_of(placements: Sequence[Placement], mesh: MeshShape, names: Sequence[str]) -> tuple[Dim, ...]:
+    """The dims that give these placements; the last factor of a fused dim has no size yet.
+
+    Raises:
+        ValueError: a split does not fall on a boundary of the splits before it; the text is a short fact.
+    """
+    return tuple(_dim_of(_cuts_in(placements, mesh, index), name) for index, name in enumerate(names))
+
+
+def _cuts_in(placements: Sequence[Placement], mesh: MeshShape, dim: int) -> list[Cut]:
+    pairs = zip(mesh.items(), placements, strict=True)
+    return [(axis, n, factor) for (axis, n), p in pairs if n > 1 and (factor := _factor_in(p, dim)) is not None]
+
+
+def _factor_in(placement: Placement, dim: int) -> int | None:
+    if isinstance(placement, _StridedShard):
+        return int(placement.split_factor) if placement.dim == dim else None
+    return 1 if isinstance(placement, Shard) and placement.dim == dim else None
+
+
+def _dim_of(cuts: Iterable[Cut], name: str) -> Dim:
+    digits: list[_Digit] = [None]
+    sizes: dict[str, int] = {}
+    for axis, n, factor in cuts:
+        sizes[axis] = n
+        digits = _insert(digits, axis, n, factor)
+    return Dim(tuple(_factors(digits, sizes, name)))
+
+
+_Digit: TypeAlias = int | str | None
+"""A digit of a dim: a number of pieces that a rank holds (None: all that is left), or an axis, of local length one."""
+
+
+def _insert(digits: list[_Digit], axis: str, n: int, factor: int) -> list[_Digit]:
+    """Let an axis cut the digits so that `factor` pieces of what a rank holds are more major than it."""
+    passed = 1
+    for at, digit in enumerate(digits):
+        if isinstance(digit, str):
+            continue
+        if digit is None or factor < passed * digit:
+            return digits[:at] + _cut(digit, axis, n, factor, passed) + digits[at + 1 :]
+        passed *= digit
+    raise AssertionError("the last digit is open")
+
+
+def _cut(digit: int | None, axis: str, n: int, factor: int, passed: int) -> list[_Digit]:
+    outer, rest = divmod(factor, passed)
+    if rest or (digit is not None and digit % (outer * n)):
+        raise ValueError(f'axis "{axis}" (split factor {factor}) does not fall on a boundary of the splits before it')
+    inner = None if digit is None else digit // (outer * n)
+    return [piece for piece in (outer, axis, inner) if piece != 1]
+
+
+def _factors(digits: Iterable[_Digit], sizes: Mapping[str, int], name: str) -> Iterator[Factor]:
+    """Group the digits: the axes that precede a digit split the factor that it belongs to."""
+    axes: tuple[str, ...] = ()
+    for digit in digits:
+        if isinstance(digit, str):
+            axes += (digit,)
+            continue
+        if digit is None:
+            yield Factor(name, axes)
+        elif axes:
+            yield Factor("_", axes, digit * math.prod(sizes[axis] for axis in axes))
+        else:
+            yield Factor(str(digit), (), digit)
+        axes = ()
