@@ -6,7 +6,7 @@ Seen on torch 2.13.0; the names used here exist in 2.10 and later.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,14 +15,32 @@ import torch.distributed.tensor._random as dtensor_random
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 __all__ = [
+    "DTensorSpec",
+    "OpInfo",
+    "OpSchema",
+    "OutputSharding",
+    "RuntimeSchemaInfo",
+    "TensorMeta",
+    "_StridedShard",
     "backward_id",
+    "clear_propagation_cache",
+    "dispatcher",
     "flattened",
     "forget_meshes",
+    "global_metas",
     "implicit_replication",
     "local_of",
+    "local_shape_and_offset",
+    "redistribute_local",
+    "return_and_correct_aliasing",
     "run_at_end_of_backward",
     "set_implicit_replication",
     "shard",
@@ -93,3 +111,37 @@ def forget_meshes() -> None:
     torch._C._set_dtensor_allow_implicit_replication(False)
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+
+
+def clear_propagation_cache() -> None:
+    """Make DTensor ask for the sharding of every op again (this thread's C++ cache, and the Python one)."""
+    _clear_sharding_prop_cache()
+
+
+def dispatcher() -> Any:
+    """The process's DTensor op dispatcher: its handlers, its propagator, its slow path."""
+    return DTensor._op_dispatcher
+
+
+def global_metas(schema: OpSchema) -> Any:
+    """Global shape, stride and dtype of what an op returns: `TensorMeta`s in the op's own structure.
+
+    Raises what the op raises on fake tensors, among it the errors of data-dependent shapes.
+    """
+    return dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
+
+
+def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    """The local tensor of `source` as the local tensor of `target`, with the collectives that takes."""
+    if source.placements == target.placements:
+        return local
+    return redistribute_local_tensor(local, source, target)
+
+
+def local_shape_and_offset(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """This rank's local shape, and where it begins in the global tensor (of no meaning for a fused split)."""
+    fused = any(isinstance(p, _StridedShard) for p in placements)
+    found = compute_local_shape_and_global_offset(tuple(shape), mesh, tuple(placements), skip_offset=fused)
+    return tuple(found[0]), tuple(found[1])
