@@ -5,13 +5,17 @@ Seen on torch 2.13.0; the names used here exist in 2.10 and later.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor._random as dtensor_random
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -23,6 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 __all__ = [
+    "AsyncTensor",
     "DTensorSpec",
     "OpInfo",
     "OpSchema",
@@ -32,16 +37,25 @@ __all__ = [
     "_StridedShard",
     "backward_id",
     "clear_propagation_cache",
+    "collective_name",
     "dispatcher",
+    "fake_tensor_errors",
+    "fake_tensors",
+    "fake_world",
     "flattened",
     "forget_meshes",
     "global_metas",
     "implicit_replication",
     "local_of",
     "local_shape_and_offset",
+    "named_arguments",
+    "next_node_number",
+    "ranks_of_collective",
     "redistribute_local",
     "return_and_correct_aliasing",
+    "root_mesh",
     "run_at_end_of_backward",
+    "running_node",
     "set_implicit_replication",
     "shard",
     "spec_of",
@@ -145,3 +159,112 @@ def local_shape_and_offset(
     fused = any(isinstance(p, _StridedShard) for p in placements)
     found = compute_local_shape_and_global_offset(tuple(shape), mesh, tuple(placements), skip_offset=fused)
     return tuple(found[0]), tuple(found[1])
+
+
+# Recording. `_current_autograd_node`, `_sequence_nr` and the op namespaces were seen on 2.13.0.
+
+AsyncTensor = AsyncCollectiveTensor
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a sub-mesh was sliced from, or the mesh itself."""
+    return mesh._get_root_mesh()
+
+
+def next_node_number() -> int:
+    """The number that autograd will give to the next node it records in this thread."""
+    return torch.autograd._get_sequence_nr()
+
+
+def running_node() -> tuple[int, torch.Tensor | None]:
+    """The number of the node that backward runs now (-1 between nodes), and the leaf it accumulates into, if it does."""
+    node: Any = torch._C._current_autograd_node()
+    return (node._sequence_nr(), getattr(node, "variable", None)) if node is not None else (-1, None)
+
+
+def collective_name(op: Any) -> str | None:
+    """The bare name of an op of c10d, functional collectives or DTensor; None for any other op."""
+    return op._opname if op.namespace in ("c10d", "_c10d_functional", "_dtensor") else None
+
+
+def named_arguments(op: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments of an op by the names of its schema."""
+    return {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)}
+
+
+def ranks_of_collective(arguments: dict[str, Any]) -> list[int]:
+    """The global ranks that take part in a collective op, from its named arguments."""
+    if "group_name" in arguments:
+        group = c10d._resolve_process_group(arguments["group_name"])
+    else:
+        group = dist.ProcessGroup.unbox(arguments["process_group"])
+    return dist.get_process_group_ranks(group)
+
+
+# The dry run: fake tensors, and a world of fake ranks. Seen on 2.13.0.
+
+_WORLD_TABLES = (
+    "_pg_map",
+    "_pg_names",
+    "_pg_group_ranks",
+    "_pg_backend_config",
+    "_tags_to_pg",
+    "_pg_to_tag",
+    "_group_count",
+    "_world",
+)
+# Groups are known to C++ by name, real and fake ones in one table; counting from here keeps the names apart.
+_FIRST_FAKE_GROUP = 1_000_000_000
+
+
+def fake_tensors() -> Any:
+    """A mode in which tensors have shape, dtype and device, and no values. Real ones may meet them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_tensor_errors() -> tuple[type[Exception], ...]:
+    """What fake tensors raise where a value would be needed."""
+    from torch._subclasses import fake_tensor
+
+    return (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+
+
+@contextmanager
+def fake_world(axes: Mapping[str, int], device_type: str) -> Iterator[DeviceMesh]:
+    """Be rank 0 of as many ranks as a mesh has, all others imagined; collectives return at once.
+
+    Real process groups of this process, the default one included, are out of sight inside the block and back after
+    it. What DTensor has cached names meshes, and a real and a fake mesh of one shape are equal to it: caches are
+    dropped on both sides.
+    """
+    import torch.distributed._tools.fake_collectives  # registers what collectives do to fake tensors
+    import torch.testing._internal.distributed.fake_pg as fake_pg
+
+    before = {name: getattr(c10d, name) for name in _WORLD_TABLES}
+    tracker = dtensor_random._rng_tracker
+    _clear_sharding_prop_cache()
+    for name, value in before.items():
+        setattr(c10d, name, _FIRST_FAKE_GROUP if isinstance(value, int) else type(value)())
+    try:
+        world = math.prod(axes.values())
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=world)
+        yield _fake_mesh(axes, device_type)
+    finally:
+        for name in list(c10d._world.pg_names.values()):
+            c10d._unregister_process_group(name)
+        for name, value in before.items():
+            setattr(c10d, name, value)
+        _clear_sharding_prop_cache()
+        dtensor_random._rng_tracker = tracker
+
+
+def _fake_mesh(axes: Mapping[str, int], device_type: str) -> DeviceMesh:
+    """Only the groups of rank 0 are made, so that a mesh of many thousand ranks costs nothing."""
+    ranks = torch.arange(math.prod(axes.values())).view(*axes.values())
+    groups = []
+    for dim in range(ranks.ndim):
+        row = ranks[tuple(slice(None) if other == dim else 0 for other in range(ranks.ndim))]
+        groups.append(dist.new_group(row.tolist()))
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(axes))
