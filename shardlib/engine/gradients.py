@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ Axes = tuple[str, ...]
 
 @dataclass(eq=False)
 class _Slot:
-    """One parameter's place in a bucket. `view` is a local tensor inside the bucket; `grad` is what `p.grad` becomes."""
+    """One parameter's place in a bucket: `view` is local memory inside it, `grad` is what `p.grad` becomes."""
 
     param: torch.nn.Parameter
     view: torch.Tensor
@@ -60,7 +61,7 @@ class GradientReducer:
     """Keeps `p.grad` of every parameter equal to the gradient of the mean loss over the data axes.
 
     Args:
-        params: trainable parameters in registration order, plain or DTensor.
+        params: all parameters in registration order, plain or DTensor; frozen ones may begin to train later.
         mesh: the whole mesh.
         data_axes: axes of `mesh` (size > 1) over which gradients are averaged.
         bucket_bytes: how much one all-reduce carries; a larger bucket has fewer latencies, a smaller one overlaps more.
@@ -80,11 +81,23 @@ class GradientReducer:
         self._arrived: dict[int, Axes] = {}
         self._next = 0
         self._backward = -1
-        self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
+        self._frozen = [p for p in params if not p.requires_grad]
+        self._handles = [self._listen(p) for p in params if p.requires_grad]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def notice_unfrozen(self) -> None:
+        """Take in parameters that have begun to require gradients since; buckets are then laid out anew."""
+        thawed = [p for p in self._frozen if p.requires_grad]
+        if thawed:
+            self._frozen = [p for p in self._frozen if not p.requires_grad]
+            self._handles += [self._listen(p) for p in thawed]
+            self._buckets, self._home, self._laid_out = [], {}, False
+
+    def _listen(self, param: torch.nn.Parameter) -> Any:
+        return param.register_post_accumulate_grad_hook(self._on_gradient)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -188,7 +201,7 @@ class GradientReducer:
         if self.data_axes:
             seen = _first_ranks(seen, self._group(self.mesh.mesh_dim_names or ()))
         known = dict(seen)
-        rest = [i for i in reversed(range(len(self.params))) if i not in known]
+        rest = [i for i in reversed(range(len(self.params))) if i not in known and self.params[i].requires_grad]
         order = [i for i, _ in seen] + rest
         pending: dict[tuple[Axes, torch.dtype], list[torch.nn.Parameter]] = {}
         for i in order:

@@ -1,14 +1,21 @@
-"""The border between the user's plain tensors and the global view inside a sharded model.
+"""The borders between plain tensors and the global view.
 
-    plain, the same on all ranks of the model axes  ->  DTensor, replicated      (on entering `forward`)
-    DTensor of any layout                           ->  plain, whole             (on leaving it)
+Only regions of a model compute on DTensors: the smallest modules that close over what is split (`regions.py` finds
+them). Everything between them computes on plain tensors that are the same on all ranks of the model axes, exactly as on
+one device. At a region's border
 
-and the transposes of both in backward. Integer and boolean inputs stay plain: they carry no gradient, and a plain
-tensor inside the region counts as replicated.
+    plain, the same on all model ranks  ->  DTensor, replicated      (on entering)
+    DTensor of any layout               ->  plain, whole             (on leaving)
+
+and, transposed, in backward: the gradient of what entered is whole again, summed over the model axes where consumers
+were split. This is the only place where a DTensor becomes a local tensor and back; since both sides of both borders
+are replicated, no gradient placement is left to guess. Integer and boolean inputs stay plain: they carry no gradient,
+and a plain tensor inside counts as replicated.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,67 +28,126 @@ from torch.utils import _pytree as pytree
 from shardlib.engine import _torch
 from shardlib.engine.gradients import GradientReducer
 
-__all__ = ["Region"]
+__all__ = ["Root", "install_region"]
 
 Check = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
-class Region:
-    """Hooks on the root of one sharded model.
+class Root:
+    """Hooks on the root: inputs are checked, plain tensors count as replicated while it runs, backward is noticed.
 
     Args:
-        model_mesh: the sub-mesh of the model axes, or None where parameters are plain tensors.
         reducer: told when a backward pass begins.
         check: looks at the inputs before anything else, and raises `InputError`.
     """
 
-    def __init__(self, model_mesh: DeviceMesh | None, reducer: GradientReducer, check: Check) -> None:
-        self.mesh, self.reducer, self.check = model_mesh, reducer, check
+    def __init__(self, reducer: GradientReducer, check: Check) -> None:
+        self.reducer, self.check = reducer, check
         self._outside: list[bool] = []
-        self._restore_after: int = -1
+        self._restoring = -1
 
     def install(self, model: nn.Module) -> list[Any]:
         return [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            model.register_forward_hook(self._leave, prepend=True),
+            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._leave),
             model.register_forward_hook(self._restore, always_call=True),
         ]
 
-    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.check(model, args, kwargs)
-        if self.mesh is None:
-            return None
+        self.reducer.notice_unfrozen()
         self._outside.append(_torch.set_implicit_replication(True))
-        return pytree.tree_map_only(torch.Tensor, self._to_global, (args, kwargs))
 
-    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return pytree.tree_map_only(torch.Tensor, self._to_plain, output)
+    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                leaf.register_hook(self._on_backward)
 
     def _restore(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._outside:
             _torch.set_implicit_replication(self._outside.pop())
 
-    def _to_global(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor) or not (tensor.is_floating_point() or tensor.is_complex()):
-            return tensor
-        assert self.mesh is not None
-        return DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
-
-    def _to_plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor(grad_placements=[Replicate()] * tensor.device_mesh.ndim)
-        if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(self._on_backward)
-        return tensor
-
     def _on_backward(self, grad: torch.Tensor) -> None:
         self.reducer.begin()
-        if self.mesh is None or self._restore_after == _torch.backward_id():
+        if self._restoring == _torch.backward_id():
             return
-        self._restore_after = _torch.backward_id()
+        self._restoring = _torch.backward_id()
         outside = _torch.set_implicit_replication(True)
         _torch.run_at_end_of_backward(lambda: self._end_backward(outside))
 
     def _end_backward(self, outside: bool) -> None:
-        self._restore_after = -1
+        self._restoring = -1
         _torch.set_implicit_replication(outside)
+
+
+def install_region(module: nn.Module, mesh: DeviceMesh) -> list[Any]:
+    """Let a module compute on DTensors over `mesh` while its surroundings see plain tensors."""
+    enter, leave = _hooks(mesh)
+    return [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, prepend=True),
+    ]
+
+
+@functools.cache
+def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """One pair of hooks for all regions of a mesh: a block compiled once then serves every block like it."""
+    replicated = (Replicate(),) * mesh.ndim
+
+    def to_global(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        if torch.compiler.is_compiling():
+            return DTensor.from_local(tensor, mesh, replicated, run_check=False)
+        return _ToGlobal.apply(tensor, mesh)
+
+    def to_plain(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if torch.compiler.is_compiling() or tensor.placements != replicated:
+            return tensor.full_tensor(grad_placements=replicated)
+        return _ToPlain.apply(tensor)
+
+    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return pytree.tree_map_only(torch.Tensor, to_global, (args, kwargs))
+
+    def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return to_plain(output)
+        return pytree.tree_map_only(torch.Tensor, to_plain, output)
+
+    return enter, leave
+
+
+class _ToGlobal(torch.autograd.Function):
+    """`DTensor.from_local(x, mesh, Replicate)` at a fraction of its cost; the gradient comes back whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:  # type: ignore[override]
+        return _torch.wrap(x.view_as(x), _torch.replicated_spec(x, mesh))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _whole(grad), None
+
+
+class _ToPlain(torch.autograd.Function):
+    """`x.to_local()` of a replicated DTensor; its gradient, the same on all model ranks, is replicated too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> torch.Tensor:  # type: ignore[override]
+        local = _torch.local_of(x)
+        ctx.mesh = x.device_mesh
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return _torch.wrap(grad, _torch.replicated_spec(grad, ctx.mesh))
+
+
+def _whole(grad: torch.Tensor) -> torch.Tensor:
+    if not isinstance(grad, DTensor):
+        return grad
+    if all(p.is_replicate() for p in grad.placements):
+        return _torch.local_of(grad)
+    return grad.full_tensor()

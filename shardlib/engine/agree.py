@@ -1,0 +1,120 @@
+"""What ranks must agree on, compared before it can do harm: the plan, the first weights, the first batch.
+
+Every comparison exchanges short fingerprints first; the values that differ are looked up only once it is known that an
+error will be raised, and are then shown side by side.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from shardlib.errors import InputError, PlanError, ShardingError
+
+__all__ = ["batches_agree", "fingerprint", "plans_agree", "weights_agree"]
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """A checksum of a tensor's shape, dtype and bytes; equal tensors have equal ones on every machine."""
+    plain = tensor.detach().contiguous().cpu()
+    seed = zlib.crc32(f"{plain.dtype}{tuple(plain.shape)}".encode())
+    return zlib.crc32(memoryview(plain.reshape(-1).view(torch.uint8).numpy()), seed) if plain.numel() else seed
+
+
+def plans_agree(lines: list[str], group: dist.ProcessGroup | None) -> None:
+    """Raise `PlanError` where ranks of the group resolved different rules. `lines` say a plan, one tensor a line."""
+    by_rank = _gather(lines, group)
+    if by_rank is None:
+        return
+    everything = [dict(enumerate(entry)) for entry in by_rank]
+    first = next(i for i in range(max(map(len, by_rank))) if len({entry.get(i) for entry in everything}) > 1)
+    raise PlanError(
+        "The ranks were given different rules, models or meshes. The first difference in their plans:\n"
+        + _side_by_side([entry.get(first, "(nothing: this plan is shorter)") for entry in everything], group)
+        + "\nGive every rank the same rules; do not let them depend on the rank."
+    )
+
+
+def weights_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Raise `ShardingError` where ranks start from different values of a tensor that all of them hold."""
+    mine = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    by_rank = _gather(mine, group)
+    if by_rank is None:
+        return
+    names = [name for name in mine if len({prints.get(name) for prints in by_rank}) > 1]
+    shown = _exchange(_shown(tensors[names[0]]), group) if names else [str(sorted(prints)) for prints in by_rank]
+    raise ShardingError(
+        f"The ranks start from different weights: {len(names)} of {len(mine)} tensors differ"
+        + (f', the first is "{names[0]}":\n' if names else " in name:\n")
+        + _side_by_side(shown, group)
+        + "\nSeed every rank alike before the model is built (torch.manual_seed(0)), or load the same checkpoint."
+    )
+
+
+def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup | None, axes: str) -> None:
+    """Raise `InputError` where ranks that work on the same example were given different batches."""
+    tensors = _named_tensors(args, kwargs)
+    mine = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    by_rank = _gather(mine, group)
+    if by_rank is None:
+        return
+    names = [name for name in mine if len({prints.get(name) for prints in by_rank}) > 1]
+    shown = _exchange(_shown(tensors[names[0]]), group) if names else [str(sorted(prints)) for prints in by_rank]
+    raise InputError(
+        f'Ranks that share the model axis "{axes}" work on the same examples, but were given different batches'
+        + (f'; "{names[0]}" differs:\n' if names else ":\n")
+        + _side_by_side(shown, group)
+        + "\nPick the batch by the rank's place on the data axes alone, for example with "
+        'DistributedSampler(dataset, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()).'
+    )
+
+
+def _named_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    leaves = pytree.tree_flatten_with_path((args, dict(kwargs)))[0]
+    return {
+        pytree.keystr(path[1:]): leaf
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta
+    }
+
+
+def _gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+    """Every rank's value, or None where all are equal. One short exchange when they are."""
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    marks = _exchange(zlib.crc32(repr(mine).encode()), group)
+    return None if len(set(marks)) == 1 else _exchange(mine, group)
+
+
+def _exchange(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    return every
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    values = ", ".join(f"{value:.6g}" for value in tensor.detach().flatten()[:4].tolist())
+    dots = ", ..." if tensor.numel() > 4 else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} [{values}{dots}]"
+
+
+def _side_by_side(shown: Iterable[Hashable], group: dist.ProcessGroup | None) -> str:
+    ranks = dist.get_process_group_ranks(group) if group is not None else []
+    holders: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, text in zip(ranks, shown, strict=True):
+        holders[text].append(rank)
+    return "\n".join(f"  rank {', '.join(map(str, held))}: {text}" for text, held in holders.items())
+
+
+def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, tied ones once, those on meta left out."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor for name, tensor in named.items() if not tensor.is_meta}

@@ -1,0 +1,396 @@
+"""`shard_model`: a plan carried out on a model, all of it or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from shardlib import layouts
+from shardlib._mesh import MeshLike, MeshShape, mesh
+from shardlib._plan import Plan, Row, plan
+from shardlib.engine import _torch, agree, batchnorm, borders, materialize, ops, optimizer, state
+from shardlib.engine.compile import CompileReport, compile_blocks
+from shardlib.engine.gradients import GradientReducer
+from shardlib.engine.randomness import agree_on_random_state
+from shardlib.engine.region import Root, install_region
+from shardlib.engine.regions import find_regions, inside
+from shardlib.errors import InputError, PlanError, ShardingError
+from shardlib.layout import Layout
+from shardlib.rules import Rules
+
+__all__ = ["Sharded", "apply_plan", "no_sync", "plan_of", "shard_model"]
+
+
+@dataclass(eq=False)
+class Sharded:
+    """What shardlib keeps of a sharded model."""
+
+    plan: Plan
+    mesh: DeviceMesh
+    model_mesh: DeviceMesh | None
+    reducer: GradientReducer
+    compiled: CompileReport
+
+
+_sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+
+
+def shard_model(
+    model: nn.Module,
+    mesh_: MeshLike,
+    rules: Rules | Mapping[str, Any] | Plan | str | Path | None = None,
+    *,
+    transforms: Sequence[Callable[[Plan], Plan]] = (),
+    init: Any = None,
+    compile: str | None = "auto",
+    check: bool = True,
+    global_batch_norm: bool = True,
+    bucket_mb: float = 25,
+) -> nn.Module:
+    """TODO"""
+    device_mesh = mesh(mesh_)
+    _refuse_unfit(model)
+    the_plan = _planned(model, device_mesh, rules, transforms)
+    return apply_plan(
+        model,
+        the_plan,
+        device_mesh,
+        init=init,
+        compile=compile,
+        check=check,
+        global_batch_norm=global_batch_norm,
+        bucket_bytes=int(bucket_mb * 2**20),
+    )
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan that a model was sharded by.
+
+    Raises:
+        ShardingError: the model was not sharded by shardlib.
+    """
+    return _record(model).plan
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Backward passes inside only accumulate; the first one outside reduces the sum over the data axes.
+
+    >>> with no_sync(model):  # doctest: +SKIP
+    ...     loss_fn(model(first), targets).backward()
+    >>> loss_fn(model(second), targets).backward()  # doctest: +SKIP
+    """
+    return _record(model).reducer.no_sync()
+
+
+def apply_plan(
+    model: nn.Module,
+    plan_: Plan,
+    device_mesh: DeviceMesh,
+    *,
+    init: Any = None,
+    compile: str | None = None,
+    check: bool = True,
+    global_batch_norm: bool = True,
+    bucket_bytes: int = 25 << 20,
+) -> nn.Module:
+    """Carry out a plan on a model, in place; on an error the model is as it was."""
+    build = _Build(model, plan_, device_mesh)
+    build.refuse_what_is_not_built()
+    if check:
+        build.check_ranks_agree()
+    with ExitStack() as undo:
+        build.replace_tensors(init, undo)
+        reducer = build.install(undo, check=check, global_batch_norm=global_batch_norm, bucket_bytes=bucket_bytes)
+        report, uncompile = compile_blocks(model, compile if build.model_mesh is not None else None)
+        undo.callback(uncompile)
+        if check:
+            build.share_random_state()
+        _sharded[model] = Sharded(plan_, device_mesh, build.model_mesh, reducer, report)
+        undo.pop_all()
+    return model
+
+
+class _Build:
+    """The steps of `apply_plan`; each leaves an undo on the stack it is given."""
+
+    def __init__(self, model: nn.Module, plan_: Plan, device_mesh: DeviceMesh) -> None:
+        self.model, self.plan, self.mesh = model, plan_, device_mesh
+        self.shape = MeshShape.of(device_mesh)
+        self.model_axes = _active(self.shape, self.shape.model_axes)
+        self.data_axes = _active(self.shape, self.shape.data_axes)
+        self.model_mesh = device_mesh[self.model_axes] if self.model_axes else None
+        self.device = _device(device_mesh)
+        self.coordinate = self.shape.coordinate(_position(device_mesh))
+        self.rows = {name: row for row in plan_.rows for name in (row.name, *row.tied)}
+        self.regions = self._find_regions()
+
+    def refuse_what_is_not_built(self) -> None:
+        pipeline = _active(self.shape, self.shape.pipeline_axes)
+        if pipeline:
+            raise PlanError(
+                f'Mesh "{self.shape}" has the pipeline axis "{pipeline[0]}", which can be planned but not run yet. '
+                "Run on a mesh without it."
+            )
+        for row in self.plan.rows:
+            split = [axis for axis in self.data_axes if row.stored is not None and axis in row.stored.axes]
+            if split:
+                raise PlanError(
+                    f'The plan stores "{row.name}" as "{row.stored}", split over the data axis "{split[0]}". '
+                    "Parameters that are split over data axes can be planned but not run yet; replicate them there."
+                )
+
+    def check_ranks_agree(self) -> None:
+        group = self._group(self.shape.names)
+        agree.plans_agree(self.plan.lines(), group)
+        agree.weights_agree(agree.all_tensors(self.model), group)
+
+    def share_random_state(self) -> None:
+        index = 0
+        for axis in self.data_axes:
+            index = index * self.shape[axis] + self.coordinate[axis]
+        agree_on_random_state(self._group(self.model_axes), index)
+
+    def replace_tensors(self, init: Any, undo: ExitStack) -> None:
+        """Every parameter and buffer becomes this rank's part of it, on this rank's device."""
+        before = _named_tensors(self.model)
+        meta = any(tensor.is_meta for tensor in before.values())
+        values = materialize.initial_values(self.model, init, self._cut) if meta or init is not None else {}
+        after = {id(tensor): self._placed(name, tensor, values.get(name)) for name, tensor in before.items()}
+        for name, tensor in before.items():
+            if isinstance(tensor, nn.Parameter) and after[id(tensor)] is not tensor:
+                optimizer.adopt(name, tensor, after[id(tensor)])
+        for module in self.model.modules():
+            for held in (module._parameters, module._buffers):
+                _swap(held, after, undo)
+
+    def install(self, undo: ExitStack, *, check: bool, global_batch_norm: bool, bucket_bytes: int) -> GradientReducer:
+        """Hooks on the model: regions, borders, gradients, state dicts, inputs."""
+        optimizer.watch_optimizers()
+        if self.model_mesh is not None:
+            ops.enable(self.model_mesh)
+            self._install_borders(self.model_mesh, undo)
+            self._install_regions(self.model_mesh, undo)
+        if global_batch_norm and self.data_axes:
+            self._install_batch_norm(undo)
+        reducer = GradientReducer(list(self.model.parameters()), self.mesh, self.data_axes, bucket_bytes=bucket_bytes)
+        undo.callback(reducer.remove)
+        root = Root(reducer, self._input_check(check))
+        for handle in (*root.install(self.model), state.accept_plain_state(self.model)):
+            undo.callback(handle.remove)
+        return reducer
+
+    def _install_regions(self, model_mesh: DeviceMesh, undo: ExitStack) -> None:
+        for region in self.regions:
+            for handle in install_region(self.model.get_submodule(region), model_mesh):
+                undo.callback(handle.remove)
+
+    def _install_borders(self, model_mesh: DeviceMesh, undo: ExitStack) -> None:
+        for border in self.plan.borders:
+            if not inside(border.module, self.regions):
+                continue
+            module = self.model.get_submodule(border.module)
+            if border.layout is None:
+                handle = borders.install_gradient_border(module)
+            else:
+                layout = self._on_model_axes(border.layout)
+                install = borders.install_input_border if border.side == "input" else borders.install_output_border
+                handle = install(module, layout, model_mesh)
+            undo.callback(handle.remove)
+
+    def _install_batch_norm(self, undo: ExitStack) -> None:
+        group = self._group(self.data_axes)
+        for module in self.model.modules():
+            if batchnorm.is_batch_norm(module):
+                undo.callback(batchnorm.use_global_batch(module, group))
+
+    def _input_check(self, check: bool) -> Callable[..., None]:
+        pending = [check and bool(self.model_axes)]
+
+        def look(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and leaf.device.type != self.device.type:
+                    raise InputError(_wrong_device(leaf, self.device))
+            if pending[0]:
+                pending[0] = False
+                agree.batches_agree(args, kwargs, self._group(self.model_axes), ", ".join(self.model_axes))
+
+        return look
+
+    def _find_regions(self) -> list[str]:
+        """See `regions.py`; the plan's rows and borders say what is split and where it is summed."""
+        if self.model_mesh is None:
+            return []
+        split = list(dict.fromkeys(_owner(name) for name, row in self._by_any_name() if self._is_split(row.compute)))
+        whole = {b.module for b in self.plan.borders if b.side == "output" and b.layout is not None}
+        laid_out = {b.module for b in self.plan.borders if b.layout is not None and self._is_split(b.layout)}
+        tied = [[_owner(name) for name in row.tied] for row in self.plan.rows if len(row.tied) > 1]
+        return find_regions(split, whole, laid_out, tied)
+
+    def _by_any_name(self) -> Iterator[tuple[str, Row]]:
+        for name, _ in (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()):
+            if name in self.rows:
+                yield name, self.rows[name]
+
+    def _is_split(self, layout: Layout) -> bool:
+        return any(axis in self.model_axes for axis in layout.axes)
+
+    def _placed(self, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
+        """What a tensor becomes: a DTensor inside a region, else a plain tensor on this rank's device."""
+        if not self._is_global(name, tensor):
+            return self._moved(tensor, local)
+        layout = self._layout(name, tensor)
+        local = self._cut(name, tensor) if local is None else local
+        stride = torch.empty(tensor.shape, device="meta").stride()
+        placements = layout.placements(self.model_mesh)
+        after = DTensor.from_local(
+            local.to(self.device), self.model_mesh, placements, run_check=False, shape=tensor.shape, stride=stride
+        )
+        return _as_parameter(after, tensor) if isinstance(tensor, nn.Parameter) else after
+
+    def _is_global(self, name: str, tensor: torch.Tensor) -> bool:
+        """In a region, parameters are DTensors, and buffers that are split or that BatchNorm updates from some."""
+        owners = [_owner(n) for n in self._names(name)]
+        if not any(inside(owner, self.regions) for owner in owners):
+            return False
+        norm = batchnorm.is_batch_norm(self.model.get_submodule(owners[0])) and tensor.ndim > 0
+        return isinstance(tensor, nn.Parameter) or norm or self._is_split(self._layout(name, tensor))
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        row = self.rows.get(name)
+        return row.tied if row is not None and row.tied else (name,)
+
+    def _moved(self, tensor: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+        if value is None and tensor.device.type == self.device.type:
+            return tensor
+        moved = (tensor.detach() if value is None else value).to(self.device)
+        return _as_parameter(moved, tensor) if isinstance(tensor, nn.Parameter) else moved
+
+    def _cut(self, name: str, whole: Any) -> torch.Tensor:
+        """This rank's part of a whole tensor, or of a slice of a safetensors file, which is then read in part only."""
+        shape = tuple(whole.shape) if isinstance(whole, torch.Tensor) else tuple(whole.get_shape())
+        layout = self.rows[name].compute if name in self.rows else Layout.replicate(len(shape))
+        layout = self._on_model_axes(layout)
+        if isinstance(whole, torch.Tensor):
+            return layout.take(whole.detach(), self.shape, self.coordinate).clone()
+        return _read(whole, layout.local_slices(shape, self.shape, self.coordinate))
+
+    def _layout(self, name: str, tensor: torch.Tensor) -> Layout:
+        row = self.rows.get(name)
+        return self._on_model_axes(row.compute) if row is not None else Layout.replicate(tensor.ndim)
+
+    def _on_model_axes(self, layout: Layout) -> Layout:
+        return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.model_axes])
+
+    def _group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        axes = _active(self.shape, axes)
+        return _torch.flattened(self.mesh, axes).get_group() if axes else None
+
+
+def _read(source: Any, slices: tuple[tuple[slice, ...], ...]) -> torch.Tensor:
+    """The product of the dims' slices, read from a file piece by piece."""
+
+    def read(chosen: tuple[slice, ...]) -> torch.Tensor:
+        dim = len(chosen)
+        if dim == len(slices):
+            return source[chosen] if chosen else source[:]
+        parts = [read((*chosen, part)) for part in slices[dim]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    return read(())
+
+
+def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: Sequence[Any]) -> Plan:
+    if isinstance(rules, Plan):
+        if rules.mesh != MeshShape.of(device_mesh):
+            raise PlanError(
+                f'The plan was made for mesh "{rules.mesh}", but the model is to be sharded on mesh '
+                f'"{MeshShape.of(device_mesh)}". Make the plan again for this mesh: shardlib.plan(model, mesh, rules).'
+            )
+        return rules
+    return plan(model, device_mesh, layouts.for_model(model) if rules is None else rules, transforms=transforms)
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    if model in _sharded:
+        raise ShardingError(
+            f"This {type(model).__name__} is sharded already, on mesh "
+            f'"{_sharded[model].plan.mesh}". Build a new model to shard it otherwise.'
+        )
+    for name, tensor in _named_tensors(model).items():
+        if isinstance(tensor, DTensor):
+            raise ShardingError(
+                f'"{name}" is a DTensor already ({tensor.placements}); shard_model takes a model of plain tensors. '
+                "Give it the model as it was before parallelize_module, fully_shard or distribute_tensor."
+            )
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            raise ShardingError(
+                f'"{name}" has no shape yet (a lazy module). Run the model once on an example before sharding it.'
+            )
+
+
+def _record(model: nn.Module) -> Sharded:
+    if model not in _sharded:
+        raise ShardingError(
+            f"This {type(model).__name__} was not sharded by shardlib; call shardlib.shard_model(model, mesh, rules) first."
+        )
+    return _sharded[model]
+
+
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by their first name, each tensor once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _swap(held: dict[str, Any], after: dict[int, torch.Tensor], undo: ExitStack) -> None:
+    for key, tensor in held.items():
+        if tensor is not None and after[id(tensor)] is not tensor:
+            undo.callback(held.__setitem__, key, tensor)
+            held[key] = after[id(tensor)]
+
+
+def _as_parameter(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(value, requires_grad=like.requires_grad)
+    parameter.__dict__.update(like.__dict__)
+    return parameter
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _active(shape: MeshShape, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if shape[axis] > 1)
+
+
+def _position(device_mesh: DeviceMesh) -> int:
+    """This rank's place in the mesh, counted with the last axis fastest."""
+    coordinate = device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ShardingError(f"Rank {dist.get_rank()} is not part of the mesh {device_mesh}; call on its ranks only.")
+    position = 0
+    for index, size in zip(coordinate, device_mesh.shape, strict=True):
+        position = position * size + index
+    return position
+
+
+def _device(device_mesh: DeviceMesh) -> torch.device:
+    kind = device_mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _wrong_device(leaf: torch.Tensor, device: torch.device) -> str:
+    return (
+        f"An input of shape {tuple(leaf.shape)} is on {leaf.device}, but the model's mesh is on {device}. "
+        f'Move the batch first: batch.to("{device.type}").'
+    )

@@ -1,0 +1,89 @@
+"""Repeated blocks are compiled once and reused; a block that cannot be compiled runs eagerly, and says why.
+
+DTensor decides layouts in Python; compiling a block traces these decisions away, so that what runs is the local
+program with its collectives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib.errors import ShardingError
+
+__all__ = ["MODES", "CompileReport", "compile_blocks", "repeated_blocks"]
+
+MODES = ("auto", "aot_eager", "inductor")
+
+
+@dataclass
+class CompileReport:
+    """Which modules are compiled with which backend, and which of them fell back to eager, with the reason."""
+
+    backend: str | None
+    blocks: list[str] = field(default_factory=list)
+    eager: dict[str, str] = field(default_factory=dict)
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules that stand more than once, with the same class, in one container.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3)))
+    >>> list(repeated_blocks(net))
+    ['1.0', '1.1', '1.2']
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList) and not inside:
+            found |= {f"{name}.{key}" if name else key: child for key, child in _alike(module)}
+    return found
+
+
+def _alike(container: nn.Module) -> list[tuple[str, nn.Module]]:
+    children = list(container.named_children())
+    classes = [type(child) for _, child in children]
+    return [(key, child) for key, child in children if classes.count(type(child)) > 1 and any(child.parameters())]
+
+
+def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport, Callable[[], None]]:
+    """Compile the repeated blocks of a model in place; returns a report that fills as blocks run, and what undoes it.
+
+    Raises:
+        ShardingError: an unknown backend.
+    """
+    if backend is not None and backend not in MODES:
+        raise ShardingError(
+            f"compile={backend!r} was given; give " + ", ".join(f'"{mode}"' for mode in MODES) + ", or None for eager."
+        )
+    backend = "aot_eager" if backend == "auto" else backend
+    report = CompileReport(backend)
+    blocks = repeated_blocks(model) if backend else {}
+    for name, block in blocks.items():
+        block.compile(backend=backend)
+        block._compiled_call_impl = _or_eager(name, block, block._compiled_call_impl, report)
+        report.blocks.append(name)
+    return report, lambda: _undo(blocks)
+
+
+def _undo(blocks: dict[str, nn.Module]) -> None:
+    for block in blocks.values():
+        block._compiled_call_impl = None
+
+
+def _or_eager(name: str, block: nn.Module, compiled: Callable[..., Any], report: CompileReport) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            report.eager[name] = reason = str(error).strip().splitlines()[0]
+            block._compiled_call_impl = None
+            warnings.warn(f'"{name}" cannot be compiled and runs eagerly: {reason}', stacklevel=2)
+            return block(*args, **kwargs)
+
+    return call

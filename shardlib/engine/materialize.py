@@ -1,0 +1,209 @@
+"""Models on `meta` become real one module, or one slice, at a time; no rank ever holds the whole model.
+
+From a checkpoint, each rank reads only the slices that the plan gives it. From an initialiser, one module's own tensors
+are made whole, initialised and cut before the next module's turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from shardlib.errors import CheckpointError, ShardingError, nearest
+
+__all__ = ["Source", "initial_values"]
+
+Init = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], Any]
+# What cuts a whole tensor, or anything that can be sliced like one, to this rank's shard of the tensor of that name.
+Cut = Callable[[str, Any], torch.Tensor]
+
+RESET = "reset_parameters"
+
+
+class Source:
+    """Where tensors come from by name: a state dict, a safetensors file, or a folder of them with an index."""
+
+    def __init__(self, init: str | Path | Mapping[str, torch.Tensor]) -> None:
+        self._stack = ExitStack()
+        self.tensors: dict[str, Callable[[], Any]] = (
+            {name: lambda t=tensor: t for name, tensor in init.items()}
+            if isinstance(init, Mapping)
+            else dict(self._open(Path(init)))
+        )
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def _open(self, path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+        for file in _files(path):
+            handle = self._stack.enter_context(safe_open(str(file), framework="pt"))
+            for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
+                yield name, lambda n=name, h=handle: h.get_slice(n)
+
+
+def initial_values(model: nn.Module, init: Init | tuple[Init, ...] | None, cut: Cut) -> dict[str, torch.Tensor]:
+    """This rank's shard of every tensor of `model` that is on `meta`, by its first name.
+
+    Args:
+        model: its meta tensors are filled for a moment, module by module, and put back.
+        init: a checkpoint (safetensors file, folder, or mapping from name to whole tensor), an initialiser called with
+            each module that owns such tensors, "reset_parameters" for the method of that name, or several in order:
+            each fills what those before it left out.
+        cut: takes a name and something sliceable of global shape, returns the local shard.
+
+    Raises:
+        ShardingError: no `init`, or tensors that no `init` filled; they are named.
+        CheckpointError: a checkpoint that cannot be read, or holds a tensor of another shape.
+    """
+    missing = _meta_tensors(model)
+    values: dict[str, torch.Tensor] = {}
+    for source in init if isinstance(init, tuple) else () if init is None else (init,):
+        for name in values:
+            missing.pop(name, None)
+        if callable(source) or source == RESET:
+            values |= _from_initialiser(model, source, missing, cut)
+        else:
+            values |= _from_checkpoint(source, missing, cut)
+    left = [name for name in missing if name not in values]
+    if left:
+        raise ShardingError(_no_values(left, len(missing), init))
+    return values
+
+
+def _meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor for name, tensor in named.items() if tensor.is_meta}
+
+
+def _from_checkpoint(init: Any, missing: Mapping[str, torch.Tensor], cut: Cut) -> dict[str, torch.Tensor]:
+    values = {}
+    with Source(init) as source:
+        found = [name for name in missing if name in source.tensors]
+        if not found and missing:
+            example = next(iter(missing))
+            raise CheckpointError(
+                f'The checkpoint {_described(init)} holds none of the {len(missing)} tensors of the model, such as "'
+                f'{example}"; it holds {len(source.tensors)} others.{nearest(example, source.tensors)} '
+                "Load a checkpoint of this model, with its parameter names."
+            )
+        for name in found:
+            whole = source.tensors[name]()
+            _check_shape(name, missing[name], whole, init)
+            values[name] = cut(name, whole).to(missing[name].dtype)
+    return values
+
+
+def _check_shape(name: str, expected: torch.Tensor, whole: Any, init: Any) -> None:
+    shape = tuple(whole.get_shape() if hasattr(whole, "get_shape") else whole.shape)
+    if shape != tuple(expected.shape):
+        raise CheckpointError(
+            f'The checkpoint {_described(init)} has "{name}" with shape {shape}; the model has it with global shape '
+            f"{tuple(expected.shape)}. Load a checkpoint of the same model configuration."
+        )
+
+
+def _from_initialiser(
+    model: nn.Module, init: Any, missing: Mapping[str, torch.Tensor], cut: Cut
+) -> dict[str, torch.Tensor]:
+    values: dict[str, torch.Tensor] = {}
+    by_id = {id(tensor): name for name, tensor in missing.items()}
+    for module in model.modules():
+        own = {key: by_id[id(t)] for key, t in _own_tensors(module) if id(t) in by_id and by_id[id(t)] not in values}
+        if own:
+            values |= _initialise(module, init, own, cut)
+    return values
+
+
+def _initialise(module: nn.Module, init: Any, own: Mapping[str, str], cut: Cut) -> dict[str, torch.Tensor]:
+    """Fill one module's own meta tensors with real memory, run the initialiser on it, cut, and put meta back."""
+    meta = dict(_own_tensors(module))
+    try:
+        for key, tensor in meta.items():
+            if tensor.is_meta:
+                _set_own(module, key, _unfilled(tensor))
+        _run(init, module)
+        made = {key: tensor for key, tensor in _own_tensors(module) if key in own}
+        return {own[key]: cut(own[key], t.detach()) for key, t in made.items() if not _is_unfilled(t)}
+    finally:
+        for key, tensor in meta.items():
+            _set_own(module, key, tensor)
+
+
+def _run(init: Any, module: nn.Module) -> None:
+    if init != RESET:
+        init(module)
+    elif callable(reset := getattr(module, RESET, None)):
+        reset()
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(k, t) for held in (module._parameters, module._buffers) for k, t in held.items() if t is not None]
+
+
+def _set_own(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
+    held: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+    held[key] = tensor
+
+
+# Memory that an initialiser has not written to holds this value everywhere, so that a forgotten tensor is found.
+def _mark(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _unfilled(tensor: torch.Tensor) -> torch.Tensor:
+    real = torch.full(tensor.shape, _mark(tensor.dtype), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+
+
+def _is_unfilled(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta or tensor.dtype is torch.bool:
+        return tensor.is_meta
+    mark = torch.full((), _mark(tensor.dtype), dtype=tensor.dtype)
+    same = torch.isnan(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor == mark
+    return tensor.numel() > 0 and bool(same.all())
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files behind a path: the file itself, or those of the index in a folder."""
+    if path.is_dir():
+        indices = sorted(path.glob("*.safetensors.index.json"))
+        path = indices[0] if indices else path / "model.safetensors"
+    if not path.is_file():
+        raise CheckpointError(
+            f'No checkpoint at "{path}". Give a .safetensors file, its .index.json, or a folder that holds '
+            '"model.safetensors" or an index.'
+        )
+    if path.suffix != ".json":
+        return [path]
+    names = json.loads(path.read_text())["weight_map"].values()
+    return sorted({path.parent / name for name in names})
+
+
+def _described(init: Any) -> str:
+    return f"with {len(init)} tensors" if isinstance(init, Mapping) else f'"{init}"'
+
+
+def _no_values(left: list[str], total: int, init: Any) -> str:
+    listed = ", ".join(f'"{name}"' for name in left[:5]) + (", ..." if len(left) > 5 else "")
+    if init is None:
+        return (
+            f"{total} tensors of the model are on the meta device and have no values ({listed}). Say where they come "
+            'from: shard_model(..., init="checkpoint.safetensors"), init=a function that initialises one module, or '
+            'init="reset_parameters".'
+        )
+    return (
+        f"init= gave no values to {len(left)} of {total} tensors on the meta device: {listed}. Buffers that are not "
+        "saved are not in a checkpoint: add a function that computes them, init=(checkpoint, function)."
+    )

@@ -1,0 +1,75 @@
+"""Which modules compute on DTensors: the smallest ones that close over what is split.
+
+A tensor split on the output features of a module (column-parallel) makes split activations; a tensor split on the
+contracted dim (row-parallel) takes them in and hands on a whole sum. The module that holds both, such as an attention
+or an MLP, closes over the split activation and can be surrounded by plain tensors. Any choice of regions computes the
+same numbers, since what leaves a region is made whole; this one moves the fewest bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+__all__ = ["find_regions", "inside"]
+
+
+def find_regions(
+    split: Sequence[str],
+    closing: Collection[str],
+    laid_out: Collection[str] = (),
+    owners: Iterable[Collection[str]] = (),
+) -> list[str]:
+    """Names of the modules at whose borders plain tensors become DTensors and back.
+
+    Args:
+        split: modules that own a split tensor, in registration order.
+        closing: those of them whose output is whole once it is summed over the model axes.
+        laid_out: modules whose activations a rule lays out over model axes; then the whole model is one region.
+        owners: for each tied parameter, the modules that own it.
+
+    >>> find_regions(["b.attn.q", "b.attn.o", "b.mlp.up", "b.mlp.down", "head"], {"b.attn.o", "b.mlp.down"})
+    ['b.attn', 'b.mlp', 'head']
+    """
+    if laid_out:
+        return [""]
+    regions = _outermost(_close(split, closing))
+    tied = [owner for group in owners if any(inside(o, regions) for o in group) for owner in group]
+    return _outermost(regions + [owner for owner in tied if not inside(owner, regions)])
+
+
+def inside(module: str, regions: Iterable[str]) -> bool:
+    """Whether a module is one of the regions or inside one.
+
+    >>> inside("b.attn.q", ["b.attn"]), inside("b.attn2", ["b.attn"]), inside("x", [""])
+    (True, False, True)
+    """
+    return any(region in ("", module) or module.startswith(f"{region}.") for region in regions)
+
+
+def _close(split: Sequence[str], closing: Collection[str]) -> list[str]:
+    regions: list[str] = []
+    opened: list[str] = []
+    for module in split:
+        if module not in closing:
+            opened.append(module)
+            continue
+        depth = max((len(_common(o, module)) for o in opened), default=0)
+        partners = [o for o in opened if len(_common(o, module)) == depth]
+        opened = [o for o in opened if o not in partners]
+        regions.append(".".join(_common(partners[0], module)) if partners else module)
+    return regions + opened
+
+
+def _common(a: str, b: str) -> list[str]:
+    """The path of the closest module that holds both."""
+    path = []
+    for x, y in zip(a.split("."), b.split("."), strict=False):
+        if x != y:
+            break
+        path.append(x)
+    return path
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    unique = list(dict.fromkeys(names))
+    return [name for name in unique if not inside(name, (other for other in unique if other != name))]
