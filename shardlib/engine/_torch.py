@@ -5,6 +5,8 @@ Seen on torch 2.13.0; the names used here exist in 2.10 and later.
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ import torch.distributed.tensor._random as dtensor_random
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
@@ -47,6 +49,7 @@ __all__ = [
     "global_metas",
     "implicit_replication",
     "local_of",
+    "replicated_spec",
     "local_shape_and_offset",
     "named_arguments",
     "next_node_number",
@@ -86,6 +89,16 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ..
     return local_of(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)).clone()
 
 
+@functools.lru_cache(maxsize=4096)
+def _replicated_spec(mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
+    return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def replicated_spec(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
+    """What `wrap` needs to know of a plain tensor that is the same on all ranks of `mesh`."""
+    return copy.copy(_replicated_spec(mesh, tensor.shape, tensor.stride(), tensor.dtype))
+
+
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """The one-axis mesh over several axes of a mesh, so that one collective spans them all."""
     return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten()
@@ -122,6 +135,7 @@ def forget_meshes() -> None:
     """Drop what DTensor remembers of meshes whose process groups are gone: cached propagation, the RNG tracker."""
     _clear_sharding_prop_cache()
     dtensor_random._rng_tracker = None
+    _replicated_spec.cache_clear()
     torch._C._set_dtensor_allow_implicit_replication(False)
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
