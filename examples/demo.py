@@ -206,7 +206,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         report(args, mesh, run, console)
         if args.json:
-            result = {"sharded": run.losses, "one_device": run.one.losses}
+            result: dict = {"sharded": run.losses, "one_device": run.one.losses}
             result |= {"sharding": run.sharding.largest, "rounding": run.rounding.largest}
             args.json.write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()

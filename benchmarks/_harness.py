@@ -1,0 +1,254 @@
+"""Several ways to take the same training step, alternated step by step in one group of processes.
+
+Alternation is what makes the ratios trustworthy on a machine that does other things too: whatever slows one round
+slows every variant of that round. The order turns from round to round and runs backwards in every second one, so that
+no variant always follows the same other. A step counts with its slowest rank. Reported are the ratio of medians and
+the middle half of the ratios within single rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _models import SIZES, Batch, Size, batches, loss_of
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+PARTS = "forward", "backward", "optimizer"
+WARM_UP = 5
+LOSS_TOLERANCE = 1e-3  # float32 after some hundred AdamW steps; a wrong gradient is off by far more
+
+Build = Callable[[Size], nn.Module]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to take the step. `build` returns a module that maps local ids to local logits."""
+
+    name: str
+    build: Build
+    trains_alike: bool = True  # its losses must be those of the others
+
+
+@dataclass
+class Record:
+    """What one variant did: milliseconds of each part in each round, losses, bytes that sockets sent in each step."""
+
+    ms: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    losses: list[float] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    first_step_seconds: float = 0.0
+    peak_megabytes: float = 0.0  # known of a variant that runs in processes of its own
+
+    @property
+    def steps(self) -> list[float]:
+        return [sum(parts) for parts in zip(*self.ms.values(), strict=True)]
+
+
+class Trainee:
+    """A variant's model with a plain AdamW, and the record of its steps."""
+
+    def __init__(self, variant: Variant, size: Size) -> None:
+        self.record = Record()
+        self.model = variant.build(size)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.01)
+
+    def step(self, batch: Batch) -> tuple[float, list[float]]:
+        """The loss, and how many milliseconds each part took."""
+        clock = [time.perf_counter()]
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, batch)
+        clock.append(time.perf_counter())
+        loss.backward()
+        clock.append(time.perf_counter())
+        self.optimizer.step()
+        clock.append(time.perf_counter())
+        return loss.item(), [1e3 * (b - a) for a, b in itertools.pairwise(clock)]
+
+    def warm_up(self, data: list[Batch]) -> None:
+        start = time.perf_counter()
+        for i, batch in enumerate(data):
+            self.record.losses.append(self.step(batch)[0])
+            if i == 0:
+                self.record.first_step_seconds = time.perf_counter() - start
+
+    def measure(self, batch: Batch) -> None:
+        dist.barrier()
+        before = bytes_sent()
+        loss, parts = self.step(batch)
+        dist.barrier()
+        self.record.sent.append(bytes_sent() - before)
+        self.record.losses.append(loss)
+        for part, ms in zip(PARTS, parts, strict=True):
+            self.record.ms[part].append(ms)
+
+
+def alternate(names: list[str], rounds: int) -> Iterator[list[str]]:
+    """The order of each round.
+
+    >>> list(alternate(["a", "b", "c"], 4))
+    [['a', 'b', 'c'], ['a', 'c', 'b'], ['c', 'a', 'b'], ['b', 'a', 'c']]
+    """
+    for i in range(rounds):
+        turned = names[i % len(names) :] + names[: i % len(names)]
+        yield turned[::-1] if i % 2 else turned
+
+
+def compare(args: argparse.Namespace, variants: list[Variant], *, seed: int) -> None:
+    """What both benchmarks do on each rank: measure, check the losses, print a table, write the file."""
+    chosen = [v for v in variants if v.name in args.only] if args.only else variants
+    results = {}
+    for name in SIZES if args.size == "all" else [args.size]:
+        rounds = args.rounds or (SIZES[name].rounds // 10 if args.quick else SIZES[name].rounds)
+        records = run_variants(chosen, SIZES[name], rounds=rounds, seed=seed)
+        check_losses(chosen, records)
+        results[name] = summary(records)
+        title = f"{name}: {rounds} rounds, {dist.get_world_size()} ranks, {chosen[0].name} = 1"
+        console().print(table(title, results[name]))
+    if args.json and dist.get_rank() == 0:
+        write(args.json, results)
+
+
+def run_variants(variants: list[Variant], size: Size, *, rounds: int, seed: int) -> dict[str, Record]:
+    """Train all variants on the same batches; records hold the slowest rank's times and the mean loss over ranks."""
+    at_rest = resident("VmRSS")
+    data = list(batches(size, WARM_UP + rounds, seed=seed))
+    trainees = {variant.name: Trainee(variant, size) for variant in variants}
+    for trainee in trainees.values():
+        trainee.warm_up(data[:WARM_UP])
+    reset_peak()
+    for batch, order in zip(data[WARM_UP:], alternate(list(trainees), rounds), strict=True):
+        for name in order:
+            trainees[name].measure(batch)
+    records = {name: trainee.record for name, trainee in trainees.items()}
+    if len(variants) == 1:
+        records[variants[0].name].peak_megabytes = resident("VmHWM") - at_rest
+    return {name: _over_ranks(record) for name, record in records.items()}
+
+
+def check_losses(variants: list[Variant], records: dict[str, Record]) -> None:
+    """A variant that trains something else is not a faster way to train this."""
+    alike = [variant.name for variant in variants if variant.trains_alike]
+    for base, name in zip(alike[:1] * len(alike), alike, strict=True):
+        pairs = zip(records[name].losses, records[base].losses, strict=True)
+        worst = max(abs(got - want) / want for got, want in pairs)
+        if not worst < LOSS_TOLERANCE:
+            raise SystemExit(f'"{name}": a loss differs from that of "{base}" by {worst:.1e} (relative)')
+
+
+def table(title: str, rows: list[dict]) -> Table:
+    """What `summary` returned, for the terminal."""
+    with_memory = len(rows) == 1
+    columns = ["", "ms a step", "ratio", "middle half", *PARTS, "sent kB", "first step s"]
+    table = Table(*columns, *(["memory MB"] if with_memory else []), title=title, title_justify="left")
+    for row in rows:
+        low, high = row["middle_half"]
+        cells = [row["variant"], f"{row['ms']:.2f}", f"{row['ratio']:.3f}", f"{low:.3f} - {high:.3f}"]
+        cells += [f"{row[part]:.2f}" for part in PARTS]
+        cells += [f"{row['sent_bytes'] / 1e3:,.1f}", f"{row['first_step_seconds']:.1f}"]
+        table.add_row(*cells, *([f"{row['peak_megabytes']:.0f}"] if with_memory else []))
+    return table
+
+
+def console() -> Console:
+    """Rank 0 speaks, in lines long enough for a table where no terminal says how long they are."""
+    return Console(quiet=dist.get_rank() != 0, width=None if sys.stdout.isatty() else 140)
+
+
+def summary(records: dict[str, Record]) -> list[dict[str, Any]]:
+    """One row a variant: medians, the ratio of medians to the first, quartiles of the ratios within rounds."""
+    reference = next(iter(records.values())).steps
+    rows = []
+    for name, record in records.items():
+        quartiles = statistics.quantiles([a / b for a, b in zip(record.steps, reference, strict=True)], n=4)
+        median = statistics.median(record.steps)
+        row: dict[str, Any] = {"variant": name, "ms": median}
+        row |= {"ratio": median / statistics.median(reference), "middle_half": (quartiles[0], quartiles[2])}
+        row |= {part: statistics.median(record.ms[part]) for part in PARTS}
+        row |= {"sent_bytes": statistics.median(record.sent), "rounds": len(reference)}
+        rows.append(row | {k: getattr(record, k) for k in ("first_step_seconds", "peak_megabytes")})
+    return rows
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--size", choices=[*SIZES, "all"], default="all")
+    p.add_argument("--only", nargs="+", metavar="VARIANT", help="run these; the first is the base")
+    p.add_argument("--rounds", type=int, help="rounds measured (default: by size)")
+    p.add_argument("--quick", action="store_true", help="a tenth of the rounds")
+    p.add_argument("--seed", type=int, default=1234)
+    p.add_argument("--json", type=Path, help="write the results to this file")
+    return p
+
+
+def start_ranks(count: int, arguments: list[str]) -> int:
+    """Run this script again as `count` ranks of one thread each; returns the exit status."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    return subprocess.call([*launcher, sys.argv[0], *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def is_rank() -> bool:
+    return "RANK" in os.environ
+
+
+def write(file: Path, results: dict[str, list[dict]]) -> None:
+    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    machine |= {"python": platform.python_version(), "torch": torch.__version__, "ranks": dist.get_world_size()}
+    file.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+
+
+def bytes_sent() -> int:
+    """Bytes that this process has sent on its TCP sockets, as the kernel counts them (Linux)."""
+    return sum(map(_sent_on, os.listdir("/proc/self/fd")))
+
+
+def resident(what: str) -> float:
+    """Megabytes of resident memory now ("VmRSS") or at its peak ("VmHWM")."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what + ":")) / 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _sent_on(descriptor: str) -> int:
+    try:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            return 0
+        with socket.socket(fileno=os.dup(int(descriptor))) as s:
+            info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
+    except OSError:  # no TCP socket, or closed meanwhile
+        return 0
+    # tcpi_bytes_sent, the 64-bit word at byte 200 of struct tcp_info since Linux 4.19
+    return struct.unpack_from("=Q", info, 200)[0] if len(info) >= 208 else 0
+
+
+def _over_ranks(record: Record) -> Record:
+    every: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, asdict(record))
+    slowest = max(every, key=lambda one: statistics.median(map(sum, zip(*one["ms"].values(), strict=True))))
+    return Record(
+        ms=slowest["ms"],
+        losses=[sum(losses) / len(every) for losses in zip(*(one["losses"] for one in every), strict=True)],
+        sent=[max(sent) for sent in zip(*(one["sent"] for one in every), strict=True)],
+        first_step_seconds=max(one["first_step_seconds"] for one in every),
+        peak_megabytes=max(one["peak_megabytes"] for one in every),
+    )

@@ -1,0 +1,58 @@
+"""A training step (forward, backward, AdamW) on two data-parallel ranks: `DistributedDataParallel` and shardlib.
+
+    python benchmarks/data_parallel.py                       # both sizes, some minutes on two cores
+    python benchmarks/data_parallel.py --size d512 --memory
+
+1.00 is `DistributedDataParallel` as it is by default. "alone" trains each rank by itself and sends nothing: what is
+left between it and another variant is the price of data parallelism. Every other variant starts from the same weights,
+sees the same batches, and must show the same losses. Memory is the resident peak over that of the bare process, with
+each variant in processes of its own (`--memory`); sent bytes are those that the kernel counted on one rank's sockets.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import torch.distributed as dist
+from _harness import Variant, compare, is_rank, parser, start_ranks
+from _models import Size, plain
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardlib as sl
+
+
+def ddp(size: Size, *, view: bool) -> nn.Module:
+    return DistributedDataParallel(plain(size), gradient_as_bucket_view=view)
+
+
+def ours(size: Size, *, compile: str | None = None) -> nn.Module:
+    return sl.shard_model(plain(size), sl.mesh(dp=-1), sl.Rules({}, unmatched="replicate"), compile=compile)
+
+
+VARIANTS = [
+    Variant("DDP", partial(ddp, view=False)),
+    Variant("DDP, gradient_as_bucket_view", partial(ddp, view=True)),
+    Variant("shardlib", ours),
+    Variant("alone", plain, trains_alike=False),
+]
+
+
+def main() -> None:
+    p = parser(__doc__.splitlines()[0])
+    p.add_argument("--memory", action="store_true", help="then run each variant by itself and measure its memory")
+    args = p.parse_args()
+    if is_rank():
+        sl.mesh(dp=-1)
+        compare(args, VARIANTS, seed=args.seed + dist.get_rank())
+        dist.destroy_process_group()
+        return
+    failed = start_ranks(2, sys.argv[1:])
+    for name in (args.only or [v.name for v in VARIANTS]) if args.memory else []:
+        failed = failed or start_ranks(2, ["--size", args.size, "--rounds", "5", "--only", name])
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""A training step (forward, backward, AdamW) on two tensor-parallel ranks, in as many ways as there are.
+
+    python benchmarks/tensor_parallel.py                      # both sizes, some minutes on two cores
+    python benchmarks/tensor_parallel.py --size tiny --quick
+
+1.00 is what one would write by hand: Megatron's column- and row-parallel layers over local tensors, with one all-reduce
+in each place where it is due and nothing else (Shoeybi et al. 2019, section 3). Every variant starts from the same
+weights, sees the same batches, and must show the same losses.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _harness import Variant, compare, is_rank, parser, start_ranks
+from _models import GPT, Block, Size, plain, stacked
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardlib as sl
+
+
+class _SumGradient(torch.autograd.Function):
+    """The tensor itself; its gradient is summed over ranks. It stands before a column-parallel layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks; its gradient is that of each part. It stands behind a row-parallel layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Column(nn.Module):
+    """This rank's rows of a Linear's weight: its share of the output features."""
+
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(_mine(whole.weight, 0))
+        self.bias = nn.Parameter(_mine(whole.bias, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(_SumGradient.apply(x), self.weight, self.bias)
+
+
+class Row(nn.Module):
+    """This rank's columns of a Linear's weight: its share of the input features. The bias is added once."""
+
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(_mine(whole.weight, 1))
+        self.bias = nn.Parameter(whole.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sum.apply(F.linear(x, self.weight)) + self.bias
+
+
+def _mine(whole: Tensor, dim: int) -> Tensor:
+    return whole.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
+def _blocks(model: GPT) -> list[Block]:
+    return [cast(Block, block) for block in model.blocks]
+
+
+def by_hand(size: Size) -> nn.Module:
+    model = plain(size)
+    for block in _blocks(model):
+        block.attn.qkv, block.attn.proj = cast(nn.Linear, Column(block.attn.qkv)), cast(nn.Linear, Row(block.attn.proj))
+        block.mlp.up, block.mlp.down = cast(nn.Linear, Column(block.mlp.up)), cast(nn.Linear, Row(block.mlp.down))
+    return model
+
+
+def native(size: Size) -> nn.Module:
+    """torch's own: local activations between column- and row-parallel layers, DTensor parameters."""
+    model = plain(size)
+    styles = {"attn.qkv": ColwiseParallel(), "mlp.up": ColwiseParallel()}
+    for block in _blocks(model):
+        parallelize_module(
+            block, sl.mesh(tp=-1), {**styles, "attn.proj": RowwiseParallel(), "mlp.down": RowwiseParallel()}
+        )
+    return model
+
+
+def ours(size: Size, *, compile: str | None, fused: bool = False) -> nn.Module:
+    """The plain model and rules. With `fused` q, k and v are stacked in one weight, which no local code may cut."""
+    model = stacked(size) if fused else plain(size)
+    qkv = "(qkv heads@tp head)" if fused else "colwise"
+    rules = sl.Rules(
+        {"attn.qkv": qkv, "attn.proj": "rowwise", "mlp.up": "colwise", "mlp.down": "rowwise"},
+        sizes={"qkv": 3, "heads": size.heads} if fused else {},
+        unmatched="replicate",
+    )
+    return sl.shard_model(model, sl.mesh(tp=-1), rules, compile=compile)
+
+
+VARIANTS = [
+    Variant("by hand", by_hand),
+    Variant("parallelize_module", native),
+    Variant("shardlib", partial(ours, compile=None)),
+    Variant("shardlib aot_eager", partial(ours, compile="aot_eager")),
+    Variant("shardlib inductor", partial(ours, compile="inductor")),
+    Variant("shardlib, qkv stacked", partial(ours, compile=None, fused=True)),
+    Variant("shardlib aot_eager, qkv stacked", partial(ours, compile="aot_eager", fused=True)),
+]
+
+
+def main() -> None:
+    args = parser(__doc__.splitlines()[0]).parse_args()
+    if not is_rank():
+        sys.exit(start_ranks(2, sys.argv[1:]))
+    sl.mesh(tp=-1)
+    compare(args, VARIANTS, seed=args.seed)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
