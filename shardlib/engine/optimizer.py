@@ -74,7 +74,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     _put_back(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     _refuse_replaced(params)
-    closure = args[0] if args else kwargs.get("closure")
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
     if closure is None and type(optimizer) in _ELEMENTWISE and any(p in _local_leaf for p in params):
         _step_on_local_tensors(optimizer)
 
