@@ -1,0 +1,62 @@
+"""The scripts of examples/ run as their own documentation says, and their numbers are those of one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from data import batch, standard_library
+
+from tests.house.source import ROOT
+
+SMALL = "--steps 3 --n-layer 2 --d-model 32 --context 16 --rows 4 --dtype float64"
+TOLERANCE = 1e-10
+
+
+def _run(script: str, *options: str, processes: int, folder: Path) -> dict:
+    """What the script writes with `--json`, started by torchrun or, for one process, by nothing."""
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    )
+    result = folder / f"{processes}.json"
+    command = [sys.executable, *launcher, f"examples/{script}", *SMALL.split(), *options, "--json", str(result)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads(result.read_text()) | {"printed": run.stdout}
+
+
+def test_training_prints_the_plan_and_the_mesh_does_not_change_the_losses(tmp_path: Path):
+    one = _run("train_gpt.py", processes=1, folder=tmp_path)
+    four = _run("train_gpt.py", "--mesh", "dp=2,tp=2", processes=4, folder=tmp_path)
+    assert (one["mesh"], four["mesh"]) == ("dp=1,tp=1", "dp=2,tp=2")
+    assert four["losses"] == pytest.approx(one["losses"], rel=TOLERANCE)
+    assert four["validation"] == pytest.approx(one["validation"], rel=TOLERANCE)
+    assert "attn.qkv" in four["printed"] and "nats per byte" in four["printed"]
+
+
+def test_the_demo_finds_no_difference_but_rounding(tmp_path: Path):
+    result = _run("demo.py", "--mesh", "dp=2,tp=2", processes=4, folder=tmp_path)
+    assert set(result["sharding"]) == set(result["rounding"])
+    assert all(difference < TOLERANCE for difference in result["sharding"].values()), result["sharding"]
+    assert "largest relative difference" in result["printed"]
+
+
+def test_data_ranks_share_the_global_batch_and_targets_are_the_next_bytes():
+    text = standard_library().train
+    ids, targets = batch(text, 5, rows=6, context=10)
+    shares = [batch(text, 5, rows=6, context=10, rank=rank, ranks=3) for rank in range(3)]
+    assert torch.equal(torch.cat([share[0] for share in shares]), ids)
+    assert torch.equal(torch.cat([share[1] for share in shares]), targets)
+    assert torch.equal(ids[:, 1:], targets[:, :-1])
+
+
+def test_a_batch_that_cannot_be_shared_equally_is_refused():
+    with pytest.raises(ValueError) as refused:
+        batch(torch.zeros(100, dtype=torch.uint8), 0, rows=5, context=10, ranks=2)
+    assert str(refused.value) == "a global batch of 5 rows cannot be shared by 2 data ranks; use a multiple"
