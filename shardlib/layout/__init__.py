@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from shardlib.layout._dims import Dim, Factor
 from shardlib.layout._layout import Layout
+from shardlib.layout._transition import Collective, cost, transition
 
-__all__ = ["Dim", "Factor", "Layout"]
+__all__ = ["Collective", "Dim", "Factor", "Layout", "cost", "transition"]

@@ -16,7 +16,7 @@ from shardlib._mesh import MeshLike, MeshShape
 from shardlib.errors import LayoutError
 from shardlib.layout import _fit, _placements, _spec, _text
 from shardlib.layout._dims import Dim, Dims, axes_of_dims, plain
-from shardlib.layout._local import Slices, cut_slices, slice_length
+from shardlib.layout._local import Slices, dim_slices, intervals
 from shardlib.layout._text import Memory, Parts
 
 if TYPE_CHECKING:
@@ -300,11 +300,11 @@ class Layout:
         """Which elements of the global tensor the rank at `coordinate` holds.
 
         For each dim the slices that, joined in this order, are the local dim: one slice for a plain dim, several for
-        a dim split inside a fused factor (or by axes in another order than the mesh's), never none. The local tensor
-        is the product of the dims' slices; `take` applies them.
+        a dim split inside a fused factor, never none. The local tensor is the product of the dims' slices; `take`
+        applies them, `put` undoes it.
 
-        Splits are nested `torch.chunk`s, cut in mesh order exactly as DTensor cuts for the same placements, uneven
-        and empty shards included.
+        The axes of a dim cut it one after another, outermost first, each as `torch.chunk` does, so that shards may be
+        uneven and the last ones empty. DTensor shards of the same placements are the same.
 
         Args:
             global_shape: of the tensor.
@@ -316,12 +316,8 @@ class Layout:
         ((slice(2, 4, None), slice(6, 8, None), slice(10, 12, None)), (slice(0, 5, None),))
         """
         shape = MeshShape.of(mesh)
-        layout = self.resolve(global_shape, shape)
-        layout._check_coordinate(coordinate, shape)
-        return tuple(
-            cut_slices(size, _placements.cuts_of_dim(dim, shape), coordinate)
-            for dim, size in zip(layout._concrete_dims, global_shape, strict=True)
-        )
+        dims = self._dims_at(global_shape, shape, coordinate)
+        return tuple(dim_slices(dim, size, shape, coordinate) for dim, size in zip(dims, global_shape, strict=True))
 
     def local_shape(
         self, global_shape: Sequence[int], mesh: MeshLike, coordinate: Mapping[str, int]
@@ -331,7 +327,10 @@ class Layout:
         >>> Layout.parse("vocab@tp embed").local_shape((50257, 768), "tp=4", {"tp": 3})
         (12562, 768)
         """
-        return tuple(slice_length(slices) for slices in self.local_slices(global_shape, mesh, coordinate))
+        shape = MeshShape.of(mesh)
+        dims = self._dims_at(global_shape, shape, coordinate)
+        held = (intervals(dim, size, shape, coordinate) for dim, size in zip(dims, global_shape, strict=True))
+        return tuple(math.prod(stop - start for start, stop in dim) for dim in held)
 
     def local_bytes(
         self,
@@ -377,9 +376,50 @@ class Layout:
             tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         return tensor
 
+    def put(self, shards: Sequence[torch.Tensor], global_shape: Sequence[int], mesh: MeshLike) -> torch.Tensor:
+        """The global tensor of the shards of all ranks, in rank order: `put` of what `take` gives is the identity.
+
+        No communication and no reduction: partial axes are an error, ranks that hold the same elements overwrite each
+        other in rank order.
+
+        Raises:
+            LayoutError: not one shard per rank, a shard of another shape than `local_shape`, or a partial axis.
+
+        >>> layout, full = Layout.parse("(2 half@tp)"), torch.arange(8)
+        >>> shards = [layout.take(full, "tp=2", {"tp": rank}) for rank in (0, 1)]
+        >>> layout.put(shards, (8,), "tp=2")
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+        """
+        shape = MeshShape.of(mesh)
+        self._check_shards(shards, tuple(global_shape), shape)
+        full = shards[0].new_empty(tuple(global_shape))
+        for rank, shard in enumerate(shards):
+            index = self.local_slices(global_shape, shape, shape.coordinate(rank))
+            full[_outer_index(index)] = shard
+        return full
+
+    def _check_shards(self, shards: Sequence[torch.Tensor], global_shape: tuple[int, ...], mesh: MeshShape) -> None:
+        context = f'Layout "{self}" for a tensor of global shape {global_shape} on mesh "{mesh}"'
+        if self.partials:
+            raise LayoutError(f"{context}: partial values cannot be put together. Reduce them first.")
+        if len(shards) != mesh.world_size:
+            raise LayoutError(f"{context}: {len(shards)} shards were given. Give one per rank, in rank order.")
+        for rank, shard in enumerate(shards):
+            expected = self.local_shape(global_shape, mesh, mesh.coordinate(rank))
+            if tuple(shard.shape) != expected:
+                raise LayoutError(
+                    f"{context}: the shard of rank {rank} has shape {tuple(shard.shape)}, expected {expected}. "
+                    "Give local tensors without padding, in rank order."
+                )
+
     @property
     def _concrete_dims(self) -> tuple[Dim, ...]:
         return tuple(dim for dim in self.dims if isinstance(dim, Dim))
+
+    def _dims_at(self, global_shape: Sequence[int], mesh: MeshShape, coordinate: Mapping[str, int]) -> tuple[Dim, ...]:
+        layout = self.resolve(global_shape, mesh)
+        layout._check_coordinate(coordinate, mesh)
+        return layout._concrete_dims
 
     def _check_coordinate(self, coordinate: Mapping[str, int], mesh: MeshShape) -> None:
         for axis in axes_of_dims(self.dims):
@@ -434,6 +474,12 @@ def _dim_names(
             "Give at least one of them, and let them agree."
         )
     return tuple(dim_names) if dim_names is not None else ("_",) * known.pop()
+
+
+def _outer_index(slices: tuple[Slices, ...]) -> tuple[torch.Tensor, ...]:
+    """An index that selects the product of the dims' slices."""
+    positions = [torch.cat([torch.arange(part.start, part.stop) for part in dim]) for dim in slices]
+    return tuple(at.reshape([-1] + [1] * (len(positions) - 1 - dim)) for dim, at in enumerate(positions))
 
 
 def _raise_first(context: str, problems: Iterable[_fit.Problem]) -> None:

@@ -1,78 +1,66 @@
 """Which elements of a global tensor one rank holds.
 
-A dim is cut one mesh axis after another, in mesh order, exactly as DTensor applies placements: an axis of n ranks with
-split factor f chunks what the rank holds so far into f pieces, chunks every piece into n, and keeps one part of each
-(f = 1 is plain `torch.chunk`). So nested uneven splits come out as DTensor's: 6 elements over 2 x 2 are [2, 1, 2, 1].
+The axes of a factor cut it one after another, outermost first, each as `torch.chunk` does: chunks of ceil(size / n),
+the last ones shorter or empty. So a rank holds one interval of every factor, 6 elements over 2 x 2 are [2, 1, 2, 1]
+(one flat split over 4 would be [2, 2, 2, 0]), and a fused dim is the product of its factors' intervals.
+
+DTensor agrees, wherever DTensor agrees with itself. On uneven dims whose axes come in another order than the mesh's,
+`distribute_tensor` cuts in mesh order, but `redistribute` and `full_tensor` cut outermost first as we do (seen in torch
+2.13; the mixture can hang). Outermost first is also what lets one axis be gathered while the outer ones stay split.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
-__all__ = ["Cut", "Slices", "cut_slices", "slice_length"]
+from shardlib._mesh import MeshShape
+from shardlib.layout._dims import Dim
+
+__all__ = ["Slices", "dim_slices", "intervals"]
 
 Slices: TypeAlias = tuple[slice, ...]
-Cut: TypeAlias = tuple[str, int, int]
-"""How one axis cuts a dim: (axis, its size, split factor)."""
-
 _Range: TypeAlias = tuple[int, int]
 
 
-def cut_slices(size: int, cuts: Sequence[Cut], coordinate: Mapping[str, int]) -> Slices:
-    """The elements of a dim that the rank at `coordinate` holds, as slices in local order; never an empty tuple.
+def intervals(dim: Dim, size: int, mesh: MeshShape, coordinate: Mapping[str, int]) -> tuple[_Range, ...]:
+    """The interval [start, stop) of each factor that the rank at `coordinate` holds, of a dim of that global size."""
+    return tuple(
+        _nested_chunk(
+            size if factor.size is None else factor.size,
+            tuple((mesh[axis], coordinate[axis]) for axis in factor.axes),
+        )
+        for factor in dim.factors
+    )
 
-    >>> [cut_slices(6, [("dp", 2, 1), ("tp", 2, 1)], {"dp": d, "tp": t}) for d in (0, 1) for t in (0, 1)]
-    [(slice(0, 2, None),), (slice(2, 3, None),), (slice(3, 5, None),), (slice(5, 6, None),)]
-    >>> cut_slices(12, [("tp", 2, 3)], {"tp": 1})
-    (slice(2, 4, None), slice(6, 8, None), slice(10, 12, None))
-    """
-    return _slices(size, tuple((n, factor, coordinate[axis]) for axis, n, factor in cuts))
 
-
-def slice_length(slices: Slices) -> int:
-    """How many elements the slices of one dim hold together."""
-    return sum(part.stop - part.start for part in slices)
+def dim_slices(dim: Dim, size: int, mesh: MeshShape, coordinate: Mapping[str, int]) -> Slices:
+    """The elements of a dim that the rank at `coordinate` holds, as slices in local order; never an empty tuple."""
+    held = intervals(dim, size, mesh, coordinate)
+    sizes = tuple(size if factor.size is None else factor.size for factor in dim.factors)
+    return _product(held, sizes)
 
 
 @lru_cache(maxsize=65536)
-def _slices(size: int, steps: tuple[tuple[int, int, int], ...]) -> Slices:
-    ranges = [(0, size)]
-    for n, factor, index in steps:
-        ranges = _part(ranges, n, factor, index)
-    return tuple(slice(*r) for r in ranges) or (slice(0, 0),)
-
-
-def _part(ranges: list[_Range], n: int, factor: int, index: int) -> list[_Range]:
-    """Part `index` of n of each of `factor` equal pieces, joined."""
-    total = _length(ranges)
-    piece = math.ceil(total / factor)
-    kept: list[_Range] = []
-    for start in range(0, total, piece or 1):
-        held = min(piece, total - start)
+def _nested_chunk(size: int, cuts: tuple[tuple[int, int], ...]) -> _Range:
+    start, held = 0, size
+    for n, index in cuts:
         chunk = math.ceil(held / n)
-        _append(kept, _window(ranges, start + min(index * chunk, held), start + min((index + 1) * chunk, held)))
-    return kept
+        first = min(index * chunk, held)
+        start, held = start + first, min(chunk, held - first)
+    return start, start + held
 
 
-def _window(ranges: list[_Range], start: int, stop: int) -> list[_Range]:
-    """The elements number `start` to `stop` of those that the ranges hold."""
-    window, passed = [], 0
-    for low, high in ranges:
-        window.append((max(low, low + start - passed), min(high, low + stop - passed)))
-        passed += high - low
-    return [(low, high) for low, high in window if low < high]
-
-
-def _append(ranges: list[_Range], more: list[_Range]) -> None:
-    for low, high in more:
-        if ranges and ranges[-1][1] == low:
-            ranges[-1] = (ranges[-1][0], high)
+@lru_cache(maxsize=65536)
+def _product(held: tuple[_Range, ...], sizes: tuple[int, ...]) -> Slices:
+    """The elements of a product of intervals, the most minor factor last, as runs of neighbours."""
+    runs, block = [(0, 1)], 1
+    for (start, stop), size in zip(reversed(held), reversed(sizes), strict=True):
+        if runs == [(0, block)]:
+            runs = [(start * block, stop * block)]
         else:
-            ranges.append((low, high))
-
-
-def _length(ranges: list[_Range]) -> int:
-    return sum(high - low for low, high in ranges)
+            runs = [(at * block + low, at * block + high) for at in range(start, stop) for low, high in runs]
+        block *= size
+    return tuple(slice(low, high) for low, high in runs if low < high) or (slice(0, 0),)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import TypeAlias
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -13,13 +12,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardlib._mesh import MeshShape
 from shardlib.layout._dims import Dim, Dims, Factor
 from shardlib.layout._fit import Problem
-from shardlib.layout._local import Cut
 
-__all__ = ["cuts_of_dim", "dims_of", "partials_of", "placements_of", "problems"]
+__all__ = ["dims_of", "partials_of", "placements_of", "problems"]
+
+_Cut: TypeAlias = tuple[str, int, int]
+"""How one axis cuts a dim: (axis, its size, split factor)."""
 
 
-@lru_cache(maxsize=65536)
-def cuts_of_dim(dim: Dim, mesh: MeshShape) -> tuple[Cut, ...]:
+def _cuts_of(dim: Dim, mesh: MeshShape) -> tuple[_Cut, ...]:
     """How the mesh cuts a dim, one step per splitting axis in mesh order. Axes of size one cut nothing.
 
     The split factor of an axis is the number of pieces, at the moment it is applied, that are more major than it.
@@ -52,7 +52,7 @@ def placements_of(dims: Dims, partial: Mapping[str, str], mesh: MeshShape) -> tu
     found: dict[str, Placement] = {axis: Partial(op) for axis, op in partial.items() if mesh[axis] > 1}
     for index, dim in enumerate(dims):
         assert isinstance(dim, Dim), "the ellipsis is expanded before"
-        found |= {axis: _shard(index, factor) for axis, _, factor in cuts_of_dim(dim, mesh)}
+        found |= {axis: _shard(index, factor) for axis, _, factor in _cuts_of(dim, mesh)}
     return tuple(found.get(axis, Replicate()) for axis in mesh.names)
 
 
@@ -90,7 +90,7 @@ def dims_of(placements: Sequence[Placement], mesh: MeshShape, names: Sequence[st
     return tuple(_dim_of(_cuts_in(placements, mesh, index), name) for index, name in enumerate(names))
 
 
-def _cuts_in(placements: Sequence[Placement], mesh: MeshShape, dim: int) -> list[Cut]:
+def _cuts_in(placements: Sequence[Placement], mesh: MeshShape, dim: int) -> list[_Cut]:
     pairs = zip(mesh.items(), placements, strict=True)
     return [(axis, n, factor) for (axis, n), p in pairs if n > 1 and (factor := _factor_in(p, dim)) is not None]
 
@@ -101,7 +101,7 @@ def _factor_in(placement: Placement, dim: int) -> int | None:
     return 1 if isinstance(placement, Shard) and placement.dim == dim else None
 
 
-def _dim_of(cuts: Iterable[Cut], name: str) -> Dim:
+def _dim_of(cuts: Iterable[_Cut], name: str) -> Dim:
     digits: list[_Digit] = [None]
     sizes: dict[str, int] = {}
     for axis, n, factor in cuts:

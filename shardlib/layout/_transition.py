@@ -1,0 +1,280 @@
+"""What it takes to get from one layout to another: a short list of collectives, each with its bytes.
+
+The model of cost. Without pending reductions a layout says which set of elements each rank holds, and a transition
+must send every rank what it needs and lacks: |needs \\ holds| elements, averaged over ranks. That is zero from a layout
+to itself and obeys the triangle inequality, because needs(c) \\ holds(a) lies inside the union of needs(c) \\ holds(b)
+and needs(b) \\ holds(a). On the usual pairs it is what a ring sends: (n-1)/n of the result for an all-gather, (n-1)/n
+of the shard for an all-to-all. A pending reduction adds (n-1)/n of what is reduced for a reduce-scatter, twice that
+for an all-reduce (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import product
+from typing import Literal, TypeAlias
+
+import torch
+
+from shardlib._mesh import MeshLike, MeshShape
+from shardlib.layout._dims import Dim, Factor
+from shardlib.layout._layout import Layout
+from shardlib.layout._local import Slices, dim_slices
+
+__all__ = ["Collective", "Kind", "cost", "transition"]
+
+Kind: TypeAlias = Literal["slice", "reduce_scatter", "all_reduce", "all_gather", "all_to_all", "copy"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One step of a transition.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all"; "slice", where each rank keeps its part of
+            what it holds and nothing is sent; "copy", between host and device memory.
+        axes: the mesh axes whose ranks take part together, in mesh order.
+        bytes: what one rank sends (of a copy: moves), averaged over ranks, rounded up.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}({','.join(self.axes)}): {self.bytes} bytes"
+
+
+def cost(collectives: Iterable[Collective]) -> int:
+    """The bytes that one rank sends over the network in a transition; copies between host and device do not count."""
+    return sum(step.bytes for step in collectives if step.kind != "copy")
+
+
+def transition(
+    src: Layout, dst: Layout, global_shape: Sequence[int], dtype: torch.dtype, mesh: MeshLike
+) -> tuple[Collective, ...]:
+    """The cheapest collectives that turn a tensor laid out as `src` into one laid out as `dst`.
+
+    Laws: nothing to do costs nothing; splitting what is whole costs nothing; `cost` obeys the triangle inequality,
+    to the byte where nothing is partial and up to rounding elsewhere. Axes that neither layout names take no part,
+    although borrowing an idle axis could make a reduction cheaper, because no engine does that.
+
+    Args:
+        src: the layout at hand; its partial axes are reduced where `dst` does not have them partial too.
+        dst: the layout wanted.
+        global_shape: of the tensor.
+        dtype: in which it travels.
+        mesh: names and sizes of the axes. Axes of size one cost nothing and are not mentioned.
+
+    Raises:
+        LayoutError: a layout does not fit the tensor or the mesh.
+
+    >>> stored, compute = Layout.parse("vocab@(tp,fsdp) embed"), Layout.parse("vocab@tp embed")
+    >>> for step in transition(stored, compute, (1024, 64), torch.float32, "fsdp=4,tp=2"):
+    ...     print(step)
+    all_gather(fsdp): 98304 bytes
+    >>> for step in transition(Layout.parse("a b + sum@dp"), Layout.parse("a b"), (8, 8), torch.float32, "dp=4"):
+    ...     print(step)
+    all_reduce(dp): 384 bytes
+    """
+    return _transition(src, dst, tuple(global_shape), dtype, MeshShape.of(mesh))
+
+
+@lru_cache(maxsize=65536)
+def _transition(
+    src: Layout, dst: Layout, global_shape: tuple[int, ...], dtype: torch.dtype, mesh: MeshShape
+) -> tuple[Collective, ...]:
+    single = [axis for axis, n in mesh.items() if n == 1]
+    here = src.resolve(global_shape, mesh).with_axes_dropped(single)
+    there = dst.resolve(global_shape, mesh).with_axes_dropped(single)
+    steps = min(_routes(_Space(global_shape, mesh), here, there), key=_route_cost)
+    return _to_device(here, there, global_shape, dtype, mesh) + tuple(step.collective(dtype, mesh) for step in steps)
+
+
+def _to_device(
+    src: Layout, dst: Layout, global_shape: tuple[int, ...], dtype: torch.dtype, mesh: MeshShape
+) -> tuple[Collective, ...]:
+    """A copy between host and device moves whichever is on the host side of the transition."""
+    if src.memory == dst.memory:
+        return ()
+    on_host = src if src.memory == "host" else dst
+    return (Collective("copy", (), on_host.local_bytes(global_shape, dtype, mesh)),)
+
+
+_Place: TypeAlias = tuple[int, int]
+"""Where an axis splits a tensor: (dim, number of pieces of that dim that are more major than the axis)."""
+_Places: TypeAlias = Mapping[str, _Place]
+
+
+@dataclass(frozen=True)
+class _Step:
+    kind: Kind
+    axes: frozenset[str]
+    elements: Fraction
+
+    def collective(self, dtype: torch.dtype, mesh: MeshShape) -> Collective:
+        ordered = tuple(axis for axis in mesh.names if axis in self.axes)
+        return Collective(self.kind, ordered, math.ceil(self.elements * dtype.itemsize))
+
+
+_Route: TypeAlias = list[_Step]
+
+
+def _route_cost(route: _Route) -> tuple[Fraction, int]:
+    return sum((step.elements for step in route), Fraction(0)), len(route)
+
+
+def _routes(space: _Space, src: Layout, dst: Layout) -> Iterator[_Route]:
+    """Every way worth comparing: slice what may be sliced, reduce, then exchange what is still missing."""
+    here, there = space.places(src), space.places(dst)
+    fresh = [axis for axis, op in dst.partial.items() if src.partial.get(axis) != op]
+    pending = {axis: op for axis, op in src.partial.items() if dst.partial.get(axis) != op}
+    last = _free(fresh)
+    if not pending:
+        yield _exchange(space, here, there) + last
+        return
+    early = {axis: place for axis, place in there.items() if axis not in here and axis not in pending}
+    sliced = space.add(here, early)
+    for targets in product(*(_targets(space, axis, there) for axis in pending)):
+        reduced = space.add(sliced, {axis: place for axis, place in zip(pending, targets, strict=True) if place})
+        reduction = _reduction(space, pending, sliced, reduced)
+        yield _free(set(sliced) - set(here)) + reduction + _exchange(space, reduced, there) + last
+
+
+def _targets(space: _Space, axis: str, there: _Places) -> list[_Place | None]:
+    """What to reduce an axis into: every rank's copy (None), the place it has at the end, the inside of some dim."""
+    wanted = [there[axis]] if axis in there else []
+    return [None, *wanted, *((dim, _INNERMOST) for dim in range(len(space.global_shape)))]
+
+
+def _reduction(space: _Space, pending: Mapping[str, str], before: _Places, after: _Places) -> _Route:
+    """Reduce-scatter the axes that have a place afterwards, then all-reduce the others, one collective per operator."""
+    steps, size = [], space.size(before)
+    for scatter in (True, False):
+        for op in sorted(set(pending.values())):
+            axes = frozenset(axis for axis in pending if pending[axis] == op and (axis in after) is scatter)
+            n = math.prod(space.mesh[axis] for axis in axes)
+            if axes:
+                sent = size * Fraction(n - 1, n)
+                steps.append(_Step("reduce_scatter", axes, sent) if scatter else _Step("all_reduce", axes, 2 * sent))
+                size = size / n if scatter else size
+    return steps
+
+
+def _exchange(space: _Space, here: _Places, there: _Places) -> _Route:
+    """Give each rank the elements that it needs and lacks."""
+    split = {axis: place for axis, place in there.items() if axis not in here}
+    moved = {axis for axis in here if axis in there and here[axis] != there[axis]}
+    gathered = set(here) - set(there)
+    sliced = space.add(here, split)
+    if not moved and len(sliced) == len(here) + len(split):
+        return _free(split) + _sent("all_gather", gathered, space.size(there) - space.size(sliced))
+    missing = space.size(there) - space.overlap(here, there)
+    if not missing:
+        return _free([*split, *moved, *gathered])
+    return _sent("all_to_all", moved | gathered, missing)
+
+
+def _free(axes: Iterable[str]) -> _Route:
+    return _sent("slice", axes, Fraction(0))
+
+
+def _sent(kind: Kind, axes: Iterable[str], elements: Fraction) -> _Route:
+    return [_Step(kind, frozenset(axes), elements)] if frozenset(axes) else []
+
+
+_INNERMOST = 0
+"""In a wished-for place: inside whatever splits the dim already."""
+
+
+@dataclass(frozen=True)
+class _Space:
+    """Places of axes on one tensor and one mesh, and the sets of elements that they mean."""
+
+    global_shape: tuple[int, ...]
+    mesh: MeshShape
+
+    def places(self, layout: Layout) -> dict[str, _Place]:
+        """Where a concrete layout has its axes; the same places mean the same elements, however they are written."""
+        found: dict[str, _Place] = {}
+        for index, dim in enumerate(layout.dims):
+            assert isinstance(dim, Dim)
+            found |= {axis: (index, major) for axis, major in self._majors(dim)}
+        return found
+
+    def _majors(self, dim: Dim) -> Iterator[tuple[str, int]]:
+        outer = 1
+        for factor in dim.factors:
+            major = outer
+            for axis in factor.axes:
+                yield axis, major
+                major *= self.mesh[axis]
+            outer *= factor.size or 1  # only a plain dim, or none, is without a size in a concrete layout
+
+    def add(self, places: _Places, wishes: _Places) -> dict[str, _Place]:
+        """`places` with each wish granted that can be: axes that are whole can split there without moving others."""
+        granted = dict(places)
+        for axis, (dim, major) in wishes.items():
+            trial = {**granted, axis: (dim, major or self._inside(granted, dim))}
+            granted = trial if self.dim_at(trial, dim) else granted
+        return granted
+
+    def _inside(self, places: _Places, dim: int) -> int:
+        return max((major * self.mesh[axis] for axis, (at, major) in places.items() if at == dim), default=1)
+
+    def size(self, places: _Places) -> Fraction:
+        """Elements per rank, averaged over ranks; exact for uneven splits too, which leave nothing out."""
+        return Fraction(math.prod(self.global_shape), math.prod(self.mesh[axis] for axis in places))
+
+    def overlap(self, here: _Places, there: _Places) -> Fraction:
+        """Elements that a rank has in both, averaged over ranks."""
+        axes = sorted({*here, *there})
+        held = torch.ones([self.mesh[axis] for axis in axes], dtype=torch.int64)
+        for dim in range(len(self.global_shape)):
+            held = held * self._dim_overlap(dim, here, there, axes)
+        return Fraction(int(held.sum()), held.numel())
+
+    def _dim_overlap(self, dim: int, here: _Places, there: _Places, axes: Sequence[str]) -> torch.Tensor:
+        """The overlap in one dim, as a table over the coordinates of the axes; length one where an axis does not matter."""
+        old, new = self.dim_at(here, dim), self.dim_at(there, dim)
+        assert old is not None and new is not None, "places of a layout, and granted ones, are a dim"
+        own = [axis for axis in axes if axis in old.axes + new.axes]
+        counts = [
+            _common(*(dim_slices(d, self.global_shape[dim], self.mesh, coordinate) for d in (old, new)))
+            for coordinate in self._coordinates(own)
+        ]
+        return torch.tensor(counts).reshape([self.mesh[axis] if axis in own else 1 for axis in axes])
+
+    def _coordinates(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+        for index in product(*(range(self.mesh[axis]) for axis in axes)):
+            yield dict(zip(axes, index, strict=True))
+
+    def dim_at(self, places: _Places, dim: int) -> Dim | None:
+        """The dim that is split so, or None where the splits cross or do not divide."""
+        size, passed = self.global_shape[dim], 1
+        factors: list[Factor] = []
+        axes: tuple[str, ...] = ()
+        for major, axis in sorted((major, axis) for axis, (at, major) in places.items() if at == dim):
+            if major % passed:
+                return None
+            if major > passed:
+                factors.append(Factor("_", axes, major // math.prod(f.size or 1 for f in factors)))
+                axes = ()
+            axes, passed = (*axes, axis), major * self.mesh[axis]
+        if factors and size % passed:
+            return None
+        rest = size // math.prod(factor.size or 1 for factor in factors) if factors else None
+        return Dim((*factors, Factor("_", axes, rest)))
+
+
+def _common(some: Slices, others: Slices) -> int:
+    """How many elements two ascending runs of slices share."""
+    count, i, j = 0, 0, 0
+    while i < len(some) and j < len(others):
+        count += max(0, min(some[i].stop, others[j].stop) - max(some[i].start, others[j].start))
+        i, j = (i + 1, j) if some[i].stop <= others[j].stop else (i, j + 1)
+    return count
