@@ -1,1 +1,80 @@
+"""Every op right on DTensors: by a sharding rule of ours, or else by gathering."""
 
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib.engine._torch import OpInfo, clear_propagation_cache, dispatcher
+from shardlib.engine.ops import _rules
+from shardlib.engine.ops._dispatch import policy, remember_statics
+from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
+from shardlib.engine.ops._rows import ruled_ops
+
+__all__ = ["GatheredOp", "ShardlibGatherWarning", "disable", "enable", "enabled", "record"]
+
+assert _rules
+_MESHES: set[DeviceMesh] = set()
+_MOVED_HANDLERS: dict[Any, Any] = {}
+_HANDLED = {
+    torch.ops.aten.convolution.default,
+    torch.ops.aten.convolution_backward.default,
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.argmin.default,
+    torch.ops.aten.argmax.default,
+}
+
+
+def enable(mesh: DeviceMesh) -> None:
+    """From now on every op on DTensors of this mesh is right: sharded by our rules, or gathered.
+
+    DTensors on other meshes keep PyTorch's own behaviour. Enabling a mesh twice does nothing.
+    """
+    if mesh in _MESHES:
+        return
+    if not _MESHES:
+        _install()
+    _MESHES.add(mesh)
+    clear_propagation_cache()
+
+
+def disable(mesh: DeviceMesh | None = None) -> None:
+    """Give a mesh (all meshes) back to PyTorch's own rules."""
+    meshes = set(_MESHES) if mesh is None else {mesh}
+    _MESHES.difference_update(meshes)
+    if not _MESHES:
+        _uninstall()
+    clear_propagation_cache()
+
+
+def enabled(mesh: DeviceMesh) -> bool:
+    """Whether a mesh was given to `enable`."""
+    return mesh in _MESHES
+
+
+def _install() -> None:
+    target = dispatcher()
+    original = target._propagate_op_sharding_dispatch_slow_path
+
+    # Handlers come before the sharding cache and know nothing of meshes: those that we replace move behind it.
+    handlers = {op: target._custom_op_handlers.pop(op) for op in _HANDLED if op in target._custom_op_handlers}
+    _MOVED_HANDLERS.update(handlers)
+
+    def ours(op: Any, args: Any, kwargs: Any, info: OpInfo, try_cache: bool) -> Any:
+        if info.compute_mesh in _MESHES:
+            return policy(op, args, kwargs, info)
+        if op in handlers:
+            return handlers[op](op, args, kwargs)
+        return original(op, args, kwargs, info, try_cache)
+
+    target._propagate_op_sharding_dispatch_slow_path = ours
+    for op in ruled_ops():
+        remember_statics(op)
+
+
+def _uninstall() -> None:
+    vars(dispatcher()).pop("_propagate_op_sharding_dispatch_slow_path", None)
+    dispatcher()._custom_op_handlers.update(_MOVED_HANDLERS)
+    _MOVED_HANDLERS.clear()

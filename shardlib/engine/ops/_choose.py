@@ -1,0 +1,185 @@
+"""Choosing, for one call, the row of each mesh axis: the cheapest that holds, one axis after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from shardlib.engine._torch import _StridedShard
+from shardlib.engine.ops._rows import ANY, Call, Compute, Meta, Op, R, Row, Rule
+
+__all__ = ["Choice", "Pending", "choose", "is_split"]
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """One call to be decided: global shapes, and the placements of each operand on every mesh axis."""
+
+    op: Op
+    values: dict[str, Any]
+    names: tuple[str, ...]
+    inputs: tuple[Meta, ...]
+    outputs: tuple[Meta | None, ...]
+    placements: tuple[Placements, ...]
+    sizes: tuple[int, ...]
+    fixed: frozenset[int] = frozenset()  # operands that the op writes to, which must stay as they are
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Placements of operands and outputs on every mesh axis, and what to run on local tensors."""
+
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements | None, ...]
+    compute: Compute | None
+    compute_axes: tuple[int, ...]
+    gathered: bool  # an axis on which a split operand had to be made whole
+
+
+def choose(rule: Rule | None, pending: Pending) -> Choice | None:
+    """The cheapest rows for a call, or None when an operand that must stay as it is fits no row."""
+    call = Call(pending.op, pending.values, pending.names, pending.inputs, pending.outputs, (), 1)
+    picked: list[Row] = []
+    gathered = False
+    for axis, size in enumerate(pending.sizes):
+        current = tuple(placements[axis] for placements in pending.placements)
+        call = replace(call, current=current, size=size)
+        row = _cheapest(rule, call, pending.fixed)
+        if row is None:
+            return None
+        gathered |= size > 1 and any(is_split(p) and q == R for p, q in zip(current, row.ins, strict=True))
+        call = _after(call, row, size)
+        picked.append(row)
+    computes = {row.compute for row in picked} - {None}
+    if len(computes) > 1:
+        return None
+    return Choice(
+        inputs=tuple(tuple(row.ins[i] for row in picked) for i in range(len(pending.inputs))),
+        outputs=tuple(_column(picked, i) for i in range(len(pending.outputs))),
+        compute=next(iter(computes), None),
+        compute_axes=tuple(axis for axis, row in enumerate(picked) if row.compute),
+        gathered=gathered,
+    )
+
+
+def is_split(placement: Any) -> bool:
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def _column(picked: Sequence[Row], output: int) -> Placements | None:
+    column = tuple(row.outs[output] for row in picked)
+    return None if None in column else column
+
+
+def _cheapest(rule: Rule | None, call: Call, fixed: frozenset[int]) -> Row | None:
+    best: Row | None = None
+    best_cost = (math.inf, 0)
+    for row in _candidates(rule, call):
+        cost = _cost(row, call, fixed)
+        if cost < best_cost:
+            best, best_cost = row, cost
+    return None if best is None else replace(best, ins=_settled(best, call))
+
+
+def _settled(row: Row, call: Call) -> Placements:
+    return tuple(now if want is ANY else want for want, now in zip(row.ins, call.current, strict=True))
+
+
+def _candidates(rule: Rule | None, call: Call) -> Iterator[Row]:
+    """The rows that hold for this call, each also in the forms that operands with a fused split ask for."""
+    yield Row(tuple(None if meta is None else R for meta in call.outputs), (R,) * len(call.inputs))
+    for row in rule.rows(call) if rule is not None else ():
+        assert len(row.ins) == len(call.inputs) and len(row.outs) == len(call.outputs), (call.op, row)
+        for form in _forms(row, call):
+            if _holds(form, call):
+                yield form
+
+
+def _forms(row: Row, call: Call) -> Iterator[Row]:
+    yield row
+    if not row.parallel:
+        return
+    pairs = list(zip(row.ins, call.current, strict=True))
+    factors = {
+        now.split_factor
+        for want, now in pairs
+        if row.compute is None and isinstance(now, _StridedShard) and isinstance(want, Shard) and want.dim == now.dim
+    }
+    for factor in sorted(factors):
+        yield _mapped(row, lambda p, k=factor: _StridedShard(p.dim, split_factor=k) if isinstance(p, Shard) else p)
+    if any(now == Partial("avg") and want == Partial("sum") for want, now in pairs):
+        yield _mapped(row, lambda p: Partial("avg") if isinstance(p, Partial) else p)
+
+
+def _mapped(row: Row, change: Any) -> Row:
+    return replace(row, ins=tuple(change(p) for p in row.ins), outs=tuple(change(p) for p in row.outs))
+
+
+def _holds(row: Row, call: Call) -> bool:
+    """Whether the shapes allow a row. Shards of unlike sizes line up only when each is even."""
+    metas = (*call.inputs, *call.outputs)
+    splits = [(m, p) for m, p in zip(metas, (*row.ins, *row.outs), strict=True) if is_split(p) and m is not None]
+    if any(p.dim >= m.ndim or p.dim in m.ragged for m, p in splits):
+        return False
+    sizes = [m.shape[p.dim] for m, p in splits]
+    fused = any(isinstance(p, _StridedShard) for _, p in splits)
+    if row.parallel and not fused and len(set(sizes)) == 1:
+        return _nowhere_empty(sizes[0], call.size)
+    return all(
+        m.shape[p.dim] % (call.size * getattr(p, "split_factor", 1)) == 0 and m.shape[p.dim] > 0 for m, p in splits
+    ) and (not (row.parallel and fused) or len(set(sizes)) == 1)
+
+
+def _nowhere_empty(size: int, ranks: int) -> bool:
+    """Whether chunking leaves every rank at least one index: many kernels refuse empty tensors."""
+    return size > 0 and math.ceil(size / math.ceil(size / ranks)) == ranks
+
+
+def _cost(row: Row, call: Call, fixed: frozenset[int]) -> tuple[float, int]:
+    total, moved = 0.0, 0
+    for i, (now, want) in enumerate(zip(call.current, row.ins, strict=True)):
+        if want is ANY or now == want:
+            continue
+        if i in fixed:
+            return (math.inf, 0)
+        total += _move_cost(now, want, call.inputs[i], call.size, row.partition)
+        moved += 1
+    return (total, moved)
+
+
+def _move_cost(now: Placement, want: Placement, meta: Meta, size: int, partition: bool) -> float:
+    """Bytes one rank sends, about. A reduction counts the same whether it ends whole or split."""
+    share = meta.numel * meta.dtype.itemsize * (size - 1) / size
+    if isinstance(want, Partial):
+        return 0.0 if partition and isinstance(now, Replicate) else math.inf
+    if isinstance(now, Partial):
+        return 2 * share
+    if isinstance(now, Replicate):
+        return 0.0
+    if isinstance(want, Replicate) or isinstance(now, _StridedShard) or isinstance(want, _StridedShard):
+        return share
+    return share / size
+
+
+def _after(call: Call, row: Row, size: int) -> Call:
+    """The call as the next mesh axis sees it: shapes local to this one (of the first rank, which has the most)."""
+    return replace(
+        call,
+        inputs=tuple(_shrunk(m, p, size) for m, p in zip(call.inputs, row.ins, strict=True)),
+        outputs=tuple(None if m is None else _shrunk(m, p, size) for m, p in zip(call.outputs, row.outs, strict=True)),
+    )
+
+
+def _shrunk(meta: Meta, placement: Any, size: int) -> Meta:
+    if not is_split(placement):
+        return meta
+    shape, dim = list(meta.shape), placement.dim
+    ragged = (*meta.ragged, dim) if shape[dim] % size else meta.ragged
+    shape[dim] = -(-shape[dim] // size)
+    return Meta(tuple(shape), meta.dtype, ragged)

@@ -1,0 +1,69 @@
+"""What was gathered, told to whoever records, and once to the user."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["GatheredOp", "ShardlibGatherWarning", "note_gather", "record"]
+
+
+class ShardlibGatherWarning(UserWarning):
+    """An op had no sharding rule for its operands' placements, so every rank computed it whole."""
+
+
+@dataclass(frozen=True)
+class GatheredOp:
+    """One op that was computed whole on every rank.
+
+    Attributes:
+        op: its name, as in "aten.nonzero.default".
+        reason: why no rule served.
+        placements: each tensor operand's, as text.
+        shapes: each tensor operand's global shape.
+    """
+
+    op: str
+    reason: str
+    placements: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+_LISTENERS: list[list[GatheredOp]] = []
+_WARNED: set[str] = set()
+
+
+@contextmanager
+def record() -> Iterator[list[GatheredOp]]:
+    """Collect every gathered op inside the block, in order, repeats included.
+
+    Example:
+        >>> with record() as gathered:
+        ...     pass
+        >>> gathered
+        []
+    """
+    listener: list[GatheredOp] = []
+    _LISTENERS.append(listener)
+    try:
+        yield listener
+    finally:
+        # By identity: two empty lists are equal.
+        del _LISTENERS[next(i for i, other in enumerate(_LISTENERS) if other is listener)]
+
+
+def note_gather(op: GatheredOp, *, loud: bool) -> None:
+    for listener in _LISTENERS:
+        listener.append(op)
+    if loud and op.op not in _WARNED:
+        _WARNED.add(op.op)
+        operands = ", ".join(f"{list(shape)} {where}" for shape, where in zip(op.shapes, op.placements, strict=True))
+        warnings.warn(
+            f"{op.op} was gathered: every rank holds its operands whole and repeats the work, because {op.reason} "
+            f"(operands: {operands}). The numbers are right. To make it fast, redistribute before the op, or register "
+            "a rule with shardlib.engine.ops.rule. Each op is named once.",
+            ShardlibGatherWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,141 @@
+"""Normalisations and look-ups: rows over the dims that the statistics do not span."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shardlib.engine.ops._rows import Call, Here, Local, Op, P, R, Row, S, aten, row, rule
+
+__all__: list[str] = []
+
+
+def _present(call: Call, *names: str) -> list[bool]:
+    return [call[name] is not None for name in names]
+
+
+# --- layer norm, rms norm: statistics over the last dims ----------------------------------------------------------
+
+
+@rule(aten("native_layer_norm"), aten("_fused_rms_norm"))
+def layer_norm(call: Call) -> Iterable[Row]:
+    lead = call.inputs[0].ndim - len(call["normalized_shape"])
+    for dim in range(lead):
+        yield row([S(dim)] * len(call.outputs), [S(dim)] + [R] * (len(call.inputs) - 1))
+
+
+@rule(aten("native_layer_norm_backward"))
+def layer_norm_backward(call: Call) -> Iterable[Row]:
+    """grad_out, input, mean, rstd [, weight, bias] -> grad_input, grad_weight, grad_bias."""
+    lead = call.inputs[1].ndim - len(call["normalized_shape"])
+    affine = [R] * sum(_present(call, "weight", "bias"))
+    for dim in range(lead):
+        yield row([S(dim), P, P], [S(dim)] * 4 + affine)
+    yield row([P, P, P], [P, R, R, R, *affine])
+
+
+@rule(aten("_fused_rms_norm_backward"))
+def rms_norm_backward(call: Call) -> Iterable[Row]:
+    """grad_out, input, rstd [, weight] -> grad_input, grad_weight."""
+    lead = call.inputs[1].ndim - len(call["normalized_shape"])
+    affine = [R] * sum(_present(call, "weight"))
+    for dim in range(lead):
+        yield row([S(dim), P], [S(dim)] * 3 + affine)
+    yield row([P, P], [P, R, R, *affine])
+
+
+# --- embedding ----------------------------------------------------------------------------------------------------
+
+
+@rule(aten("embedding"))
+def embedding(call: Call) -> Iterable[Row]:
+    """weight, indices -> rows of weight. A split vocabulary: each rank looks up its own rows, zeros elsewhere."""
+    weight, indices = call.inputs
+    for dim in range(indices.ndim):
+        yield row([S(dim)], [R, S(dim)])
+    yield row([S(indices.ndim + weight.ndim - 2)], [S(1), R])
+    yield row([P], [P, R])
+    yield row([P], [S(0), R], compute=_own_rows)
+
+
+def _own_rows(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
+    weight, indices = args[:2]
+    own = indices - here.offset(0, 0)
+    absent = (own < 0) | (own >= weight.shape[0])
+    return op(weight, own.masked_fill(absent, 0)).masked_fill(absent.unsqueeze(-1), 0)
+
+
+@rule(aten("embedding_dense_backward"))
+def embedding_backward(call: Call) -> Iterable[Row]:
+    """grad_out, indices -> grad of weight: sums over the tokens."""
+    grad, indices = call.inputs
+    if not call["scale_grad_by_freq"]:
+        for dim in range(indices.ndim):
+            yield row([P], [S(dim), S(dim)])
+    yield row([S(1)], [S(grad.ndim - 1), R])
+    yield row([P], [P, R])
+
+
+# --- group norm ---------------------------------------------------------------------------------------------------
+
+
+def _local_group_norm(first: int) -> Any:
+    """N, C, HxW, group at args[first:] become local: N and C by the input's shape, groups in the ratio of C."""
+
+    def localize(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
+        n, c = local.inputs[0][:2]
+        groups = args[first + 3] * c // args[first + 1]
+        return op, [*args[:first], n, c, args[first + 2], groups, *args[first + 4 :]]
+
+    return localize
+
+
+@rule(aten("native_group_norm"), localize=_local_group_norm(3))
+def group_norm(call: Call) -> Iterable[Row]:
+    affine = sum(_present(call, "weight", "bias"))
+    yield row([S(0)] * 3, [S(0)] + [R] * affine)
+    if call["group"] % call.size == 0:
+        yield row([S(1)] * 3, [S(1)] + [S(0)] * affine)
+
+
+@rule(aten("native_group_norm_backward"), localize=_local_group_norm(5))
+def group_norm_backward(call: Call) -> Iterable[Row]:
+    """grad_out, input, mean, rstd [, weight] -> grad_input, grad_weight, grad_bias."""
+    affine = sum(_present(call, "weight"))
+    yield row([S(0), P, P], [S(0)] * 4 + [R] * affine)
+    if call["group"] % call.size == 0:
+        yield row([S(1), S(0), S(0)], [S(1)] * 4 + [S(0)] * affine)
+
+
+# --- batch norm: statistics over everything but the channels -------------------------------------------------------
+
+
+@rule(
+    *map(
+        aten,
+        (
+            "native_batch_norm",
+            "_native_batch_norm_legit",
+            "_native_batch_norm_legit.no_stats",
+            "_native_batch_norm_legit_no_training",
+            "_native_batch_norm_legit_functional",
+            "_batch_norm_with_update",
+            "_batch_norm_with_update_functional",
+            "_batch_norm_no_update",
+            "cudnn_batch_norm",
+            "native_batch_norm_backward",
+            "batch_norm_backward",
+            "cudnn_batch_norm_backward",
+        ),
+    )
+)
+def batch_norm(call: Call) -> Iterable[Row]:
+    """Channels may be split; everything per channel is split with them."""
+    outputs = call.outputs
+    ins = [S(1) if meta.ndim > 1 else S(0) for meta in call.inputs]
+    outs = [None if m is None else S(1) if m.ndim > 1 else R if m.shape == (0,) else S(0) for m in outputs]
+    reserve = any(m is not None and m.dtype == torch.uint8 for m in (*outputs, *call.inputs))
+    if not reserve and call.inputs[0].ndim > 1:
+        yield row(outs, ins)

@@ -1,0 +1,188 @@
+"""Ops that treat every element by itself, with broadcasting.
+
+Rows: every dim of the output may be split, together with the same dim of each operand that has it. Sums not yet
+done (Partial) pass through where the op is linear in them: y = f(x1 + x2) = f(x1) + f(x2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from shardlib.engine.ops._rows import Call, Meta, Op, P, R, Row, S, aten, row, rule
+
+__all__: list[str] = []
+
+# Linear in all tensor operands together.
+_ADDITIVE = (
+    "add.Tensor",
+    "sub.Tensor",
+    "neg",
+    "positive",
+    "clone",
+    "_conj_physical",
+    "conj_physical",
+    "rad2deg",
+    "deg2rad",
+)
+# Linear in each of the first two operands while the other is whole.
+_BILINEAR = ("mul.Tensor",)
+# Linear in the first operand while the others are whole.
+_LINEAR_IN_FIRST = (
+    "div.Tensor",
+    "mul.Scalar",
+    "div.Scalar",
+    "native_dropout_backward",
+    "gelu_backward",
+    "silu_backward",
+    "sigmoid_backward",
+    "tanh_backward",
+    "threshold_backward",
+    "hardtanh_backward",
+    "hardsigmoid_backward",
+    "hardswish_backward",
+    "leaky_relu_backward",
+    "elu_backward",
+    "softplus_backward",
+    "softshrink_backward",
+    "hardshrink_backward",
+    "mish_backward",
+    "log_sigmoid_backward",
+    "logit_backward",
+)
+# Pointwise, but not tagged so by torch.
+_UNTAGGED = (
+    "_to_copy",
+    "alias",
+    "detach",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "masked_fill.Tensor",
+    "masked_fill_.Tensor",
+    "mul.Scalar",
+    "copy",
+    "copy_",
+    "fill.Scalar",
+    "fill_.Scalar",
+    "fill.Tensor",
+    "fill_.Tensor",
+    "zero_",
+    "zero",
+    "isreal",
+    "real",
+    "imag",
+    "view_as_real_copy",
+    "hardtanh_backward",
+    "hardsigmoid_backward",
+    "hardswish",
+    "hardswish_",
+    "hardswish_backward",
+    "leaky_relu_backward",
+    "elu_backward",
+    "softplus_backward",
+    "softshrink_backward",
+    "hardshrink_backward",
+    "mish_backward",
+    "mish_",
+    "log_sigmoid_backward",
+    "logit_backward",
+    "prelu",
+    "_prelu_kernel",
+    "_prelu_kernel_backward",
+    "squared_relu",
+    "polar",
+    "complex",
+    "where.Scalar",
+    "where.ScalarSelf",
+    "where.ScalarOther",
+    "special_i0e",
+    "special_log_softmax_",
+    "threshold_",
+    "exponential",
+    "bucketize.Tensor",
+    "nan_to_num_",
+    "angle",
+    "sgn_",
+    "_add_relu.Tensor",
+    "rsub.Tensor",
+    "special_multigammaln",
+    "_resize_output",
+)
+# Tagged pointwise, but one value for all ranks, random, or a list.
+_EXCLUDED = {"aten::equal", "aten::rrelu", "aten::rrelu_", "aten::rrelu_with_noise"}
+
+
+def pointwise_rows(call: Call) -> Iterator[Row]:
+    """Split any dim of the output, each operand on the dim it broadcasts along."""
+    shape = max((m.shape for m in call.outputs if m is not None), key=len)
+    for dim in range(len(shape)):
+        ins = [S(d) if (d := _aligned(meta, dim, shape)) is not None else R for meta in call.inputs]
+        if shape[dim] > 1 and any(p is not R for p in ins):
+            yield row([S(dim)] * len(call.outputs), ins)
+
+
+def _aligned(meta: Meta, dim: int, shape: tuple[int, ...]) -> int | None:
+    """The operand's dim that lies under an output dim, unless it is broadcast."""
+    own = dim - (len(shape) - meta.ndim)
+    return own if own >= 0 and meta.shape[own] == shape[dim] else None
+
+
+def _additive(call: Call) -> Iterable[Row]:
+    yield from pointwise_rows(call)
+    yield row([P], [P] * len(call.inputs))
+
+
+def _bilinear(call: Call) -> Iterable[Row]:
+    yield from pointwise_rows(call)
+    for i in range(len(call.inputs)):
+        yield row([P], [P if i == j else R for j in range(len(call.inputs))])
+
+
+def _linear_in_first(call: Call) -> Iterable[Row]:
+    yield from pointwise_rows(call)
+    yield row([P], [P] + [R] * (len(call.inputs) - 1))
+
+
+def _linear_in_all_but_first(call: Call) -> Iterable[Row]:
+    """`where`: linear in the values, given the condition."""
+    yield from pointwise_rows(call)
+    yield row([P], [R] + [P] * (len(call.inputs) - 1))
+
+
+def _cast(call: Call) -> Iterable[Row]:
+    """A sum may be cast before it is done where no digit is lost by it."""
+    yield from pointwise_rows(call)
+    source, target = call.inputs[0].dtype, call.outputs[0].dtype if call.outputs[0] else None
+    if target is not None and torch.promote_types(source, target) == target and target.is_floating_point:
+        yield row([P], [P])
+
+
+def _tagged_pointwise() -> Iterator[Op]:
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and name.partition(".")[0] not in _EXCLUDED:
+            op = aten(name.removeprefix("aten::"))
+            if op is not None and torch.Tag.pointwise in op.tags:
+                yield op
+
+
+def _register() -> None:
+    rule(*_tagged_pointwise(), *(aten(name) for name in _UNTAGGED))(pointwise_rows)
+    for names, rows in (
+        (_ADDITIVE, _additive),
+        (_BILINEAR, _bilinear),
+        (_LINEAR_IN_FIRST, _linear_in_first),
+        (("alias", "detach", "lift_fresh", "lift_fresh_copy"), _additive),
+        (("where.self",), _linear_in_all_but_first),
+        (("_to_copy",), _cast),
+    ):
+        rule(*(aten(name) for name in names))(rows)
+        rule(*(aten(_in_place(name)) for name in names))(rows)
+
+
+def _in_place(name: str) -> str:
+    base, _, overload = name.partition(".")
+    return f"{base}_.{overload}" if overload else f"{base}_"
+
+
+_register()
