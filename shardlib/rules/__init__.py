@@ -1,1 +1,21 @@
+"""Rules: which tensors of a model lie how on a mesh, by patterns of names."""
 
+from __future__ import annotations
+
+from shardlib.rules._report import Coverage, CoverageRow
+from shardlib.rules._resolution import Border, Resolution, TensorLayout
+from shardlib.rules._rules import Rules
+from shardlib.rules.dims import ModuleDims, register_dims
+from shardlib.rules.suggest import suggest
+
+__all__ = [
+    "Border",
+    "Coverage",
+    "CoverageRow",
+    "ModuleDims",
+    "Resolution",
+    "Rules",
+    "TensorLayout",
+    "register_dims",
+    "suggest",
+]

@@ -1,0 +1,112 @@
+"""Layout files: rules for one model family each, found by name, by path, or by the class of a model."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+
+from torch import nn
+
+from shardlib.errors import RuleError, nearest
+from shardlib.rules import Rules
+from shardlib.rules.foreign import has_tp_plan
+from shardlib.rules.suggest import suggest
+
+__all__ = ["SuggestedLayoutWarning", "available", "for_model", "load"]
+
+_HERE = Path(__file__).resolve().parent
+
+
+class SuggestedLayoutWarning(UserWarning):
+    """A model has no layout file and no plan of its own, and its rules were guessed from its modules."""
+
+
+def available() -> dict[str, str]:
+    """The names of the layout files that come with shardlib, each with its description.
+
+    >>> "example_gpt" in available()
+    True
+    """
+    return {name: rules.description for name, rules in _files().items()}
+
+
+def load(name: str | Path) -> Rules:
+    """The rules of a layout file: one of `available()` by name, or any TOML file by path.
+
+    Raises:
+        RuleError: no such name, or a file that cannot be read as rules.
+
+    >>> load("example_gpt").unmatched
+    'error'
+    """
+    if isinstance(name, Path) or name.endswith(".toml"):
+        return Rules.from_toml(Path(name))
+    files = _files()
+    if name not in files:
+        raise RuleError(
+            f'No layout file is called "{name}"; there are {", ".join(f"{known!r}" for known in files)}. Use one of '
+            "them, "
+            f"or give the path of a file that ends in .toml.{nearest(name, files)}"
+        )
+    return files[name]
+
+
+def for_model(model: nn.Module) -> Rules:
+    """Rules for a model: the layout file for its class or a base class; else the plan that the model carries
+    (`tp_plan` of Hugging Face models); else a suggestion, with a `SuggestedLayoutWarning`.
+
+    Raises:
+        RuleError: two files are for the same class, or the model's own plan cannot be read.
+
+    >>> from torch import nn
+    >>> class GPT2LMHeadModel(nn.Module): ...
+    >>> GPT2LMHeadModel.__module__ = "transformers.models.gpt2.modeling_gpt2"
+    >>> for_model(GPT2LMHeadModel()) == load("gpt2") if "gpt2" in available() else True
+    True
+    """
+    for cls in type(model).__mro__:
+        if found := _files_for(cls):
+            return load(found[0])
+    if has_tp_plan(model):
+        return Rules.from_tp_plan(model)
+    rules = suggest(model)
+    warnings.warn(
+        f"No layout file is for {type(model).__module__}.{type(model).__qualname__} and it carries no plan. These "
+        "rules "
+        f"were suggested from its modules; `shardlib init` writes them to a file to be checked:\n{rules.to_toml()}",
+        SuggestedLayoutWarning,
+        stacklevel=2,
+    )
+    return rules
+
+
+def _files_for(cls: type) -> list[str]:
+    """The files for exactly this class. More than one would leave the choice to chance."""
+    names = [name for name, rules in _files().items() if any(_names_class(entry, cls) for entry in rules.models)]
+    if len(names) > 1:
+        raise RuleError(
+            f"Layout files {' and '.join(map(repr, names))} are both for {cls.__module__}.{cls.__qualname__}. Choose "
+            "one "
+            f"with shardlib.layouts.load({names[0]!r})."
+        )
+    return names
+
+
+def _names_class(entry: str, cls: type) -> bool:
+    """Whether "package.Class" or a full path names a class; the modules between package and class do not count.
+
+    >>> _names_class("torch.Linear", nn.Linear), _names_class("torch.nn.modules.linear.Linear", nn.Linear)
+    (True, True)
+    """
+    package, _, name = entry.partition(".")
+    full = f"{cls.__module__}.{cls.__qualname__}"
+    return entry == full or (package == cls.__module__.partition(".")[0] and name == cls.__qualname__)
+
+
+@cache
+def _files() -> dict[str, Rules]:
+    """Every layout file: in an installed package beside this file, in a source checkout one folder up."""
+    folder = _HERE / "_layouts" if (_HERE / "_layouts").is_dir() else _HERE.parent / "layouts"
+    paths = sorted(folder.rglob("*.toml"))
+    return {path.relative_to(folder).with_suffix("").as_posix(): Rules.from_toml(path) for path in paths}

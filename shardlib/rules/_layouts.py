@@ -1,0 +1,422 @@
+"""From a rule's value to the layout of one tensor: axes by dim name, sizes, roles and placements, module dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from shardlib._mesh import MeshShape
+from shardlib.errors import LayoutError, RuleError
+from shardlib.layout import Dim, Factor, Layout
+from shardlib.rules._match import Entry
+from shardlib.rules._model import ModelIndex, summary
+from shardlib.rules._values import PerAxis, Placed, Role, Text
+from shardlib.rules.dims import ModuleDims, dims_of
+
+__all__ = ["AxisUse", "LayoutMaker", "axis_use"]
+
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class AxisUse:
+    """The axes that a dim name stands for; `optional` is the "?" of the text form."""
+
+    axes: tuple[str, ...]
+    optional: bool = False
+
+
+def axis_use(given: str | Iterable[str] | None) -> AxisUse:
+    """
+    >>> axis_use("tp?"), axis_use(["fsdp", "tp"])
+    (AxisUse(axes=('tp',), optional=True), AxisUse(axes=('fsdp', 'tp'), optional=False))
+    """
+    if isinstance(given, str):
+        return AxisUse((given.removesuffix("?"),), given.endswith("?"))
+    return AxisUse(tuple(given or ()))
+
+
+@dataclass(frozen=True)
+class LayoutMaker:
+    """Makes layouts for the tensors of one model on one mesh.
+
+    Attributes:
+        axes: dim name to the axes it stands for.
+        sizes: factor name to a number or an attribute path.
+        default_axis: the axis of roles and of bare placements.
+    """
+
+    index: ModelIndex
+    mesh: MeshShape
+    axes: Mapping[str, AxisUse]
+    sizes: Mapping[str, int | str]
+    default_axis: str
+    _made: dict[Any, Any]
+
+    def for_tensor(self, entry: Entry, name: str) -> Layout:
+        """The layout that a rule which names this very tensor gives it."""
+        module_name, module, attribute = self.index.owner(name)
+        shape = tuple(self.index.leaf[name].tensor.shape)
+        registered = dims_of(module)
+        sizes = self._sizes(entry, registered, module_name)
+        key = (entry.key, "tensor", attribute, shape, _key(registered), *sizes.items())
+        return self._once(key, lambda: self._tensor_layout(entry, name, shape, registered, attribute, sizes))
+
+    def for_module(self, entry: Entry, module_name: str) -> dict[str, Layout]:
+        """The layouts that a rule which names this module gives its own tensors: attribute to layout.
+
+        Raises:
+            RuleError: the dims of the module's tensors are not known, or the value does not fit them.
+        """
+        shapes = {attr: tuple(self.index.leaf[full].tensor.shape) for attr, full in self.index.own[module_name].items()}
+        if entry.value == Role("replicate"):
+            return {attribute: Layout.replicate(len(shape)) for attribute, shape in shapes.items()}
+        registered = dims_of(self.index.modules[module_name])
+        if registered is None:
+            raise self._unknown_module(entry, module_name, shapes)
+        sizes = self._sizes(entry, registered, module_name)
+        key = (entry.key, "module", *shapes.items(), _key(registered), *sizes.items())
+        return self._once(key, lambda: self._module_layouts(entry, module_name, shapes, registered, sizes))
+
+    def for_border(self, entry: Entry, module_name: str) -> Layout:
+        """The layout of an activation. Its shape is not known yet, so factors may stay open and "?" unsettled."""
+        match entry.value:
+            case Text(_, layout):
+                return self._on_mesh(entry, self._with_sizes(entry, self._with_axes(entry, layout), module_name))
+            case Role("replicate"):
+                return Layout.parse("...")
+            case Role(name):
+                raise RuleError(
+                    f'Rule {entry}: "{name}" is a role of a module, and this key names a border. Lay the activation '
+                    "out "
+                    'as text, as in "batch seq embed@tp", or by placement.'
+                )
+            case _:
+                return self._on_mesh(entry, _border_of_placements(entry, self._placements(entry)))
+
+    # Values, one after another.
+
+    def _tensor_layout(
+        self,
+        entry: Entry,
+        name: str,
+        shape: tuple[int, ...],
+        registered: ModuleDims | None,
+        attribute: str,
+        sizes: Mapping[str, int],
+    ) -> Layout:
+        match entry.value:
+            case Role("replicate"):
+                return Layout.replicate(len(shape))
+            case Role():
+                named = registered.dims(attribute, len(shape)) if registered else None
+                if registered is None or named is None:
+                    raise self._unknown_tensor(entry, name, shape)
+                dims = self._split(named, *self._role(entry, registered))
+            case Text(_, layout):
+                return self._fit(entry, name, shape, self._with_axes(entry, layout), sizes)
+            case _:
+                dims = self._place(entry, name, ("_",) * len(shape))
+        return self._fit(entry, name, shape, Layout(dims), sizes)
+
+    def _module_layouts(
+        self,
+        entry: Entry,
+        module_name: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        registered: ModuleDims,
+        sizes: Mapping[str, int],
+    ) -> dict[str, Layout]:
+        named = {attr: registered.dims(attr, len(shape)) for attr, shape in shapes.items()}
+        known = {attr: dims for attr, dims in named.items() if dims is not None}
+        if not known:
+            raise self._unknown_module(entry, module_name, shapes)
+        spread = self._spread(entry, module_name, registered, known)
+        return {
+            attr: self._fit(entry, self.index.own[module_name][attr], shapes[attr], Layout(spread(attr)), sizes)
+            for attr in known
+        }
+
+    def _spread(
+        self, entry: Entry, module_name: str, registered: ModuleDims, known: Mapping[str, tuple[str, ...]]
+    ) -> Callable[[str], Dims]:
+        """How a value that speaks about a module is spread over its tensors."""
+        primary = next(attr for attr in registered.tensors if attr in known)
+        match entry.value:
+            case Role():
+                target, use = self._role(entry, registered)
+                return lambda attr: self._split(known[attr], target, use)
+            case Text(_, layout):
+                layout = self._with_axes(entry, layout)
+                if (lone := _lone_factor(layout)) and lone.name in registered.names:
+                    return lambda attr: self._split(known[attr], lone.name, AxisUse(lone.axes, lone.optional))
+                dims = _dims_of_text(entry, module_name, layout, registered, known[primary])
+            case _:
+                dims = self._place(entry, self.index.own[module_name][primary], known[primary])
+        by_name = {name: dim for name, dim in zip(known[primary], dims, strict=True) if name != "_"}
+        return lambda attr: dims if attr == primary else tuple(by_name.get(n) or _plain(n) for n in known[attr])
+
+    def _role(self, entry: Entry, registered: ModuleDims) -> tuple[str, AxisUse]:
+        """The dim that a role splits, and how."""
+        use = AxisUse((self.default_axis,))
+        if entry.value == Role("colwise") and registered.output is not None:
+            return registered.output, use
+        if entry.value == Role("rowwise") and len(registered.contracted) == 1:
+            return registered.contracted[0], use
+        role, what = (
+            ('"colwise" splits the output features', f"its output features are {_quoted_or_none(registered.output)}")
+            if entry.value == Role("colwise")
+            else ('"rowwise" splits the dim that is summed over', f"it sums over {_listed(registered.contracted)}")
+        )
+        raise RuleError(
+            f"Rule {entry}: {role}, but of a module with the dims {_spelled(registered)} {what}. Name the dim in a "
+            "text, "
+            'as in "dim@tp", or use "replicate".'
+        )
+
+    def _split(self, named: tuple[str, ...], target: str, use: AxisUse) -> Dims:
+        """Registered dims, with one name split."""
+        layout = Layout.parse(" ".join(named))
+        return tuple(
+            Dim(tuple(replace(f, axes=use.axes, optional=use.optional) if f.name == target else f for f in dim.factors))
+            for dim in layout.dims
+            if isinstance(dim, Dim)
+        )
+
+    def _place(self, entry: Entry, name: str, named: tuple[str, ...]) -> Dims:
+        """Placements on named dims; axes on one dim nest in the order given."""
+        dims = [_plain(each) for each in named]
+        for axis, placement in self._placements(entry):
+            if isinstance(placement, Replicate):
+                continue
+            at = _checked_dim(entry, name, placement, tuple(self.index.leaf[name].tensor.shape))
+            dims[at] = _placed(entry, name, dims[at], named[at], axis, placement)
+        return tuple(dims)
+
+    def _placements(self, entry: Entry) -> list[tuple[str, Placement]]:
+        if isinstance(entry.value, Placed):
+            return [(axis or self.default_axis, placement) for axis, placement in entry.value.by_axis]
+        assert isinstance(entry.value, PerAxis)
+        given = entry.value.placements
+        for axes in (self.mesh.names, self.mesh.model_axes):
+            if len(axes) == len(given):
+                return list(zip(axes, given, strict=True))
+        raise RuleError(
+            f'Rule {entry} gives {len(given)} placements, but mesh "{self.mesh}" has {len(self.mesh)} axes, '
+            f"{len(self.mesh.model_axes)} of them model axes. Give one per axis, or {{axis: placement}}."
+        )
+
+    # Axes, sizes, fitting.
+
+    def _with_axes(self, entry: Entry, layout: Layout) -> Layout:
+        dims = tuple(
+            Dim(tuple(map(self._factor_with_axes, dim.factors))) if isinstance(dim, Dim) else dim for dim in layout.dims
+        )
+        if dims == layout.dims:
+            return layout
+        try:
+            return replace(layout, dims=dims)
+        except LayoutError as fault:
+            raise RuleError(f"Rule {entry}, with the axes that the rule set gives its dims: {fault}") from None
+
+    def _factor_with_axes(self, factor: Factor) -> Factor:
+        use = self.axes.get(factor.name)
+        if factor.axes or use is None or not use.axes:
+            return factor
+        return replace(factor, axes=use.axes, optional=use.optional)
+
+    def _sizes(self, entry: Entry, registered: ModuleDims | None, module_name: str) -> dict[str, int]:
+        """The sizes of the names that this rule or the module's own dims use."""
+        names = _factor_names(entry.value.layout) if isinstance(entry.value, Text) else ()
+        own = registered.sizes if registered else {}
+        return {
+            name: self._size(entry, name, given, module_name)
+            for name, given in {**own, **{n: self.sizes[n] for n in names if n in self.sizes}}.items()
+        }
+
+    def _size(self, entry: Entry, name: str, given: int | str, module_name: str) -> int:
+        if isinstance(given, int):
+            return given
+        for module in self.index.enclosing(module_name):
+            try:
+                found = attrgetter(given)(module)
+            except AttributeError:
+                continue
+            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+                return found
+            raise RuleError(
+                f'Rule {entry}: the size of "{name}" is given as the attribute "{given}", which on '
+                f"{_called(module)} is {found!r}. Name an attribute that is a positive int, or give the number."
+            )
+        around = ", ".join(dict.fromkeys(map(_called, self.index.enclosing(module_name))))
+        raise RuleError(
+            f'Rule {entry}: the size of "{name}" is given as the attribute "{given}", which none of the modules around '
+            f'"{module_name}" has ({around}). Name an attribute of one of them, or give the number.'
+        )
+
+    def _with_sizes(self, entry: Entry, layout: Layout, module_name: str) -> Layout:
+        sizes = self._sizes(entry, None, module_name)
+        return replace(layout, dims=tuple(_sized(dim, sizes) for dim in layout.dims))
+
+    def _on_mesh(self, entry: Entry, layout: Layout) -> Layout:
+        return layout.with_axes_dropped(axis for axis in layout.axes if axis not in self.mesh)
+
+    def _fit(self, entry: Entry, name: str, shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> Layout:
+        """Make a layout concrete for one tensor."""
+        sized = replace(layout, dims=tuple(_sized(dim, sizes) for dim in layout.dims))
+        try:
+            return self._on_mesh(entry, sized).resolve(shape, self.mesh)
+        except LayoutError as fault:
+            raise RuleError(f'Rule {entry}, for "{name}": {fault}') from None
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _unknown_module(self, entry: Entry, name: str, shapes: Mapping[str, tuple[int, ...]]) -> RuleError:
+        kind = type(self.index.modules[name])
+        return RuleError(
+            f'Rule {entry} names module "{name}" ({kind.__qualname__}), and what the dims of its tensors mean is not '
+            f"known: {summary(shapes)}. Name the parameters in the rule instead, or tell once with "
+            f"shardlib.rules.register_dims({kind.__qualname__}, {_example(shapes)})."
+        )
+
+    def _unknown_tensor(self, entry: Entry, name: str, shape: tuple[int, ...]) -> RuleError:
+        return RuleError(
+            f'Rule {entry} gives a role to "{name}", global shape {shape}, whose dims are not known. Name its dims '
+            "in a "
+            'text, as in "out@tp in", or give a placement such as Shard(0).'
+        )
+
+
+def _dims_of_text(
+    entry: Entry, module_name: str, layout: Layout, registered: ModuleDims, primary: tuple[str, ...]
+) -> Dims:
+    """What a text about a module says about its primary tensor: every dim, or one dim, the output features."""
+    if len(layout.dims) == 1 and layout.ndim == 1 and len(primary) > 1:
+        output = next((at for at, name in enumerate(primary) if registered.output in _words(name)), None)
+        if output is not None:
+            return tuple(_only(layout) if at == output else _plain(name) for at, name in enumerate(primary))
+    if layout.ndim is not None and layout.ndim != len(primary):
+        raise RuleError(
+            f'Rule {entry}: it names {layout.ndim} dims, and for module "{module_name}" a text names its output '
+            "features "
+            f'({_quoted_or_none(registered.output)}) or all {len(primary)} dims of its weight, "{" ".join(primary)}". '
+            "Write one of the two, or name a parameter."
+        )
+    dims = tuple(dim for dim in layout.with_ndim(len(primary)).dims if isinstance(dim, Dim))
+    _refuse_swapped(entry, module_name, tuple(dim.name for dim in dims), primary)
+    return dims
+
+
+def _refuse_swapped(entry: Entry, module_name: str, given: tuple[str, ...], primary: tuple[str, ...]) -> None:
+    if given != primary and sorted(given) == sorted(primary):
+        raise RuleError(
+            f'Rule {entry}: it names the dims "{" ".join(given)}", but the weight of module "{module_name}" is '
+            "stored as "
+            f'"{" ".join(primary)}". Write them in that order.'
+        )
+
+
+def _border_of_placements(entry: Entry, placements: list[tuple[str, Placement]]) -> Layout:
+    """Splits counted from the front leave the dims behind open, those counted from the back the dims in front."""
+    split = [(axis, p.dim) for axis, p in placements if isinstance(p, Shard)]
+    if len(split) < sum(not isinstance(p, Replicate) for _, p in placements) or len({d < 0 for _, d in split}) > 1:
+        raise RuleError(
+            f"Rule {entry}: these placements cannot be read for an activation whose number of dims is not known. Count "
+            'all dims from the front or all from the back, or lay it out as text, as in "batch seq@tp embed".'
+        )
+    if not split:
+        return Layout.parse("...")
+    count = max(-d if d < 0 else d + 1 for _, d in split)
+    dims = [_plain("_")] * count
+    for axis, d in split:
+        dims[d] = Dim((replace(dims[d].factors[0], axes=(*dims[d].factors[0].axes, axis)),))
+    return Layout((..., *dims) if split[0][1] < 0 else (*dims, ...))
+
+
+def _checked_dim(entry: Entry, name: str, placement: Placement, shape: tuple[int, ...]) -> int:
+    dim = getattr(placement, "dim")  # noqa: B009 - Shard and _StridedShard share no typed base
+    if not -len(shape) <= dim < len(shape):
+        raise RuleError(
+            f'Rule {entry}: dim {dim} is out of range for "{name}", global shape {shape}. Use a dim from '
+            f"{-len(shape)} to {len(shape) - 1}, or name the dims in a text."
+        )
+    return dim % len(shape)
+
+
+def _placed(entry: Entry, name: str, dim: Dim, registered: str, axis: str, placement: Placement) -> Dim:
+    if registered.startswith("("):
+        raise RuleError(
+            f'Rule {entry}: this dim of "{name}" is fused from "{registered}", and {placement!r} would cut across its '
+            f'pieces. Use "colwise", or split a factor in a text, as in "heads@{axis}".'
+        )
+    if isinstance(placement, Shard) and not dim.fused:
+        factor = dim.factors[0]
+        return Dim((replace(factor, axes=(*factor.axes, axis)),))
+    if not isinstance(placement, Shard) and not dim.axes:
+        pieces = getattr(placement, "split_factor")  # noqa: B009
+        return Dim((Factor("_", size=pieces), Factor(registered, (axis,))))
+    raise RuleError(
+        f'Rule {entry}: two axes on one dim of "{name}", one of them strided, have no clear order. Write the layout as '
+        'text, as in "(qkv heads@(fsdp,tp) head) embed".'
+    )
+
+
+def _sized(dim: Any, sizes: Mapping[str, int]) -> Any:
+    if not isinstance(dim, Dim):
+        return dim
+    return Dim(tuple(replace(f, size=sizes[f.name]) if f.size is None and f.name in sizes else f for f in dim.factors))
+
+
+def _lone_factor(layout: Layout) -> Factor | None:
+    if len(layout.dims) == 1 and isinstance(layout.dims[0], Dim) and not layout.dims[0].fused:
+        return layout.dims[0].factors[0]
+    return None
+
+
+def _only(layout: Layout) -> Dim:
+    dim = layout.dims[0]
+    assert isinstance(dim, Dim)
+    return dim
+
+
+def _plain(name: str) -> Dim:
+    return Dim(tuple(Factor(word) for word in _words(name)))
+
+
+def _words(name: str) -> list[str]:
+    return name.strip("()").split()
+
+
+def _factor_names(layout: Layout) -> tuple[str, ...]:
+    return tuple(factor.name for dim in layout.dims if isinstance(dim, Dim) for factor in dim.factors)
+
+
+def _key(registered: ModuleDims | None) -> tuple[Any, ...]:
+    return () if registered is None else (registered.output, registered.contracted, *registered.tensors.items())
+
+
+def _called(module: Any) -> str:
+    return type(module).__qualname__
+
+
+def _spelled(registered: ModuleDims) -> str:
+    return ", ".join(f'{name} "{dims}"' for name, dims in registered.tensors.items())
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(f'"{name}"' for name in names) or "no dim"
+
+
+def _quoted_or_none(name: str | None) -> str:
+    return f'"{name}"' if name else "not among them"
+
+
+def _example(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f'{name}="{" ".join(["..."] * len(shape))}"' for name, shape in shapes.items())

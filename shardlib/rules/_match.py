@@ -1,0 +1,112 @@
+"""Which modules, tensors and borders of a model a rule speaks about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shardlib.errors import RuleError
+from shardlib.rules._model import ModelIndex, folded
+from shardlib.rules._resolution import Side
+from shardlib.rules._values import Role, Value, spelled
+from shardlib.rules.patterns import NameIndex, Pattern, compile_pattern
+
+__all__ = ["Entry", "Match", "Matcher", "border_key"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One rule: its key as written, its value, and whether it can only speak about module borders."""
+
+    key: str
+    value: Value
+    section: Literal["params", "activations"] = "params"
+
+    def __str__(self) -> str:
+        return f'"{self.key}": {spelled(self.value)}'
+
+
+@dataclass(frozen=True)
+class Match:
+    """What one rule found. `modules` own tensors; `containers` own none, so only their borders can be laid out."""
+
+    tensors: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    containers: tuple[str, ...] = ()
+    borders: tuple[tuple[str, Side], ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.tensors or self.modules or self.borders)
+
+
+class Matcher:
+    """Finds what rules speak about, in one model."""
+
+    def __init__(self, index: ModelIndex) -> None:
+        self.index = index
+        self._tensors = NameIndex(index.leaf)
+        self._modules = NameIndex(index.modules)
+
+    def match(self, entry: Entry) -> Match:
+        """What a rule speaks about.
+
+        Raises:
+            RuleError: `X.output` can be read both as the border of X and as a module called "output".
+        """
+        borders = tuple(dict.fromkeys(self._borders(entry.key)))
+        if entry.section == "activations":
+            return Match(borders=borders)
+        pattern = compile_pattern(entry.key)
+        tensors, found = self._tensors.select(pattern), self._modules.select(pattern)
+        modules = tuple(name for name in found if self.index.own[name])
+        containers = tuple(name for name in found if not self.index.own[name])
+        if not (tensors or modules):
+            return Match(containers=containers, borders=borders)
+        if borders and not isinstance(entry.value, Role):
+            raise _two_readings(entry, borders[0], (*modules, *tensors)[0])
+        return Match(tuple(tensors), modules, containers)
+
+    def nearest_names(self) -> Iterable[str]:
+        """Names as a pattern would write them: numbers folded, modules before tensors."""
+        return dict.fromkeys(folded(name) for name in (*self.index.modules, *self.index.leaf) if name)
+
+    def _borders(self, key: str) -> Iterable[tuple[str, Side]]:
+        split = border_key(key)
+        if split is None:
+            return
+        base, side = split
+        for name in self._select_modules(base, side):
+            yield self.index.module_name(self.index.modules[name]), side
+
+    def _select_modules(self, base: str | Pattern, side: str) -> list[str]:
+        if isinstance(base, str):
+            return self._modules.select(compile_pattern(base))
+        return [name for name in self.index.modules if base.matches(f"{name}.{side}" if name else side)]
+
+
+def border_key(key: str) -> tuple[str | Pattern, Side] | None:
+    """Cut "X.output" into the pattern X and the side; None when the key does not end so. "^output" is the root's.
+
+    A regular expression speaks about border names whole, so it is given back compiled and uncut.
+
+    >>> border_key("blocks.*.output"), border_key("^input"), border_key("mlp.up")
+    (('blocks.*', 'output'), ('^', 'input'), None)
+    """
+    for side in get_args(Side):
+        if key == f"^{side}":
+            return "^", side
+        if key.endswith(f".{side}"):
+            base = compile_pattern(key) if key.startswith("re:") else key.removesuffix(f".{side}")
+            return base, side
+    return None
+
+
+def _two_readings(entry: Entry, border: tuple[str, Side], other: str) -> RuleError:
+    module, side = border
+    return RuleError(
+        f'Rule {entry} can be read two ways: the {side} of module "{module}", and "{other}", which has that name. For '
+        f'the parameters name them, as in "{entry.key}.weight"; for the border put the rule into activations={{...}} '
+        "instead."
+    )

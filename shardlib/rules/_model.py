@@ -1,0 +1,129 @@
+"""What a model consists of, read once: modules, tensors, and which names mean the same tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+__all__ = ["Leaf", "ModelIndex", "folded", "nbytes", "readable_bytes", "summary"]
+
+Kind = Literal["parameter", "buffer"]
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """One parameter or buffer, under all of its names; the first is the canonical one."""
+
+    names: tuple[str, ...]
+    kind: Kind
+    tensor: torch.Tensor
+    persistent: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+class ModelIndex:
+    """Modules and tensors of a model by name, tied ones together.
+
+    `modules` holds every name, also the second name of a module that is registered twice; `module_name` gives the
+    first name of each. `own` maps a module's name to its own tensors: attribute to full name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+        self.own: dict[str, dict[str, str]] = {name: {} for name in self.modules}
+        self.leaf: dict[str, Leaf] = {}
+        self._first: dict[int, str] = {}
+        for name, module in self.modules.items():
+            self._first.setdefault(id(module), name)
+        self.leaves = self._read_leaves()
+
+    def module_name(self, module: nn.Module) -> str:
+        return self._first[id(module)]
+
+    def owner(self, tensor_name: str) -> tuple[str, nn.Module, str]:
+        """The module that owns a tensor: its name, itself, and the tensor's attribute there."""
+        module_name, _, attribute = tensor_name.rpartition(".")
+        return module_name, self.modules[module_name], attribute
+
+    def enclosing(self, module_name: str) -> Iterable[nn.Module]:
+        """A module and the modules around it, innermost first."""
+        yield self.modules[module_name]
+        while module_name:
+            module_name = module_name.rpartition(".")[0]
+            yield self.modules[module_name]
+
+    def _read_leaves(self) -> list[Leaf]:
+        names: dict[int, list[str]] = {}
+        found: dict[int, tuple[Kind, torch.Tensor]] = {}
+        for name, module in self.modules.items():
+            for attribute, kind, tensor in _own_tensors(module):
+                full = f"{name}.{attribute}" if name else attribute
+                self.own[name][attribute] = full
+                names.setdefault(id(tensor), []).append(full)
+                found.setdefault(id(tensor), (kind, tensor))
+        saved = self.model.state_dict(keep_vars=True).keys()
+        leaves = [
+            Leaf(tuple(names[key]), kind, tensor, any(name in saved for name in names[key]))
+            for key, (kind, tensor) in found.items()
+        ]
+        self.leaf = {name: leaf for leaf in leaves for name in leaf.names}
+        return leaves
+
+
+def folded(name: str) -> str:
+    """A name with its numbers replaced, so that repeated blocks read as one.
+
+    >>> folded("blocks.11.attn.w1.weight")
+    'blocks.*.attn.w1.weight'
+    """
+    return _NUMBER.sub("*", name)
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of the whole (global) tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def readable_bytes(count: int) -> str:
+    """
+    >>> readable_bytes(640), readable_bytes(3 * 2**20)
+    ('640 B', '3.0 MiB')
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def summary(shapes: Mapping[str, tuple[int, ...]], *, limit: int = 12) -> str:
+    """Names and global shapes in a line, repeated blocks folded, at most `limit` of them.
+
+    >>> summary({"h.0.w": (4, 2), "h.1.w": (4, 2), "b": (4,)})
+    '"h.*.w" (4, 2) x2, "b" (4,)'
+    """
+    counts: dict[str, int] = {}
+    for name, shape in shapes.items():
+        line = f'"{folded(name)}" {tuple(shape)}'
+        counts[line] = counts.get(line, 0) + 1
+    lines = [f"{line} x{count}" if count > 1 else line for line, count in counts.items()]
+    more = f", and {len(lines) - limit} more" if len(lines) > limit else ""
+    return ", ".join(lines[:limit]) + more
+
+
+def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Kind, torch.Tensor]]:
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield name, "parameter", parameter
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        yield name, "buffer", buffer

@@ -1,0 +1,190 @@
+"""What rules do, told to a person: one name explained, and a table of how many bytes each rule covers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardlib._mesh import MeshShape
+from shardlib.errors import RuleError, nearest
+from shardlib.rules._match import Entry, border_key
+from shardlib.rules._model import readable_bytes
+from shardlib.rules._resolution import Border, Resolution, Side, TensorLayout
+from shardlib.rules._resolve import Resolver, axes_mentioned
+from shardlib.rules._values import PerAxis, spelled
+from shardlib.rules.patterns import compile_pattern
+
+if TYPE_CHECKING:
+    from shardlib.rules._rules import Rules
+
+__all__ = ["Coverage", "CoverageRow", "coverage", "explain"]
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """One rule: how many tensors it decides, their bytes, and how many of those bytes an axis splits.
+
+    `rule` is None in the row of parameters and buffers that no rule matches.
+    """
+
+    rule: str | None
+    value: str
+    tensors: int
+    bytes: int
+    split_bytes: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How the bytes of a model are spread over rules; tied tensors count once. `str()` is a table."""
+
+    rows: tuple[CoverageRow, ...]
+
+    @property
+    def bytes(self) -> int:
+        """All bytes of parameters and buffers."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def split_bytes(self) -> int:
+        """Bytes of tensors that at least one axis splits."""
+        return sum(row.split_bytes for row in self.rows)
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes of tensors that every rank holds whole, by a rule or for want of one."""
+        return self.bytes - self.split_bytes
+
+    @property
+    def unmatched_bytes(self) -> int:
+        """Bytes of parameters and buffers that no rule matches."""
+        return sum(row.bytes for row in self.rows if row.rule is None)
+
+    def __str__(self) -> str:
+        header = ("rule", "layout", "tensors", "bytes", "split", "replicated")
+        lines = [header, *map(_line, self.rows), self._total()]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        return "\n".join(_aligned(line, widths) for line in lines)
+
+    def _total(self) -> tuple[str, ...]:
+        count = sum(row.tensors for row in self.rows)
+        sizes = (self.bytes, self.split_bytes, self.replicated_bytes)
+        return ("total", "", str(count), *map(readable_bytes, sizes))
+
+
+def coverage(rules: Rules, model: nn.Module, mesh: MeshShape | None) -> Coverage:
+    """Count tensors and bytes by rule. Without a mesh every axis that the rules name counts as splitting."""
+    resolver = Resolver(rules, model, mesh or _widest_mesh(rules), strict=False)
+    tensors = list(resolver.resolution().tensors.values())
+    keys = dict.fromkeys(each.rule for each in tensors)
+    by_rule = {key: [each for each in tensors if each.rule == key] for key in keys}
+    rows = [
+        _row(entry.key, spelled(entry.value), by_rule.get(entry.key, []))
+        for entry in rules.entries
+        if entry.key in by_rule or not resolver.matches[entry].borders
+    ]
+    unmatched = [_row(None, "replicated", by_rule[None])] if None in by_rule else []
+    return Coverage((*rows, *unmatched))
+
+
+def explain(rules: Rules, name: str, model: nn.Module | None, mesh: MeshShape | None) -> str:
+    """Which rules speak about a name and, with a model, what they mean for it."""
+    if model is None:
+        lines = list(_by_name(rules, name)) or ["  no rule matches"]
+        return "\n".join([f'"{name}"', *lines])
+    resolver = Resolver(rules, model, mesh or _widest_mesh(rules), strict=False)
+    resolution = resolver.resolution()
+    return "\n".join(_about(resolver, resolution, name, mesh))
+
+
+def _about(resolver: Resolver, resolution: Resolution, name: str, mesh: MeshShape | None) -> Iterator[str]:
+    index = resolver.index
+    if name in index.leaf:
+        yield from _about_tensor(resolver, resolution.tensors[index.leaf[name].name], mesh)
+    elif name in index.modules:
+        for full in index.own[name].values():
+            yield from _about_tensor(resolver, resolution.tensors[index.leaf[full].name], mesh)
+        borders = [border for (module, _), border in resolution.borders.items() if module == name]
+        yield from map(_about_border, borders)
+        if not index.own[name] and not borders:
+            yield f'module "{name}" ({type(index.modules[name]).__qualname__}) has no tensors of its own and no border'
+    elif (key := _border_named(name)) and key[0] in index.modules:
+        border = resolution.borders.get(key)
+        yield _about_border(border) if border else f'"{name}": no border; the activation passes as it is'
+    else:
+        known = (*index.leaf, *index.modules)
+        raise RuleError(
+            f'"{name}" is no parameter, buffer or module of {type(index.model).__qualname__}, which has '
+            f"{len(index.leaf)} tensors in {len(index.modules)} modules. Give a full name.{nearest(name, known)}"
+        )
+
+
+def _border_named(name: str) -> tuple[str, Side] | None:
+    split = border_key(f"^{name}")
+    return (split[0].removeprefix("^"), split[1]) if split and isinstance(split[0], str) else None
+
+
+def _about_tensor(resolver: Resolver, tensor: TensorLayout, mesh: MeshShape | None) -> Iterator[str]:
+    dtype, size = str(tensor.dtype).removeprefix("torch."), readable_bytes(tensor.global_bytes)
+    yield f'"{tensor.name}": {tensor.kind}, global shape {tensor.global_shape}, {dtype}, {size}'
+    for other in tensor.tied[1:]:
+        yield f'  tied to  "{other}"'
+    claims = resolver.claims.get(id(resolver.index.leaf[tensor.name]), [])
+    for entry in dict.fromkeys(claim.entry for claim in claims):
+        yield f"  rule     {entry}" + ("" if entry.key == tensor.rule else " (overridden, or the same)")
+    yield f"  layout   {tensor.layout}"
+    yield f"  meaning  {tensor.note}"
+    if mesh is not None:
+        local = tensor.layout.local_shape(tensor.global_shape, mesh, mesh.coordinate(0))
+        yield f'  on mesh  "{mesh}": rank 0 holds local shape {tuple(local)}'
+        yield f"  placed   {tensor.layout.placements(mesh)}"
+
+
+def _about_border(border: Border) -> str:
+    name = f"{border.module}.{border.side}" if border.module else border.side
+    rule = f'rule "{border.rule}"' if border.rule else border.reason
+    return f'"{name}": border, {f"layout {border.layout}" if border.layout else "as it is"} ({rule})'
+
+
+def _by_name(rules: Rules, name: str) -> Iterator[str]:
+    module = name.rpartition(".")[0]
+    for entry in rules.entries:
+        if _matches_border(entry, name):
+            yield f"  rule {entry} names this border"
+        elif entry.section == "params" and compile_pattern(entry.key).matches(name):
+            yield f"  rule {entry} names it"
+        elif entry.section == "params" and compile_pattern(entry.key).matches(module):
+            yield f'  rule {entry} names its module "{module}"'
+
+
+def _matches_border(entry: Entry, name: str) -> bool:
+    key, border = border_key(entry.key), _border_named(name)
+    if key is None or border is None or key[1] != border[1]:
+        return False
+    return compile_pattern(key[0]).matches(border[0]) if isinstance(key[0], str) else key[0].matches(name)
+
+
+def _widest_mesh(rules: Rules) -> MeshShape:
+    """A mesh with every axis that the rules name, each of size one, so that nothing can fail to divide."""
+    if any(isinstance(entry.value, PerAxis) for entry in rules.entries):
+        raise RuleError('These rules give one placement per mesh axis; pass mesh=..., as in "dp=2,tp=4".')
+    axes: Iterable[str] = (axis for entry in rules.entries for axis in axes_mentioned(entry, rules))
+    return MeshShape(dict.fromkeys((*axes, rules.axis), 1))
+
+
+def _row(rule: str | None, value: str, tensors: list[TensorLayout]) -> CoverageRow:
+    split = sum(each.global_bytes for each in tensors if each.layout.axes)
+    return CoverageRow(rule, value, len(tensors), sum(each.global_bytes for each in tensors), split)
+
+
+def _line(row: CoverageRow) -> tuple[str, ...]:
+    sizes = (row.bytes, row.split_bytes, row.bytes - row.split_bytes)
+    return (row.rule or "(no rule)", row.value, str(row.tensors), *map(readable_bytes, sizes))
+
+
+def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
+    left, right = zip(line[:2], widths[:2], strict=True), zip(line[2:], widths[2:], strict=True)
+    return "  ".join([*(cell.ljust(width) for cell, width in left), *(cell.rjust(width) for cell, width in right)])

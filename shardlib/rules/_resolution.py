@@ -1,0 +1,79 @@
+"""What rules say about one model on one mesh: a layout for every tensor and every module border."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from shardlib._mesh import MeshShape
+from shardlib.layout import Layout
+
+__all__ = ["Border", "Resolution", "Side", "TensorLayout"]
+
+Side = Literal["input", "output"]
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """One parameter or buffer; of a tied group, all of it.
+
+    Attributes:
+        name: the canonical name, the first under which the model lists the tensor.
+        tied: every name of the tensor, the canonical one first.
+        layout: concrete: one dim per tensor dim, factor sizes known, only axes of the mesh.
+        rule: the pattern of the rule that gave the layout, as written; None when no rule did.
+        note: what the layout means for the tensor's module, in words.
+    """
+
+    name: str
+    kind: Literal["parameter", "buffer"]
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    persistent: bool
+    tied: tuple[str, ...]
+    layout: Layout
+    rule: str | None
+    note: str
+
+    @property
+    def global_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return torch.Size(self.global_shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Border:
+    """An activation that enters or leaves a module.
+
+    Attributes:
+        layout: what it is brought into; None leaves it as it is and only completes its gradient.
+        rule: the pattern of the rule that asked for it; None for a border that follows from parameter layouts.
+    """
+
+    module: str
+    side: Side
+    layout: Layout | None
+    rule: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Every tensor by its canonical name and every border by (module, side), in model order."""
+
+    mesh: MeshShape
+    tensors: dict[str, TensorLayout]
+    borders: dict[tuple[str, Side], Border]
+
+    @property
+    def unmatched(self) -> tuple[TensorLayout, ...]:
+        """The parameters that no rule matches; they are replicated."""
+        return tuple(each for each in self.tensors.values() if each.rule is None and each.kind == "parameter")
+
+    @property
+    def unmatched_bytes(self) -> int:
+        """Bytes of the parameters that no rule matches."""
+        return sum(each.global_bytes for each in self.unmatched)

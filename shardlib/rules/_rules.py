@@ -1,0 +1,234 @@
+"""The rule set: patterns and layouts as a value, checked as far as it can be without a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from shardlib._mesh import MeshLike, MeshShape
+from shardlib.errors import RuleError, nearest
+from shardlib.rules import _report, foreign, toml
+from shardlib.rules._layouts import AxisUse, axis_use
+from shardlib.rules._match import Entry, border_key
+from shardlib.rules._resolution import Resolution
+from shardlib.rules._resolve import Resolver
+from shardlib.rules._values import read_value, spelled
+from shardlib.rules.patterns import compile_pattern
+
+__all__ = ["Rules"]
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+AxisNames = str | Iterable[str] | None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the tensors of a model lie on a mesh: patterns of names, each with a layout.
+
+    Args:
+        rules: pattern to layout. A pattern names a module, a parameter, a buffer, or (ending in `.input` or `.output`)
+            a module border; see `shardlib.rules.patterns`. A layout is text ("vocab@tp embed"; one name alone means
+            the output features of a module, and weight and bias both follow), a role ("colwise", "rowwise",
+            "replicate"), a torch placement (dim of the module's weight, on the default axis), `{axis: placement}`, one
+            placement per mesh axis, a `Layout`, or None to replicate.
+        activations: rules that can only mean module borders.
+        axes: dim name to the mesh axis (or axes, outermost first; "tp?" where it divides) that splits it wherever it is
+            named without "@". An axis named here may be missing from a mesh; the dim is then whole.
+        sizes: sizes of the factors of fused dims: numbers, or attribute paths ("config.n_head") looked up on the module
+            and then on the modules around it.
+        unmatched: what happens to a parameter that no rule matches: "error" or "replicate".
+        optional: keys that may match nothing.
+        override: keys that win over rules before them.
+        axis: the mesh axis of roles and bare placements.
+        description: what the rules are for, in a line.
+        models: qualified names of the model classes that they are for, as in "transformers.GPT2LMHeadModel".
+        notes: key to a comment, kept in the file form; no part of the value.
+
+    Raises:
+        RuleError: a key, a value or an option cannot be read.
+
+    >>> rules = Rules({"0": "colwise", "2": "rowwise"})
+    >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    >>> for tensor in rules.resolve(model, "tp=4").tensors.values():
+    ...     print(f"{tensor.name:9} {str(tensor.layout):12} {tensor.note}")
+    0.weight  out@tp in    column-parallel (out dim)
+    0.bias    out@tp       column-parallel (out dim)
+    2.weight  out in@tp    row-parallel (in dim)
+    2.bias    out          replicated; added once after the reduction
+    """
+
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    activations: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    axes: Mapping[str, AxisNames] = field(default_factory=dict, kw_only=True)
+    sizes: Mapping[str, int | str] = field(default_factory=dict, kw_only=True)
+    unmatched: Literal["error", "replicate"] = field(default="error", kw_only=True)
+    optional: tuple[str, ...] = field(default=(), kw_only=True)
+    override: tuple[str, ...] = field(default=(), kw_only=True)
+    axis: str = field(default="tp", kw_only=True)
+    description: str = field(default="", kw_only=True)
+    models: tuple[str, ...] = field(default=(), kw_only=True)
+    notes: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("rules", "activations"):
+            self._set(name, {key: read_value(key, given) for key, given in _mapping(name, getattr(self, name)).items()})
+        for name in ("axes", "sizes", "notes"):
+            self._set(name, dict(_mapping(name, getattr(self, name))))
+        self._set("axes", {name: _axis_names(name, given) for name, given in self.axes.items()})
+        for name in ("optional", "override", "models"):
+            self._set(name, _strings(name, getattr(self, name)))
+        self._check_keys()
+        self._check_options()
+
+    @classmethod
+    def of(cls, rules: Rules | Mapping[str, Any]) -> Rules:
+        """Rules from what a function may be given: rules, or a plain mapping of them."""
+        return rules if isinstance(rules, Rules) else cls(rules)
+
+    @classmethod
+    def from_toml(cls, source: str | Path) -> Rules:
+        """Read the file form, from its text or from a path (a `Path`, or text that ends in ".toml").
+
+        Raises:
+            RuleError: the file is not TOML (with its line), or says something that rules do not know.
+
+        >>> Rules.from_toml('[params]\\n"mlp.up" = "colwise"').rules
+        {'mlp.up': Role(name='colwise')}
+        """
+        where, arguments = toml.read(source)
+        try:
+            return cls(**arguments)
+        except RuleError as fault:
+            raise RuleError(f"{where}: {fault}") from None
+
+    def to_toml(self) -> str:
+        """The file form; `Rules.from_toml(rules.to_toml()) == rules`."""
+        return toml.write(self)
+
+    @classmethod
+    def from_tp_plan(cls, model: nn.Module, *, axis: str = "tp") -> Rules:
+        """The rules that a Hugging Face model carries in its `tp_plan`; see `shardlib.rules.foreign`."""
+        return cls(**foreign.read_tp_plan(model, axis))
+
+    @classmethod
+    def from_parallelize_plan(cls, plan: Mapping[str, Any], *, axis: str = "tp") -> Rules:
+        """The rules that a plan for torch's `parallelize_module` means; see `shardlib.rules.foreign`."""
+        return cls(**foreign.read_parallelize_plan(plan, axis))
+
+    def resolve(self, model: nn.Module, mesh: MeshLike) -> Resolution:
+        """A layout for every parameter and buffer of a model, and for the module borders that need one.
+
+        Pure: no process group and no device; the model may be on `meta`.
+
+        Raises:
+            RuleError: a rule matches nothing, two rules disagree, a parameter has no rule, an axis is unknown or used
+                twice, a layout does not fit its tensor, tied parameters are told two things.
+        """
+        return Resolver(self, model, MeshShape.of(mesh)).resolution()
+
+    def explain(self, name: str, model: nn.Module | None = None, mesh: MeshLike | None = None) -> str:
+        """Which rules speak about a name, and with a model what they mean for it, on a mesh what each rank holds.
+
+        >>> print(Rules({"attn.qkv": "colwise"}).explain("blocks.0.attn.qkv.weight"))
+        "blocks.0.attn.qkv.weight"
+          rule "attn.qkv": "colwise" names its module "blocks.0.attn.qkv"
+        """
+        return _report.explain(self, name, model, None if mesh is None else MeshShape.of(mesh))
+
+    def coverage(self, model: nn.Module, mesh: MeshLike | None = None) -> _report.Coverage:
+        """How many tensors and bytes each rule covers; prints as a table. It refuses nothing that it can show."""
+        return _report.coverage(self, model, None if mesh is None else MeshShape.of(mesh))
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """The rules one by one, in order."""
+        return (
+            *(Entry(key, value) for key, value in self.rules.items()),
+            *(Entry(key, value, "activations") for key, value in self.activations.items()),
+        )
+
+    @cached_property
+    def axis_uses(self) -> dict[str, AxisUse]:
+        """`axes` in one form."""
+        return {name: axis_use(given) for name, given in self.axes.items()}
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_keys(self) -> None:
+        for key in (*self.rules, *self.activations):
+            compile_pattern(key)
+        for key, value in self.activations.items():
+            if border_key(key) is None:
+                raise RuleError(
+                    f'Rule "{key}": {spelled(value)} stands in activations and names no module border. End the key in '
+                    '".input" or ".output", or move the rule to the parameters.'
+                )
+        keys = (*self.rules, *self.activations)
+        if twice := [key for key in self.activations if key in self.rules]:
+            raise RuleError(f'Rule "{twice[0]}" stands in rules and in activations. Keep one of them.')
+        for option in ("optional", "override"):
+            for key in getattr(self, option):
+                if key not in keys:
+                    raise RuleError(
+                        f'{option} names "{key}", which is no key of the rules; they have {_listed(keys)}. Write the '
+                        "key "
+                        f"as it stands in the rules.{nearest(key, keys)}"
+                    )
+
+    def _check_options(self) -> None:
+        if self.unmatched not in ("error", "replicate"):
+            raise RuleError(f'unmatched is {self.unmatched!r}; give "error" or "replicate".')
+        for name, use in self.axis_uses.items():
+            if wrong := [axis for axis in use.axes if not (isinstance(axis, str) and _NAME.fullmatch(axis))]:
+                raise RuleError(
+                    f'axes gives dim "{name}" the axis {wrong[0]!r}, which is no axis name. Give one, as in "tp" (or '
+                    '"tp?" '
+                    'to split only where it divides), or several, as in ("fsdp", "tp").'
+                )
+        for name, size in self.sizes.items():
+            if not _is_size(size):
+                raise RuleError(
+                    f'sizes gives "{name}" the size {size!r}. Give a positive number, or the path of an attribute of '
+                    "the "
+                    'model, as in "config.n_head".'
+                )
+
+
+def _is_size(given: Any) -> bool:
+    return bool(given) if isinstance(given, str) else type(given) is int and given > 0
+
+
+def _mapping(name: str, given: Any) -> Mapping[str, Any]:
+    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):
+        return given
+    raise RuleError(
+        f"{name} was given as {type(given).__name__} {given!r}; give a mapping with text as keys, as in "
+        'Rules({"mlp.up": "colwise"}).'
+    )
+
+
+def _axis_names(name: str, given: Any) -> str | tuple[str, ...]:
+    if given is None or isinstance(given, str):
+        return given or ()
+    if isinstance(given, Iterable):
+        return tuple(given)
+    raise RuleError(f'axes gives dim "{name}" {given!r}; give an axis, as in "tp", or several, as in ("fsdp", "tp").')
+
+
+def _strings(name: str, given: Any) -> tuple[str, ...]:
+    if not isinstance(given, str) and isinstance(given, Iterable):
+        strings = tuple(given)
+        if all(isinstance(each, str) for each in strings):
+            return strings
+    raise RuleError(f'{name} was given as {given!r}; give a list of texts, as in {name}=("lm_head",).')
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)

@@ -1,0 +1,183 @@
+"""What may stand on the right of a rule: text, a role name, placements, a layout or None, each read into one form."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardlib.errors import LayoutError, RuleError
+from shardlib.layout import Layout
+
+__all__ = ["ROLES", "PerAxis", "Placed", "Role", "Text", "Value", "read_value", "spelled", "spelled_placement"]
+
+ROLES = ("colwise", "rowwise", "replicate")
+# What other libraries call the roles; each would otherwise read as a dim of that name.
+_OTHER_NAMES = {"col": "colwise", "column": "colwise", "row": "rowwise", "replicated": "replicate"}
+_PLACEMENT = re.compile(
+    r"(?P<kind>Shard|Replicate|_StridedShard)"
+    r"\((?:(?:dim=)?(?P<dim>-?\d+))?(?:, *(?:split_factor|sf)=(?P<factor>\d+))?\)"
+)
+_WRITE = (
+    'Write a layout as text ("vocab@tp embed"; one name alone is the output features of a module), one of '
+    '"colwise", "rowwise", "replicate", a placement such as Shard(1), {axis: placement}, a Layout, or None to replicate'
+)
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role of the field: which dim it splits is looked up per module."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """A layout by the names of its dims; axes may still be missing and come from the rule set's `axes`."""
+
+    text: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Placements by axis, where axes on one dim nest in the order given, outermost first. None is the default axis."""
+
+    by_axis: tuple[tuple[str | None, Placement], ...]
+
+
+@dataclass(frozen=True)
+class PerAxis:
+    """One placement per mesh axis, in mesh order, as torch writes them."""
+
+    placements: tuple[Placement, ...]
+
+
+Value = Role | Text | Placed | PerAxis
+
+
+def read_value(key: str, given: Any) -> Value:
+    """Read what a user wrote for `key`.
+
+    Raises:
+        RuleError: it cannot be read, or is a placement that no parameter can be stored in.
+
+    >>> read_value("attn.proj", "rowwise")
+    Role(name='rowwise')
+    >>> read_value("attn.proj", {"tp": "Shard(1)"})
+    Placed(by_axis=(('tp', Shard(dim=1)),))
+    """
+    match given:
+        case None:
+            return Role("replicate")
+        case str():
+            return _read_text(key, given)
+        case Layout():
+            return Text(given.text, _only_split(key, given))
+        case Placement():
+            return Placed(((None, _placement(key, given)),))
+        case Mapping():
+            return Placed(tuple((str(axis), _placement(key, each)) for axis, each in given.items()))
+        case list() | tuple():
+            return PerAxis(tuple(_placement(key, each) for each in given))
+        case Role() | Text() | Placed() | PerAxis():
+            return given
+    raise RuleError(f'Rule "{key}": {given!r} is a {type(given).__name__}, which says no layout. {_WRITE}.')
+
+
+def spelled(value: Value) -> str:
+    """A value as a user would write it.
+
+    >>> spelled(read_value("attn.proj", Shard(1)))
+    'Shard(1)'
+    """
+    match value:
+        case Role(name):
+            return f'"{name}"'
+        case Text(text):
+            return f'"{text}"'
+        case Placed(((None, placement),)):
+            return spelled_placement(placement)
+        case Placed(by_axis):
+            return "{" + ", ".join(f'"{axis}": {spelled_placement(each)}' for axis, each in by_axis) + "}"
+        case PerAxis(placements):
+            return f"({', '.join(map(spelled_placement, placements))}{',' if len(placements) == 1 else ''})"
+
+
+def spelled_placement(placement: Placement) -> str:
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    if isinstance(placement, _StridedShard):
+        return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
+    return "Replicate()"
+
+
+def _read_text(key: str, text: str) -> Value:
+    if text in ROLES:
+        return Role(text)
+    if match := _PLACEMENT.fullmatch(text.strip()):
+        return Placed(((None, _placement_of(key, text, match)),))
+    _refuse_misspelt_role(key, text)
+    try:
+        return Text(text, _only_split(key, Layout.parse(text)))
+    except LayoutError as fault:
+        raise RuleError(f'Rule "{key}": {fault}') from None
+
+
+def _only_split(key: str, layout: Layout) -> Layout:
+    if layout.partials or layout.dtype or layout.memory != "device":
+        raise RuleError(
+            f'Rule "{key}": "{layout}" says more than how the dims are split. Leave out what follows "+" or ":"; sums '
+            "follow from the layouts, dtype and memory are given by transforms."
+        )
+    return layout
+
+
+def _refuse_misspelt_role(key: str, text: str) -> None:
+    # Read as a layout, a misspelt role is a dim that nothing splits: it would replicate without a word.
+    if not text.isidentifier():
+        return
+    close = _OTHER_NAMES.get(text) or next(iter(difflib.get_close_matches(text, ROLES, n=1, cutoff=0.75)), None)
+    if close:
+        raise RuleError(
+            f'Rule "{key}": "{text}" is no role; there are {", ".join(map(_quoted, ROLES))}. Did you mean "{close}"? '
+            f'For a dim that is called "{text}" choose another name.'
+        )
+
+
+def _placement(key: str, given: Any) -> Placement:
+    match = _PLACEMENT.fullmatch(given.strip()) if isinstance(given, str) else None
+    if match:
+        return _placement_of(key, given, match)
+    if isinstance(given, Shard | Replicate | _StridedShard):
+        return given
+    raise RuleError(
+        f'Rule "{key}": {_shown(given)} is no placement that a tensor can be stored in. Give Shard(dim) or Replicate().'
+    )
+
+
+def _placement_of(key: str, text: str, match: re.Match[str]) -> Placement:
+    kind, dim, factor = match["kind"], match["dim"], match["factor"]
+    if kind == "Replicate" and dim is None and factor is None:
+        return Replicate()
+    if kind == "Shard" and dim is not None and factor is None:
+        return Shard(int(dim))
+    if kind == "_StridedShard" and dim is not None and factor is not None:
+        return _StridedShard(int(dim), split_factor=int(factor))
+    raise RuleError(
+        f'Rule "{key}": "{text}" is no placement. Write "Shard(0)", "Replicate()" or "_StridedShard(0, '
+        'split_factor=3)".'
+    )
+
+
+def _shown(given: Any) -> str:
+    return f'"{given}"' if isinstance(given, str) else repr(given)
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'

@@ -1,0 +1,214 @@
+"""What the dims of a module's tensors mean: an open registry, so that one rule can speak for weight and bias alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardlib.errors import RuleError
+
+__all__ = ["ModuleDims", "dims_of", "register_dims"]
+
+_DIM = re.compile(r"\([^()]*\)|\S+")
+_FACTOR = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class ModuleDims:
+    """The dims of a module's own parameters and buffers, by name.
+
+    Attributes:
+        tensors: tensor name to the names of its dims, in storage order: `{"weight": "out in", "bias": "out"}`. A
+            fused dim lists its factors in parentheses, `*kernel` is any number of dims.
+        output: the dim that is the module's output features; "colwise" splits it. None when there is no such dim.
+        contracted: dims that the module sums over; splitting one leaves a partial output. "rowwise" splits it.
+        sizes: sizes of factors of fused dims: numbers, or attribute paths on the module.
+    """
+
+    tensors: Mapping[str, str]
+    output: str | None = None
+    contracted: tuple[str, ...] = ()
+    sizes: Mapping[str, int | str] = field(default_factory=dict)
+
+    def dims(self, tensor: str, ndim: int) -> tuple[str, ...] | None:
+        """The dims of one tensor, `*name` spelled out; None for an unknown tensor or another number of dims.
+
+        >>> ModuleDims({"weight": "out in *kernel"}).dims("weight", 4)
+        ('out', 'in', '_', '_')
+        """
+        if tensor not in self.tensors:
+            return None
+        dims = split_dims(self.tensors[tensor])
+        starred = [at for at, dim in enumerate(dims) if dim.startswith("*")]
+        for at in starred:
+            dims = dims[:at] + ("_",) * (ndim - len(dims) + 1) + dims[at + 1 :]
+        return dims if len(dims) == ndim else None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every dim and factor name that a rule may use."""
+        return frozenset(name for text in self.tensors.values() for name in _FACTOR.findall(text) if name != "_")
+
+
+DimsOf = Callable[[Any], ModuleDims]
+_REGISTRY: dict[type | str, ModuleDims | DimsOf] = {}
+
+
+def register_dims(
+    module_type: type[nn.Module] | str,
+    dims: ModuleDims | DimsOf | None = None,
+    /,
+    *,
+    output: str | None = None,
+    contracted: tuple[str, ...] = (),
+    sizes: Mapping[str, int | str] | None = None,
+    **tensors: str,
+) -> None:
+    """Say what the dims of your own module's tensors mean, so that rules may name the module.
+
+    Args:
+        module_type: the class, or its qualified name ("transformers.pytorch_utils.Conv1D") when importing it is not
+            wanted. Subclasses are included.
+        dims: instead of the keywords a `ModuleDims`, or a function from a module to one where they depend on it.
+        output: the dim that is the module's output features.
+        contracted: dims that the module sums over.
+        sizes: sizes of the factors of fused dims: numbers or attribute paths on the module.
+        **tensors: parameter or buffer name to its dims in storage order.
+
+    Raises:
+        RuleError: no tensor given, `output` or `contracted` name no dim, or the type already means something else.
+
+    >>> class Scale(nn.Linear): ...
+    >>> register_dims(Scale, weight="out in", bias="out", output="out", contracted=("in",))
+    >>> dims_of(Scale(4, 8)).tensors["bias"]
+    'out'
+    """
+    meant = dims or ModuleDims(tensors, output, tuple(contracted), dict(sizes or {}))
+    if isinstance(meant, ModuleDims):
+        _check(module_type, meant)
+    known = _REGISTRY.setdefault(module_type, meant)
+    if known != meant:
+        raise RuleError(
+            f"register_dims({_called(module_type)}): this type is registered already, as {_spelled(known)}. Register a "
+            "subclass of your own, or name the parameters in your rules."
+        )
+
+
+def dims_of(module: nn.Module) -> ModuleDims | None:
+    """The dims of a module's own tensors, by its class or a base class; None when nobody registered them.
+
+    A class whose name ends in "Norm" and whose parameters are all one-dimensional and equally long is a norm.
+
+    >>> dims_of(nn.Linear(4, 8)).contracted
+    ('in',)
+    >>> dims_of(nn.LSTM(4, 8)) is None
+    True
+    """
+    for cls in type(module).__mro__:
+        found = _REGISTRY.get(cls) or _REGISTRY.get(f"{cls.__module__}.{cls.__qualname__}")
+        if found is not None:
+            return found if isinstance(found, ModuleDims) else found(module)
+    return _norm_by_name(module)
+
+
+def split_dims(text: str) -> tuple[str, ...]:
+    """Cut a text form into dims, fused ones whole.
+
+    >>> split_dims("(qkv heads head) embed")
+    ('(qkv heads head)', 'embed')
+    """
+    return tuple(_DIM.findall(text))
+
+
+def _norm_by_name(module: nn.Module) -> ModuleDims | None:
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
+    if type(module).__name__.endswith("Norm") and len(set(shapes.values())) == 1 and len(min(shapes.values())) == 1:
+        return ModuleDims(dict.fromkeys(shapes, "embed"))
+    return None
+
+
+def _check(module_type: type | str, dims: ModuleDims) -> None:
+    if not dims.tensors:
+        raise RuleError(
+            f"register_dims({_called(module_type)}) was given no tensor; name each parameter and buffer with its dims, "
+            'as in register_dims(MyLinear, weight="out in", bias="out", output="out", contracted=("in",)).'
+        )
+    for what, names in (("output", (dims.output,)), ("contracted", dims.contracted)):
+        unknown = [name for name in names if name is not None and name not in dims.names]
+        if unknown:
+            raise RuleError(
+                f'register_dims({_called(module_type)}): {what} names "{unknown[0]}", which is no dim of '
+                f"{_spelled(dims)}. Use one of the dims given for its tensors."
+            )
+
+
+def _called(module_type: type | str) -> str:
+    return f'"{module_type}"' if isinstance(module_type, str) else module_type.__qualname__
+
+
+def _spelled(dims: ModuleDims | DimsOf) -> str:
+    if not isinstance(dims, ModuleDims):
+        return f"the function {getattr(dims, '__qualname__', dims)}"
+    return ", ".join(f'{name}="{text}"' for name, text in dims.tensors.items())
+
+
+def _conv(module: Any) -> ModuleDims:
+    # With groups, an output channel sums over its own group only: there is no dim that all of them contract.
+    names = "in out" if module.transposed else "out in"
+    tensors = {"weight": f"{names} *kernel", "bias": "out"}
+    if module.groups == 1:
+        return ModuleDims(tensors, "out", ("in",))
+    if module.transposed:
+        return ModuleDims({"weight": "in out_per_group *kernel", "bias": "out"})
+    return ModuleDims({**tensors, "weight": "out in_per_group *kernel"}, "out")
+
+
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_BATCH_STATISTICS = ModuleDims(
+    {
+        "weight": "channel",
+        "bias": "channel",
+        "running_mean": "channel",
+        "running_var": "channel",
+        "num_batches_tracked": "",
+    },
+    output="channel",
+)
+
+
+def _register_torch() -> None:
+    register_dims(nn.Linear, weight="out in", bias="out", output="out", contracted=("in",))
+    # Hugging Face's Conv1D is a linear layer with its weight transposed.
+    register_dims("transformers.pytorch_utils.Conv1D", weight="in out", bias="out", output="out", contracted=("in",))
+    register_dims(nn.Bilinear, weight="out in1 in2", bias="out", output="out", contracted=("in1", "in2"))
+    for embedding in (nn.Embedding, nn.EmbeddingBag):
+        register_dims(embedding, weight="vocab embed", output="embed", contracted=("vocab",))
+    for conv in _CONVS:
+        register_dims(conv, _conv)
+    for norm in (nn.LayerNorm, nn.RMSNorm):
+        register_dims(norm, weight="*lead embed", bias="*lead embed")
+    for statistics in (*_BATCH_NORMS, *_INSTANCE_NORMS):
+        register_dims(statistics, _BATCH_STATISTICS)
+    register_dims(nn.GroupNorm, weight="channel", bias="channel", output="channel")
+    register_dims(nn.PReLU, weight="channel", output="channel")
+    register_dims(
+        nn.MultiheadAttention,
+        output="heads",
+        sizes={"qkv": 3, "heads": "num_heads"},
+        in_proj_weight="(qkv heads head) embed",
+        in_proj_bias="(qkv heads head)",
+        q_proj_weight="(heads head) embed",
+        k_proj_weight="(heads head) kdim",
+        v_proj_weight="(heads head) vdim",
+        bias_k="_ _ (heads head)",
+        bias_v="_ _ (heads head)",
+    )
+
+
+_register_torch()

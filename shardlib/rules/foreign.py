@@ -1,0 +1,303 @@
+"""Rules that others wrote: the `tp_plan` of Hugging Face models, and plans for torch's `parallelize_module`.
+
+Both describe local tensors: where inputs are gathered, where outputs are scattered, which gradients are summed by hand.
+Here activations are of global shape, so most of that follows from the parameter layouts. What is kept is how parameters
+are split, and the places where the plan wants an activation whole or split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed.tensor.parallel as torch_parallel
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from shardlib.errors import RuleError, nearest
+from shardlib.rules._model import ModelIndex
+from shardlib.rules.patterns import NameIndex, compile_pattern
+
+__all__ = ["has_tp_plan", "read_parallelize_plan", "read_tp_plan"]
+
+_KV_NAMES = ("k_proj", "v_proj", "k", "v", "key", "value")
+_Q_NAMES = ("q_proj", "q", "query")
+
+
+@dataclass
+class _Draft:
+    """Arguments of `Rules` in the making."""
+
+    axis: str
+    rules: dict[str, Any] = field(default_factory=dict)
+    activations: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, int | str] = field(default_factory=dict)
+    optional: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        return {**vars(self), "optional": tuple(self.optional), "unmatched": "replicate"}
+
+
+# Hugging Face.
+
+
+def has_tp_plan(model: nn.Module) -> bool:
+    """Whether a model carries a tensor-parallel plan in Hugging Face's form."""
+    return bool(_tp_plan(model))
+
+
+def read_tp_plan(model: nn.Module, axis: str = "tp") -> dict[str, Any]:
+    """The arguments of `Rules` that say what a model's `tp_plan` says.
+
+    The styles are those of transformers 5.23 (`distributed/tensor_parallel.py`, `distributed/expert_parallel.py`) and
+    of 4.50 to 5.22. Query, key and value projections are split by whole heads where the attention knows its `head_dim`;
+    key and value heads fewer than the axis are then replicated. Entries that match nothing in this model (plans are
+    written for a family) become optional.
+
+    Raises:
+        RuleError: the model carries no plan, or the plan has a style that is unknown or that no layout can express.
+    """
+    plan, index = _tp_plan(model), ModelIndex(model)
+    if not plan:
+        raise RuleError(
+            f"{type(model).__qualname__} carries no tp_plan (looked at _tp_plan and config.base_model_tp_plan). Write "
+            "rules for it, load a layout file, or let shardlib.rules.suggest(model) propose some."
+        )
+    draft = _Draft(axis)
+    names = NameIndex([*index.leaf, *index.modules])
+    for key, style in plan.items():
+        _read_style(draft, index, key, style, names.select(compile_pattern(f"^{key}")))
+    return draft.arguments()
+
+
+def _tp_plan(model: nn.Module) -> dict[str, str]:
+    own = getattr(model, "_tp_plan", None)
+    if own:
+        return dict(own)
+    base = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    inside = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    return {f"{inside}{key}": style for key, style in base.items()}
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What a plan entry speaks about: a raw parameter of `ndim` dims, or (None) a module."""
+
+    key: str
+    name: str
+    ndim: int | None
+
+
+_Read = Callable[[_Draft, ModelIndex, _Target], None]
+
+
+def _read_style(draft: _Draft, index: ModelIndex, key: str, style: str, found: list[str]) -> None:
+    if style in _REFUSED:
+        raise RuleError(
+            f'tp_plan gives "{key}" the style "{style}", which {_REFUSED[style]}. Write rules for this model instead.'
+        )
+    if style not in _STYLES:
+        raise RuleError(
+            f'tp_plan gives "{key}" the style "{style}", which is not known; known are {_listed(_STYLES)}. Write rules '
+            f"for this model instead.{nearest(style, _STYLES)}"
+        )
+    if not found:
+        draft.rules[f"^{key}"] = "replicate"
+        draft.optional.append(f"^{key}")
+        draft.notes[f"^{key}"] = f'tp_plan: "{style}"; nothing in this model is called so'
+        return
+    leaf = index.leaf.get(found[0])
+    _STYLES[style](draft, index, _Target(f"^{key}", found[0], leaf.tensor.ndim if leaf else None))
+    if f"^{key}" in draft.rules:
+        draft.notes[f"^{key}"] = f'tp_plan: "{style}"'
+
+
+def _column(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+    if target.ndim is not None:
+        draft.rules[target.key] = Shard(max(target.ndim - 2, 0))
+    elif _knows_head_dim(index, target.name):
+        optional = "?" if target.name.rpartition(".")[2] in _KV_NAMES else ""
+        draft.rules[target.key] = f"(heads@{draft.axis}{optional} head_dim)"
+        draft.sizes["head_dim"] = "head_dim"
+    else:
+        draft.rules[target.key] = "colwise"
+
+
+def _knows_head_dim(index: ModelIndex, name: str) -> bool:
+    width = getattr(index.modules[name], "out_features", 0)
+    parent = index.modules[name.rpartition(".")[0]]
+    head_dim = getattr(parent, "head_dim", None)
+    named = name.rpartition(".")[2] in (*_Q_NAMES, *_KV_NAMES)
+    return named and isinstance(head_dim, int) and head_dim > 0 and width % head_dim == 0
+
+
+def _row(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+    draft.rules[target.key] = "rowwise" if target.ndim is None else Shard(target.ndim - 1)
+
+
+def _packed_column(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+    # Two halves of equal width, such as gate and up, lie one after the other; each is split.
+    draft.sizes["packed"] = 2
+    inner = " _" if target.ndim is not None and target.ndim > 1 else ""
+    leading = "... " if target.ndim is not None and target.ndim > 2 else ""
+    draft.rules[target.key] = f"{leading}(packed features@{draft.axis}){inner}"
+
+
+def _packed_row(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+    draft.sizes["packed"] = 2
+    draft.rules[target.key] = "replicate" if target.ndim == 1 else f"... (packed features@{draft.axis})"
+
+
+def _whole(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+    draft.rules[target.key] = "replicate"
+
+
+def _whole_output(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+    draft.activations[f"{target.key}.output"] = "replicate"
+
+
+def _sequence(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+    draft.rules[target.key] = "replicate"
+    for side in ("input", "output"):
+        draft.activations[f"{target.key}.{side}"] = Shard(1)
+
+
+def _experts(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+    draft.rules[target.key] = Shard(0)
+
+
+def _nothing(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+    """The style corrects local arithmetic that a global view never does."""
+
+
+def _both(first: _Read, second: _Read) -> _Read:
+    def read(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+        first(draft, index, target)
+        second(draft, index, target)
+
+    return read
+
+
+_STYLES: dict[str, _Read] = {
+    "colwise": _column,
+    "local_colwise": _column,
+    "colwise_rep": _both(_column, _whole_output),
+    "colwise_gather_output": _both(_column, _whole_output),
+    "rowwise": _row,
+    "local_rowwise": _row,
+    "rowwise_rep": _row,
+    "rowwise_split_input": _row,
+    "embedding_rowwise": _row,
+    "embedding_colwise": _both(_column, _whole_output),
+    "packed_colwise": _packed_column,
+    "local_packed_colwise": _packed_column,
+    "packed_rowwise": _packed_row,
+    "local_packed_rowwise": _packed_row,
+    "sequence_parallel": _sequence,
+    "replicate": _whole,
+    "replicated_with_grad_allreduce": _whole,
+    "mla_kv_a_proj": _whole,
+    "all_reduce": _whole_output,
+    "gather": _whole_output,
+    "moe_tp_experts": _whole_output,
+    "ep_dispatch_experts": _whole_output,
+    "grouped_gemm": _experts,
+    "moe_identity_expert": _nothing,
+    "local_params": _nothing,
+    "local": _nothing,
+}
+_REFUSED = {
+    "ep_router": "rewrites the router's choice of experts per rank and is no layout",
+    "isolated": "runs a module on its own local tensors and sums by hand, which is no layout",
+}
+
+
+# torch.
+
+
+def read_parallelize_plan(plan: Mapping[str, Any], axis: str = "tp") -> dict[str, Any]:
+    """The arguments of `Rules` that say what a plan for `parallelize_module` says: paths from the root, `*` included.
+
+    Raises:
+        RuleError: a style that is not torch's, or one that lays out several tensors of one border differently.
+
+    >>> read_parallelize_plan({"mlp.up": torch_parallel.ColwiseParallel()})["rules"]
+    {'^mlp.up': 'colwise'}
+    """
+    draft = _Draft(axis)
+    for path, style in plan.items():
+        for kind, read in _TORCH_STYLES.items():
+            if isinstance(style, kind):
+                read(draft, f"^{path}", style)
+                break
+        else:
+            known = _listed(kind.__name__ for kind in _TORCH_STYLES)
+            raise RuleError(
+                f'The plan gives "{path}" {style!r}; known are torch\'s own {known}. Write a rule for it instead.'
+            )
+    return draft.arguments()
+
+
+def _torch_column(draft: _Draft, key: str, style: Any) -> None:
+    draft.rules[key] = "colwise"
+    if style.output_layouts != (Shard(-1),):
+        _border(draft, key, "output", style.output_layouts)
+    if style.input_layouts != (Replicate(),):
+        _border(draft, key, "input", (Replicate(),))
+
+
+def _torch_row(draft: _Draft, key: str, style: Any) -> None:
+    draft.rules[key] = "rowwise"
+    if style.output_layouts != (Replicate(),):
+        _border(draft, key, "output", style.output_layouts)
+
+
+def _torch_sequence(draft: _Draft, key: str, style: Any) -> None:
+    draft.rules[key] = "replicate"
+    for side in ("input", "output"):
+        _border(draft, key, side, style.sequence_sharding)
+
+
+def _torch_input(draft: _Draft, key: str, style: Any) -> None:
+    desired = (*(style.desired_input_layouts or ()), *style.desired_input_kwarg_layouts.values())
+    _border(draft, key, "input", desired)
+
+
+def _torch_output(draft: _Draft, key: str, style: Any) -> None:
+    _border(draft, key, "output", style.desired_output_layouts)
+
+
+def _torch_both(draft: _Draft, key: str, style: Any) -> None:
+    _torch_input(draft, key, style.prepare_module_input)
+    _torch_output(draft, key, style.prepare_module_output)
+
+
+def _border(draft: _Draft, key: str, side: str, layouts: Iterable[Placement | None]) -> None:
+    """A border lays out the first tensor that crosses it; others must be left alone or follow it."""
+    given = list(dict.fromkeys(each for each in layouts if each is not None))
+    if len(given) > 1 or not all(isinstance(each, Shard | Replicate) for each in given):
+        what = ", ".join(map(repr, given))
+        raise RuleError(
+            f'The plan wants the {side}s of "{key.removeprefix("^")}" as {what}; a module border has one layout, '
+            "whole or "
+            "split. Lay out the modules that these tensors come from or go to instead."
+        )
+    if given:
+        draft.activations[f"^{side}" if key == "^" else f"{key}.{side}"] = given[0]
+
+
+_TORCH_STYLES: dict[type, Callable[[_Draft, str, Any], None]] = {
+    torch_parallel.ColwiseParallel: _torch_column,
+    torch_parallel.RowwiseParallel: _torch_row,
+    torch_parallel.SequenceParallel: _torch_sequence,
+    torch_parallel.PrepareModuleInputOutput: _torch_both,
+    torch_parallel.PrepareModuleInput: _torch_input,
+    torch_parallel.PrepareModuleOutput: _torch_output,
+}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)

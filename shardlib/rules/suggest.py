@@ -1,0 +1,328 @@
+"""First rules for a model that nobody wrote rules for: guessed from its modules, each guess marked as one.
+
+What is looked at: names that attention and MLPs usually bear, pairs of linear layers that widen and narrow again, an
+output as wide as an embedding is long, weights that are tied, and attributes that tell the number of heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from shardlib.rules._model import ModelIndex
+from shardlib.rules._rules import Rules
+from shardlib.rules.dims import dims_of
+from shardlib.rules.patterns import NameIndex, compile_pattern
+
+__all__ = ["suggest"]
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+_Q = ("q", "q_proj", "query", "wq", "to_q", "q_lin", "query_proj", "linear_q")
+_K = ("k", "k_proj", "key", "wk", "to_k", "k_lin", "key_proj", "linear_k")
+_V = ("v", "v_proj", "value", "wv", "to_v", "v_lin", "value_proj", "linear_v")
+_FUSED = ("qkv", "qkv_proj", "c_attn", "wqkv", "in_proj", "to_qkv", "attn_qkv")
+_HEAD_MAJOR = ("query_key_value",)
+_UP = ("up", "up_proj", "gate", "gate_proj", "fc1", "c_fc", "w1", "w3", "wi", "wi_0", "wi_1", "lin1", "linear1")
+_DOWN = ("down", "down_proj", "fc2", "c_proj", "w2", "wo", "lin2", "linear2")
+_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+_HEAD_DIM = ("head_dim", "d_head", "attention_head_size", "key_value_proj_dim", "d_kv")
+_TOKENS = re.compile(r"tok|word|wte|vocab|shared|^embed$|^embedding$|^embeddings$", re.IGNORECASE)
+_NOT_TOKENS = re.compile(r"type|pos|segment|wpe|relative", re.IGNORECASE)
+
+
+def suggest(model: nn.Module) -> Rules:
+    """Propose rules for a model; `rules.notes` tells per key what was guessed and why.
+
+    Every parameter gets a rule; what is not recognised is replicated. The model may be on `meta`.
+
+    >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    >>> print(suggest(mlp).to_toml())
+    description = "Suggested for Sequential from its modules; check every guess"
+    models = ["torch.Sequential"]
+    <BLANKLINE>
+    [axes]
+    ff = "tp"
+    <BLANKLINE>
+    [params]
+    # guess: widens 8 to 32 and "2" narrows it again
+    0 = "ff"
+    # guess: narrows what "0" widened
+    2 = "rowwise"
+    <BLANKLINE>
+    """
+    draft = _Draft(ModelIndex(model))
+    draft.embeddings()
+    for group in draft.groups():
+        draft.attention(group)
+        draft.mlp(group)
+    draft.experts()
+    draft.replicate_the_rest()
+    return draft.rules()
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A linear layer, by the folded name that stands for all layers like it."""
+
+    name: str
+    first: str  # the full name of the first layer of that name
+    inputs: int
+    outputs: int
+
+    @property
+    def last(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def parent(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+@dataclass
+class _Draft:
+    index: ModelIndex
+    entries: dict[str, str] = field(default_factory=dict)
+    activations: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.linears: dict[str, _Linear] = {}
+        for full, module in self.index.modules.items():
+            shape = _linear_shape(module)
+            if shape is not None:
+                self.linears.setdefault(_folded(full), _Linear(_folded(full), full, *shape))
+
+    def set(self, name: str, value: str, note: str) -> None:
+        if name not in self.entries:
+            self.entries[name], self.notes[name] = value, f"guess: {note}" if note else ""
+
+    def groups(self) -> Iterable[list[_Linear]]:
+        """Linear layers by the block that they are in: what lies inside one element of a list of modules."""
+        blocks: dict[str, list[_Linear]] = {}
+        for linear in self.linears.values():
+            block = re.match(r"(?:.*\*\.)?", linear.name)
+            blocks.setdefault(block[0] if block else "", []).append(linear)
+        return blocks.values()
+
+    # Embeddings and the output layer.
+
+    def embeddings(self) -> None:
+        tables = {n: m for n, m in self.index.modules.items() if isinstance(m, nn.Embedding)}
+        tokens = {name: table for name, table in tables.items() if self._holds_tokens(name, table, tables)}
+        for name in tokens:
+            self.set(_folded(name), "rowwise", "a table of tokens; its rows, the vocabulary, are split")
+        sizes = {table.num_embeddings for table in tokens.values()}
+        for linear in self.linears.values():
+            if linear.outputs in sizes and "*" not in linear.name and linear.inputs != linear.outputs:
+                tied = self._tied_to(linear.first, tokens)
+                why = f'tied to "{tied}"' if tied else "as wide as the vocabulary"
+                self.set(linear.name, "vocab", f"the output layer, {why}")
+
+    def _holds_tokens(self, name: str, table: nn.Embedding, tables: dict[str, Any]) -> bool:
+        last = name.rpartition(".")[2]
+        if _NOT_TOKENS.search(last) or (self._tied_to(name, {}) is None and "*" in _folded(name)):
+            return False
+        largest = max(other.num_embeddings for other in tables.values())
+        return bool(_TOKENS.search(last)) or table.num_embeddings == largest
+
+    def _tied_to(self, name: str, others: Iterable[str]) -> str | None:
+        tied = self.index.leaf[f"{name}.weight" if name else "weight"].names
+        return next((other for other in others if f"{other}.weight" in tied), None)
+
+    # Attention.
+
+    def attention(self, group: list[_Linear]) -> None:
+        for linear in group:
+            if linear.last in _Q:
+                self._separate(linear, group)
+            elif linear.last in _HEAD_MAJOR:
+                self._fused(linear, group, head_major=True)
+            elif linear.last.lower() in _FUSED and linear.outputs == 3 * linear.inputs:
+                self._fused(linear, group, head_major=False)
+
+    def _separate(self, q: _Linear, group: list[_Linear]) -> None:
+        named = {each.last: each for each in group if each.parent == q.parent}
+        k, v = (next((named[n] for n in names if n in named), None) for names in (_K, _V))
+        if k is None or v is None:
+            return
+        heads = self._heads_of(q)
+        self.set(q.name, f"(heads {heads})" if heads else "colwise", _split_by(heads, "query"))
+        for linear in (k, v):
+            fewer = linear.outputs < q.outputs
+            text = f"({'kv_heads' if fewer else 'heads'} {heads})" if heads else "colwise"
+            self.set(linear.name, text, _split_by(heads, "key and value" if fewer else "attention"))
+        self._output(q.outputs, v, group)
+
+    def _heads_of(self, q: _Linear) -> str:
+        """The name of the inner factor, once its size (or that of "heads") is known; "" when neither is."""
+        if path := self._attribute(q.first, _HEAD_DIM, q.outputs):
+            return self._sized("head_dim", path)
+        if path := self._attribute(q.first, _HEADS, q.outputs):
+            self._sized("heads", path)
+            kv = self._attribute(q.first, _KV_HEADS, q.outputs)
+            if kv:
+                self._sized("kv_heads", kv)
+            return "head"
+        return ""
+
+    def _fused(self, linear: _Linear, group: list[_Linear], *, head_major: bool) -> None:
+        path = self._attribute(linear.first, _HEADS, linear.outputs // 3)
+        if path:
+            self._sized("heads", path)
+            text = "(heads qkv_head)" if head_major else "(qkv heads head)"
+            why = (
+                "q, k and v lie head by head" if head_major else f'q, k and v one after the other, heads from "{path}"'
+            )
+        else:
+            text, why = (
+                "replicate",
+                "fused q, k and v, but no attribute tells the number of heads: say (qkv heads head)",
+            )
+        if text.startswith("(qkv"):
+            self.sizes["qkv"] = 3
+        self.set(linear.name, text, why)
+        if path:
+            self._output(linear.outputs // 3, linear, group)
+
+    def _output(self, width: int, after: _Linear, group: list[_Linear]) -> None:
+        """The layer that takes what attention computed: the next one in the block that is as wide as all heads."""
+        for linear in group[group.index(after) + 1 :]:
+            if linear.inputs == width and linear.name not in self.entries and linear.last not in _Q:
+                self.set(linear.name, "rowwise", f'takes the heads of "{after.parent}"')
+                return
+
+    def _attribute(self, name: str, candidates: tuple[str, ...], width: int) -> str | None:
+        """The path of an attribute, on a module around `name` or its config, that divides a width."""
+        for module in self.index.enclosing(name):
+            for path in (*candidates, *(f"config.{each}" for each in candidates)):
+                try:
+                    found = attrgetter(path)(module)
+                except AttributeError:
+                    continue
+                if type(found) is int and found > 0 and width % found == 0:
+                    return path
+        return None
+
+    def _sized(self, factor: str, path: str) -> str:
+        """Note where the size of a factor comes from; another path for the same factor gets a name of its own."""
+        if self.sizes.setdefault(factor, path) == path:
+            return factor
+        return self._sized(f"{factor}_", path)
+
+    # MLPs and experts.
+
+    def mlp(self, group: list[_Linear]) -> None:
+        free = [linear for linear in group if linear.name not in self.entries]
+        for down in free:
+            ups = [up for up in free[: free.index(down)] if up.name not in self.entries and _widens(up, down)]
+            if not ups:
+                continue
+            for up in ups:
+                self._widening(up, down)
+            self.set(down.name, "rowwise", f'narrows what "{ups[0].last}" widened')
+
+    def _widening(self, up: _Linear, down: _Linear) -> None:
+        if up.outputs == down.inputs:
+            self.set(up.name, "ff", f'widens {up.inputs} to {up.outputs} and "{down.last}" narrows it again')
+        else:
+            self.sizes["gate_up"] = 2
+            self.set(up.name, "(gate_up ff)", f'twice as wide as "{down.last}" takes: two halves, one gating the other')
+
+    def experts(self) -> None:
+        """Raw three-dimensional parameters that widen and narrow, one slice per expert."""
+        for module_name, own in self.index.own.items():
+            shapes = {attr: tuple(self.index.leaf[full].tensor.shape) for attr, full in own.items()}
+            downs = {attr: shape for attr, shape in shapes.items() if len(shape) == 3 and "down" in attr}
+            for attr, (count, embed, ff) in downs.items():
+                for other, shape in shapes.items():
+                    if shape in ((count, ff, embed), (count, 2 * ff, embed)) and other != attr:
+                        self._expert_pair(_folded(module_name), other, attr, fused=shape[1] != ff)
+
+    def _expert_pair(self, module: str, up: str, down: str, *, fused: bool) -> None:
+        if fused:
+            self.sizes["gate_up"] = 2
+        middle = "(gate_up ff)" if fused else "ff"
+        self.set(f"{module}.{up}", f"expert {middle} embed", "every expert widens; all are split alike")
+        self.set(f"{module}.{down}", "expert embed ff", "every expert narrows again")
+        self.activations[f"{module}.output"] = "replicate"
+        self.notes[f"{module}.output"] = "guess: what the experts add up to is whole again here"
+
+    # Everything else, and the result.
+
+    def replicate_the_rest(self) -> None:
+        """One rule for each kind of parameter that has none yet: by module where its dims are known, else by name."""
+        for leaf in self.index.leaves:
+            if leaf.kind == "buffer" or any(self._covered(name) for name in leaf.names):
+                continue
+            module_name, module, _ = self.index.owner(leaf.name)
+            if isinstance(module, nn.MultiheadAttention):
+                self.set(_folded(module_name), "colwise", "attention of torch; its heads are split")
+                self.set(f"{_folded(module_name)}.out_proj", "rowwise", "takes the heads")
+            elif dims_of(module) is not None and module_name:
+                self.set(_folded(module_name), "replicate", "")
+            else:
+                self.set(_folded(leaf.name), "replicate", "" if leaf.tensor.ndim < 2 else "not recognised")
+
+    def _covered(self, name: str) -> bool:
+        return _folded(name) in self.entries or _folded(self.index.owner(name)[0]) in self.entries
+
+    def rules(self) -> Rules:
+        used = " ".join((*self.entries.values(), *self.activations.values()))
+        axes = {"heads": "tp", "kv_heads": "tp?", "ff": "tp", "vocab": "tp"}
+        model = type(self.index.model)
+        keys = {name: self._key(name) for name in (*self.entries, *self.activations)}
+        return Rules(
+            {keys[name]: value for name, value in self.entries.items()},
+            activations={keys[name]: value for name, value in self.activations.items()},
+            axes={dim: axis for dim, axis in axes.items() if re.search(rf"\b{dim}\b", used)},
+            sizes={name: size for name, size in self.sizes.items() if re.search(rf"\b{name}\b", used)},
+            description=f"Suggested for {model.__qualname__} from its modules; check every guess",
+            models=(f"{model.__module__.partition('.')[0]}.{model.__qualname__}",),
+            notes={keys[name]: note for name, note in self.notes.items() if note},
+        )
+
+    def _key(self, name: str) -> str:
+        """The pattern for a folded name, anchored only where it would otherwise find something else as well."""
+        names = NameIndex([*self.index.modules, *self.index.leaf])
+        base = name.removesuffix(".output") if name in self.activations else name
+        loose, exact = (names.select(compile_pattern(pattern)) for pattern in (base, f"^{base}"))
+        return name if loose == exact else f"^{name}"
+
+
+def _folded(name: str) -> str:
+    """Numbers inside a name become `*`; a number at the end stays, for it tells layers of one block apart."""
+    return _NUMBER.sub("*", name)
+
+
+def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    registered = dims_of(module)
+    weight = getattr(module, "weight", None)
+    if registered is None or registered.output != "out" or registered.contracted != ("in",) or weight is None:
+        return None
+    dims = registered.dims("weight", weight.ndim)
+    if dims is None or sorted(dims) != ["in", "out"]:
+        return None
+    return weight.shape[dims.index("in")], weight.shape[dims.index("out")]
+
+
+def _widens(up: _Linear, down: _Linear) -> bool:
+    """Whether `down` takes what `up` gives back to its width: by shape, and by name where the widths are equal."""
+    if up.inputs != down.outputs or up.outputs not in (down.inputs, 2 * down.inputs):
+        return False
+    named = up.last in _UP and down.last in _DOWN
+    return (
+        named
+        or up.outputs == down.inputs > down.outputs
+        or (up.outputs == 2 * down.inputs and up.parent == down.parent and "gate" in up.last)
+    )
+
+
+def _split_by(heads: str, what: str) -> str:
+    return f"{what} projection, split by heads" if heads else f"{what} projection; check that heads divide over tp"

@@ -1,0 +1,156 @@
+"""The file form of rules. Read by `tomllib`; written by a few lines of our own.
+
+description = "..."             what the rules are for
+models = ["package.Class"]      the model classes they are for
+unmatched = "replicate"         and optional, override, axis, as in `Rules`
+
+[axes]                          dim name = mesh axis, or a list of axes
+[sizes]                         factor name = number, or attribute path
+[params]                        pattern = layout text, role, "Shard(0)", {axis = "Shard(0)"} or a list of placements
+[activations]                   pattern ending in .input or .output = the same
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import Placement
+
+from shardlib.errors import RuleError, nearest
+from shardlib.rules._values import PerAxis, Placed, Role, Text, Value, spelled_placement
+
+if TYPE_CHECKING:
+    from shardlib.rules._rules import Rules
+
+__all__ = ["read", "write"]
+
+_PLAIN = {"description": str, "models": list, "axis": str, "unmatched": str, "optional": list, "override": list}
+_SECTIONS = {"axes": "axes", "sizes": "sizes", "params": "rules", "activations": "activations"}
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def read(source: str | Path) -> tuple[str, dict[str, Any]]:
+    """Where the rules come from, for messages, and the arguments of `Rules` that the file gives.
+
+    Raises:
+        RuleError: no such file, no valid TOML, an unknown key, a value of the wrong kind.
+
+    >>> read('axis = "tp"\\n[params]\\nup = "colwise"')
+    ('rules given as text', {'axis': 'tp', 'rules': {'up': 'colwise'}})
+    """
+    where, text = _opened(source)
+    try:
+        parsed = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as fault:
+        raise RuleError(_invalid(where, text, fault)) from None
+    return where, {_SECTIONS.get(key, key): _checked(where, key, given) for key, given in parsed.items()}
+
+
+def write(rules: Rules) -> str:
+    """The file form of rules; reading it gives equal rules. Notes become comments."""
+    head = [f"{key} = {_value(given)}" for key, given in _plain_values(rules)]
+    sections = [
+        ("axes", [f"{_key(name)} = {_value(given)}" for name, given in rules.axes.items()]),
+        ("sizes", [f"{_key(name)} = {_value(given)}" for name, given in rules.sizes.items()]),
+        ("params", _entries(rules.rules, rules.notes)),
+        ("activations", _entries(rules.activations, rules.notes)),
+    ]
+    blocks = ["\n".join(head), *("\n".join([f"[{name}]", *lines]) for name, lines in sections if lines)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _opened(source: str | Path) -> tuple[str, str]:
+    if isinstance(source, str) and ("\n" in source or not source.endswith(".toml")):
+        return "rules given as text", source
+    path = Path(source)
+    try:
+        return str(path), path.read_text(encoding="utf-8")
+    except OSError as fault:
+        raise RuleError(
+            f'Rules cannot be read from "{path}": {fault.strerror}. Give the path of a TOML file.'
+        ) from None
+    except UnicodeDecodeError:
+        raise RuleError(f'"{path}" is not UTF-8 text, as TOML must be. Save it in that encoding.') from None
+
+
+def _invalid(where: str, text: str, fault: tomllib.TOMLDecodeError) -> str:
+    at = re.search(r"line (\d+)", str(fault))
+    lines = text.splitlines()
+    number = int(at[1]) if at else len(lines)
+    line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    fact = re.sub(r" \(at .*\)$", "", str(fault))
+    return (
+        f"{where}, line {number}: this is not valid TOML: {fact}. The line is `{line}`. Texts stand in double quotes, "
+        'and so do keys with dots, as in "attn.qkv" = "(qkv heads@tp head)".'
+    )
+
+
+def _checked(where: str, key: str, given: Any) -> Any:
+    known = (*_PLAIN, *_SECTIONS)
+    if key not in known:
+        raise RuleError(
+            f'{where}: "{key}" is no key of a layout file, which may have {_listed(known)}. Correct it, or move it '
+            "into "
+            f"[params] if it is a pattern.{nearest(key, known)}"
+        )
+    wanted = _PLAIN.get(key, dict)
+    if not isinstance(given, wanted):
+        kind = {str: "a text", list: "a list of texts", dict: f"a section, [{key}]"}[wanted]
+        raise RuleError(f'{where}: "{key}" is {given!r}; write {kind}.')
+    return given
+
+
+def _plain_values(rules: Rules) -> Iterator[tuple[str, Any]]:
+    defaults = {"axis": "tp", "unmatched": "error"}
+    for key in _PLAIN:
+        given = getattr(rules, key)
+        if given and given != defaults.get(key):
+            yield key, given
+
+
+def _entries(rules: Mapping[str, Value], notes: Mapping[str, str]) -> list[str]:
+    lines = []
+    for key, value in rules.items():
+        lines += [f"# {line}" for line in notes.get(key, "").splitlines()]
+        lines.append(f"{_key(key)} = {_rule(value)}")
+    return lines
+
+
+def _rule(value: Value) -> str:
+    match value:
+        case Role(text) | Text(text):
+            return _text(text)
+        case Placed(((None, placement),)):
+            return _placement(placement)
+        case Placed(by_axis):
+            return "{ " + ", ".join(f"{_key(str(axis))} = {_placement(each)}" for axis, each in by_axis) + " }"
+        case PerAxis(placements):
+            return f"[{', '.join(map(_placement, placements))}]"
+
+
+def _placement(placement: Placement) -> str:
+    return _text(spelled_placement(placement))
+
+
+def _value(given: Any) -> str:
+    if isinstance(given, int):
+        return str(given)
+    return _text(given) if isinstance(given, str) else f"[{', '.join(map(_text, given))}]"
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _text(name)
+
+
+def _text(text: str) -> str:
+    # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
