@@ -239,7 +239,7 @@ class _Space:
         return Fraction(int(held.sum()), held.numel())
 
     def _dim_overlap(self, dim: int, here: _Places, there: _Places, axes: Sequence[str]) -> torch.Tensor:
-        """The overlap in one dim, as a table over the coordinates of the axes; length one where an axis does not matter."""
+        """The overlap in one dim, as a table over the coordinates of the axes; of length one over axes not in play."""
         old, new = self.dim_at(here, dim), self.dim_at(there, dim)
         assert old is not None and new is not None, "places of a layout, and granted ones, are a dim"
         own = [axis for axis in axes if axis in old.axes + new.axes]
