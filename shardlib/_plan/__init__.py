@@ -1,0 +1,25 @@
+"""The plan: every tensor's layout in every phase, computed before anything runs. Pure."""
+
+from __future__ import annotations
+
+from shardlib._plan.make import RulesLike, Transform, as_rules, plan
+from shardlib._plan.memory import Blocks, Memory
+from shardlib._plan.report import DryRun, Gathered, Recorded
+from shardlib._plan.rows import PHASES, Phase, Row
+from shardlib._plan.table import Plan
+
+__all__ = [
+    "PHASES",
+    "Blocks",
+    "DryRun",
+    "Gathered",
+    "Memory",
+    "Phase",
+    "Plan",
+    "Recorded",
+    "Row",
+    "RulesLike",
+    "Transform",
+    "as_rules",
+    "plan",
+]

@@ -1,0 +1,89 @@
+"""The difference of two plans, in lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from shardlib._plan.fold import fold
+from shardlib._plan.memory import Memory
+from shardlib._plan.rows import PHASES, Row
+from shardlib._plan.text import border_name, border_text, fold_rows, human_bytes, layout_text, sizes_text
+
+if TYPE_CHECKING:
+    from shardlib._plan.table import Plan
+
+__all__ = ["diff"]
+
+
+def diff(before: Plan, after: Plan) -> str:
+    """Lines: `~` for what changed, `-` for what only the first plan has, `+` for what only the second has."""
+    lines = [*_head_changes(before, after), *_row_changes(before, after), *_border_changes(before, after)]
+    lines += _memory_changes(before.memory(), after.memory())
+    return "\n".join(lines)
+
+
+def _head_changes(before: Plan, after: Plan) -> Iterator[str]:
+    if before.mesh != after.mesh:
+        yield f"~ mesh: {before.mesh} -> {after.mesh}"
+    if before.transforms != after.transforms:
+        yield f"~ transforms: {', '.join(before.transforms) or 'none'} -> {', '.join(after.transforms) or 'none'}"
+
+
+def _row_changes(before: Plan, after: Plan) -> Iterator[str]:
+    old, new = ({row.name: row for row in plan.rows} for plan in (before, after))
+    for group in fold_rows(row for name, row in old.items() if name not in new):
+        yield f"- {group.title}: {layout_text(group.first.stored)}"
+    for group in fold_rows(row for name, row in new.items() if name not in old):
+        yield f"+ {group.title}: {layout_text(group.first.stored)}"
+    changed = [(name, _changes(old[name], new[name])) for name in old if name in new]
+    for folded in fold((item for item in changed if item[1]), name=lambda item: item[0], same=lambda item: item[1]):
+        yield f"~ {folded.title}: {'; '.join(folded.first[1])}"
+
+
+def _changes(old: Row, new: Row) -> tuple[str, ...]:
+    return (*_field_changes(old, new), *_layout_changes(old, new))
+
+
+def _field_changes(old: Row, new: Row) -> Iterator[str]:
+    fields: dict[str, Callable[[Row], str]] = {
+        "kind": lambda row: row.kind,
+        "global shape": lambda row: sizes_text(row.global_shape),
+        "dtype": lambda row: str(row.dtype).removeprefix("torch."),
+        "trained": lambda row: "yes" if row.requires_grad else "no",
+        "in state dict": lambda row: "yes" if row.persistent else "no",
+        "names": lambda row: ", ".join(row.tied),
+        "rule": lambda row: row.rule or "none",
+    }
+    for title, show in fields.items():
+        if show(old) != show(new):
+            yield f"{title} {show(old)} -> {show(new)}"
+
+
+def _layout_changes(old: Row, new: Row) -> Iterator[str]:
+    """Phases that change alike are named together."""
+    phases: dict[tuple[str, str], list[str]] = {}
+    for phase in PHASES:
+        change = (layout_text(old.layouts.get(phase)), layout_text(new.layouts.get(phase)))
+        if change[0] != change[1]:
+            phases.setdefault(change, []).append(phase)
+    for (a, b), names in phases.items():
+        yield f"{', '.join(names)} {a} -> {b}"
+
+
+def _border_changes(before: Plan, after: Plan) -> Iterator[str]:
+    old, new = ({border_name(b): b for b in plan.borders} for plan in (before, after))
+    for mark, here, there in (("-", old, new), ("+", new, old)):
+        for group in fold((b for n, b in here.items() if n not in there), name=border_name, same=lambda b: b.layout):
+            yield f"{mark} border {group.title}: {border_text(group.first)}"
+    both = [(name, border_text(old[name]), border_text(new[name])) for name in old if name in new]
+    moved = [item for item in both if item[1] != item[2]]
+    for change in fold(moved, name=lambda item: item[0], same=lambda item: item[1:]):
+        yield f"~ border {change.title}: {change.first[1]} -> {change.first[2]}"
+
+
+def _memory_changes(before: Memory, after: Memory) -> Iterator[str]:
+    for what in ("parameters", "gradients", "state", "buffers", "host"):
+        old, new = getattr(before, what), getattr(after, what)
+        if old != new:
+            yield f"~ largest rank, {what}: {human_bytes(old)} -> {human_bytes(new)}"

@@ -1,0 +1,152 @@
+"""From model, mesh and rules to the table. Pure: a model on `meta` will do, and no process group is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardlib import layouts
+from shardlib._mesh import MeshLike, MeshShape
+from shardlib._plan.memory import Blocks
+from shardlib._plan.rows import Row
+from shardlib._plan.table import Plan
+from shardlib.errors import PlanError
+from shardlib.rules import Rules, TensorLayout
+
+__all__ = ["RulesLike", "Transform", "as_rules", "plan"]
+
+RulesLike = Rules | Mapping[str, Any] | str | Path
+Transform = Callable[[Plan], Plan]
+
+
+def plan(model: nn.Module, mesh: MeshLike, rules: RulesLike, *, transforms: Sequence[Transform] = ()) -> Plan:
+    """How every tensor of a model lies on a mesh, in each phase of its life.
+
+    Model axes of a rule split a parameter in all four phases. A data axis that a rule puts on a parameter splits what
+    is kept (stored, grad, state) and not what is computed with.
+
+    Args:
+        model: a module; it is only looked at, so it may be on `meta`.
+        mesh: a `DeviceMesh`, or a shape such as "dp=8,tp=4".
+        rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file.
+        transforms: functions from plan to plan, applied in order.
+
+    Raises:
+        RuleError, LayoutError: the rules do not say one clear thing about this model and mesh.
+        MeshError, PlanError: the mesh has an axis of unknown size; a transform did not return a plan.
+
+    >>> import torch
+    >>> p = plan(torch.nn.Linear(4, 8), "dp=2,tp=2", {"weight": "out@tp in", "bias": "out@tp"})
+    >>> p["weight"].local_shape(p.mesh), p.memory().parameters
+    ((4, 4), 80)
+    """
+    shape = _known_sizes(MeshShape.of(mesh))
+    rule_set = as_rules(rules)
+    resolution = rule_set.resolve(model, shape)
+    blocks = _find_blocks(model)
+    made = Plan(
+        mesh=shape,
+        rows=tuple(_row(tensor, shape) for tensor in resolution.tensors.values()),
+        borders=tuple(resolution.borders.values()),
+        rules=rule_set,
+        notes=_notes(shape, blocks),
+        blocks=blocks,
+    )
+    for transform in transforms:
+        made = _transformed(made, transform)
+    return made
+
+
+def as_rules(rules: RulesLike) -> Rules:
+    """A rule set from any of the forms in which one may be given."""
+    if isinstance(rules, Rules):
+        return rules
+    if isinstance(rules, Mapping):
+        return Rules(rules)
+    if isinstance(rules, str | Path):
+        return layouts.load(rules)
+    raise PlanError(
+        f"Rules were given as {type(rules).__name__}; give shardlib.Rules, a mapping from patterns to layouts, or the "
+        "name or path of a layout file."
+    )
+
+
+def _find_blocks(model: nn.Module) -> Blocks | None:
+    """The `ModuleList` that holds most parameters, if there is one with at least two blocks."""
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1}
+    if not lists:
+        return None
+    prefix, module = max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    names = [name for name, _ in _named_tensors(model)]
+    inside = [i for i, name in enumerate(names) if name.startswith(f"{prefix}.")]
+    return Blocks(prefix, len(module), tuple(names[inside[-1] + 1 :]) if inside else ())
+
+
+def _named_tensors(model: nn.Module) -> Any:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _known_sizes(shape: MeshShape) -> MeshShape:
+    if -1 in shape.sizes:
+        raise PlanError(
+            f'Mesh "{shape}" leaves a size open. A plan needs every size: give a number, or '
+            f'MeshShape("{shape}").resolve(number_of_processes).'
+        )
+    return shape
+
+
+def _row(tensor: TensorLayout, mesh: MeshShape) -> Row:
+    layout = tensor.layout
+    trained = tensor.kind == "parameter" and tensor.requires_grad
+    return Row(
+        name=tensor.name,
+        kind=tensor.kind,
+        global_shape=tuple(tensor.global_shape),
+        dtype=tensor.dtype,
+        requires_grad=tensor.requires_grad,
+        persistent=tensor.persistent,
+        tied=tensor.tied,
+        stored=layout,
+        compute=layout.with_axes_dropped(mesh.data_axes),
+        grad=layout if trained else None,
+        state=layout if trained else None,
+        rule=tensor.rule,
+        note=_note(tensor, mesh),
+    )
+
+
+def _note(tensor: TensorLayout, mesh: MeshShape) -> str:
+    uneven = tensor.layout.uneven_dims(tensor.global_shape, mesh)
+    words = [
+        tensor.note,
+        f"also {', '.join(tensor.tied[1:])}" if tensor.tied[1:] else "",
+        f"dim {', '.join(map(str, uneven))} uneven" if uneven and "uneven" not in tensor.note else "",
+        "frozen" if tensor.kind == "parameter" and not tensor.requires_grad else "",
+    ]
+    return "; ".join(word for word in words if word)
+
+
+def _notes(mesh: MeshShape, blocks: Blocks | None) -> tuple[str, ...]:
+    if not mesh.pipeline_axes:
+        return ()
+    axes = ", ".join(f'"{axis}"' for axis in mesh.pipeline_axes)
+    if blocks is None:
+        return (f"No repeated blocks were found: memory counts the whole model on each stage of {axes}.",)
+    return (
+        f'Memory counts the {blocks.count} blocks of "{blocks.prefix}" divided evenly over {axes}, what precedes them '
+        "on the first stage and what follows on the last; the figures are of the stage that holds most.",
+    )
+
+
+def _transformed(plan: Plan, transform: Transform) -> Plan:
+    result = transform(plan)
+    name = getattr(transform, "__name__", None) or repr(transform)
+    if not isinstance(result, Plan):
+        raise PlanError(
+            f"The transform {name} returned {type(result).__name__}; a transform takes a Plan and returns a Plan."
+        )
+    return result.replace(transforms=(*result.transforms, name))

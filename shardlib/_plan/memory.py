@@ -1,0 +1,122 @@
+"""Bytes per rank, from the table alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from shardlib._mesh import MeshShape
+from shardlib._plan.rows import Phase, Row
+
+__all__ = ["Blocks", "Memory", "largest_rank", "stages"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that the largest rank holds between the backward pass and the optimizer step.
+
+    `host` is the part of all this that layouts keep in host memory; it is included in the other figures.
+    """
+
+    parameters: int
+    gradients: int
+    state: int
+    buffers: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.state + self.buffers
+
+    @property
+    def device(self) -> int:
+        return self.total - self.host
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The repeated part of a model: `prefix` names its largest `ModuleList`, which has `count` blocks.
+
+    `after` names the tensors that the model registers after it: final norm, head.
+    """
+
+    prefix: str
+    count: int
+    after: tuple[str, ...] = ()
+
+    def index(self, name: str) -> int | None:
+        """Which block a tensor belongs to, or None.
+
+        >>> Blocks("model.layers", 4).index("model.layers.3.mlp.up.weight")
+        3
+        """
+        head, _, rest = name[len(self.prefix) :].partition(".")
+        number = rest.partition(".")[0]
+        inside = name.startswith(self.prefix) and head == "" and number.isdecimal()
+        return int(number) if inside else None
+
+
+def largest_rank(rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None, *, state_tensors: int = 2) -> Memory:
+    """The sum of every row's largest piece; with a pipeline axis, of the stage that holds most.
+
+    Rank 0 of every axis holds the largest piece of every plain and every fused split, so the sum of the largest
+    pieces is what that one rank holds, and no other holds more.
+    """
+    return max(
+        (_sum(stage, mesh, state_tensors) for stage in stages(rows, mesh, blocks)), key=lambda memory: memory.total
+    )
+
+
+def stages(rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None) -> list[list[Row]]:
+    """Rows by pipeline stage: equal runs of blocks, what precedes them on the first stage, what follows on the last.
+
+    A tied tensor is on every stage that one of its names puts it on. Where blocks do not divide, the first and the
+    last stage, which hold embedding and head, get one block less.
+    """
+    count = mesh.only(mesh.pipeline_axes).world_size if mesh.pipeline_axes else 1
+    if count == 1 or blocks is None:
+        return [list(rows)]
+    stage_of_block = [stage for stage, n in enumerate(_blocks_per_stage(blocks.count, count)) for _ in range(n)]
+    places: list[list[Row]] = [[] for _ in range(count)]
+    for row in rows:
+        for stage in sorted({_stage(name, blocks, stage_of_block) for name in row.tied}):
+            places[stage].append(row)
+    return places
+
+
+def _stage(name: str, blocks: Blocks, stage_of_block: list[int]) -> int:
+    block = blocks.index(name)
+    if block is not None:
+        return stage_of_block[block]
+    return stage_of_block[-1] if name in blocks.after else 0
+
+
+def _blocks_per_stage(blocks: int, count: int) -> list[int]:
+    """As even as can be; the stages in the middle take the rest first.
+
+    >>> _blocks_per_stage(126, 16)
+    [7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7]
+    """
+    base, rest = divmod(blocks, count)
+    favoured = [*range(1, count - 1), count - 1, 0][:rest] if count > 1 else [0]
+    return [base + (stage in favoured) for stage in range(count)]
+
+
+def _sum(rows: Iterable[Row], mesh: MeshShape, state_tensors: int) -> Memory:
+    total = {"parameters": 0, "gradients": 0, "state": 0, "buffers": 0, "host": 0}
+    for what, size, on_host in (part for row in rows for part in _parts(row, mesh, state_tensors)):
+        total[what] += size
+        total["host"] += size if on_host else 0
+    return Memory(**total)
+
+
+def _parts(row: Row, mesh: MeshShape, state_tensors: int) -> Iterator[tuple[str, int, bool]]:
+    """(what, bytes, in host memory?) of one row."""
+    names: dict[Phase, tuple[str, int]] = {
+        "stored": ("parameters" if row.kind == "parameter" else "buffers", 1),
+        "grad": ("gradients", 1),
+        "state": ("state", state_tensors),
+    }
+    for phase, (what, copies) in names.items():
+        if phase in row.layouts:
+            yield what, copies * row.local_bytes(mesh, phase=phase), row.layouts[phase].memory == "host"

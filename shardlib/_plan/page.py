@@ -1,0 +1,159 @@
+"""Plans as a page that needs nothing else: the table, and pictures of how tensors lie on the mesh."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardlib._mesh import MeshShape
+from shardlib._plan import text
+from shardlib._plan.fold import Folded
+from shardlib._plan.rows import PHASES, Row
+from shardlib.layout import Layout
+
+if TYPE_CHECKING:
+    from shardlib._plan.table import Plan
+
+__all__ = ["body", "picture", "write"]
+
+_STYLE = """
+.shardlib { font: 14px/1.45 system-ui, sans-serif; color: #1c2330; }
+.shardlib h1 { font-size: 18px } .shardlib h2 { font-size: 15px; margin: 1.6em 0 .4em }
+.shardlib table { border-collapse: collapse } .shardlib td, .shardlib th { padding: 3px 10px; text-align: left;
+  vertical-align: top; border-bottom: 1px solid #e3e6ec } .shardlib th { border-bottom: 2px solid #9aa3b2 }
+.shardlib code, .shardlib td:first-child { font-family: ui-monospace, monospace; font-size: 13px }
+.shardlib .number { text-align: right; white-space: nowrap }
+.shardlib .pictures { display: flex; flex-wrap: wrap; gap: 18px }
+.shardlib figure { margin: 0; max-width: 250px } .shardlib figcaption { font-size: 12px; overflow-wrap: anywhere }
+""".strip()
+_SIDE = 200.0  # pixels, of a picture's longer side
+_MOST_PIECES = 256  # a picture with more pieces than this shows nothing to the eye
+_Slices = tuple[slice, ...]
+
+
+def write(plan: Plan, path: str | PathLike[str]) -> None:
+    """Write the page."""
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(text.headline(plan))}</title>'
+    Path(path).write_text(f"{head}\n{body(plan)}\n</html>\n", encoding="utf-8")
+
+
+def body(plan: Plan) -> str:
+    """The page without its frame, as notebooks show it."""
+    groups = text.fold_rows(plan.rows)
+    parts = [
+        f"<style>{_STYLE}</style>",
+        f"<h1>{escape(text.headline(plan))}</h1>",
+        f"<p>{escape(text.memory_line(plan.memory()))}</p>",
+        *(f"<p>{escape(note)}</p>" for note in plan.notes),
+        "<h2>How tensors lie on the mesh</h2>",
+        f'<div class="pictures">{"".join(_figures(groups, plan.mesh))}</div>',
+        *(f"<h2>{escape(title)}</h2>\n{_table(columns, rows)}" for title, columns, rows in text.tables(plan)),
+    ]
+    return '<div class="shardlib">\n' + "\n".join(parts) + "\n</div>"
+
+
+def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape) -> str:
+    """SVG of a tensor cut into the pieces that ranks hold; two dims are drawn, the ones that are split first.
+
+    Each colour is one piece; a fused dim shows its piece as several stripes.
+    """
+    axes = {axis: size for axis, size in mesh.items() if axis in layout.axes and size > 1}
+    dims = _drawn_dims(layout, len(global_shape))
+    size = [global_shape[dim] for dim in dims]
+    width, height = _box(size)
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" role="img">'
+    border = f'<rect width="{width:g}" height="{height:g}" fill="none" stroke="#1c2330"/>'
+    pieces = mesh.only(tuple(axes)).world_size if axes else 1
+    if pieces > _MOST_PIECES:
+        label = f'<text x="6" y="{height / 2 + 4:g}" font-size="11">{pieces} pieces</text>'
+        return f'{frame}<rect width="{width:g}" height="{height:g}" fill="#e3e6ec"/>{label}{border}</svg>'
+    shapes = [
+        _piece(layout.local_slices(global_shape, mesh, place), dims, size, (width, height), place, index / pieces)
+        for index, place in enumerate(_places(axes))
+    ]
+    return f"{frame}{''.join(shapes)}{border}</svg>"
+
+
+def _figures(groups: Iterable[Folded[Row]], mesh: MeshShape) -> Iterator[str]:
+    """One picture for each way of lying: tensors of one shape and layouts share it."""
+    shown: dict[tuple[tuple[int, ...], tuple[Layout, ...]], list[str]] = {}
+    for group in groups:
+        if any(layout.axes for layout in group.first.layouts.values()):
+            key = (group.first.global_shape, tuple(group.first.layouts.values()))
+            shown.setdefault(key, []).append(group.title)
+    for (shape, layouts), titles in shown.items():
+        for phases, layout in _by_layout(layouts).items():
+            caption = f"<b>{escape(', '.join(titles))}</b><br><code>{escape(str(layout))}</code>"
+            facts = escape(f"{', '.join(phases)}; global shape {tuple(shape)}{_whole_on(layout, mesh)}")
+            yield f"<figure>{picture(layout, shape, mesh)}<figcaption>{caption}<br>{facts}</figcaption></figure>"
+
+
+def _by_layout(layouts: Sequence[Layout]) -> dict[tuple[str, ...], Layout]:
+    phases: dict[Layout, list[str]] = {}
+    for phase, layout in zip(PHASES, layouts, strict=False):
+        phases.setdefault(layout, []).append(phase)
+    return {tuple(names): layout for layout, names in phases.items()}
+
+
+def _whole_on(layout: Layout, mesh: MeshShape) -> str:
+    axes = [axis for axis, size in mesh.items() if size > 1 and axis not in layout.axes]
+    return f"; the same on every rank of {', '.join(axes)}" if axes else ""
+
+
+def _drawn_dims(layout: Layout, ndim: int) -> list[int]:
+    split = [dim for dim in range(ndim) if layout.axes_of(dim)]
+    rest = [dim for dim in range(ndim) if dim not in split]
+    return sorted((split + rest)[:2])
+
+
+def _box(size: Sequence[int]) -> tuple[float, float]:
+    """Width and height in pixels; dim 0 goes down, and no side is too thin to see."""
+    rows, columns = (size[0] if size else 1), (size[1] if len(size) > 1 else 1)
+    longest = max(rows, columns, 1)
+    return max(_SIDE * columns / longest, 40.0), max(_SIDE * rows / longest, 40.0)
+
+
+def _piece(
+    slices: Sequence[_Slices],
+    dims: Sequence[int],
+    size: Sequence[int],
+    box: tuple[float, float],
+    place: Mapping[str, int],
+    hue: float,
+) -> str:
+    whole: _Slices = (slice(0, 1),)
+    rows = _scaled(slices[dims[0]] if dims else whole, size[0] if size else 1, box[1])
+    columns = _scaled(slices[dims[1]] if len(dims) > 1 else whole, size[1] if len(size) > 1 else 1, box[0])
+    name = escape(" ".join(f"{axis}={index}" for axis, index in place.items()) or "every rank")
+    colour = f"hsl({360 * hue:.0f} 62% 72%)"
+    rects = [
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"/>'
+        for (y, h), (x, w) in itertools.product(rows, columns)
+    ]
+    return f'<g fill="{colour}" stroke="#fff" stroke-width=".5"><title>{name}</title>{"".join(rects)}</g>'
+
+
+def _scaled(slices: _Slices, size: int, pixels: float) -> list[tuple[float, float]]:
+    """(start, length) in pixels."""
+    unit = pixels / max(size, 1)
+    return [(part.start * unit, (part.stop - part.start) * unit) for part in slices]
+
+
+def _places(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    for indices in itertools.product(*map(range, axes.values())):
+        yield dict(zip(axes, indices, strict=True))
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    numbers = [column in text.NUMBERS for column in columns]
+    lines = ["".join(_cell(cell, number) for cell, number in zip(row, numbers, strict=True)) for row in rows]
+    return f"<table><tr>{head}</tr>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
+
+
+def _cell(cell: str, number: bool) -> str:
+    return f'<td class="number">{escape(cell)}</td>' if number else f"<td>{escape(cell)}</td>"

@@ -1,0 +1,95 @@
+"""What a dry run predicts, and what a recording of a real run measures: the same values, so that they compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["DryRun", "Gathered", "Recorded", "RunPhase", "ring_bytes"]
+
+RunPhase = Literal["forward", "backward", "outside"]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One collective, as one rank issued it.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", ...
+        axes: the mesh axes it runs over; empty for a group that is not made of whole axes of the mesh.
+        bytes: of the local tensors that this rank puts in.
+        size: how many ranks take part.
+        module: dotted name of the innermost module at work; of the module whose forward caused it, in backward.
+        phase: "forward", "backward", or "outside" of both.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    size: int
+    module: str
+    phase: RunPhase
+
+    @property
+    def sent(self) -> int:
+        """Bytes this rank sends when the collective runs as a ring."""
+        return ring_bytes(self.kind, self.bytes, self.size)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """An op that no proven sharding rule covers: its operands are gathered and every rank computes it whole."""
+
+    op: str
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One training step, forward and backward, on one rank (the first, whose pieces are the largest).
+
+    Attributes:
+        collectives: in the order in which they are issued.
+        gathered: ops without a proven strategy.
+        start_bytes: parameters and buffers, before the step.
+        peak_bytes: the most that live tensors take at any one time: parameters, buffers, gradients, activations and
+            buckets; not optimizer state (see `Plan.memory`), not a kernel's own scratch space.
+    """
+
+    collectives: tuple[Recorded, ...]
+    gathered: tuple[Gathered, ...]
+    start_bytes: int
+    peak_bytes: int
+
+    def count(self, *, kind: str | None = None, axis: str | None = None, phase: RunPhase | None = None) -> int:
+        """How many collectives there are of a kind, over an axis, in a phase."""
+        return sum(1 for _ in self._select(kind, axis, phase))
+
+    def bytes(self, *, kind: str | None = None, axis: str | None = None, phase: RunPhase | None = None) -> int:
+        """The payload of these collectives together."""
+        return sum(c.bytes for c in self._select(kind, axis, phase))
+
+    def _select(self, kind: str | None, axis: str | None, phase: RunPhase | None) -> Iterable[Recorded]:
+        return (
+            c
+            for c in self.collectives
+            if kind in (None, c.kind) and (axis is None or axis in c.axes) and phase in (None, c.phase)
+        )
+
+
+def ring_bytes(kind: str, payload: int, size: int) -> int:
+    """What one of `size` ranks sends in a ring when it puts in `payload` bytes.
+
+    An all-reduce is a reduce-scatter and an all-gather of the pieces: 2(n-1)/n of the payload. An all-gather passes
+    each of the n pieces on n-1 times; a reduce-scatter or all-to-all keeps one n-th (Thakur, Rabenseifner, Gropp,
+    "Optimization of Collective Communication Operations in MPICH", 2005, section 4).
+    """
+    if kind == "all_reduce":
+        return 2 * (size - 1) * payload // size
+    if kind == "all_gather":
+        return (size - 1) * payload
+    if kind in ("reduce_scatter", "all_to_all"):
+        return (size - 1) * payload // size
+    return payload

@@ -1,0 +1,86 @@
+"""One row of the plan's table: a tensor, and how it lies in each phase of its life."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from shardlib._mesh import MeshShape
+from shardlib.errors import PlanError
+from shardlib.layout import Layout
+
+__all__ = ["PHASES", "Phase", "Row"]
+
+Phase = Literal["stored", "compute", "grad", "state"]
+PHASES: tuple[Phase, ...] = ("stored", "compute", "grad", "state")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter or buffer of a model, with its layout in each phase.
+
+    Attributes:
+        name: the first of the names the model gives it; `tied` holds all of them, this one first.
+        kind: "parameter" or "buffer".
+        global_shape, dtype: of the whole tensor, as the model defines it.
+        requires_grad: False for buffers and frozen parameters.
+        persistent: False for buffers that a state dict leaves out.
+        stored: how it lies between steps.
+        compute: how forward and backward see it; data axes never split it here.
+        grad, state: how its gradient and each tensor of optimizer state lie; None where it has none.
+        rule: the user's pattern that decided, or None.
+        note: what a reader should know, in words.
+    """
+
+    name: str
+    kind: Literal["parameter", "buffer"]
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    persistent: bool
+    tied: tuple[str, ...]
+    stored: Layout
+    compute: Layout
+    grad: Layout | None
+    state: Layout | None
+    rule: str | None = None
+    note: str = ""
+
+    def replace(self, **changes: Any) -> Row:
+        """A copy with some fields changed; what transforms are made of.
+
+        >>> from shardlib._plan import plan
+        >>> row = plan(torch.nn.Linear(4, 8), "dp=2,tp=2", {"weight": "out@tp in", "bias": None}).rows[0]
+        >>> str(row.replace(state=Layout.parse("out@(tp,dp) in")).state)
+        'out@(tp,dp) in'
+        """
+        unknown = set(changes) - {field.name for field in dataclasses.fields(self)}
+        if unknown:
+            raise PlanError(
+                f"Row.replace was given {', '.join(sorted(unknown))}; a row has "
+                f"{', '.join(field.name for field in dataclasses.fields(self))}."
+            )
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def layouts(self) -> dict[Phase, Layout]:
+        """The phases this tensor has, in order."""
+        phases: dict[Phase, Layout | None] = {p: getattr(self, p) for p in PHASES}
+        return {phase: layout for phase, layout in phases.items() if layout is not None}
+
+    def local_shape(self, mesh: MeshShape, *, phase: Phase = "stored") -> tuple[int, ...]:
+        """Shape of the largest local piece, the one at coordinate zero of every axis."""
+        return tuple(self._layout(phase).local_shape(self.global_shape, mesh, dict.fromkeys(mesh.names, 0)))
+
+    def local_bytes(self, mesh: MeshShape, *, phase: Phase = "stored") -> int:
+        """Bytes that the rank with the largest piece holds in a phase, in that phase's dtype."""
+        return self._layout(phase).local_bytes(self.global_shape, self.dtype, mesh)
+
+    def _layout(self, phase: Phase) -> Layout:
+        layout = self.layouts.get(phase)
+        if layout is None:
+            raise PlanError(f'"{self.name}" has no {phase} phase; it has {", ".join(self.layouts)}.')
+        return layout

@@ -1,0 +1,168 @@
+"""Plans as JSON: one row a line, keys in a fixed order, a version number."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardlib._mesh import MeshShape
+from shardlib._plan.memory import Blocks
+from shardlib._plan.report import DryRun, Gathered, Recorded
+from shardlib._plan.rows import PHASES, Row
+from shardlib.errors import PlanError
+from shardlib.layout import Layout
+from shardlib.rules import Border
+
+if TYPE_CHECKING:
+    from shardlib._plan.table import Plan
+
+__all__ = ["VERSION", "as_data", "dump", "lines", "load"]
+
+VERSION = 1
+
+
+def dump(plan: Plan) -> str:
+    """JSON text, ending in a newline."""
+    return _lines(as_data(plan)) + "\n"
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """The plan as dicts, lists, text and numbers."""
+    return {
+        "version": VERSION,
+        "mesh": str(plan.mesh),
+        "transforms": list(plan.transforms),
+        "notes": list(plan.notes),
+        "blocks": dataclasses.asdict(plan.blocks) if plan.blocks else None,
+        "rows": [_row_data(row) for row in plan.rows],
+        "borders": [_border_data(border) for border in plan.borders],
+        "report": dataclasses.asdict(plan.report) if plan.report else None,
+    }
+
+
+def lines(plan: Plan) -> list[str]:
+    """What the plan does, one tensor or border a line; ranks that hold equal lines shard alike."""
+    objects = [_row_data(row) for row in plan.rows] + [_border_data(border) for border in plan.borders]
+    return [f"mesh {plan.mesh}", *map(json.dumps, objects)]
+
+
+def load(source: str) -> dict[str, Any]:
+    """The fields of the plan that `dump` wrote."""
+    try:
+        data = json.loads(source)
+        _check_version(data)
+        return {
+            "mesh": MeshShape(data["mesh"]),
+            "transforms": tuple(data["transforms"]),
+            "notes": tuple(data["notes"]),
+            "blocks": _blocks(data["blocks"]) if data["blocks"] else None,
+            "rows": tuple(_row(row) for row in data["rows"]),
+            "borders": tuple(_border(border) for border in data["borders"]),
+            "report": _report(data["report"]) if data["report"] else None,
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise PlanError(
+            f"The text is not a plan: {type(error).__name__}: {error}. Give what Plan.to_json or `shardlib plan "
+            "--json` wrote, unchanged."
+        ) from error
+
+
+def _check_version(data: Any) -> None:
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != VERSION:
+        raise PlanError(
+            f"The text is a plan of version {version!r}; this shardlib reads version {VERSION}. "
+            "Make the plan again with this version."
+        )
+
+
+def _row_data(row: Row) -> dict[str, Any]:
+    data = {
+        "name": row.name,
+        "kind": row.kind,
+        "shape": list(row.global_shape),
+        "dtype": _dtype_name(row.dtype),
+        "requires_grad": row.requires_grad,
+        "persistent": row.persistent,
+        "tied": list(row.tied),
+    }
+    phases = {phase: _layout_data(row.layouts.get(phase)) for phase in PHASES}
+    return data | phases | {"rule": row.rule, "note": row.note}
+
+
+def _row(data: dict[str, Any]) -> Row:
+    phases: dict[str, Any] = {phase: _layout(data[phase]) for phase in PHASES}
+    return Row(
+        name=data["name"],
+        kind=data["kind"],
+        global_shape=tuple(data["shape"]),
+        dtype=_dtype(data["dtype"]),
+        requires_grad=data["requires_grad"],
+        persistent=data["persistent"],
+        tied=tuple(data["tied"]),
+        rule=data["rule"],
+        note=data["note"],
+        **phases,
+    )
+
+
+def _border_data(border: Border) -> dict[str, Any]:
+    return {
+        "module": border.module,
+        "side": border.side,
+        "layout": _layout_data(border.layout),
+        "rule": border.rule,
+        "reason": border.reason,
+    }
+
+
+def _border(data: dict[str, Any]) -> Border:
+    return Border(**(data | {"layout": _layout(data["layout"])}))
+
+
+def _layout_data(layout: Layout | None) -> str | None:
+    return layout.text if layout is not None else None
+
+
+def _layout(data: str | None) -> Layout | None:
+    return Layout.parse(data) if data is not None else None
+
+
+def _blocks(data: dict[str, Any]) -> Blocks:
+    return Blocks(data["prefix"], data["count"], tuple(data["after"]))
+
+
+def _report(data: dict[str, Any]) -> DryRun:
+    collectives = tuple(Recorded(**c | {"axes": tuple(c["axes"])}) for c in data["collectives"])
+    gathered = tuple(Gathered(**g) for g in data["gathered"])
+    return DryRun(collectives, gathered, data["start_bytes"], data["peak_bytes"])
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f'"{name}" is no dtype of this torch; give a name such as "float32" or "bfloat16".')
+    return dtype
+
+
+def _lines(data: dict[str, Any]) -> str:
+    """Every key on a line of its own, and so every element of a list of objects."""
+    parts = [f"  {json.dumps(key)}: {_value(value, 1)}" for key, value in data.items()]
+    return "{\n" + ",\n".join(parts) + "\n}"
+
+
+def _value(value: Any, depth: int) -> str:
+    pad = "  " * depth
+    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(f"{pad}  {json.dumps(item)}" for item in value) + f"\n{pad}]"
+    if isinstance(value, dict) and any(isinstance(v, list | tuple) for v in value.values()):
+        parts = [f"{pad}  {json.dumps(key)}: {_value(item, depth + 1)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(parts) + f"\n{pad}" + "}"
+    return json.dumps(value)

@@ -1,0 +1,122 @@
+"""The plan: a frozen table with one row for each tensor, which prints, compares, counts and is read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from shardlib._mesh import MeshShape
+from shardlib._plan import changes, page, saved, text
+from shardlib._plan.memory import Blocks, Memory, largest_rank
+from shardlib._plan.report import DryRun
+from shardlib._plan.rows import Row
+from shardlib.errors import PlanError, nearest
+from shardlib.rules import Border, Rules
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every tensor's layout in every phase, for one model on one mesh. A value: nothing is sharded by it.
+
+    Attributes:
+        mesh: names and sizes of the axes.
+        rows: one per parameter and buffer, in the model's order; tied names share a row.
+        borders: where activations are brought into a layout.
+        rules: what the user declared; None for a plan that was read back.
+        transforms: names of the transforms that made it, in order.
+        notes: what holds for the plan as a whole.
+        blocks: the repeated part of the model, if any.
+        report: what a dry run found, if one was made.
+    """
+
+    mesh: MeshShape
+    rows: tuple[Row, ...]
+    borders: tuple[Border, ...] = ()
+    rules: Rules | None = dataclasses.field(default=None, compare=False)
+    transforms: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    blocks: Blocks | None = None
+    report: DryRun | None = None
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of a tensor, by any of its names."""
+        if name not in self._by_name:
+            raise PlanError(
+                f'The plan has no tensor "{name}".{nearest(name, self._by_name)} It has {len(self.rows)} rows; '
+                "print(plan) lists them."
+            )
+        return self._by_name[name]
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Row]:
+        return {name: row for row in self.rows for name in row.tied}
+
+    def replace(self, **changes: Any) -> Plan:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def map_rows(self, fn: Callable[[Row], Row]) -> Plan:
+        """The plan with `fn` applied to every row: what a transform does.
+
+        >>> from torch import nn
+        >>> from shardlib._plan import plan
+        >>> from shardlib.layout import Layout
+        >>> def zero1(p):
+        ...     return p.map_rows(lambda row: row.replace(state=Layout.parse("out@dp in")))
+        >>> p = plan(nn.Linear(4, 8, bias=False), "dp=2", {"weight": None}, transforms=[zero1])
+        >>> p.memory().state, p.memory().parameters, p.transforms
+        (128, 128, ('zero1',))
+        """
+        return self.replace(rows=tuple(map(fn, self.rows)))
+
+    def memory(self, *, state_tensors: int = 2) -> Memory:
+        """Bytes on the rank that holds most: parameters, gradients, optimizer state, buffers.
+
+        Args:
+            state_tensors: tensors of optimizer state for each parameter: 2 for Adam, 1 for SGD with momentum.
+        """
+        return largest_rank(self.rows, self.mesh, self.blocks, state_tensors=state_tensors)
+
+    def table(self, *, fold: bool = True) -> Group:
+        """What `print(plan)` shows, for a rich console; `fold=False` gives every tensor a line of its own."""
+        return text.render(self, fold=fold)
+
+    def diff(self, other: Plan) -> str:
+        """What changes from this plan to `other`, in lines; an empty string if nothing does."""
+        return changes.diff(self, other)
+
+    def to_json(self) -> str:
+        """Stable text: one row a line, keys in a fixed order, so that a plan kept as a file shows readable changes."""
+        return saved.dump(self)
+
+    def lines(self) -> list[str]:
+        """What the plan does, one tensor or border a line, for comparing plans between ranks."""
+        return saved.lines(self)
+
+    @classmethod
+    def from_json(cls, source: str) -> Plan:
+        """A plan written by `to_json`.
+
+        Raises:
+            PlanError: the text is no plan, or was written by a newer version.
+        """
+        return cls(**saved.load(source))
+
+    def html(self, path: str | PathLike[str]) -> None:
+        """Write a page that needs nothing else: the table, and pictures of how parameters lie on the mesh."""
+        page.write(self, path)
+
+    def __str__(self) -> str:
+        return text.plain(self)
+
+    def _repr_html_(self) -> str:
+        return page.body(self)

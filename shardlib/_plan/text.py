@@ -1,0 +1,290 @@
+"""Plans for readers: what they say as tables of text, and these tables in a terminal."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardlib._mesh import MeshShape
+from shardlib._plan.fold import Folded
+from shardlib._plan.fold import fold as fold_items
+from shardlib._plan.memory import Memory
+from shardlib._plan.report import DryRun, Gathered, Recorded
+from shardlib._plan.rows import PHASES, Phase, Row
+from shardlib.layout import Layout
+from shardlib.rules import Border
+
+if TYPE_CHECKING:
+    from shardlib._plan.table import Plan
+
+__all__ = [
+    "NUMBERS",
+    "border_name",
+    "border_text",
+    "fold_rows",
+    "headline",
+    "human_bytes",
+    "human_count",
+    "layout_text",
+    "memory_line",
+    "plain",
+    "render",
+    "report_lines",
+    "shape_text",
+    "sizes_text",
+    "tables",
+]
+
+NUMBERS = frozenset({"per rank", "calls", "bytes each", "bytes"})
+"""Columns that read better from the right."""
+
+Part: TypeAlias = tuple[str, list[str], list[list[str]]]
+
+_UNFOLDED_WIDTH = 100_000  # wider than any line: away from a terminal nothing is wrapped
+
+
+def render(plan: Plan, *, fold: bool = True) -> Group:
+    """The plan as something rich can print."""
+    parts: list[RenderableType] = [Text(headline(plan), style="bold"), Text(memory_line(plan.memory()))]
+    parts += [Text(note) for note in plan.notes]
+    if plan.report is not None:
+        parts += [Text(line) for line in report_lines(plan.report)]
+    for title, columns, rows in tables(plan, fold=fold):
+        parts += [Text(f"\n{title}", style="bold"), _rich(columns, rows)]
+    return Group(*parts)
+
+
+def plain(plan: Plan) -> str:
+    """The table without colours; as wide as the terminal, or unwrapped where there is none."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNFOLDED_WIDTH
+    console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(render(plan))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def headline(plan: Plan) -> str:
+    """Mesh, number of tensors, size of the model."""
+    parameters = [row for row in plan.rows if row.kind == "parameter"]
+    count = sum(_numel(row) for row in parameters)
+    size = sum(_numel(row) * row.dtype.itemsize for row in parameters)
+    ranks = plan.mesh.world_size
+    transforms = f" after {', '.join(plan.transforms)}" if plan.transforms else ""
+    return (
+        f"Plan on {plan.mesh} ({ranks:,} rank{'s' if ranks > 1 else ''}){transforms}: {len(plan.rows)} tensors, "
+        f"{human_count(count)} parameters, {human_bytes(size)}"
+    )
+
+
+def memory_line(memory: Memory) -> str:
+    """The figures of `Memory` in a sentence."""
+    host = f", of which {human_bytes(memory.host)} in host memory" if memory.host else ""
+    return (
+        f"Largest rank: parameters {human_bytes(memory.parameters)}, gradients {human_bytes(memory.gradients)}, "
+        f"optimizer state (2 tensors, AdamW) {human_bytes(memory.state)}, buffers {human_bytes(memory.buffers)}; "
+        f"together {human_bytes(memory.total)}{host}"
+    )
+
+
+def report_lines(report: DryRun) -> Iterator[str]:
+    """A dry run in sentences."""
+    sent = sum(c.sent for c in report.collectives)
+    yield (
+        f"One training step: {report.count()} collectives, {human_bytes(report.bytes())} put in by a rank, "
+        f"{human_bytes(sent)} sent as rings; tensors alive {human_bytes(report.start_bytes)} before it, "
+        f"{human_bytes(report.peak_bytes)} at the peak, without optimizer state"
+    )
+    if not report.gathered:
+        yield "Every op has a proven sharding strategy; none is gathered."
+
+
+def fold_rows(rows: Iterable[Row]) -> list[Folded[Row]]:
+    """Rows of repeated blocks as one."""
+    return fold_items(rows, name=lambda row: row.name, same=_alike)
+
+
+def shape_text(row: Row, mesh: MeshShape) -> str:
+    """The local shape of the largest piece; sizes that other ranks have less of are marked with `<=`."""
+    uneven = row.stored.uneven_dims(row.global_shape, mesh)
+    sizes = row.local_shape(mesh)
+    return sizes_text(f"<={n}" if dim in uneven else str(n) for dim, n in enumerate(sizes))
+
+
+def layout_text(layout: Layout | None) -> str:
+    """A layout's text; "replicated" where it names nothing."""
+    return "-" if layout is None else _named(layout) or "replicated"
+
+
+def _named(layout: Layout) -> str:
+    """The text, unless it only says that no dim has a name and none is split."""
+    text = str(layout)
+    return text if set(text) - set("_ .") else ""
+
+
+def human_bytes(n: int) -> str:
+    """Three digits and a binary unit.
+
+    >>> human_bytes(999), human_bytes(811_706_777_600)
+    ('999 B', '756 GiB')
+    """
+    return _three_digits(n, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def human_count(n: int) -> str:
+    """Three digits and a decimal unit.
+
+    >>> human_count(405_853_388_800)
+    '406 G'
+    """
+    return _three_digits(n, 1000, ("", "k", "M", "G", "T")).rstrip()
+
+
+def _three_digits(n: int, step: int, units: Sequence[str]) -> str:
+    value, power = float(n), 0
+    while value >= 999.5 and power < len(units) - 1:
+        value, power = value / step, power + 1
+    digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {units[power]}"
+
+
+def tables(plan: Plan, *, fold: bool = True) -> Iterator[Part]:
+    """The plan as tables of text: (title, columns, rows), those that have rows."""
+    parts = [_tensors(plan, fold), _borders(plan)]
+    if plan.report is not None:
+        parts += [_collectives(plan.report), _gathered(plan.report)]
+    yield from (part for part in parts if part[2])
+
+
+def _tensors(plan: Plan, folded: bool) -> Part:
+    columns = _phase_columns(plan.rows)
+    groups = fold_rows(plan.rows) if folded else [Folded(row.name, row, 1) for row in plan.rows]
+
+    def cells(group: Folded[Row]) -> list[str]:
+        row = group.first
+        layouts = [layout_text(row.layouts.get(phases[0], row.stored)) for phases in columns.values()]
+        size = human_bytes(group.count * row.local_bytes(plan.mesh))
+        place = [sizes_text(row.global_shape), shape_text(row, plan.mesh), *layouts, size]
+        return [group.title, *place, row.rule or "-", _note(row)]
+
+    titles = ["tensor", "global shape", "local shape", *columns, "per rank", "rule", "note"]
+    return "Tensors", titles, [cells(group) for group in groups]
+
+
+def _phase_columns(rows: Sequence[Row]) -> dict[str, list[Phase]]:
+    """One column for all phases in which every tensor lies alike, by title."""
+    groups: dict[tuple[Layout, ...], list[Phase]] = {}
+    for phase in PHASES:
+        groups.setdefault(tuple(row.layouts.get(phase, row.stored) for row in rows), []).append(phase)
+    if len(groups) == 1:
+        return {"layout": list(PHASES)}
+    return {" = ".join(phases): phases for phases in groups.values()}
+
+
+def _note(row: Row) -> str:
+    if row.kind == "parameter":
+        return row.note
+    return "; ".join(filter(None, ("buffer" if row.persistent else "buffer, not in the state dict", row.note)))
+
+
+def _borders(plan: Plan) -> Part:
+    caused = _caused(plan.report) if plan.report else {}
+    groups = fold_items(plan.borders, name=border_name, same=lambda b: (_causeless(b), caused.get(b.module)))
+
+    def cells(group: Folded[Border]) -> list[str]:
+        border = group.first
+        measured = ["; ".join(caused.get(border.module, ["none"]))] if plan.report else []
+        return [group.title, border_text(border), *measured, border.rule or "-", border.reason]
+
+    collectives = ["collectives in a step"] if plan.report else []
+    return "Module borders", ["border", "layout", *collectives, "rule", "why"], [cells(group) for group in groups]
+
+
+def _causeless(border: Border) -> Hashable:
+    return border.layout, border.rule, border.reason
+
+
+def _caused(report: DryRun) -> dict[str, tuple[str, ...]]:
+    """By module: what it makes ranks say to each other."""
+    counted = Counter((c.module, f"{c.kind} over {_axes(c)}, {c.phase}") for c in report.collectives)
+    found: dict[str, tuple[str, ...]] = {}
+    for (module, what), n in counted.items():
+        found[module] = (*found.get(module, ()), f"{what} x{n}" if n > 1 else what)
+    return found
+
+
+def _collectives(report: DryRun) -> Part:
+    counted = Counter(report.collectives).items()
+    groups = fold_items(counted, name=lambda item: item[0].module, same=_same_collective)
+
+    def cells(group: Folded[tuple[Recorded, int]]) -> list[str]:
+        what, times = group.first
+        calls = times * group.count
+        sizes = [str(calls), human_bytes(what.bytes), human_bytes(calls * what.bytes)]
+        return [group.title or "(model)", what.phase, what.kind, _axes(what), *sizes]
+
+    columns = ["caused by", "phase", "collective", "over", "calls", "bytes each", "bytes"]
+    return "Collectives of one training step", columns, [cells(group) for group in groups]
+
+
+def _same_collective(item: tuple[Recorded, int]) -> Hashable:
+    what, times = item
+    return what.phase, what.kind, what.axes, what.bytes, times
+
+
+def _gathered(report: DryRun) -> Part:
+    counted = Counter(report.gathered).items()
+    groups = fold_items(counted, name=lambda item: item[0].module, same=lambda i: (i[0].op, i[0].reason, i[1]))
+
+    def cells(group: Folded[tuple[Gathered, int]]) -> list[str]:
+        what, times = group.first
+        return [what.op, group.title or "(model)", str(times * group.count), what.reason]
+
+    return "Ops that are gathered", ["op", "in", "calls", "why"], [cells(group) for group in groups]
+
+
+def sizes_text(sizes: Iterable[int | str]) -> str:
+    """
+    >>> sizes_text((4, 2))
+    '(4, 2)'
+    """
+    return f"({', '.join(map(str, sizes))})"
+
+
+def border_name(border: Border) -> str:
+    return f"{border.module}.{border.side}".lstrip(".")
+
+
+def border_text(border: Border) -> str:
+    return layout_text(border.layout) if border.layout is not None else "as it is"
+
+
+def _alike(row: Row) -> Hashable:
+    tied = len(row.tied)
+    fields = (row.kind, row.global_shape, row.dtype, row.requires_grad, row.persistent, tied, row.rule, row.note)
+    return fields, tuple(row.layouts.items())
+
+
+def _axes(collective: Recorded) -> str:
+    return ",".join(collective.axes) or "a group of its own"
+
+
+def _numel(row: Row) -> int:
+    return math.prod(row.global_shape)
+
+
+def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # as Text, what a user wrote is no markup
+    return table

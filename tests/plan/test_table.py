@@ -1,0 +1,166 @@
+"""The table: phases, transforms, memory, and what a wrong argument is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardlib._mesh import MeshShape
+from shardlib._plan import Memory, Plan, Row, plan
+from shardlib._plan.memory import Blocks, stages
+from shardlib.errors import MeshError, PlanError
+from shardlib.layout import Layout
+from tests.plan.cases import MLP_RULES, gpt_plan, mlp
+
+
+def _texts(row: Row) -> dict[str, str]:
+    return {phase: str(layout) for phase, layout in row.layouts.items()}
+
+
+def test_a_model_axis_splits_all_phases():
+    row = plan(mlp(), "dp=2,tp=2", MLP_RULES)["2.weight"]
+    assert _texts(row) == dict.fromkeys(("stored", "compute", "grad", "state"), "out in@tp")
+
+
+def test_a_data_axis_in_a_rule_splits_what_is_kept_and_not_what_is_computed_with():
+    rules = {"0.weight": "out@(fsdp,tp) in", "0.bias": "out@fsdp", "2": "replicate"}
+    made = plan(mlp(), "fsdp=2,tp=2", rules)
+    kept = "out@(fsdp,tp) in"
+    assert _texts(made["0.weight"]) == {"stored": kept, "compute": "out@tp in", "grad": kept, "state": kept}
+    assert _texts(made["0.bias"])["compute"] == "out"
+    mesh = made.mesh
+    assert made["0.weight"].local_shape(mesh) == (8, 16)
+    assert made["0.weight"].local_shape(mesh, phase="compute") == (16, 16)
+
+
+def test_buffers_and_frozen_parameters_have_neither_gradient_nor_state():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[0].weight.requires_grad_(False)
+    made = plan(model, "dp=2", {"0": "replicate", "1": "replicate"})
+    assert list(made["0.weight"].layouts) == ["stored", "compute"]
+    assert list(made["1.running_mean"].layouts) == ["stored", "compute"]
+    assert "frozen" in made["0.weight"].note
+
+
+def test_tied_tensors_share_a_row_that_every_name_finds():
+    made = gpt_plan(tied=True)
+    assert made["head.weight"] is made["embed.weight"]
+    assert made["head.weight"].tied == ("embed.weight", "head.weight")
+
+
+def test_a_plan_counts_bytes_of_the_largest_rank():
+    made = plan(mlp(33), "dp=2,tp=4", MLP_RULES)
+    # 33 features over 4 ranks: the first holds 9. Biases: 9 split, 16 whole. Four bytes each; AdamW keeps two more.
+    elements = 9 * 16 + 9 + 16 * 9 + 16
+    assert made.memory() == Memory(4 * elements, 4 * elements, 8 * elements, 0)
+    assert made.memory(state_tensors=1).state == 4 * elements
+    assert "uneven" in made["0.weight"].note
+
+
+def test_a_phase_in_host_memory_and_another_dtype_are_counted_so():
+    def offload(made: Plan) -> Plan:
+        return made.map_rows(lambda row: row.replace(state=Layout.parse(f"{row.state} : float32 host")))
+
+    model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+    made = plan(model, "dp=2", {"weight": None}, transforms=[offload])
+    assert made.memory() == Memory(parameters=128, gradients=128, state=512, buffers=0, host=512)
+    assert made.memory().device == 256
+    assert made.transforms == ("offload",)
+
+
+def test_a_pipeline_axis_divides_the_largest_list_of_blocks():
+    made = gpt_plan("pp=3,tp=2", n_layer=8, tied=False)
+    assert made.blocks == Blocks("blocks", 8, ("norm.weight", "norm.bias", "head.weight"))
+    held = [[row.name for row in stage] for stage in stages(made.rows, made.mesh, made.blocks)]
+    blocks = [sorted({int(name.split(".")[1]) for name in names if name.startswith("blocks.")}) for names in held]
+    assert blocks == [[0, 1, 2], [3, 4, 5], [6, 7]] or blocks == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    outside = [[name for name in names if not name.startswith("blocks.")] for names in held]
+    assert outside == [["embed.weight", "position.weight"], [], ["norm.weight", "norm.bias", "head.weight"]]
+    whole = gpt_plan("tp=2", n_layer=8, tied=False).memory()
+    assert whole.total / 3 < made.memory().total < whole.total / 2
+    assert made.notes == (
+        'Memory counts the 8 blocks of "blocks" divided evenly over "pp", what precedes them on the first stage and '
+        "what follows on the last; the figures are of the stage that holds most.",
+    )
+
+
+def test_a_tied_tensor_is_counted_on_every_stage_that_needs_it():
+    made = gpt_plan("pp=2", tied=True)
+    first, last = stages(made.rows, made.mesh, made.blocks)
+    assert made["embed.weight"] in first
+    assert made["embed.weight"] in last
+
+
+def test_planning_needs_neither_values_nor_processes_and_leaves_the_model_alone():
+    with torch.device("meta"):
+        model = mlp()
+    before = dict(model.named_parameters())
+    made = plan(model, MeshShape(dp=1024, tp=16), MLP_RULES)
+    assert made.mesh.world_size == 16384
+    assert dict(model.named_parameters()) == before
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            ("dp=2,tp=-1", MLP_RULES),
+            PlanError,
+            'Mesh "dp=2,tp=-1" leaves a size open. A plan needs every size: give a number, or '
+            'MeshShape("dp=2,tp=-1").resolve(number_of_processes).',
+        ),
+        (
+            ("dp=2", 3),
+            PlanError,
+            "Rules were given as int; give shardlib.Rules, a mapping from patterns to layouts, or the name or path of "
+            "a layout file.",
+        ),
+        (
+            (2, MLP_RULES),
+            MeshError,
+            'A mesh was given as int; give text such as "dp=2,tp=4", a MeshShape, a mapping from axis name to size, or '
+            "a torch DeviceMesh with mesh_dim_names.",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, error, message):
+    with pytest.raises(error) as raised:
+        plan(mlp(), *arguments)
+    assert str(raised.value) == message
+
+
+def test_a_transform_that_returns_no_plan_is_named():
+    def forgets_to_return(_made):
+        pass
+
+    with pytest.raises(PlanError) as raised:
+        plan(mlp(), "tp=2", MLP_RULES, transforms=[forgets_to_return])
+    assert str(raised.value) == (
+        "The transform forgets_to_return returned NoneType; a transform takes a Plan and returns a Plan."
+    )
+
+
+def test_a_name_that_the_plan_lacks_is_answered_with_the_nearest():
+    with pytest.raises(PlanError) as raised:
+        plan(mlp(), "tp=2", MLP_RULES)["0.wieght"]
+    assert str(raised.value) == (
+        'The plan has no tensor "0.wieght". Did you mean "0.weight"? It has 4 rows; print(plan) lists them.'
+    )
+
+
+def test_a_field_that_rows_lack_is_refused():
+    with pytest.raises(PlanError) as raised:
+        plan(mlp(), "tp=2", MLP_RULES).rows[0].replace(layout=None)
+    assert str(raised.value) == (
+        "Row.replace was given layout; a row has name, kind, global_shape, dtype, requires_grad, persistent, tied, "
+        "stored, compute, grad, state, rule, note."
+    )
+
+
+def test_a_phase_that_a_row_lacks_is_refused():
+    made = plan(nn.BatchNorm1d(4), "dp=2", {"weight": None, "bias": None})
+    with pytest.raises(PlanError) as raised:
+        made["running_mean"].local_bytes(made.mesh, phase="grad")
+    assert str(raised.value) == '"running_mean" has no grad phase; it has stored, compute.'
