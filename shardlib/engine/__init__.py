@@ -1,1 +1,9 @@
+"""What acts: a plan carried out on `torch.distributed`."""
 
+from __future__ import annotations
+
+from shardlib.engine.apply import apply_plan, no_sync, plan_of, shard_model
+from shardlib.engine.optimizer import register_elementwise
+from shardlib.engine.state import full_state_dict
+
+__all__ = ["apply_plan", "full_state_dict", "no_sync", "plan_of", "register_elementwise", "shard_model"]

@@ -179,8 +179,8 @@ class _Build:
         optimizer.watch_optimizers()
         if self.model_mesh is not None:
             ops.enable(self.model_mesh)
-            self._install_borders(self.model_mesh, undo)
             self._install_regions(self.model_mesh, undo)
+            self._install_borders(self.model_mesh, undo)
         if global_batch_norm and self.data_axes:
             self._install_batch_norm(undo)
         reducer = GradientReducer(list(self.model.parameters()), self.mesh, self.data_axes, bucket_bytes=bucket_bytes)

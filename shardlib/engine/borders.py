@@ -33,7 +33,7 @@ Hook = Callable[..., Any]
 
 def install_output_border(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> Any:
     """`any layout -> layout` on the module's (first) output tensor; the gradient comes back in the layout it left."""
-    return module.register_forward_hook(_output_hook(layout, mesh))
+    return module.register_forward_hook(_output_hook(layout, mesh), prepend=True)
 
 
 def install_input_border(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> Any:
@@ -43,9 +43,10 @@ def install_input_border(module: nn.Module, layout: Layout, mesh: DeviceMesh) ->
 
 def install_gradient_border(module: nn.Module) -> Any:
     """The identity on the module's output; partial sums in its gradient are reduced before they go on."""
-    return module.register_forward_hook(_gradient_hook)
+    return module.register_forward_hook(_gradient_hook, prepend=True)
 
 
+# Output hooks go before those that are there: where a module is a region too, its border comes before the way out.
 # One hook object for all modules with the same layout: a block compiled once then serves every block like it.
 
 

@@ -34,7 +34,12 @@ Check = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 class Root:
-    """Hooks on the root: inputs are checked, plain tensors count as replicated while it runs, backward is noticed.
+    """Hooks on the root of a sharded model: inputs are checked, and the start of backward is noticed.
+
+    From the first forward on, a plain tensor that meets a DTensor counts as replicated, in this thread and in the
+    backward passes it starts. Autograd restores the thread's state for every node, so a switch that is on in forward
+    alone would leave the masks and positions that a model makes for itself unreadable in backward. It also lets
+    `torch.nn.utils.clip_grad_norm_` and the like take parameters of both kinds.
 
     Args:
         reducer: told when a backward pass begins.
@@ -43,41 +48,25 @@ class Root:
 
     def __init__(self, reducer: GradientReducer, check: Check) -> None:
         self.reducer, self.check = reducer, check
-        self._outside: list[bool] = []
-        self._restoring = -1
 
     def install(self, model: nn.Module) -> list[Any]:
         return [
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._leave),
-            model.register_forward_hook(self._restore, always_call=True),
         ]
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.check(model, args, kwargs)
         self.reducer.notice_unfrozen()
-        self._outside.append(_torch.set_implicit_replication(True))
+        _torch.set_implicit_replication(True)
 
     def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
                 leaf.register_hook(self._on_backward)
 
-    def _restore(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._outside:
-            _torch.set_implicit_replication(self._outside.pop())
-
     def _on_backward(self, grad: torch.Tensor) -> None:
         self.reducer.begin()
-        if self._restoring == _torch.backward_id():
-            return
-        self._restoring = _torch.backward_id()
-        outside = _torch.set_implicit_replication(True)
-        _torch.run_at_end_of_backward(lambda: self._end_backward(outside))
-
-    def _end_backward(self, outside: bool) -> None:
-        self._restoring = -1
-        _torch.set_implicit_replication(outside)
 
 
 def install_region(module: nn.Module, mesh: DeviceMesh) -> list[Any]:
@@ -109,6 +98,8 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return _ToPlain.apply(tensor)
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+            return (to_global(args[0]),), kwargs
         return pytree.tree_map_only(torch.Tensor, to_global, (args, kwargs))
 
     def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
@@ -124,7 +115,7 @@ class _ToGlobal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:  # type: ignore[override]
-        return _torch.wrap(x.view_as(x), _torch.replicated_spec(x, mesh))
+        return _torch.wrap(x.detach(), _torch.replicated_spec(x, mesh))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
