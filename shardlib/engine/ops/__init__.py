@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from shardlib.engine.ops._dispatch import policy, remember_statics
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import ruled_ops
 
-__all__ = ["GatheredOp", "ShardlibGatherWarning", "disable", "enable", "enabled", "record"]
+__all__ = ["GatheredOp", "ShardlibGatherWarning", "disable", "enable", "enabled", "record", "restored"]
 
 assert _rules
 _MESHES: set[DeviceMesh] = set()
@@ -47,6 +49,17 @@ def disable(mesh: DeviceMesh | None = None) -> None:
     if not _MESHES:
         _uninstall()
     clear_propagation_cache()
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """What is enabled inside the block is given back after it; what was enabled before stays so."""
+    before = set(_MESHES)
+    try:
+        yield
+    finally:
+        for mesh in _MESHES - before:
+            disable(mesh)
 
 
 def enabled(mesh: DeviceMesh) -> bool:
