@@ -2,8 +2,32 @@
 
 from __future__ import annotations
 
-from shardlib import errors as errors
+from torch.distributed.tensor import Replicate, Shard
+
+from shardlib import errors, layouts
 from shardlib._mesh import MeshShape, mesh, register_axis
+from shardlib._plan import Plan, plan
+from shardlib.engine import full_state_dict, no_sync, plan_of, register_elementwise, shard_model
+from shardlib.layout import Layout
+from shardlib.rules import Rules, register_dims
 
 __version__ = "0.1.0.dev0"
-__all__ = ["MeshShape", "errors", "mesh", "register_axis"]
+__all__ = [
+    "Layout",
+    "MeshShape",
+    "Plan",
+    "Replicate",
+    "Rules",
+    "Shard",
+    "errors",
+    "full_state_dict",
+    "layouts",
+    "mesh",
+    "no_sync",
+    "plan",
+    "plan_of",
+    "register_axis",
+    "register_dims",
+    "register_elementwise",
+    "shard_model",
+]

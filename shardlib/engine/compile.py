@@ -48,7 +48,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def _alike(container: nn.Module) -> list[tuple[str, nn.Module]]:
     children = list(container.named_children())
     classes = [type(child) for _, child in children]
-    return [(key, child) for key, child in children if classes.count(type(child)) > 1 and any(child.parameters())]
+    return [(key, child) for key, child in children if classes.count(type(child)) > 1 and list(child.parameters())]
 
 
 def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport, Callable[[], None]]:
