@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor._random as dtensor_random
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,12 +50,14 @@ __all__ = [
     "global_metas",
     "implicit_replication",
     "local_of",
-    "replicated_spec",
     "local_shape_and_offset",
     "named_arguments",
     "next_node_number",
+    "op_database",
     "ranks_of_collective",
+    "ranks_of_mesh",
     "redistribute_local",
+    "replicated_spec",
     "return_and_correct_aliasing",
     "root_mesh",
     "run_at_end_of_backward",
@@ -101,7 +104,8 @@ def replicated_spec(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """The one-axis mesh over several axes of a mesh, so that one collective spans them all."""
-    return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten()
+    with unset_fake_temporarily():  # a mesh is a tensor of ranks
+        return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten()
 
 
 def set_implicit_replication(enabled: bool) -> bool:
@@ -171,7 +175,8 @@ def local_shape_and_offset(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """This rank's local shape, and where it begins in the global tensor (of no meaning for a fused split)."""
     fused = any(isinstance(p, _StridedShard) for p in placements)
-    found = compute_local_shape_and_global_offset(tuple(shape), mesh, tuple(placements), skip_offset=fused)
+    with unset_fake_temporarily():  # offsets are computed with small tensors of their own
+        found = compute_local_shape_and_global_offset(tuple(shape), mesh, tuple(placements), skip_offset=fused)
     return tuple(found[0]), tuple(found[1])
 
 
@@ -183,6 +188,12 @@ AsyncTensor = AsyncCollectiveTensor
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a sub-mesh was sliced from, or the mesh itself."""
     return mesh._get_root_mesh()
+
+
+def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
+    """The global ranks of a mesh, its last axis fastest."""
+    with unset_fake_temporarily():
+        return mesh.mesh.flatten().tolist()
 
 
 def next_node_number() -> int:
@@ -253,7 +264,6 @@ def fake_world(axes: Mapping[str, int], device_type: str) -> Iterator[DeviceMesh
     it. What DTensor has cached names meshes, and a real and a fake mesh of one shape are equal to it: caches are
     dropped on both sides.
     """
-    import torch.distributed._tools.fake_collectives  # registers what collectives do to fake tensors
     import torch.testing._internal.distributed.fake_pg as fake_pg
 
     before = {name: getattr(c10d, name) for name in _WORLD_TABLES}
@@ -282,3 +292,10 @@ def _fake_mesh(axes: Mapping[str, int], device_type: str) -> DeviceMesh:
         row = ranks[tuple(slice(None) if other == dim else 0 for other in range(ranks.ndim))]
         groups.append(dist.new_group(row.tolist()))
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(axes))
+
+
+def op_database() -> list[Any]:
+    """PyTorch's own samples of some six hundred ops, for the checker only (needs the package `expecttest`)."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return list(op_db)
