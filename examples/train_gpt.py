@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -97,7 +98,8 @@ def progress(console: Console) -> Progress:
 
 
 def console_of_rank_0() -> Console:
-    return Console(quiet=dist.get_rank() != 0, highlight=False)
+    """Rank 0 speaks; where no terminal says how long its lines are, they are long enough for a plan."""
+    return Console(quiet=dist.get_rank() != 0, width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 def train(args: argparse.Namespace, model: nn.Module, mesh: DeviceMesh, text: Text, console: Console) -> list[float]:
