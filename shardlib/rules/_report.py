@@ -27,7 +27,8 @@ __all__ = ["Coverage", "CoverageRow", "coverage", "explain"]
 class CoverageRow:
     """One rule: how many tensors it decides, their bytes, and how many of those bytes an axis splits.
 
-    `rule` is None in the row of parameters and buffers that no rule matches.
+    `agreeing` counts tensors that it matches too but that another rule decides: tied ones, or overridden. `rule` is
+    None in the row of parameters and buffers that no rule matches.
     """
 
     rule: str | None
@@ -35,11 +36,14 @@ class CoverageRow:
     tensors: int
     bytes: int
     split_bytes: int
+    agreeing: int = 0
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How the bytes of a model are spread over rules; tied tensors count once. `str()` is a table."""
+    """How the bytes of a model are spread over rules; tied tensors count once. `str()` is a table, in which "1 +2"
+    tensors are one that the rule decides and two on which it agrees with the rule that does.
+    """
 
     rows: tuple[CoverageRow, ...]
 
@@ -82,11 +86,11 @@ def coverage(rules: Rules, model: nn.Module, mesh: MeshShape | None) -> Coverage
     keys = dict.fromkeys(each.rule for each in tensors)
     by_rule = {key: [each for each in tensors if each.rule == key] for key in keys}
     rows = [
-        _row(entry.key, spelled(entry.value), by_rule.get(entry.key, []))
+        _row(entry.key, spelled(entry.value), by_rule.get(entry.key, []), _matched(resolver, entry))
         for entry in rules.entries
         if entry.key in by_rule or not resolver.matches[entry].borders
     ]
-    unmatched = [_row(None, "replicated", by_rule[None])] if None in by_rule else []
+    unmatched = [_row(None, "replicated", by_rule[None], len(by_rule[None]))] if None in by_rule else []
     return Coverage((*rows, *unmatched))
 
 
@@ -175,14 +179,20 @@ def _widest_mesh(rules: Rules) -> MeshShape:
     return MeshShape(dict.fromkeys((*axes, rules.axis), 1))
 
 
-def _row(rule: str | None, value: str, tensors: list[TensorLayout]) -> CoverageRow:
+def _matched(resolver: Resolver, entry: Entry) -> int:
+    return sum(any(claim.entry == entry for claim in claims) for claims in resolver.claims.values())
+
+
+def _row(rule: str | None, value: str, tensors: list[TensorLayout], matched: int) -> CoverageRow:
     split = sum(each.global_bytes for each in tensors if each.layout.axes)
-    return CoverageRow(rule, value, len(tensors), sum(each.global_bytes for each in tensors), split)
+    count = len(tensors)
+    return CoverageRow(rule, value, count, sum(each.global_bytes for each in tensors), split, matched - count)
 
 
 def _line(row: CoverageRow) -> tuple[str, ...]:
     sizes = (row.bytes, row.split_bytes, row.bytes - row.split_bytes)
-    return (row.rule or "(no rule)", row.value, str(row.tensors), *map(readable_bytes, sizes))
+    count = f"{row.tensors} +{row.agreeing}" if row.agreeing else str(row.tensors)
+    return (row.rule or "(no rule)", row.value, count, *map(readable_bytes, sizes))
 
 
 def _aligned(line: tuple[str, ...], widths: list[int]) -> str:

@@ -165,11 +165,11 @@ class Resolver:
     # Borders.
 
     def _borders(self, tensors: Mapping[str, TensorLayout]) -> dict[tuple[str, Side], Border]:
-        borders = self._asked_for()
+        asked = self._asked_for()
+        borders: dict[tuple[str, Side], Border] = {}
         for name in dict.fromkeys(map(self.index.module_name, self.index.modules.values())):
-            derived = self._derived(name, tensors)
-            if derived is not None:
-                borders.setdefault((name, "output"), derived)
+            found = asked.get((name, "input")), asked.get((name, "output")) or self._derived(name, tensors)
+            borders |= {(name, border.side): border for border in found if border is not None}
         return borders
 
     def _asked_for(self) -> dict[tuple[str, Side], Border]:

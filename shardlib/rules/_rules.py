@@ -13,12 +13,13 @@ from torch import nn
 
 from shardlib._mesh import MeshLike, MeshShape
 from shardlib.errors import RuleError, nearest
+from shardlib.layout import Dim
 from shardlib.rules import _report, foreign, toml
 from shardlib.rules._layouts import AxisUse, axis_use
 from shardlib.rules._match import Entry, border_key
 from shardlib.rules._resolution import Resolution
 from shardlib.rules._resolve import Resolver
-from shardlib.rules._values import read_value, spelled
+from shardlib.rules._values import Text, Value, read_value, spelled
 from shardlib.rules.patterns import compile_pattern
 
 __all__ = ["Rules"]
@@ -182,9 +183,22 @@ class Rules:
                         f"as it stands in the rules.{nearest(key, keys)}"
                     )
 
+    def _check_names(self) -> None:
+        """A misspelt name in `axes` or `sizes` would be a dim that nothing splits."""
+        used = dict.fromkeys(name for entry in self.entries for name in _words(entry.value))
+        for option in ("axes", "sizes"):
+            for name in getattr(self, option):
+                if name not in used:
+                    raise RuleError(
+                        f'{option} names "{name}", which no layout of these rules mentions; they mention '
+                        f"{_listed(used)}. "
+                        f"Correct the name, or leave it out.{nearest(name, used)}"
+                    )
+
     def _check_options(self) -> None:
         if self.unmatched not in ("error", "replicate"):
             raise RuleError(f'unmatched is {self.unmatched!r}; give "error" or "replicate".')
+        self._check_names()
         for name, use in self.axis_uses.items():
             if wrong := [axis for axis in use.axes if not (isinstance(axis, str) and _NAME.fullmatch(axis))]:
                 raise RuleError(
@@ -199,6 +213,12 @@ class Rules:
                     "the "
                     'model, as in "config.n_head".'
                 )
+
+
+def _words(value: Value) -> Iterable[str]:
+    """The names of dims and factors that a value mentions."""
+    dims = value.layout.dims if isinstance(value, Text) else ()
+    return (factor.name for dim in dims if isinstance(dim, Dim) for factor in dim.factors)
 
 
 def _is_size(given: Any) -> bool:

@@ -177,14 +177,10 @@ class _Draft:
         if path:
             self._sized("heads", path)
             text = "(heads qkv_head)" if head_major else "(qkv heads head)"
-            why = (
-                "q, k and v lie head by head" if head_major else f'q, k and v one after the other, heads from "{path}"'
-            )
+            order = "head by head" if head_major else "one after the other"
+            why = f'q, k and v lie {order}, the number of heads is "{path}"'
         else:
-            text, why = (
-                "replicate",
-                "fused q, k and v, but no attribute tells the number of heads: say (qkv heads head)",
-            )
+            text, why = "replicate", "fused q, k and v; no attribute tells the number of heads for (qkv heads head)"
         if text.startswith("(qkv"):
             self.sizes["qkv"] = 3
         self.set(linear.name, text, why)
@@ -221,7 +217,10 @@ class _Draft:
     def mlp(self, group: list[_Linear]) -> None:
         free = [linear for linear in group if linear.name not in self.entries]
         for down in free:
-            ups = [up for up in free[: free.index(down)] if up.name not in self.entries and _widens(up, down)]
+            # A gate may be listed after the layer that narrows again; only its name tells it from the next pair.
+            gates = [up for up in free if up.parent == down.parent and up.last in _UP]
+            near = dict.fromkeys((*free[: free.index(down)], *gates))
+            ups = [up for up in near if up.name not in self.entries and _widens(up, down)]
             if not ups:
                 continue
             for up in ups:
@@ -317,11 +316,8 @@ def _widens(up: _Linear, down: _Linear) -> bool:
     if up.inputs != down.outputs or up.outputs not in (down.inputs, 2 * down.inputs):
         return False
     named = up.last in _UP and down.last in _DOWN
-    return (
-        named
-        or up.outputs == down.inputs > down.outputs
-        or (up.outputs == 2 * down.inputs and up.parent == down.parent and "gate" in up.last)
-    )
+    halves = up.outputs == 2 * down.inputs and up.parent == down.parent and "gate" in up.last
+    return named or halves or up.outputs == down.inputs > down.outputs
 
 
 def _split_by(heads: str, what: str) -> str:
