@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ __all__ = [
     "TensorMeta",
     "_StridedShard",
     "backward_id",
+    "cached_by_mesh",
     "clear_propagation_cache",
     "collective_name",
     "dispatcher",
@@ -68,6 +69,9 @@ __all__ = [
     "wrap",
 ]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def local_of(tensor: DTensor) -> torch.Tensor:
     """The local shard itself: no autograd, no copy. `to_local()` would make a view that autograd records."""
@@ -92,7 +96,21 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ..
     return local_of(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)).clone()
 
 
-@functools.lru_cache(maxsize=4096)
+_BY_MESH: list[Any] = []
+
+
+def cached_by_mesh(fn: Callable[P, R]) -> Callable[P, R]:
+    """Remember results by arguments that hold a mesh, until the mesh may stand for other process groups.
+
+    Meshes are equal when their ranks and names are, whatever their groups: those of a world that is gone, or of a dry
+    run, must not be met again.
+    """
+    cached = functools.lru_cache(maxsize=4096)(fn)
+    _BY_MESH.append(cached)
+    return cached  # type: ignore[return-value]
+
+
+@cached_by_mesh
 def _replicated_spec(mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, stride, dtype))
 
@@ -137,12 +155,18 @@ def backward_id() -> int:
 
 def forget_meshes() -> None:
     """Drop what DTensor remembers of meshes whose process groups are gone: cached propagation, the RNG tracker."""
-    _clear_sharding_prop_cache()
+    _forget_specs()
     dtensor_random._rng_tracker = None
-    _replicated_spec.cache_clear()
     torch._C._set_dtensor_allow_implicit_replication(False)
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+
+
+def _forget_specs() -> None:
+    """Everything that is looked up by mesh and holds one: an equal mesh may have other process groups."""
+    _clear_sharding_prop_cache()
+    for cached in _BY_MESH:
+        cached.cache_clear()
 
 
 def clear_propagation_cache() -> None:
@@ -202,7 +226,7 @@ def next_node_number() -> int:
 
 
 def running_node() -> tuple[int, torch.Tensor | None]:
-    """The number of the node that backward runs now (-1 between nodes), and the leaf it accumulates into, if it does."""
+    """The number of the node that backward runs now (-1 between nodes), and the leaf it accumulates into, if any."""
     node: Any = torch._C._current_autograd_node()
     return (node._sequence_nr(), getattr(node, "variable", None)) if node is not None else (-1, None)
 
@@ -268,7 +292,7 @@ def fake_world(axes: Mapping[str, int], device_type: str) -> Iterator[DeviceMesh
 
     before = {name: getattr(c10d, name) for name in _WORLD_TABLES}
     tracker = dtensor_random._rng_tracker
-    _clear_sharding_prop_cache()
+    _forget_specs()
     for name, value in before.items():
         setattr(c10d, name, _FIRST_FAKE_GROUP if isinstance(value, int) else type(value)())
     try:
@@ -280,7 +304,7 @@ def fake_world(axes: Mapping[str, int], device_type: str) -> Iterator[DeviceMesh
             c10d._unregister_process_group(name)
         for name, value in before.items():
             setattr(c10d, name, value)
-        _clear_sharding_prop_cache()
+        _forget_specs()
         dtensor_random._rng_tracker = tracker
 
 

@@ -9,7 +9,6 @@ enter that module's backward. Together they give Megatron's count: four collecti
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils import _pytree as pytree
 
+from shardlib.engine import _torch
 from shardlib.errors import InputError, LayoutError
 from shardlib.layout import Layout
 
@@ -50,13 +50,13 @@ def install_gradient_border(module: nn.Module) -> Any:
 # One hook object for all modules with the same layout: a block compiled once then serves every block like it.
 
 
-@functools.cache
+@_torch.cached_by_mesh
 def _output_hook(layout: Layout, mesh: DeviceMesh) -> Hook:
     lay_out = _laid_out(layout, mesh)
     return lambda _module, _args, output: _map_first(lay_out, output)
 
 
-@functools.cache
+@_torch.cached_by_mesh
 def _input_hook(layout: Layout, mesh: DeviceMesh) -> Hook:
     lay_out = _laid_out(layout, mesh)
     return lambda _module, args, kwargs: _map_first(lay_out, (args, kwargs))

@@ -15,7 +15,6 @@ and a plain tensor inside counts as replicated.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +77,7 @@ def install_region(module: nn.Module, mesh: DeviceMesh) -> list[Any]:
     ]
 
 
-@functools.cache
+@_torch.cached_by_mesh
 def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """One pair of hooks for all regions of a mesh: a block compiled once then serves every block like it."""
     replicated = (Replicate(),) * mesh.ndim

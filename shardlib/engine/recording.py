@@ -1,0 +1,239 @@
+"""What one rank does in a step, seen from below autograd: collectives and who caused them, gathered ops, bytes alive.
+
+A dry run and a real run are recorded by the same code, so that a prediction and a measurement differ only where the
+runs do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from shardlib._mesh import MeshShape
+from shardlib._plan.report import DryRun, Gathered, Recorded, RunPhase
+from shardlib.engine import _torch, ops
+
+__all__ = ["Recording", "record_collectives"]
+
+# The kinds of the ops of torch.ops.c10d, _c10d_functional and _dtensor. What is not listed moves no data.
+_KINDS = {
+    "all_reduce": ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "allreduce_",
+                   "allreduce_coalesced_"),
+    "all_gather": ("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced",
+                   "allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced",
+                       "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    "all_to_all": ("all_to_all_single", "alltoall_", "alltoall_base_", "shard_dim_alltoall"),
+    "broadcast": ("broadcast", "broadcast_"),
+    "reduce": ("reduce_",),
+    "gather": ("gather_",),
+    "scatter": ("scatter_",),
+    "send": ("send", "isend"),
+    "receive": ("recv_", "recv_any_source_", "irecv"),
+    "barrier": ("barrier", "monitored_barrier_"),
+}  # fmt: skip
+_KIND_OF_OP = {op: kind for kind, ops in _KINDS.items() for op in ops}
+_PAYLOADS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensors", "tensor")
+
+
+class Recording:
+    """What was recorded; it fills while the `with` block runs.
+
+    Attributes:
+        collectives: in the order in which they were issued; those of a single rank are left out.
+        gathered: ops that no proven sharding rule covered, in order.
+        start_bytes: parameters and buffers when recording began, local bytes.
+        peak_bytes: the most that was alive at any time, counting these and every tensor that an op made since.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.collectives: list[Recorded] = []
+        self.gathered: list[Gathered] = []
+        self.live = _LiveBytes()
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.live.add(_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach())
+        self.start_bytes = self.live.now
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.live.peak
+
+    def report(self) -> DryRun:
+        """The same as a value, which prints in a plan and compares."""
+        return DryRun(tuple(self.collectives), tuple(self.gathered), self.start_bytes, self.peak_bytes)
+
+
+@contextmanager
+def record_collectives(model: nn.Module, *, mesh: DeviceMesh | None = None) -> Iterator[Recording]:
+    """Record every collective that this rank issues inside the block, every gathered op, and the bytes alive.
+
+    Args:
+        model: a sharded model; collectives are put down to its modules.
+        mesh: gives axes their names; by default the mesh of the model's DTensors.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with record_collectives(model) as log:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> log.collectives, log.start_bytes
+        ([], 24)
+    """
+    recording = Recording(model)
+    axes = _GroupAxes(mesh or _mesh_of(model))
+    with (
+        ops.record() as gathered,
+        _Modules(model) as modules,
+        _Recorder(recording, modules, axes, gathered) as recorder,
+    ):
+        yield recording
+        recorder.note_gathered()
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees each op on local tensors; DTensors are let through to become such ops first."""
+
+    def __init__(
+        self, recording: Recording, modules: _Modules, axes: _GroupAxes, gathered: list[ops.GatheredOp]
+    ) -> None:
+        super().__init__()
+        self.recording, self.modules, self.axes, self.gathered = recording, modules, axes, gathered
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) or t is _torch.AsyncTensor for t in types):
+            return NotImplemented
+        self.note_gathered()
+        result = func(*args, **(kwargs or {}))
+        kind = _KIND_OF_OP.get(_torch.collective_name(func) or "")
+        if kind is not None:
+            self._record(kind, {**_torch.named_arguments(func, args), **(kwargs or {})})
+        self.recording.live.add_all(result)
+        return result
+
+    def note_gathered(self) -> None:
+        """Put what was gathered since the last op down to the module at work: gathering itself makes ops, at once."""
+        module = self.modules.place()[0] if len(self.gathered) > len(self.recording.gathered) else ""
+        for op in self.gathered[len(self.recording.gathered) :]:
+            self.recording.gathered.append(Gathered(op.op, module, op.reason))
+
+    def _record(self, kind: str, given: dict[str, Any]) -> None:
+        ranks = _torch.ranks_of_collective(given)
+        if len(ranks) > 1:
+            payload = 0 if kind == "barrier" else _bytes(next(given[name] for name in _PAYLOADS if name in given))
+            module, phase = self.modules.place()
+            what = Recorded(kind, self.axes.of(tuple(ranks)), payload, len(ranks), module, phase)
+            self.recording.collectives.append(what)
+
+
+class _Modules:
+    """Which module is at work: in forward by hooks, in backward by the numbers that autograd gives its nodes.
+
+    Autograd numbers nodes as forward makes them. A module's forward therefore owns an interval of numbers, and a
+    backward node belongs to the module with the smallest interval around its number: exact, whatever order backward
+    runs in, and without hooks on tensors.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
+        self._running: list[tuple[str, int]] = []
+        self._intervals: list[tuple[int, int, str]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Modules:
+        for module in self.model.modules():
+            self._handles.append(module.register_forward_pre_hook(self._begin, prepend=True))
+            self._handles.append(module.register_forward_hook(self._end, always_call=True))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def place(self) -> tuple[str, RunPhase]:
+        """Module and phase of the op that runs now."""
+        in_backward = _torch.backward_id() != -1
+        if self._running:
+            return self._running[-1][0], "backward" if in_backward else "forward"
+        return (self._of_node(), "backward") if in_backward else ("", "outside")
+
+    def _begin(self, module: nn.Module, _args: Any) -> None:
+        self._running.append((self.names[id(module)], _torch.next_node_number()))
+
+    def _end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        name, first = self._running.pop()
+        self._intervals.append((first, _torch.next_node_number(), name))
+
+    def _of_node(self) -> str:
+        number, parameter = _torch.running_node()
+        if parameter is not None:
+            return self.owners.get(id(parameter), "")
+        around = [(last - first, name) for first, last, name in self._intervals if first <= number < last]
+        return min(around, key=lambda item: item[0])[1] if around else ""
+
+
+class _LiveBytes:
+    """The bytes of all storages that were added and still live."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._held: dict[int, weakref.ref[Any]] = {}
+
+    def add_all(self, result: Any) -> None:
+        for leaf in (result,) if isinstance(result, torch.Tensor) else pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if is_traceable_wrapper_subclass(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key not in self._held:
+            self._held[key] = weakref.ref(storage, lambda _: self._drop(key, size))
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    def _drop(self, key: int, size: int) -> None:
+        del self._held[key]
+        self.now -= size
+
+
+class _GroupAxes:
+    """The mesh axes that a group of ranks spans."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self.shape = MeshShape.of(mesh) if mesh is not None else None
+        self._position = {rank: i for i, rank in enumerate(_torch.ranks_of_mesh(mesh))} if mesh is not None else {}
+        self._known: dict[tuple[int, ...], tuple[str, ...]] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        if ranks not in self._known:
+            self._known[ranks] = self._find(ranks)
+        return self._known[ranks]
+
+    def _find(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        if self.shape is None or not all(rank in self._position for rank in ranks):
+            return ()
+        places = [self.shape.coordinate(self._position[rank]) for rank in ranks]
+        axes = tuple(name for name in self.shape.names if len({place[name] for place in places}) > 1)
+        return axes if self.shape.only(axes).world_size == len(ranks) else ()
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh | None:
+    meshes: Iterable[DeviceMesh] = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    found = next(iter(meshes), None)
+    return _torch.root_mesh(found) if found is not None else None
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor))
