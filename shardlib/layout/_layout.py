@@ -403,7 +403,10 @@ class Layout:
         if self.partials:
             raise LayoutError(f"{context}: partial values cannot be put together. Reduce them first.")
         if len(shards) != mesh.world_size:
-            raise LayoutError(f"{context}: {len(shards)} shards were given. Give one per rank, in rank order.")
+            raise LayoutError(
+                f"{context}: shards of {len(shards)} ranks were given, the mesh has {mesh.world_size}. Give one per "
+                "rank, in rank order."
+            )
         for rank, shard in enumerate(shards):
             expected = self.local_shape(global_shape, mesh, mesh.coordinate(rank))
             if tuple(shard.shape) != expected:

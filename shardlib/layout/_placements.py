@@ -71,8 +71,8 @@ def problems(placements: Sequence[Placement], mesh: MeshShape, ndim: int) -> Ite
                 f'{placement!r} on axis "{axis}" is none of Shard, _StridedShard, Replicate and Partial',
                 "Redistribute the tensor to one of these first.",
             )
-        elif isinstance(placement, Shard | _StridedShard) and not 0 <= placement.dim < ndim:
-            yield f'dim {placement.dim} on axis "{axis}" is out of range', f"Name a dim from 0 to {ndim - 1}."
+        elif isinstance(placement, Shard | _StridedShard) and not -ndim <= placement.dim < ndim:
+            yield f'dim {placement.dim} on axis "{axis}" is out of range', "Name one of the dims that the tensor has."
 
 
 def partials_of(placements: Iterable[Placement], mesh: MeshShape) -> tuple[tuple[str, str], ...]:
@@ -87,18 +87,12 @@ def dims_of(placements: Sequence[Placement], mesh: MeshShape, names: Sequence[st
     Raises:
         ValueError: a split does not fall on a boundary of the splits before it; the text is a short fact.
     """
-    return tuple(_dim_of(_cuts_in(placements, mesh, index), name) for index, name in enumerate(names))
-
-
-def _cuts_in(placements: Sequence[Placement], mesh: MeshShape, dim: int) -> list[_Cut]:
-    pairs = zip(mesh.items(), placements, strict=True)
-    return [(axis, n, factor) for (axis, n), p in pairs if n > 1 and (factor := _factor_in(p, dim)) is not None]
-
-
-def _factor_in(placement: Placement, dim: int) -> int | None:
-    if isinstance(placement, _StridedShard):
-        return int(placement.split_factor) if placement.dim == dim else None
-    return 1 if isinstance(placement, Shard) and placement.dim == dim else None
+    cuts: list[list[_Cut]] = [[] for _ in names]
+    for (axis, n), placement in zip(mesh.items(), placements, strict=True):
+        if n > 1 and isinstance(placement, Shard | _StridedShard):
+            factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            cuts[placement.dim].append((axis, n, factor))
+    return tuple(_dim_of(cuts[index], name) for index, name in enumerate(names))
 
 
 def _dim_of(cuts: Iterable[_Cut], name: str) -> Dim:

@@ -49,13 +49,13 @@ def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
 
 def problems_in(spec: PartitionSpec, ndim: int) -> Iterator[Problem]:
     """What in a `PartitionSpec` is no layout."""
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        yield "it has unreduced or reduced axes", "Give a spec of split axes alone."
     if len(spec) > ndim:
         yield f"it has {len(spec)} entries", "Give no more entries than the tensor has dims."
     for index, entry in enumerate(spec):
         if entry is not None and not isinstance(entry, str | tuple):
             yield f"dim {index} is left to the compiler", "Name its axes, or None."
-    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
-        yield "it has unreduced or reduced axes", "Give a spec of split axes alone."
 
 
 def dims_of(spec: PartitionSpec, names: Sequence[str]) -> tuple[Dim, ...]:
