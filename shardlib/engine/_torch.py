@@ -20,11 +20,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -197,11 +196,20 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
 def local_shape_and_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """This rank's local shape, and where it begins in the global tensor (of no meaning for a fused split)."""
-    fused = any(isinstance(p, _StridedShard) for p in placements)
-    with unset_fake_temporarily():  # offsets are computed with small tensors of their own
-        found = compute_local_shape_and_global_offset(tuple(shape), mesh, tuple(placements), skip_offset=fused)
-    return tuple(found[0]), tuple(found[1])
+    """This rank's local shape, and where it begins in the global tensor (of no meaning for a fused split).
+
+    Plain arithmetic, so that it works while a block is traced, where upstream's own helper makes tensors.
+    """
+    local, offset = list(shape), [0] * len(shape)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for index, n, placement in zip(coordinate, mesh.shape, placements, strict=True):
+        if isinstance(placement, Shard | _StridedShard):
+            dim, size = placement.dim, local[placement.dim]
+            chunk = -(-size // n)
+            start = min(chunk * index, size)
+            local[dim], offset[dim] = min(chunk, size - start), offset[dim] + start
+    return tuple(local), tuple(offset)
 
 
 # Recording. `_current_autograd_node`, `_sequence_nr` and the op namespaces were seen on 2.13.0.
@@ -225,10 +233,10 @@ def next_node_number() -> int:
     return torch.autograd._get_sequence_nr()
 
 
-def running_node() -> tuple[int, torch.Tensor | None]:
-    """The number of the node that backward runs now (-1 between nodes), and the leaf it accumulates into, if any."""
+def running_node() -> int:
+    """The number of the node that backward runs now; no node of a forward has it between nodes, or at a leaf."""
     node: Any = torch._C._current_autograd_node()
-    return (node._sequence_nr(), getattr(node, "variable", None)) if node is not None else (-1, None)
+    return node._sequence_nr() if node is not None else -1
 
 
 def collective_name(op: Any) -> str | None:
