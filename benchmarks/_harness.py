@@ -1,7 +1,8 @@
 """Several ways to take the same training step, alternated step by step in one group of processes.
 
 Alternation is what makes the ratios trustworthy on a machine that does other things too: whatever slows one round
-slows every variant of that round. The order turns from round to round and runs backwards in every second one, so that
+slows every variant of that round. Processor time is shown beside it: it says what a step costs when ranks do not
+wait for each other or for a core. The order turns from round to round and runs backwards in every second one, so that
 no variant always follows the same other. A step counts with its slowest rank. Reported are the ratio of medians and
 the middle half of the ratios within single rounds.
 """
@@ -49,9 +50,10 @@ class Variant:
 
 @dataclass
 class Record:
-    """What one variant did: milliseconds of each part in each round, losses, bytes that sockets sent in each step."""
+    """What one variant did in each round: milliseconds of each part, processor time, loss, bytes that sockets sent."""
 
     ms: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    cpu_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     first_step_seconds: float = 0.0
@@ -91,10 +93,11 @@ class Trainee:
 
     def measure(self, batch: Batch) -> None:
         dist.barrier()
-        before = bytes_sent()
+        sent, cpu = bytes_sent(), time.process_time()
         loss, parts = self.step(batch)
+        self.record.cpu_ms.append(1e3 * (time.process_time() - cpu))
         dist.barrier()
-        self.record.sent.append(bytes_sent() - before)
+        self.record.sent.append(bytes_sent() - sent)
         self.record.losses.append(loss)
         for part, ms in zip(PARTS, parts, strict=True):
             self.record.ms[part].append(ms)
@@ -156,11 +159,17 @@ def check_losses(variants: list[Variant], records: dict[str, Record]) -> None:
 def table(title: str, rows: list[dict]) -> Table:
     """What `summary` returned, for the terminal."""
     with_memory = len(rows) == 1
-    columns = ["", "ms a step", "ratio", "middle half", *PARTS, "sent kB", "first step s"]
+    columns = ["", "ms a step", "ratio", "middle half", "cpu ratio", *PARTS, "sent kB", "first step s"]
     table = Table(*columns, *(["memory MB"] if with_memory else []), title=title, title_justify="left")
     for row in rows:
         low, high = row["middle_half"]
-        cells = [row["variant"], f"{row['ms']:.2f}", f"{row['ratio']:.3f}", f"{low:.3f} - {high:.3f}"]
+        cells = [
+            row["variant"],
+            f"{row['ms']:.2f}",
+            f"{row['ratio']:.3f}",
+            f"{low:.3f} - {high:.3f}",
+            f"{row['cpu_ratio']:.3f}",
+        ]
         cells += [f"{row[part]:.2f}" for part in PARTS]
         cells += [f"{row['sent_bytes'] / 1e3:,.1f}", f"{row['first_step_seconds']:.1f}"]
         table.add_row(*cells, *([f"{row['peak_megabytes']:.0f}"] if with_memory else []))
@@ -174,13 +183,15 @@ def console() -> Console:
 
 def summary(records: dict[str, Record]) -> list[dict[str, Any]]:
     """One row a variant: medians, the ratio of medians to the first, quartiles of the ratios within rounds."""
-    reference = next(iter(records.values())).steps
+    first = next(iter(records.values()))
+    reference = first.steps
     rows = []
     for name, record in records.items():
         quartiles = statistics.quantiles([a / b for a, b in zip(record.steps, reference, strict=True)], n=4)
         median = statistics.median(record.steps)
         row: dict[str, Any] = {"variant": name, "ms": median}
         row |= {"ratio": median / statistics.median(reference), "middle_half": (quartiles[0], quartiles[2])}
+        row |= {"cpu_ratio": statistics.median(record.cpu_ms) / statistics.median(first.cpu_ms)}
         row |= {part: statistics.median(record.ms[part]) for part in PARTS}
         row |= {"sent_bytes": statistics.median(record.sent), "rounds": len(reference)}
         rows.append(row | {k: getattr(record, k) for k in ("first_step_seconds", "peak_megabytes")})
@@ -247,6 +258,7 @@ def _over_ranks(record: Record) -> Record:
     slowest = max(every, key=lambda one: statistics.median(map(sum, zip(*one["ms"].values(), strict=True))))
     return Record(
         ms=slowest["ms"],
+        cpu_ms=slowest["cpu_ms"],
         losses=[sum(losses) / len(every) for losses in zip(*(one["losses"] for one in every), strict=True)],
         sent=[max(sent) for sent in zip(*(one["sent"] for one in every), strict=True)],
         first_step_seconds=max(one["first_step_seconds"] for one in every),
