@@ -59,9 +59,9 @@ def transition(
 ) -> tuple[Collective, ...]:
     """The cheapest collectives that turn a tensor laid out as `src` into one laid out as `dst`.
 
-    Laws: nothing to do costs nothing; splitting what is whole costs nothing; `cost` obeys the triangle inequality,
-    to the byte where nothing is partial and up to rounding elsewhere. Axes that neither layout names take no part,
-    although borrowing an idle axis could make a reduction cheaper, because no engine does that.
+    Laws: nothing to do costs nothing; splitting what is whole costs nothing; among layouts without pending reductions
+    `cost` obeys the triangle inequality; a pending reduction costs no more than reducing first and moving then. Axes
+    that neither layout names take no part: borrowing an idle axis could make a reduction cheaper, but no engine does.
 
     Args:
         src: the layout at hand; its partial axes are reduced where `dst` does not have them partial too.

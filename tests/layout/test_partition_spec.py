@@ -112,7 +112,7 @@ def test_forms_of_partition_specs(jax_says: Any):
         "_@(fsdp,tp) _ _",
         "vocab embed@tp",
         "P('tp', None) for a tensor of 1 dims: it has 2 entries. Give no more entries than the tensor has dims.",
-        "P(UNCONSTRAINED) for a tensor of 1 dims: dim 0 is left to the compiler. Name its axes, or None.",
+        "P(UNCONSTRAINED,) for a tensor of 1 dims: dim 0 is left to the compiler. Name its axes, or None.",
         "P('dp', unreduced={'tp'}) for a tensor of 1 dims: it has unreduced or reduced axes. Give a spec of "
         "split axes alone.",
     ]
