@@ -81,23 +81,27 @@ class GradientReducer:
         self._arrived: dict[int, Axes] = {}
         self._next = 0
         self._backward = -1
-        self._frozen = [p for p in params if not p.requires_grad]
-        self._handles = [self._listen(p) for p in params if p.requires_grad]
+        self._handles: dict[int, Any] = {}
+        self._left_out = params  # of the buckets, because they required no gradient when these were laid out
+        self.notice_unfrozen()
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
     def notice_unfrozen(self) -> None:
         """Take in parameters that have begun to require gradients since; buckets are then laid out anew."""
-        thawed = [p for p in self._frozen if p.requires_grad]
-        if thawed:
-            self._frozen = [p for p in self._frozen if not p.requires_grad]
-            self._handles += [self._listen(p) for p in thawed]
-            self._buckets, self._home, self._laid_out = [], {}, False
+        thawed = [p for p in self._left_out if p.requires_grad]
+        if not thawed:
+            return
+        for param in thawed:
+            if id(param) not in self._handles:
+                self._handles[id(param)] = param.register_post_accumulate_grad_hook(self._on_gradient)
+        self._left_out = self._frozen()
+        self._buckets, self._home, self._laid_out = [], {}, False
 
-    def _listen(self, param: torch.nn.Parameter) -> Any:
-        return param.register_post_accumulate_grad_hook(self._on_gradient)
+    def _frozen(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.params if not p.requires_grad]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -196,7 +200,7 @@ class GradientReducer:
 
     def _lay_out(self) -> None:
         """Buckets in the order in which the first backward pass made gradients, the same on all ranks."""
-        self._laid_out = True
+        self._laid_out, self._left_out = True, self._frozen()
         seen = list(self._arrived.items())
         if self.data_axes:
             seen = _first_ranks(seen, self._group(self.mesh.mesh_dim_names or ()))

@@ -46,12 +46,13 @@ def differences(
     accumulate: int = 1,
     dtype: torch.dtype = torch.float64,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    same_random: bool = False,
     **options: Any,
 ) -> dict[str, float]:
     """The largest relative difference of each kind of value over some training steps; runs on every rank.
 
     `make_batch(step)` gives positional and keyword arguments for the global batch, batch dim first. The loss must be a
-    mean over the batch.
+    mean over the batch. `same_random` lets the sharded run draw from the generator state that the reference drew from.
     """
     torch.manual_seed(0)
     reference = make_model().to(dtype)
@@ -68,7 +69,10 @@ def differences(
             o.zero_grad()
         for micro in range(accumulate):
             args, kwargs = _cast(make_batch(step * accumulate + micro), dtype)
+            state = torch.get_rng_state()
             want = loss_of(reference(*args, **kwargs)) / accumulate
+            if same_random:
+                torch.set_rng_state(state)
             args, kwargs = local_rows((args, kwargs), sl.plan_of(sharded).mesh)
             got = loss_of(sharded(*args, **kwargs)) / accumulate
             want.backward()
