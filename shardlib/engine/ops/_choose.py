@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ class Pending:
     outputs: tuple[Meta | None, ...]
     placements: tuple[Placements, ...]
     sizes: tuple[int, ...]
-    fixed: frozenset[int] = frozenset()  # operands that the op writes to, which must stay as they are
+    fixed: frozenset[int] = frozenset()  # operands that the op writes to: they stay as they are
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ def _mapped(row: Row, change: Any) -> Row:
 
 def _holds(row: Row, call: Call) -> bool:
     """Whether the shapes allow a row. Shards of unlike sizes line up only when each is even."""
+    if any(row.outs[output] != row.ins[operand] for output, operand in _returned_operands(call.op, call.names)):
+        return False
     metas = (*call.inputs, *call.outputs)
     splits = [(m, p) for m, p in zip(metas, (*row.ins, *row.outs), strict=True) if is_split(p) and m is not None]
     if any(p.dim >= m.ndim or p.dim in m.ragged for m, p in splits):
@@ -134,6 +137,24 @@ def _holds(row: Row, call: Call) -> bool:
     return all(
         m.shape[p.dim] % (call.size * getattr(p, "split_factor", 1)) == 0 and m.shape[p.dim] > 0 for m, p in splits
     ) and (not (row.parallel and fused) or len(set(sizes)) == 1)
+
+
+@functools.cache
+def _returned_operands(op: Op, names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """(output, operand) pairs of an op that returns what it wrote to."""
+    owners = {
+        alias: argument.name
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for alias in argument.alias_info.before_set
+    }
+    return tuple(
+        (output, names.index(owner))
+        for output, returned in enumerate(op._schema.returns)
+        if returned.alias_info is not None and returned.alias_info.is_write
+        for owner in {owners[alias] for alias in returned.alias_info.before_set}
+        if owner in names
+    )
 
 
 def _nowhere_empty(size: int, ranks: int) -> bool:

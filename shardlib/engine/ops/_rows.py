@@ -85,7 +85,7 @@ class Call:
         """An argument that lists dims; None and an empty list mean all of them."""
         given = self.values[name]
         ndim = self.inputs[of].ndim
-        if given is None or given == []:
+        if given is None or given == [] or ndim == 0:
             return tuple(range(ndim))
         return tuple(normal_dim(d, ndim) for d in ([given] if isinstance(given, int) else given))
 
@@ -96,8 +96,9 @@ def normal_dim(dim: int, ndim: int) -> int:
 
 @dataclass(frozen=True)
 class Local:
-    """What a rank knows when it runs a row: its local shapes, after redistribution."""
+    """What a rank knows when it runs a row: shapes after redistribution, local ones, and the inputs' global ones."""
 
+    wholes: tuple[tuple[int, ...], ...]
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...] | None, ...]
 

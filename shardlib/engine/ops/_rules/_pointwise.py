@@ -100,7 +100,6 @@ _UNTAGGED = (
     "special_log_softmax_",
     "threshold_",
     "exponential",
-    "bucketize.Tensor",
     "nan_to_num_",
     "angle",
     "sgn_",
@@ -130,7 +129,8 @@ def _aligned(meta: Meta, dim: int, shape: tuple[int, ...]) -> int | None:
 
 def _additive(call: Call) -> Iterable[Row]:
     yield from pointwise_rows(call)
-    yield row([P], [P] * len(call.inputs))
+    if not isinstance(call.values.get("other"), int | float | complex):
+        yield row([P], [P] * len(call.inputs))
 
 
 def _bilinear(call: Call) -> Iterable[Row]:

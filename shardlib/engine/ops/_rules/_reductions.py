@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardlib.engine.ops._rows import Call, Here, Op, P, R, Row, S, aten, row, rule
+from shardlib.engine.ops._rows import Call, Here, Op, P, Row, S, aten, row, rule
 
 __all__: list[str] = []
 
@@ -71,22 +71,23 @@ def _local_share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: 
             "topk",
             "flip",
             "roll",
-            "_cummax_helper",
-            "renorm",
         ),
     )
 )
 def along_dim(call: Call) -> Iterable[Row]:
     """One dim (or several) is mixed, the shape of the others is kept."""
-    if "dims" in call.values:
-        dims = call.dims("dims")
-    else:
-        dims = call.dims() if call.inputs[0].ndim else ()
+    dims = call.dims("dims" if "dims" in call.values else "dim")
     if call.op._schema.name == "aten::roll" and not call["dims"]:
         return
     yield from untouched(call, dims, keep=True)
     if call.op._schema.name in {"aten::cumsum", "aten::flip", "aten::roll"}:
         yield row([P], [P])
+
+
+@rule(aten("renorm"))
+def renorm(call: Call) -> Iterable[Row]:
+    """Norms of the slices along one dim: slices may be split among ranks, not cut."""
+    yield row([S(call.dim())], [S(call.dim())])
 
 
 @rule(aten("_softmax_backward_data"), aten("_log_softmax_backward_data"))

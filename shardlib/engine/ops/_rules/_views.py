@@ -223,8 +223,8 @@ def _parts(call: Call, dim: int, borders: Sequence[tuple[int, int]]) -> Iterator
     now = call.current[0]
     if _is_split(now) and now.dim == dim:
         group = call.inputs[0].shape[dim] // _turns(now)
-        whole = [start % group == 0 and end % group == 0 and end > start for start, end in borders]
-        if all(whole) and group % call.size == 0:
+        whole = [group > 0 and start % group == 0 and end % group == 0 and end > start for start, end in borders]
+        if group and all(whole) and group % call.size == 0:
             outs = [_split(dim, (end - start) // group) for start, end in borders]
             yield row(outs, [now], parallel=False)
 
@@ -232,12 +232,11 @@ def _parts(call: Call, dim: int, borders: Sequence[tuple[int, int]]) -> Iterator
 def _local_part(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
     """slice(x, dim, start, end, step) on a fused split: the borders shrink as the dim does."""
     dim = args[1] if len(args) > 1 else 0
-    spec = args[0]
-    whole, mine = spec.tensor_meta.shape[dim], local.inputs[0][dim]
+    whole, mine = local.wholes[0][dim], local.inputs[0][dim]
     if whole == mine:
         return op, args
     start, end = _range(args[2:4], whole)
-    return op, [spec, dim, start * mine // whole, end * mine // whole, *args[4:]]
+    return op, [args[0], dim, start * mine // whole, end * mine // whole, *args[4:]]
 
 
 def _range(given: Sequence[Any], size: int) -> tuple[int, int]:

@@ -1,0 +1,119 @@
+"""Views that had to be redistributed are copies; here they are kept equal to what they are views of.
+
+A view of a DTensor shares the local storage of its base, unless taking it needs communication: a slice of a split
+dim, a `view` that breaks a split dim up. Such a view is a copy. Autograd and the user still take it for a view, so
+writing to it must reach the base, and writing to the base must reach it. Both carry a `WatchedSpec`, which differs
+from every other spec in DTensor's caches: an op that writes to either comes to our policy each time, and ends with
+`after_write`.
+
+Each view of a watched tensor remembers how it was taken (`_Link`). A write goes up along the links to the first base,
+and from there down to every copy. All ranks take the same steps: what is communicated depends on links alone, never
+on which Python objects happen to be alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from shardlib.engine._torch import DTensorSpec
+from shardlib.engine.ops._operands import Operands, redistributed, spec_like, whole
+from shardlib.engine.ops._rows import Op
+
+__all__ = ["WatchedSpec", "after_write", "link_views", "watched"]
+
+
+class WatchedSpec(DTensorSpec):
+    """The spec of a tensor that has, or is, a view that does not share its local storage."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WatchedSpec) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((WatchedSpec, super().__hash__()))
+
+
+@dataclass
+class _Link:
+    """How a view was taken, and whether it is a copy."""
+
+    source: DTensor
+    op: Op
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: int
+    copied: bool
+
+    def replay(self, source: torch.Tensor) -> torch.Tensor:
+        """The same view of a plain tensor."""
+        args, kwargs = pytree.tree_map(lambda x: source if x is self.source else x, (self.args, self.kwargs))
+        return pytree.tree_leaves(self.op(*args, **kwargs))[self.output]
+
+
+@dataclass
+class _Family:
+    """A watched tensor's own link, and its views."""
+
+    link: _Link | None = None
+    views: list[weakref.ref[DTensor]] = field(default_factory=list)
+
+
+def watched(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and isinstance(tensor._spec, WatchedSpec)
+
+
+def link_views(operands: Operands, result: Any, *, copied: bool) -> None:
+    """Remember that `result` holds views of the viewed operand: copies of it, or of a watched one."""
+    (i,) = operands.viewed
+    source = operands.tensors[i]
+    if not isinstance(source, DTensor):
+        return
+    for output, view in enumerate(pytree.tree_leaves(result)):
+        link = _Link(source, operands.op, operands.args, operands.kwargs, output, copied)
+        _family(view).link = link
+        _family(source).views.append(weakref.ref(view))
+
+
+def after_write(tensor: torch.Tensor) -> None:
+    """Bring the base and all its views to what was written to one of them."""
+    assert isinstance(tensor, DTensor)
+    values = redistributed(tensor._local_tensor, tensor._spec, whole(tensor.device_mesh))
+    while (link := _family(tensor).link) is not None:
+        base = link.source
+        full = redistributed(base._local_tensor, base._spec, whole(base.device_mesh)).clone()
+        if link.copied:
+            link.replay(full).copy_(values)
+            _store(base, full)
+        tensor, values = base, full
+    _refresh(tensor, values)
+
+
+def _refresh(tensor: DTensor, values: torch.Tensor) -> None:
+    for reference in _family(tensor).views:
+        view = reference()
+        link = None if view is None else _family(view).link
+        if view is not None and link is not None:
+            new = link.replay(values)
+            if link.copied:
+                _store(view, new)
+            _refresh(view, new)
+
+
+def _store(tensor: DTensor, values: torch.Tensor) -> None:
+    spec = spec_like(tensor.device_mesh, whole(tensor.device_mesh), values)
+    tensor._local_tensor.copy_(redistributed(values, spec, tensor._spec.placements))
+
+
+def _family(tensor: DTensor) -> _Family:
+    """A tensor's family; from the first time on, the tensor is watched."""
+    family = tensor.__dict__.get("_shardlib_family")
+    if family is None:
+        family = tensor.__dict__["_shardlib_family"] = _Family()
+        spec = tensor._spec
+        tensor._spec = WatchedSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)
+    return family

@@ -1,0 +1,134 @@
+"""One call of an op, taken apart: its tensors, flat, with their specs, and the way back to args and kwargs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils import _pytree as pytree
+
+from shardlib.engine._torch import DTensorSpec, TensorMeta, redistribute_local
+from shardlib.engine.ops._rows import Op
+from shardlib.errors import ShardingError
+
+__all__ = ["Operands", "arguments_by_name", "redistributed", "spec_like", "whole"]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of one call. Plain tensors count as replicated."""
+
+    op: Op
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mesh: DeviceMesh
+    leaves: tuple[Any, ...]
+    tree: Any
+    at: tuple[int, ...]  # positions of tensors among the leaves
+    specs: tuple[DTensorSpec, ...]
+
+    @classmethod
+    def of(cls, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Operands:
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        at = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        specs = tuple(_spec(leaves[i], mesh, op) for i in at)
+        return cls(op, args, kwargs, mesh, tuple(leaves), tree, at, specs)
+
+    @functools.cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.leaves[i] for i in self.at)
+
+    @functools.cached_property
+    def positional(self) -> int:
+        """How many of the tensors are positional arguments; they come first."""
+        return len(self.at) - sum(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(self.kwargs))
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The schema argument that each tensor belongs to."""
+        args, kwargs = self._numbered()
+        named = [(a.name, value) for a, value in zip(self.op._schema.arguments, args, strict=False)]
+        owner = {leaf: name for name, value in (*named, *kwargs.items()) for leaf in pytree.tree_leaves(value)}
+        return tuple(owner[i] for i in self.at)
+
+    @functools.cached_property
+    def written(self) -> frozenset[int]:
+        """Which tensors the op writes to."""
+        return frozenset(self.at.index(i) for i in self._leaves_of(lambda alias: alias.is_write))
+
+    @functools.cached_property
+    def viewed(self) -> frozenset[int]:
+        """Which tensors the op returns views of."""
+        return frozenset(self.at.index(i) for i in self._leaves_of(lambda alias: not alias.is_write))
+
+    @functools.cached_property
+    def all_whole(self) -> bool:
+        return all(isinstance(p, Replicate) for spec in self.specs for p in spec.placements)
+
+    def rebuilt(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Args and kwargs with other values in the places of the tensors."""
+        leaves = list(self.leaves)
+        for i, tensor in zip(self.at, tensors, strict=True):
+            leaves[i] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        return list(args), kwargs
+
+    def local(self, placements: Sequence[tuple[Placement, ...]]) -> list[torch.Tensor]:
+        """The local tensors, redistributed. An operand that stays is its own local tensor, not a copy."""
+        return [
+            redistributed(_local(tensor), spec, want)
+            for tensor, spec, want in zip(self.tensors, self.specs, placements, strict=True)
+        ]
+
+    def _numbered(self) -> tuple[Any, Any]:
+        return pytree.tree_unflatten(list(range(len(self.leaves))), self.tree)
+
+    def _leaves_of(self, wanted: Any) -> list[int]:
+        args, kwargs = self._numbered()
+        values = arguments_by_name(self.op, args, kwargs)
+        tensors = set(self.at)
+        chosen = [a for a in self.op._schema.arguments if a.alias_info is not None and wanted(a.alias_info)]
+        return [leaf for a in chosen for leaf in pytree.tree_leaves(values[a.name]) if leaf in tensors]
+
+
+def arguments_by_name(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by their schema names, defaults filled in."""
+    return {
+        argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(op._schema.arguments)
+    }
+
+
+def whole(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    return (Replicate(),) * mesh.ndim
+
+
+def spec_like(mesh: DeviceMesh, placements: tuple[Placement, ...], tensor: torch.Tensor) -> DTensorSpec:
+    """A spec for a tensor of this global shape."""
+    return DTensorSpec(
+        mesh, placements, tensor_meta=TensorMeta(torch.Size(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    )
+
+
+def redistributed(local: torch.Tensor, spec: DTensorSpec, want: tuple[Placement, ...]) -> torch.Tensor:
+    return redistribute_local(local, spec, DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _spec(tensor: torch.Tensor, mesh: DeviceMesh, op: Op) -> DTensorSpec:
+    if not isinstance(tensor, DTensor):
+        return spec_like(mesh, whole(mesh), tensor)
+    if tensor.device_mesh != mesh:
+        raise ShardingError(
+            f"{op} was given DTensors on two meshes, {mesh} and {tensor.device_mesh}; an op works on one mesh. "
+            "Redistribute one of them, or take its full_tensor()."
+        )
+    return tensor._spec
