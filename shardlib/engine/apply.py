@@ -235,7 +235,9 @@ class _Build:
         whole = {b.module for b in self.plan.borders if b.side == "output" and b.layout is not None}
         laid_out = {b.module for b in self.plan.borders if b.layout is not None and self._is_split(b.layout)}
         tied = [[_owner(name) for name in row.tied] for row in self.plan.rows if len(row.tied) > 1]
-        return find_regions(split, whole, laid_out, tied)
+        look_ups = [name for name in split if isinstance(self.model.get_submodule(name), nn.Embedding | nn.EmbeddingBag)]
+        asked = [b.module for b in self.plan.borders if b.layout is not None and b.rule is not None]
+        return find_regions(split, whole, laid_out, tied, alone=look_ups, asked=asked)
 
     def _by_any_name(self) -> Iterator[tuple[str, Row]]:
         for name, _ in (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()):

@@ -18,6 +18,9 @@ def find_regions(
     closing: Collection[str],
     laid_out: Collection[str] = (),
     owners: Iterable[Collection[str]] = (),
+    *,
+    alone: Collection[str] = (),
+    asked: Iterable[str] = (),
 ) -> list[str]:
     """Names of the modules at whose borders plain tensors become DTensors and back.
 
@@ -26,13 +29,15 @@ def find_regions(
         closing: those of them whose output is whole once it is summed over the model axes.
         laid_out: modules whose activations a rule lays out over model axes; then the whole model is one region.
         owners: for each tied parameter, the modules that own it.
+        alone: those of `split` that take no split activation, and so close over nothing but themselves.
+        asked: modules that a rule gives a border of their own.
 
     >>> find_regions(["b.attn.q", "b.attn.o", "b.mlp.up", "b.mlp.down", "head"], {"b.attn.o", "b.mlp.down"})
     ['b.attn', 'b.mlp', 'head']
     """
     if laid_out:
         return [""]
-    regions = _outermost(_close(split, closing))
+    regions = _outermost([*_close([name for name in split if name not in alone], closing), *alone, *asked])
     tied = [owner for group in owners if any(inside(o, regions) for o in group) for owner in group]
     return _outermost(regions + [owner for owner in tied if not inside(owner, regions)])
 
@@ -50,6 +55,8 @@ def _close(split: Sequence[str], closing: Collection[str]) -> list[str]:
     regions: list[str] = []
     opened: list[str] = []
     for module in split:
+        if inside(module, regions):
+            continue
         if module not in closing:
             opened.append(module)
             continue
