@@ -46,8 +46,7 @@ def load(name: str | Path) -> Rules:
     if name not in files:
         raise RuleError(
             f'No layout file is called "{name}"; there are {", ".join(f"{known!r}" for known in files)}. Use one of '
-            "them, "
-            f"or give the path of a file that ends in .toml.{nearest(name, files)}"
+            f"them, or give the path of a file that ends in .toml.{nearest(name, files)}"
         )
     return files[name]
 
@@ -73,8 +72,8 @@ def for_model(model: nn.Module) -> Rules:
     rules = suggest(model)
     warnings.warn(
         f"No layout file is for {type(model).__module__}.{type(model).__qualname__} and it carries no plan. These "
-        "rules "
-        f"were suggested from its modules; `shardlib init` writes them to a file to be checked:\n{rules.to_toml()}",
+        "rules were suggested from its modules; `shardlib init` writes them to a file to be "
+        f"checked:\n{rules.to_toml()}",
         SuggestedLayoutWarning,
         stacklevel=2,
     )
@@ -87,8 +86,7 @@ def _files_for(cls: type) -> list[str]:
     if len(names) > 1:
         raise RuleError(
             f"Layout files {' and '.join(map(repr, names))} are both for {cls.__module__}.{cls.__qualname__}. Choose "
-            "one "
-            f"with shardlib.layouts.load({names[0]!r})."
+            f"one with shardlib.layouts.load({names[0]!r})."
         )
     return names
 

@@ -92,8 +92,7 @@ class LayoutMaker:
             case Role(name):
                 raise RuleError(
                     f'Rule {entry}: "{name}" is a role of a module, and this key names a border. Lay the activation '
-                    "out "
-                    'as text, as in "batch seq embed@tp", or by placement.'
+                    'out as text, as in "batch seq embed@tp", or by placement.'
                 )
             case _:
                 return self._on_mesh(entry, _border_of_placements(entry, self._placements(entry)))
@@ -116,7 +115,7 @@ class LayoutMaker:
                 named = registered.dims(attribute, len(shape)) if registered else None
                 if registered is None or named is None:
                     raise self._unknown_tensor(entry, name, shape)
-                dims = self._split(named, *self._role(entry, registered))
+                dims = _split(named, self._role(entry, name, registered))
             case Text(_, layout):
                 return self._fit(entry, name, shape, self._with_axes(entry, layout), sizes)
             case _:
@@ -148,43 +147,30 @@ class LayoutMaker:
         primary = next(attr for attr in registered.tensors if attr in known)
         match entry.value:
             case Role():
-                target, use = self._role(entry, registered)
-                return lambda attr: self._split(known[attr], target, use)
+                target = self._role(entry, module_name, registered)
+                return lambda attr: _split(known[attr], target)
             case Text(_, layout):
                 layout = self._with_axes(entry, layout)
                 if (lone := _lone_factor(layout)) and lone.name in registered.names:
-                    return lambda attr: self._split(known[attr], lone.name, AxisUse(lone.axes, lone.optional))
+                    return lambda attr: _split(known[attr], lone)
                 dims = _dims_of_text(entry, module_name, layout, registered, known[primary])
             case _:
                 dims = self._place(entry, self.index.own[module_name][primary], known[primary])
         by_name = {name: dim for name, dim in zip(known[primary], dims, strict=True) if name != "_"}
         return lambda attr: dims if attr == primary else tuple(by_name.get(n) or _plain(n) for n in known[attr])
 
-    def _role(self, entry: Entry, registered: ModuleDims) -> tuple[str, AxisUse]:
-        """The dim that a role splits, and how."""
-        use = AxisUse((self.default_axis,))
-        if entry.value == Role("colwise") and registered.output is not None:
-            return registered.output, use
-        if entry.value == Role("rowwise") and len(registered.contracted) == 1:
-            return registered.contracted[0], use
-        role, what = (
-            ('"colwise" splits the output features', f"its output features are {_quoted_or_none(registered.output)}")
-            if entry.value == Role("colwise")
-            else ('"rowwise" splits the dim that is summed over', f"it sums over {_listed(registered.contracted)}")
-        )
+    def _role(self, entry: Entry, name: str, registered: ModuleDims) -> Factor:
+        """The dim that a role splits."""
+        if entry.value == Role("colwise"):
+            found, what = [registered.output] if registered.output else [], "output features"
+        else:
+            found, what = list(registered.contracted), "dim that is summed over"
+        if len(found) == 1:
+            return Factor(found[0], (self.default_axis,))
+        which = f"several are: {_listed(found)}" if found else "none of them is"
         raise RuleError(
-            f"Rule {entry}: {role}, but of a module with the dims {_spelled(registered)} {what}. Name the dim in a "
-            "text, "
-            'as in "dim@tp", or use "replicate".'
-        )
-
-    def _split(self, named: tuple[str, ...], target: str, use: AxisUse) -> Dims:
-        """Registered dims, with one name split."""
-        layout = Layout.parse(" ".join(named))
-        return tuple(
-            Dim(tuple(replace(f, axes=use.axes, optional=use.optional) if f.name == target else f for f in dim.factors))
-            for dim in layout.dims
-            if isinstance(dim, Dim)
+            f'Rule {entry} splits the {what} of "{name}", whose dims are {_spelled(registered)}; {which}. Name a dim '
+            f'in a text, as in "dim@{self.default_axis}", or use "replicate".'
         )
 
     def _place(self, entry: Entry, name: str, named: tuple[str, ...]) -> Dims:
@@ -288,10 +274,19 @@ class LayoutMaker:
 
     def _unknown_tensor(self, entry: Entry, name: str, shape: tuple[int, ...]) -> RuleError:
         return RuleError(
-            f'Rule {entry} gives a role to "{name}", global shape {shape}, whose dims are not known. Name its dims '
-            "in a "
-            'text, as in "out@tp in", or give a placement such as Shard(0).'
+            f'Rule {entry} gives a role to "{name}", global shape {shape}, whose dims are not known. Name its dims in '
+            'a text, as in "out@tp in", or give a placement such as Shard(0).'
         )
+
+
+def _split(named: tuple[str, ...], target: Factor) -> Dims:
+    """Registered dims, with the factor of that name split."""
+    dims = Layout.parse(" ".join(named)).dims
+    return tuple(
+        Dim(tuple(target if factor.name == target.name else factor for factor in dim.factors))
+        for dim in dims
+        if isinstance(dim, Dim)
+    )
 
 
 def _dims_of_text(
@@ -303,11 +298,11 @@ def _dims_of_text(
         if output is not None:
             return tuple(_only(layout) if at == output else _plain(name) for at, name in enumerate(primary))
     if layout.ndim is not None and layout.ndim != len(primary):
+        whole = f'all {len(primary)} dims of its weight, "{" ".join(primary)}"'
+        either = f'its output features ("{registered.output}") or {whole}' if registered.output else whole
         raise RuleError(
-            f'Rule {entry}: it names {layout.ndim} dims, and for module "{module_name}" a text names its output '
-            "features "
-            f'({_quoted_or_none(registered.output)}) or all {len(primary)} dims of its weight, "{" ".join(primary)}". '
-            "Write one of the two, or name a parameter."
+            f'Rule {entry}: it names {layout.ndim} dim{"s" * (layout.ndim > 1)}, but for module "{module_name}" a text '
+            f"names {either}. Write that, or name a parameter."
         )
     dims = tuple(dim for dim in layout.with_ndim(len(primary)).dims if isinstance(dim, Dim))
     _refuse_swapped(entry, module_name, tuple(dim.name for dim in dims), primary)
@@ -317,9 +312,8 @@ def _dims_of_text(
 def _refuse_swapped(entry: Entry, module_name: str, given: tuple[str, ...], primary: tuple[str, ...]) -> None:
     if given != primary and sorted(given) == sorted(primary):
         raise RuleError(
-            f'Rule {entry}: it names the dims "{" ".join(given)}", but the weight of module "{module_name}" is '
-            "stored as "
-            f'"{" ".join(primary)}". Write them in that order.'
+            f'Rule {entry}: it names the dims "{" ".join(given)}", but the weight of module "{module_name}" is stored '
+            f'as "{" ".join(primary)}". Write them in that order.'
         )
 
 
@@ -412,10 +406,6 @@ def _spelled(registered: ModuleDims) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     return " and ".join(f'"{name}"' for name in names) or "no dim"
-
-
-def _quoted_or_none(name: str | None) -> str:
-    return f'"{name}"' if name else "not among them"
 
 
 def _example(shapes: Mapping[str, tuple[int, ...]]) -> str:

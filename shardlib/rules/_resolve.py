@@ -14,7 +14,7 @@ from shardlib._mesh import MeshShape
 from shardlib.errors import RuleError, nearest
 from shardlib.layout import Dim, Layout
 from shardlib.rules._layouts import AxisUse, LayoutMaker
-from shardlib.rules._match import Entry, Match, Matcher
+from shardlib.rules._match import Entry, Match, Matcher, border_key
 from shardlib.rules._model import Leaf, ModelIndex, readable_bytes, summary
 from shardlib.rules._resolution import Border, Resolution, Side, TensorLayout
 from shardlib.rules._values import Placed, Role, Text
@@ -220,17 +220,12 @@ class Resolver:
         within = f"; inside it are {summary(shapes)}" if shapes else ""
         return RuleError(
             f'Rule {entry} names module "{containers[0]}" ({type(self.index.modules[containers[0]]).__qualname__}), '
-            "which "
-            f'has no parameters of its own{within}. Name what is inside; "{entry.key}.**" names all of it.'
+            f'which has no parameters of its own{within}. Name what is inside; "{entry.key}.**" names all of it.'
         )
 
     def _matches_nothing(self, entry: Entry) -> RuleError:
         shapes = {name: tuple(leaf.tensor.shape) for name, leaf in self.index.leaf.items()}
-        sides = (
-            " A key that ends in .input or .output names a border of a module."
-            if entry.section == "activations"
-            else ""
-        )
+        sides = " A key that ends in .input or .output names a border of a module." if border_key(entry.key) else ""
         return RuleError(
             f"Rule {entry} matches nothing in {type(self.index.model).__qualname__}, which has {summary(shapes)}."
             f"{sides} Correct the pattern, remove the rule, or list it in optional=(...)."
@@ -240,9 +235,11 @@ class Resolver:
     def _nearest(self, key: str) -> str:
         if key.startswith("re:"):
             return ""
-        length = key.count(".") + 1
-        endings = dict.fromkeys(".".join(name.split(".")[-length:]) for name in self.matcher.nearest_names())
-        return nearest(key.removeprefix("^"), endings)
+        border = border_key(key)
+        base, side = (str(border[0]), f".{border[1]}") if border else (key, "")
+        length = base.count(".") + 1
+        endings = dict.fromkeys(".".join(name.split(".")[-length:]) + side for name in self.matcher.nearest_names())
+        return nearest(base.removeprefix("^") + side, endings)
 
 
 def axes_mentioned(entry: Entry, rules: Rules) -> tuple[str, ...]:
@@ -271,9 +268,9 @@ def _check_axes(rules: Rules, mesh: MeshShape) -> None:
             if axis not in mesh and axis not in declared:
                 raise RuleError(
                     f'Rule {entry}: axis "{axis}" is neither on the mesh, which has {_quoted(mesh.names)}, nor '
-                    "declared "
-                    f"by the rules, which have {_quoted(declared)}. Correct the name; if a mesh may lack the axis, "
-                    f'declare it, as in axes={{"name of a dim": "{axis}"}}.{nearest(axis, (*mesh.names, *declared))}'
+                    f"declared by the rules, which have {_quoted(declared)}. Correct the name; if a mesh may lack the "
+                    "axis, declare it, as in "
+                    f'axes={{"name of a dim": "{axis}"}}.{nearest(axis, (*mesh.names, *declared))}'
                 )
 
 

@@ -179,8 +179,7 @@ class Rules:
                 if key not in keys:
                     raise RuleError(
                         f'{option} names "{key}", which is no key of the rules; they have {_listed(keys)}. Write the '
-                        "key "
-                        f"as it stands in the rules.{nearest(key, keys)}"
+                        f"key as it stands in the rules.{nearest(key, keys)}"
                     )
 
     def _check_names(self) -> None:
@@ -203,15 +202,13 @@ class Rules:
             if wrong := [axis for axis in use.axes if not (isinstance(axis, str) and _NAME.fullmatch(axis))]:
                 raise RuleError(
                     f'axes gives dim "{name}" the axis {wrong[0]!r}, which is no axis name. Give one, as in "tp" (or '
-                    '"tp?" '
-                    'to split only where it divides), or several, as in ("fsdp", "tp").'
+                    '"tp?" to split only where it divides), or several, as in ("fsdp", "tp").'
                 )
         for name, size in self.sizes.items():
             if not _is_size(size):
                 raise RuleError(
                     f'sizes gives "{name}" the size {size!r}. Give a positive number, or the path of an attribute of '
-                    "the "
-                    'model, as in "config.n_head".'
+                    'the model, as in "config.n_head".'
                 )
 
 

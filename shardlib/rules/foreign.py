@@ -282,8 +282,7 @@ def _border(draft: _Draft, key: str, side: str, layouts: Iterable[Placement | No
         what = ", ".join(map(repr, given))
         raise RuleError(
             f'The plan wants the {side}s of "{key.removeprefix("^")}" as {what}; a module border has one layout, '
-            "whole or "
-            "split. Lay out the modules that these tensors come from or go to instead."
+            "whole or split. Lay out the modules that these tensors come from or go to instead."
         )
     if given:
         draft.activations[f"^{side}" if key == "^" else f"{key}.{side}"] = given[0]

@@ -95,8 +95,7 @@ def _checked(where: str, key: str, given: Any) -> Any:
     if key not in known:
         raise RuleError(
             f'{where}: "{key}" is no key of a layout file, which may have {_listed(known)}. Correct it, or move it '
-            "into "
-            f"[params] if it is a pattern.{nearest(key, known)}"
+            f"into [params] if it is a pattern.{nearest(key, known)}"
         )
     wanted = _PLAIN.get(key, dict)
     if not isinstance(given, wanted):
