@@ -1,1 +1,101 @@
+"""`shardlib plan | check | explain | init`: plans and layout files from the command line, without processes or values.
 
+Exit codes: 0 fine, 1 the layout does not do what was asked of it, 2 what was typed names nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from shardlib.cli import commands
+from shardlib.cli.models import FORMS, UsageError
+from shardlib.errors import MeshError, ShardlibError
+from shardlib.layouts import SuggestedLayoutWarning
+
+__all__ = ["main"]
+
+_MODEL = f"the model: {FORMS}"
+_LAYOUT = "name or path of a layout file (by default the one for the model's class, or what its own tp_plan says)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    >>> main(["plan", "torch.nn:Identity", "--mesh", "nonsense"])  # doctest: +SKIP
+    2
+    """
+    options = _parser().parse_args(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn  # type: ignore[assignment]
+        warnings.simplefilter("default", SuggestedLayoutWarning)
+        try:
+            return options.run(options)
+        except ShardlibError as error:
+            _report(error, as_json=options.json)
+            return 2 if isinstance(error, UsageError | MeshError) else 1
+
+
+def _warn(message: Warning | str, *_where: object) -> None:
+    print(f"shardlib: {message}", file=sys.stderr)
+
+
+def _report(error: ShardlibError, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}}, indent=2))
+    else:
+        print(f"shardlib: {error}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardlib", description=__doc__.splitlines()[0] if __doc__ else None)
+    subparsers = parser.add_subparsers(required=True, metavar="{plan,check,explain,init}")
+    _add_plan(_command(subparsers, "plan", commands.plan, "how every tensor of a model lies on a mesh"))
+    _add_check(_command(subparsers, "check", commands.check, "does a layout file fit a model?"))
+    _add_explain(_command(subparsers, "explain", commands.explain, "which rule decides about a tensor or module"))
+    _add_init(_command(subparsers, "init", commands.init, "write a first layout file for a model"))
+    return parser
+
+
+def _command(subparsers: Any, name: str, run: object, help: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, description=help)
+    parser.add_argument("model", help=_MODEL)
+    parser.add_argument("--json", action="store_true", help="print JSON, errors too")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mesh", required=True, help='axes and sizes, as in "dp=2,tp=4"')
+    parser.add_argument("--layout", help=_LAYOUT)
+    parser.add_argument(
+        "--example",
+        action="append",
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="an input of one data rank, as in 2x128 or ids=2x128:int64 (the default dtype), once for each input: "
+        "dry-run a training step and report its collectives and memory",
+    )
+    parser.add_argument("--diff", metavar="FILE", help="show what changes from a plan that was written by --json")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
+    parser.add_argument("--all", action="store_true", help="a line for every tensor: do not fold repeated blocks")
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mesh", default="tp=2", help='axes and sizes (default "tp=2")')
+    parser.add_argument("--layout", help=_LAYOUT)
+    parser.add_argument("--expect", metavar="FILE", help="fail unless the plan is the one in this file (plan --json)")
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="a parameter, a buffer, a module, or a border such as blocks.0.output")
+    parser.add_argument("--mesh", help="axes and sizes; with it, what a rank holds is told")
+    parser.add_argument("--layout", help=_LAYOUT)
+
+
+def _add_init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write (default: to the terminal)")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")

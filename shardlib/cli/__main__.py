@@ -1,0 +1,9 @@
+"""`python -m shardlib.cli`."""
+
+from __future__ import annotations
+
+import sys
+
+from shardlib.cli import main
+
+sys.exit(main())

@@ -1,0 +1,188 @@
+"""What each command does: from parsed options to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from shardlib import layouts, rules
+from shardlib._plan import Plan
+from shardlib._plan.text import plain
+from shardlib.cli.models import UsageError, load_model
+from shardlib.engine import dryrun
+from shardlib.errors import ShardlibError, nearest
+from shardlib.rules import Rules
+
+__all__ = ["check", "explain", "init", "plan"]
+
+_EXAMPLE = re.compile(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?")
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Print a plan, or what changes from an earlier one."""
+    model = load_model(options.model)
+    made = dryrun.plan(model, options.mesh, _rules(options, model), example=_example(options.example))
+    if options.html:
+        made.html(options.html)
+    if options.diff:
+        return _print_diff(_saved(options.diff).diff(made), options)
+    if options.json:
+        print(made.to_json(), end="")
+    else:
+        _show(made, fold=not options.all)
+    return 0
+
+
+def check(options: argparse.Namespace) -> int:
+    """Say whether a layout fits a model: what is wrong, what deserves a look, and what each rule covers."""
+    model = load_model(options.model)
+    chosen = _rules(options, model)
+    problems, remarks = _findings(options, model, chosen)
+    covered = chosen.coverage(model)
+    if options.json:
+        rows = [dataclasses.asdict(row) for row in covered.rows]
+        print(json.dumps({"ok": not problems, "problems": problems, "remarks": remarks, "coverage": rows}, indent=2))
+    else:
+        print(covered)
+        for title, lines in (("remark", remarks), ("problem", problems)):
+            for line in lines:
+                print(f"\n{title}: {line}")
+        print(f"\n{'The layout does not fit' if problems else 'The layout fits'} {options.model} on {options.mesh}.")
+    return 1 if problems else 0
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Tell which rules speak about a name and what follows."""
+    model = load_model(options.model)
+    told = _rules(options, model).explain(options.name, model, options.mesh)
+    print(json.dumps({"name": options.name, "explanation": told.splitlines()}, indent=2) if options.json else told)
+    return 0
+
+
+def init(options: argparse.Namespace) -> int:
+    """Write a first layout file."""
+    suggested = rules.suggest(load_model(options.model))
+    text = suggested.to_toml()
+    if options.output:
+        _write_new(Path(options.output), text, force=options.force)
+    if options.json:
+        print(json.dumps({"file": options.output, "toml": text, "notes": dict(suggested.notes)}, indent=2))
+    elif options.output:
+        print(f"Wrote {options.output}. Read the lines marked as guesses, then run: {_next(options)}")
+    else:
+        print(text, end="")
+    return 0
+
+
+def _findings(options: argparse.Namespace, model: nn.Module, chosen: Rules) -> tuple[list[str], list[str]]:
+    try:
+        made = dryrun.plan(model, options.mesh, chosen)
+    except ShardlibError as error:
+        return [str(error)], []
+    problems = []
+    if options.expect and (changes := _saved(options.expect).diff(made)):
+        problems.append(f'The plan is not the one in "{options.expect}":\n{changes}')
+    return problems, _remarks(made)
+
+
+def _remarks(made: Plan) -> list[str]:
+    uneven = [row.name for row in made.rows if row.stored.uneven_dims(row.global_shape, made.mesh)]
+    unruled = [row for row in made.rows if row.rule is None and row.kind == "parameter"]
+    remarks = []
+    if uneven:
+        remarks.append(f"{len(uneven)} tensors are cut into pieces of different sizes, such as {uneven[0]}.")
+    if unruled:
+        size = sum(row.local_bytes(made.mesh) for row in unruled)
+        remarks.append(
+            f"{len(unruled)} parameters have no rule and are replicated, such as {unruled[0].name}: {size:,} bytes on "
+            "each rank."
+        )
+    return remarks
+
+
+def _rules(options: argparse.Namespace, model: nn.Module) -> Rules:
+    if options.layout is None:
+        return layouts.for_model(model)
+    if options.layout.endswith(".toml") and not Path(options.layout).is_file():
+        raise UsageError(f'There is no layout file "{options.layout}".')
+    if not options.layout.endswith(".toml") and options.layout not in layouts.available():
+        known = list(layouts.available())
+        raise UsageError(
+            f'There is no layout called "{options.layout}"; there are {", ".join(known)}. Give one of them, or the '
+            f"path of a file that ends in .toml.{nearest(options.layout, known)}"
+        )
+    return layouts.load(options.layout)
+
+
+def _example(given: list[str] | None) -> Any:
+    """Inputs as the user sketched them: all by position, or all by name."""
+    if not given:
+        return None
+    inputs = [_input(text) for text in given]
+    named = {name: tensor for name, tensor in inputs if name}
+    if named and len(named) < len(inputs):
+        raise UsageError(f"--example {', '.join(given)}: give a different name to every input, or a name to none.")
+    return named or tuple(tensor for _, tensor in inputs)
+
+
+def _input(text: str) -> tuple[str | None, torch.Tensor]:
+    match = _EXAMPLE.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f'--example "{text}" cannot be read; write a shape, and a name or dtype if needed, as in 2x128 or '
+            "pixels=2x3x224x224:float32."
+        )
+    name, sizes, dtype_name = match.groups()
+    dtype = getattr(torch, dtype_name or "int64", None)
+    if not isinstance(dtype, torch.dtype):
+        known = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+        raise UsageError(
+            f'--example "{text}": "{dtype_name}" is no dtype, as "int64" or "bfloat16" are.{nearest(dtype_name, known)}'
+        )
+    return name, torch.empty([int(size) for size in sizes.split("x")], dtype=dtype, device="meta")
+
+
+def _saved(path: str) -> Plan:
+    try:
+        return Plan.from_json(Path(path).read_text())
+    except OSError as error:
+        raise UsageError(f'The plan "{path}" cannot be read: {error.strerror}.') from error
+
+
+def _print_diff(changes: str, options: argparse.Namespace) -> int:
+    if options.json:
+        print(json.dumps({"changes": changes.splitlines()}, indent=2))
+    else:
+        print(changes or f'Nothing changes from "{options.diff}".')
+    return 0
+
+
+def _show(made: Plan, *, fold: bool) -> None:
+    """On a terminal with colours and its width; elsewhere one line a row, however long."""
+    console = Console()
+    if console.is_terminal:
+        console.print(made.table(fold=fold))
+    else:
+        print(plain(made, fold=fold))
+
+
+def _write_new(path: Path, text: str, *, force: bool) -> None:
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UsageError(f'"{path}" is there already. Give another -o, or --force to replace it.') from error
+    except OSError as error:
+        raise UsageError(f'"{path}" cannot be written: {error.strerror}.') from error
+
+
+def _next(options: argparse.Namespace) -> str:
+    return f"shardlib check {options.model} --layout {options.output}"

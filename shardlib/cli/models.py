@@ -1,0 +1,221 @@
+"""A model from what one can type: a factory or class in a module, a Hugging Face folder, a safetensors file.
+
+Nothing is loaded but names and shapes: models are built on `meta`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from shardlib.errors import ShardlibError, nearest
+
+__all__ = ["FORMS", "UsageError", "load_model"]
+
+FORMS = (
+    "module:factory or package.module.Class (called without arguments), a Hugging Face folder or config.json, or a "
+    ".safetensors file, its .index.json, or a folder that holds one"
+)
+_INDEX = ".safetensors.index.json"
+
+
+class UsageError(ShardlibError):
+    """The command line names something that is not there."""
+
+
+def load_model(spec: str) -> nn.Module:
+    """Build the model that `spec` names, without values.
+
+    Raises:
+        UsageError: nothing can be found or built there.
+    """
+    path = Path(spec)
+    if path.exists():
+        return _from_path(path)
+    if spec.endswith((".json", ".safetensors")) or "/" in spec:
+        raise UsageError(f'There is no file or folder "{spec}". A model is {FORMS}.')
+    return _from_python(spec)
+
+
+def _from_path(path: Path) -> nn.Module:
+    if path.is_dir():
+        found = [path / "config.json", *sorted(path.glob(f"*{_INDEX}")), *sorted(path.glob("*.safetensors"))]
+        files = [file for file in found if file.is_file()]
+        if not files:
+            raise UsageError(f'Folder "{path}" holds neither config.json nor safetensors files. A model is {FORMS}.')
+        path = files[0]
+    if path.name.endswith(_INDEX):
+        return _skeleton(_indexed_files(path))
+    if path.suffix == ".safetensors":
+        return _skeleton([path])
+    if path.suffix == ".json":
+        return _from_config(path)
+    raise UsageError(f'File "{path}" is of no kind that names a model. A model is {FORMS}.')
+
+
+def _from_config(path: Path) -> nn.Module:
+    """The class that a Hugging Face config names, else the base model of its type."""
+    transformers = _transformers(path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path.parent if path.name == "config.json" else path)
+    except ImportError as error:
+        raise UsageError(f'"{path}": transformers is installed and cannot be used: {error}') from error
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f'"{path}" is no Hugging Face configuration: {error}') from error
+    classes = (getattr(transformers, name, None) for name in config.architectures or ())
+    model_class = next((found for found in classes if found is not None), None)
+    with torch.device("meta"), _default_dtype(getattr(config, "dtype", None)):
+        return model_class(config) if model_class else transformers.AutoModel.from_config(config)
+
+
+def _transformers(path: Path) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise UsageError(
+            f'"{path}" is a Hugging Face configuration, and transformers is not installed. '
+            "Run `pip install 'shardlib[hf]'`."
+        ) from error
+
+
+def _from_python(spec: str) -> nn.Module:
+    made = _on_meta(spec, _callable(spec))
+    if not isinstance(made, nn.Module):
+        raise UsageError(f'"{spec}" returned {type(made).__name__}; give something that returns a torch.nn.Module.')
+    return made
+
+
+def _callable(spec: str) -> Any:
+    module_name, colon, attribute = spec.partition(":")
+    if not colon:
+        module_name, _, attribute = spec.rpartition(".")
+    module = _imported(spec, module_name)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            hint = nearest(part, [name for name in dir(found) if not name.startswith("_")])
+            raise UsageError(f'"{spec}": module "{module_name}" has no "{attribute}".{hint} A model is {FORMS}.')
+        found = getattr(found, part)
+    return found
+
+
+def _imported(spec: str, name: str) -> ModuleType:
+    if sys.path[0] != "":
+        sys.path.insert(0, "")  # as `python -m` does: what lies in the working folder can be imported
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(f'"{spec}": importing "{name}" failed: {error}.') from error
+        raise UsageError(f'"{spec}": there is no module "{name}" and no such file. A model is {FORMS}.') from error
+    except ValueError as error:
+        raise UsageError(f'"{spec}" names no model. A model is {FORMS}.') from error
+
+
+def _on_meta(spec: str, factory: Any) -> Any:
+    """Call a factory with `meta` as the default device; one that needs values is called again on the CPU."""
+    if isinstance(factory, nn.Module):
+        return factory
+    if not callable(factory):
+        raise UsageError(f'"{spec}" is of type {type(factory).__name__}; give a class or a function without arguments.')
+    config_class = getattr(factory, "config_class", None)
+    arguments = (config_class(),) if isinstance(factory, type) and config_class is not None else ()
+    try:
+        with torch.device("meta"):
+            return factory(*arguments)
+    except (NotImplementedError, RuntimeError) as error:
+        print(f"{spec} cannot be built on meta ({_first_line(error)}); building it with values", file=sys.stderr)
+        return factory(*arguments)
+    except TypeError as error:
+        raise UsageError(
+            f'"{spec}" cannot be called without arguments: {error}. Write a function that returns the model, in a file '
+            "of your own, and give its module:function."
+        ) from error
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f'"{index}" is no safetensors index: it has no "weight_map" of names to files.') from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise UsageError(
+            f'"{index}" names {len(names)} files, of which {len(missing)} are not beside it: {", ".join(missing[:3])}. '
+            "Shapes are read from the files' headers, so they must be there."
+        )
+    return [index.parent / name for name in names]
+
+
+def _skeleton(files: list[Path]) -> nn.Module:
+    """Plain modules that hold meta parameters under the names that the files give them."""
+    made = {"": nn.Module()}
+    for name, tensor in (item for file in files for item in _tensors(file)):
+        path, _, leaf = name.rpartition(".")
+        owner = _module_at(path, made)
+        owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+    return made[""]
+
+
+def _module_at(path: str, made: dict[str, nn.Module]) -> nn.Module:
+    if path not in made:
+        parent, _, name = path.rpartition(".")
+        made[path] = nn.Module()
+        _module_at(parent, made).add_module(name, made[path])
+    return made[path]
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(str(file), framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+            view = opened.get_slice(name)
+            yield name, torch.empty(view.get_shape(), dtype=_dtype(file, view.get_dtype()), device="meta")
+
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def _dtype(file: Path, name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise UsageError(f'"{file}" holds tensors of dtype {name}; known are {", ".join(_DTYPES)}.')
+    return _DTYPES[name]
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,358 @@
+"""The command line: what it prints, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shardlib import layouts
+from shardlib._plan import Plan, plan
+from shardlib.cli import main
+from tests.cli.models_for_cli import MLP, tiny
+from tests.house.source import ROOT
+
+HERE = "tests.cli.models_for_cli"
+GPT = f"{HERE}:tiny"
+MLP_LAYOUT = '[params]\n"up" = "colwise"\n"down" = "rowwise"\n'
+FORMS = (
+    "module:factory or package.module.Class (called without arguments), a Hugging Face folder or config.json, or a "
+    ".safetensors file, its .index.json, or a folder that holds one"
+)
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run("plan", ...)` gives the exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def mlp_layout(tmp_path: Path) -> Path:
+    path = tmp_path / "mlp.toml"
+    path.write_text(MLP_LAYOUT)
+    return path
+
+
+def test_plan_prints_what_print_plan_prints(run: Run):
+    code, out, err = run("plan", GPT, "--mesh", "dp=2,tp=2", "--layout", "example_gpt")
+    expected = str(plan(tiny(), "dp=2,tp=2", layouts.load("example_gpt")))
+    assert (code, err) == (0, "")
+    assert out == f"{expected}\n"
+
+
+def test_the_layout_for_the_model_s_class_is_found(run: Run):
+    _, out, _ = run("plan", GPT, "--mesh", "tp=2", "--json")
+    assert out == plan(tiny(), "tp=2", layouts.load("example_gpt")).to_json()
+
+
+def test_a_plan_as_json_comes_back_equal_with_its_dry_run(run: Run):
+    code, out, _ = run("plan", GPT, "--mesh", "dp=2,tp=2", "--example", "2x16", "--json")
+    made = Plan.from_json(out)
+    assert code == 0
+    assert made.report is not None
+    assert made.report.count(axis="tp", phase="forward") == 2 * 2 + 2
+    assert made.to_json() == out
+
+
+def test_inputs_may_be_named_and_typed(run: Run):
+    _, by_name, _ = run("plan", GPT, "--mesh", "tp=2", "--example", "ids=2x16:int32", "--json")
+    _, by_place, _ = run("plan", GPT, "--mesh", "tp=2", "--example", "2x16", "--json")
+    named, placed = Plan.from_json(by_name).report, Plan.from_json(by_place).report
+    assert named is not None
+    assert placed is not None
+    assert named.collectives == placed.collectives
+
+
+def test_plan_shows_what_changes_from_a_plan_that_was_kept(run: Run, tmp_path: Path):
+    _, kept, _ = run("plan", GPT, "--mesh", "tp=2", "--json")
+    (tmp_path / "kept.json").write_text(kept)
+    code, out, _ = run("plan", GPT, "--mesh", "tp=4", "--diff", tmp_path / "kept.json")
+    assert (code, out.splitlines()[0]) == (0, "~ mesh: tp=2 -> tp=4")
+    _, out, _ = run("plan", GPT, "--mesh", "tp=2", "--diff", tmp_path / "kept.json")
+    assert out == f'Nothing changes from "{tmp_path / "kept.json"}".\n'
+    _, out, _ = run("plan", GPT, "--mesh", "tp=4", "--diff", tmp_path / "kept.json", "--json")
+    assert json.loads(out)["changes"][0] == "~ mesh: tp=2 -> tp=4"
+
+
+def test_plan_writes_a_page(run: Run, tmp_path: Path):
+    code, _, _ = run("plan", GPT, "--mesh", "tp=2", "--html", tmp_path / "plan.html")
+    assert code == 0
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_every_tensor_has_a_line_with_all(run: Run):
+    _, folded, _ = run("plan", GPT, "--mesh", "tp=2")
+    _, unfolded, _ = run("plan", GPT, "--mesh", "tp=2", "--all")
+    assert folded.count("blocks.1.attn.qkv.weight") == 0
+    assert unfolded.count(" blocks.1.attn.qkv.weight ") == 1
+
+
+def test_check_says_that_a_layout_fits(run: Run):
+    code, out, _ = run("check", GPT, "--layout", "example_gpt")
+    assert code == 0
+    assert out.splitlines()[-1] == f"The layout fits {GPT} on tp=2."
+    code, out, _ = run("check", GPT, "--layout", "example_gpt", "--json")
+    said = json.loads(out)
+    assert (code, said["ok"], said["problems"]) == (0, True, [])
+    assert [row["rule"] for row in said["coverage"]] == list(layouts.load("example_gpt").rules)
+
+
+def test_check_fails_with_the_problem(run: Run, tmp_path: Path):
+    (tmp_path / "bad.toml").write_text('[params]\n"up" = "colwise"\n"dwon" = "rowwise"\n')
+    code, out, _ = run("check", f"{HERE}.MLP", "--layout", tmp_path / "bad.toml")
+    assert code == 1
+    assert 'problem: Rule "dwon"' in out
+    assert 'Did you mean "down"?' in out
+    assert out.splitlines()[-1] == f"The layout does not fit {HERE}.MLP on tp=2."
+    code, out, _ = run("check", f"{HERE}.MLP", "--layout", tmp_path / "bad.toml", "--json")
+    assert (code, json.loads(out)["ok"]) == (1, False)
+
+
+def test_check_remarks_on_uneven_pieces_and_on_parameters_without_a_rule(run: Run, tmp_path: Path):
+    (tmp_path / "part.toml").write_text('unmatched = "replicate"\n[params]\n"up" = "colwise"\n')
+    code, out, _ = run("check", f"{HERE}:MLP", "--layout", tmp_path / "part.toml", "--json")
+    assert code == 0
+    assert json.loads(out)["remarks"] == [
+        "2 tensors are cut into pieces of different sizes, such as up.weight.",
+        "2 parameters have no rule and are replicated, such as down.weight: 2,176 bytes on each rank.",
+    ]
+
+
+def test_check_compares_with_a_plan_that_was_kept(run: Run, tmp_path: Path, mlp_layout: Path):
+    kept = tmp_path / "kept.json"
+    kept.write_text(run("plan", f"{HERE}:MLP", "--mesh", "tp=2", "--layout", mlp_layout, "--json")[1])
+    arguments = ("check", f"{HERE}:MLP", "--layout", mlp_layout, "--expect", kept, "--json")
+    assert run(*arguments)[0] == 0
+    mlp_layout.write_text(MLP_LAYOUT.replace("colwise", "replicate"))
+    code, out, _ = run(*arguments)
+    assert code == 1
+    assert "~ up.weight: stored, compute, grad, state out@tp in -> replicated" in json.loads(out)["problems"][0]
+
+
+def test_explain_names_the_rule_and_what_follows(run: Run):
+    code, out, _ = run("explain", GPT, "blocks.0.attn.qkv.weight", "--mesh", "tp=2")
+    assert code == 0
+    assert out.rstrip() == layouts.load("example_gpt").explain("blocks.0.attn.qkv.weight", tiny(), "tp=2")
+    code, out, _ = run("explain", GPT, "blocks.0.attn.qkv.weight", "--mesh", "tp=2", "--json")
+    said = json.loads(out)
+    assert said["name"] == "blocks.0.attn.qkv.weight"
+    assert '  rule     "attn.qkv": "(qkv heads head)"' in said["explanation"]
+
+
+def test_explain_does_not_know_a_name_that_is_none(run: Run):
+    code, out, err = run("explain", GPT, "blocks.0.attn.kqv.weight")
+    assert (code, out) == (1, "")
+    assert 'Did you mean "blocks.0.attn.qkv.weight"?' in err
+
+
+def test_init_writes_a_layout_that_fits_and_marks_its_guesses(run: Run, tmp_path: Path):
+    file = tmp_path / "first.toml"
+    code, out, _ = run("init", GPT, "-o", file)
+    assert code == 0
+    assert out == (f"Wrote {file}. Read the lines marked as guesses, then run: shardlib check {GPT} --layout {file}\n")
+    text = file.read_text()
+    assert text.count("# guess") >= 4
+    assert "(qkv heads head)" in text
+    assert run("check", GPT, "--layout", file)[0] == 0
+    assert run("init", GPT)[1] == text
+    said = json.loads(run("init", GPT, "--json")[1])
+    assert (said["file"], said["toml"]) == (None, text)
+    assert said["notes"]
+    assert all(f"# {note}\n" in text for note in said["notes"].values())
+
+
+def test_init_keeps_a_file_that_is_there(run: Run, tmp_path: Path):
+    file = tmp_path / "mine.toml"
+    file.write_text("# mine\n")
+    code, _, err = run("init", GPT, "-o", file)
+    assert (code, err) == (2, f'shardlib: "{file}" is there already. Give another -o, or --force to replace it.\n')
+    assert file.read_text() == "# mine\n"
+    assert run("init", GPT, "-o", file, "--force")[0] == 0
+    assert file.read_text() != "# mine\n"
+
+
+def _saved_mlp(folder: Path) -> dict[str, torch.Tensor]:
+    state = dict(MLP().state_dict())
+    save_file({k: v for k, v in state.items() if k.startswith("up")}, folder / "a.safetensors")
+    save_file({k: v for k, v in state.items() if k.startswith("down")}, folder / "b.safetensors")
+    files = {name: "a.safetensors" if name.startswith("up") else "b.safetensors" for name in state}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return state
+
+
+@pytest.mark.parametrize("given", ["model.safetensors.index.json", "."])
+def test_a_safetensors_index_is_a_model_of_names_and_shapes(run: Run, tmp_path: Path, given: str):
+    state = _saved_mlp(tmp_path)
+    layout = tmp_path / "names.toml"
+    layout.write_text('[params]\n"up.weight" = "out@tp in"\n"up.bias" = "out@tp"\n"down.*" = "replicate"\n')
+    code, out, _ = run("plan", tmp_path / given, "--mesh", "tp=3", "--layout", layout, "--json")
+    assert code == 0
+    rows = {row.name: (row.global_shape, row.dtype) for row in Plan.from_json(out).rows}
+    assert rows == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+
+
+def test_a_single_safetensors_file_keeps_its_dtypes(run: Run, tmp_path: Path):
+    save_file(
+        {"a.w": torch.zeros(4, 2, dtype=torch.bfloat16), "ids": torch.zeros(3, dtype=torch.int64)},
+        tmp_path / "x.safetensors",
+    )
+    (tmp_path / "l.toml").write_text('[params]\n"**" = "replicate"\n')
+    code, out, _ = run("plan", tmp_path / "x.safetensors", "--mesh", "tp=2", "--layout", tmp_path / "l.toml", "--json")
+    assert code == 0
+    rows = {row.name: (row.dtype, row.requires_grad) for row in Plan.from_json(out).rows}
+    assert rows == {"a.w": (torch.bfloat16, True), "ids": (torch.int64, False)}
+
+
+@pytest.mark.parametrize("given", ["", "config.json"])
+def test_a_hugging_face_folder_is_built_on_meta(run: Run, tmp_path: Path, torchvision: Any, given: str):
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 128}
+    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=2, architectures=["LlamaForCausalLM"], **sizes)
+    config.save_pretrained(tmp_path)
+    code, out, _ = run("plan", tmp_path / given, "--mesh", "dp=2,tp=4", "--json")
+    made = Plan.from_json(out)
+    assert code == 0
+    assert made["lm_head.weight"].global_shape == (128, 64)
+    assert made["model.layers.2.self_attn.q_proj.weight"].local_shape(made.mesh) == (16, 64)
+
+
+def test_a_model_that_needs_values_to_be_built_is_built_with_them(run: Run, tmp_path: Path):
+    (tmp_path / "l.toml").write_text('[params]\nlayer = "replicate"\n')
+    code, out, err = run("plan", f"{HERE}:ReadsValues", "--mesh", "dp=2", "--layout", tmp_path / "l.toml", "--json")
+    assert code == 0
+    assert "cannot be built on meta" in err
+    assert Plan.from_json(out)["layer.weight"].global_shape == (8, 4)
+
+
+WRONG: list[tuple[str, int, str]] = [
+    (
+        "no_such_module:f --mesh tp=2",
+        2,
+        f'"no_such_module:f": there is no module "no_such_module" and no such file. A model is {FORMS}.',
+    ),
+    (
+        f"{HERE}:tinny --mesh tp=2",
+        2,
+        f'"{HERE}:tinny": module "{HERE}" has no "tinny". Did you mean "tiny"? A model is {FORMS}.',
+    ),
+    (
+        f"{HERE}:nothing --mesh tp=2",
+        2,
+        f'"{HERE}:nothing" is of type int; give a class or a function without arguments.',
+    ),
+    (
+        f"{HERE}:number --mesh tp=2",
+        2,
+        f'"{HERE}:number" returned int; give something that returns a torch.nn.Module.',
+    ),
+    (
+        "gpt:GPT --mesh tp=2",
+        2,
+        '"gpt:GPT" cannot be called without arguments: GPT.__init__() missing 1 required positional argument: '
+        "'config'. Write a function that returns the model, in a file of your own, and give its module:function.",
+    ),
+    (
+        "no/such/model.safetensors --mesh tp=2",
+        2,
+        f'There is no file or folder "no/such/model.safetensors". A model is {FORMS}.',
+    ),
+    (
+        f"{GPT} --mesh tp=x",
+        2,
+        'Mesh "tp=x": cannot read "tp=x"; write axis=size, separated by commas, as in "dp=2,tp=4".',
+    ),
+    (
+        f"{GPT} --mesh tp=3 --layout example_gpt",
+        1,
+        'Rule "attn.qkv": "(qkv heads head)", for "blocks.0.attn.qkv.weight"',
+    ),
+    (
+        f"{GPT} --mesh tp=2 --layout no.toml",
+        2,
+        'There is no layout file "no.toml".',
+    ),
+    (
+        f"{GPT} --mesh tp=2 --layout example_gtp",
+        2,
+        'There is no layout called "example_gtp"; there are ',
+    ),
+    (
+        f"{GPT} --mesh tp=2 --example 2by3",
+        2,
+        '--example "2by3" cannot be read; write a shape, and a name or dtype if needed, as in 2x128 or '
+        "pixels=2x3x224x224:float32.",
+    ),
+    (
+        f"{GPT} --mesh tp=2 --example 2x3:bfloat61",
+        2,
+        '--example "2x3:bfloat61": "bfloat61" is no dtype, as "int64" or "bfloat16" are. Did you mean "bfloat16"?',
+    ),
+    (
+        f"{GPT} --mesh tp=2 --example 2x3 --example ids=2x3",
+        2,
+        "--example 2x3, ids=2x3: give a different name to every input, or a name to none.",
+    ),
+    (
+        f"{GPT} --mesh tp=2 --diff no.json",
+        2,
+        'The plan "no.json" cannot be read: No such file or directory.',
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), WRONG)
+def test_what_cannot_be_done_is_said_without_a_traceback(run: Run, arguments: str, code: int, message: str):
+    ended, out, err = run("plan", *arguments.split())
+    assert (ended, out) == (code, "")
+    assert "Traceback" not in err
+    assert err.startswith(f"shardlib: {message}")
+    if message.endswith((".", "?")):
+        assert err == f"shardlib: {message}\n"
+
+
+def test_errors_are_json_too_when_asked(run: Run):
+    code, out, err = run("plan", GPT, "--mesh", "tp=x", "--json")
+    assert (code, err) == (2, "")
+    assert json.loads(out)["error"]["kind"] == "MeshError"
+
+
+def test_a_layout_that_had_to_be_guessed_is_said_aloud(run: Run):
+    code, _, err = run("plan", f"{HERE}:MLP", "--mesh", "tp=2")
+    assert code == 0
+    assert err.startswith("shardlib: No layout file is for tests.cli.models_for_cli.MLP")
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2), (["plan", GPT], 2), (["paln"], 2)])
+def test_usage_is_explained(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == code
+    out, err = capsys.readouterr()
+    assert (out + err).startswith("usage: shardlib ")
+
+
+def test_it_runs_as_a_program_in_a_folder_with_the_user_s_own_model(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n\ndef model():\n    return nn.Sequential(nn.Linear(4, 8))\n"
+    )
+    (tmp_path / "mine.toml").write_text('[params]\n"0" = "colwise"\n')
+    program = [sys.executable, "-m", "shardlib.cli", "check", "mine:model", "--layout", "mine.toml", "--mesh", "tp=4"]
+    ended = subprocess.run(program, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines()[-1] == "The layout fits mine:model on tp=4."
