@@ -20,7 +20,8 @@ class Recorded:
         axes: the mesh axes it runs over; empty for a group that is not made of whole axes of the mesh.
         bytes: of the local tensors that this rank puts in.
         size: how many ranks take part.
-        module: dotted name of the innermost module at work; of the module whose forward caused it, in backward.
+        module: dotted name of the innermost module at work; in backward, of the module whose forward caused it; empty
+            for the reduction of parameters' gradients, which may be many modules' at once.
         phase: "forward", "backward", or "outside" of both.
     """
 

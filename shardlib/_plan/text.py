@@ -63,13 +63,13 @@ def render(plan: Plan, *, fold: bool = True) -> Group:
     return Group(*parts)
 
 
-def plain(plan: Plan) -> str:
+def plain(plan: Plan, *, fold: bool = True) -> str:
     """The table without colours; as wide as the terminal, or unwrapped where there is none."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNFOLDED_WIDTH
     console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as captured:
-        console.print(render(plan))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        console.print(render(plan, fold=fold))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()
 
 
 def headline(plan: Plan) -> str:
@@ -214,7 +214,7 @@ def _causeless(border: Border) -> Hashable:
 
 def _caused(report: DryRun) -> dict[str, tuple[str, ...]]:
     """By module: what it makes ranks say to each other."""
-    counted = Counter((c.module, f"{c.kind} over {_axes(c)}, {c.phase}") for c in report.collectives)
+    counted = Counter((c.module, f"{c.kind} over {_axes(c)}, {c.phase}") for c in report.collectives if c.module)
     found: dict[str, tuple[str, ...]] = {}
     for (module, what), n in counted.items():
         found[module] = (*found.get(module, ()), f"{what} x{n}" if n > 1 else what)
@@ -229,10 +229,14 @@ def _collectives(report: DryRun) -> Part:
         what, times = group.first
         calls = times * group.count
         sizes = [str(calls), human_bytes(what.bytes), human_bytes(calls * what.bytes)]
-        return [group.title or "(model)", what.phase, what.kind, _axes(what), *sizes]
+        return [group.title or _nameless(what), what.phase, what.kind, _axes(what), *sizes]
 
     columns = ["caused by", "phase", "collective", "over", "calls", "bytes each", "bytes"]
     return "Collectives of one training step", columns, [cells(group) for group in groups]
+
+
+def _nameless(what: Recorded) -> str:
+    return "(gradients of parameters)" if what.phase == "backward" else "(model)"
 
 
 def _same_collective(item: tuple[Recorded, int]) -> Hashable:

@@ -144,7 +144,6 @@ class _Modules:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
         self._running: list[tuple[str, int]] = []
         self._intervals: list[tuple[int, int, str]] = []
         self._handles: list[Any] = []
@@ -174,9 +173,7 @@ class _Modules:
         self._intervals.append((first, _torch.next_node_number(), name))
 
     def _of_node(self) -> str:
-        number, parameter = _torch.running_node()
-        if parameter is not None:
-            return self.owners.get(id(parameter), "")
+        number = _torch.running_node()
         around = [(last - first, name) for first, last, name in self._intervals if first <= number < last]
         return min(around, key=lambda item: item[0])[1] if around else ""
 

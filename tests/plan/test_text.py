@@ -67,7 +67,8 @@ def test_a_report_is_part_of_the_table():
     assert _cells(text, "blocks.{0-3}.attn.proj x4") == [
         "blocks.{0-3}.attn.proj x4", "forward", "all_reduce", "tp", "4", "2.00 KiB", "8.00 KiB",
     ]  # fmt: skip
-    assert _cells(text, "(model)") == ["(model)", "backward", "all_reduce", "dp", "1", "4.00 KiB", "4.00 KiB"]
+    gradients = ["(gradients of parameters)", "backward", "all_reduce", "dp", "1", "4.00 KiB", "4.00 KiB"]
+    assert _cells(text, "(gradients") == gradients
     assert "all_reduce over tp, forward" in _cells(text, "blocks.{0-3}.attn.proj.output x4")
     assert _cells(text, "aten.nonzero.default")[1:] == ["blocks.0.mlp", "1", "its result depends on values"]
 
