@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from shardlib.errors import InputError, PlanError, ShardingError
 
-__all__ = ["batches_agree", "fingerprint", "plans_agree", "weights_agree"]
+__all__ = ["all_tensors", "batches_agree", "draws_agree", "fingerprint", "plans_agree", "weights_agree"]
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
@@ -59,6 +59,18 @@ def weights_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup 
     )
 
 
+def draws_agree(prints: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
+    """Raise `ShardingError` where ranks drew different initial values; `prints` are those of the whole tensors."""
+    by_rank = _gather(dict(prints), group)
+    if by_rank is None:
+        return
+    name = next(name for name in prints if len({other.get(name) for other in by_rank}) > 1)
+    raise ShardingError(
+        f'The ranks drew different initial values for "{name}", each from its own random state. Seed every rank alike '
+        "before shard_model (torch.manual_seed(0)), and let init= not depend on the rank."
+    )
+
+
 def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup | None, axes: str) -> None:
     """Raise `InputError` where ranks that work on the same example were given different batches."""
     tensors = _named_tensors(args, kwargs)
@@ -78,9 +90,9 @@ def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.
 
 
 def _named_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    leaves = pytree.tree_flatten_with_path((args, dict(kwargs)))[0]
+    leaves = pytree.tree_flatten_with_path({"args": args, "kwargs": dict(kwargs)})[0]
     return {
-        pytree.keystr(path[1:]): leaf
+        path[0].key + pytree.keystr(path[1:]): leaf
         for path, leaf in leaves
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta
     }

@@ -110,7 +110,7 @@ def apply_plan(
     if check:
         build.check_ranks_agree()
     with ExitStack() as undo:
-        build.replace_tensors(init, undo)
+        build.replace_tensors(init, undo, check=check)
         reducer = build.install(undo, check=check, global_batch_norm=global_batch_norm, bucket_bytes=bucket_bytes)
         report, uncompile = compile_blocks(model, compile if build.model_mesh is not None else None)
         undo.callback(uncompile)
@@ -161,11 +161,10 @@ class _Build:
             index = index * self.shape[axis] + self.coordinate[axis]
         agree_on_random_state(self._group(self.model_axes), index)
 
-    def replace_tensors(self, init: Any, undo: ExitStack) -> None:
+    def replace_tensors(self, init: Any, undo: ExitStack, *, check: bool) -> None:
         """Every parameter and buffer becomes this rank's part of it, on this rank's device."""
         before = _named_tensors(self.model)
-        meta = any(tensor.is_meta for tensor in before.values())
-        values = materialize.initial_values(self.model, init, self._cut) if meta or init is not None else {}
+        values = self._initial_values(init, check=check)
         after = {id(tensor): self._placed(name, tensor, values.get(name)) for name, tensor in before.items()}
         for name, tensor in before.items():
             if isinstance(tensor, nn.Parameter) and after[id(tensor)] is not tensor:
@@ -173,6 +172,21 @@ class _Build:
         for module in self.model.modules():
             for held in (module._parameters, module._buffers):
                 _swap(held, after, undo)
+
+    def _initial_values(self, init: Any, *, check: bool) -> dict[str, torch.Tensor]:
+        if init is None and not any(tensor.is_meta for tensor in _named_tensors(self.model).values()):
+            return {}
+        drawn: dict[str, int] = {}
+
+        def cut(name: str, whole: Any) -> torch.Tensor:
+            if check and isinstance(whole, torch.Tensor):
+                drawn[name] = agree.fingerprint(whole)
+            return self._cut(name, whole)
+
+        values = materialize.initial_values(self.model, init, cut)
+        if check:
+            agree.draws_agree(drawn, self._group(self.shape.names))
+        return values
 
     def install(self, undo: ExitStack, *, check: bool, global_batch_norm: bool, bucket_bytes: int) -> GradientReducer:
         """Hooks on the model: regions, borders, gradients, state dicts, inputs."""
@@ -235,7 +249,9 @@ class _Build:
         whole = {b.module for b in self.plan.borders if b.side == "output" and b.layout is not None}
         laid_out = {b.module for b in self.plan.borders if b.layout is not None and self._is_split(b.layout)}
         tied = [[_owner(name) for name in row.tied] for row in self.plan.rows if len(row.tied) > 1]
-        look_ups = [name for name in split if isinstance(self.model.get_submodule(name), nn.Embedding | nn.EmbeddingBag)]
+        look_ups = [
+            name for name in split if isinstance(self.model.get_submodule(name), nn.Embedding | nn.EmbeddingBag)
+        ]
         asked = [b.module for b in self.plan.borders if b.layout is not None and b.rule is not None]
         return find_regions(split, whole, laid_out, tied, alone=look_ups, asked=asked)
 
@@ -344,7 +360,8 @@ def _refuse_unfit(model: nn.Module) -> None:
 def _record(model: nn.Module) -> Sharded:
     if model not in _sharded:
         raise ShardingError(
-            f"This {type(model).__name__} was not sharded by shardlib; call shardlib.shard_model(model, mesh, rules) first."
+            f"This {type(model).__name__} was not sharded by shardlib; "
+            "call shardlib.shard_model(model, mesh, rules) first."
         )
     return _sharded[model]
 

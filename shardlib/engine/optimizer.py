@@ -58,9 +58,10 @@ def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.o
 
 
 def adopt(name: str, before: nn.Parameter, after: nn.Parameter) -> None:
-    """Tell the hooks that the parameter `before` was replaced by the sharded `after`."""
+    """Tell the hooks that the parameter `before` was replaced by `after`, a DTensor or a plain one elsewhere."""
     _replaced[before] = name
-    _local_leaf[after] = _torch.local_of(after).detach()  # type: ignore[arg-type]
+    if isinstance(after, DTensor):
+        _local_leaf[after] = _torch.local_of(after).detach()
 
 
 @functools.cache

@@ -1,0 +1,237 @@
+"""What must not pass in silence: each error's whole message, and a model left as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import shardlib as sl
+from shardlib.errors import CheckpointError, InputError, MeshError, PlanError, ShardingError
+from tests.engine import models
+
+
+def _message(error: type[Exception], act: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        act()
+    return str(caught.value)
+
+
+def _mlp(seed: int = 0) -> models.MLP:
+    torch.manual_seed(seed)
+    return models.MLP().double()
+
+
+def _wrong_world() -> str:
+    return _message(MeshError, lambda: sl.shard_model(_mlp(), "dp=2,tp=2", models.MLP_RULES))
+
+
+def test_mesh_of_another_size_than_the_job(ranks):
+    assert ranks(2).run(_wrong_world)[0] == (
+        'Mesh "dp=2,tp=2" needs 4 processes, but 2 are running. Start as many with `torchrun --nproc_per_node N`, or '
+        "change an axis (one size may be -1 and is then inferred)."
+    )
+
+
+def _twice() -> str:
+    model = sl.shard_model(_mlp(), "tp=2", models.MLP_RULES)
+    return _message(ShardingError, lambda: sl.shard_model(model, "tp=2", models.MLP_RULES))
+
+
+def test_model_sharded_twice(ranks):
+    assert ranks(2).run(_twice)[0] == (
+        'This MLP is sharded already, on mesh "tp=2". Build a new model to shard it otherwise.'
+    )
+
+
+def _foreign() -> str:
+    model = _mlp()
+    model.up.weight = nn.Parameter(distribute_tensor(model.up.weight.detach(), sl.mesh("tp=2"), [Shard(0)]))
+    return _message(ShardingError, lambda: sl.shard_model(model, "tp=2", models.MLP_RULES))
+
+
+def test_model_sharded_by_something_else(ranks):
+    assert ranks(2).run(_foreign)[0] == (
+        '"up.weight" is a DTensor already ((Shard(dim=0),)); shard_model takes a model of plain tensors. Give it the '
+        "model as it was before parallelize_module, fully_shard or distribute_tensor."
+    )
+
+
+def _early_optimizer() -> str:
+    model = _mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sl.shard_model(model, "tp=2", models.MLP_RULES)
+    models.spread(model(*models.rows(0)[0])).backward()
+    return _message(ShardingError, optimizer.step)
+
+
+def test_optimizer_built_before_sharding(ranks):
+    assert ranks(2).run(_early_optimizer)[0] == (
+        'This optimizer was built before its model was sharded: 4 of its 4 parameters (the first is "up.weight") are '
+        "no longer the model's, and stepping them would train nothing. Build the optimizer after shard_model: "
+        "torch.optim.AdamW(model.parameters())."
+    )
+
+
+def _wrong_device() -> str:
+    model = sl.shard_model(_mlp(), "tp=2", models.MLP_RULES)
+    return _message(InputError, lambda: model(torch.empty(8, 6, device="meta")))
+
+
+def test_input_on_another_device(ranks):
+    assert ranks(2).run(_wrong_device)[0] == (
+        'An input of shape (8, 6) is on meta, but the model\'s mesh is on cpu. Move the batch first: batch.to("cpu").'
+    )
+
+
+def _other_rules() -> str:
+    rules = {"up": "colwise", "down": "rowwise"} if dist.get_rank() == 0 else {"up": None, "down": None}
+    return _message(PlanError, lambda: sl.shard_model(_mlp(), "tp=2", rules))
+
+
+def test_ranks_with_different_rules(ranks):
+    shown = (
+        '{"name": "up.weight", "kind": "parameter", "shape": [7, 6], "dtype": "float64", "requires_grad": true, '
+        '"persistent": true, "tied": ["up.weight"], "stored": "%s", "compute": "%s", "grad": "%s", "state": "%s", '
+        '"rule": "up", "note": "%s"}'
+    )
+    for message in ranks(2).run(_other_rules):
+        assert message == (
+            "The ranks were given different rules, models or meshes. The first difference in their plans:\n"
+            f"  rank 0: {shown % (*['out@tp in'] * 4, 'column-parallel (out dim); uneven')}\n"
+            f"  rank 1: {shown % (*['_ _'] * 4, 'replicated')}\n"
+            "Give every rank the same rules; do not let them depend on the rank."
+        )
+
+
+def _other_weights() -> tuple[str, bool]:
+    model = _mlp(seed=dist.get_rank() // 2)
+    before = dict(model.named_parameters())
+    message = _message(ShardingError, lambda: sl.shard_model(model, "dp=2,tp=2", models.MLP_RULES))
+    return message, all(before[name] is p for name, p in model.named_parameters())
+
+
+def test_ranks_with_different_first_weights(ranks):
+    for message, untouched in ranks(4).run(_other_weights):
+        lines = message.splitlines()
+        assert lines[0] == ('The ranks start from different weights: 4 of 5 tensors differ, the first is "up.weight":')
+        assert lines[1].startswith("  rank 0, 1: float64 [7, 6] [-0.003") and lines[2].startswith(
+            "  rank 2, 3: float64"
+        )
+        assert lines[3] == (
+            "Seed every rank alike before the model is built (torch.manual_seed(0)), or load the same checkpoint."
+        )
+        assert untouched
+
+
+def _other_batches() -> str:
+    model = sl.shard_model(_mlp(), "dp=2,tp=2", models.MLP_RULES)
+    return _message(InputError, lambda: model(torch.full((2, 6), float(dist.get_rank()), dtype=torch.float64)))
+
+
+def test_model_ranks_with_different_batches(ranks):
+    assert ranks(4).run(_other_batches)[3] == (
+        'Ranks that share the model axis "tp" work on the same examples, but were given different batches; "args[0]" '
+        "differs:\n"
+        "  rank 2: float64 [2, 6] [2, 2, 2, 2, ...]\n"
+        "  rank 3: float64 [2, 6] [3, 3, 3, 3, ...]\n"
+        "Pick the batch by the rank's place on the data axes alone, for example with DistributedSampler(dataset, "
+        'num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()).'
+    )
+
+
+def _wrong_shape() -> str:
+    model = sl.shard_model(_mlp(), "tp=2", models.MLP_RULES)
+    state = models.MLP(width=8).double().state_dict()
+    return _message(CheckpointError, lambda: model.load_state_dict(state))
+
+
+def test_state_dict_of_another_model(ranks):
+    assert ranks(2).run(_wrong_shape)[0] == (
+        'The state dict has "up.weight" with shape (8, 6); the model has it with global shape (7, 6) (local shape '
+        "(4, 6) on this rank). Load a state dict of the same model: whole tensors, or DTensors."
+    )
+
+
+def _unknown_backend() -> tuple[str, bool]:
+    model = _mlp()
+    before = [*model.parameters()], copy.copy(model._forward_hooks), copy.copy(model._forward_pre_hooks)
+    message = _message(ShardingError, lambda: sl.shard_model(model, "tp=2", models.MLP_RULES, compile="fast"))
+    after = [*model.parameters()], copy.copy(model._forward_hooks), copy.copy(model._forward_pre_hooks)
+    sl.shard_model(model, "tp=2", models.MLP_RULES)
+    return message, all(x is y for x, y in zip(before[0], after[0], strict=True)) and before[1:] == after[1:]
+
+
+def test_an_error_at_the_last_step_leaves_the_model_as_it_was(ranks):
+    assert ranks(2).run(_unknown_backend)[0] == (
+        'compile=\'fast\' was given; give "auto", "aot_eager", "inductor", or None for eager.',
+        True,
+    )
+
+
+def _pipeline() -> str:
+    return _message(PlanError, lambda: sl.shard_model(_mlp(), "pp=2", {"**": None}))
+
+
+def test_a_pipeline_axis_can_be_planned_but_not_run(ranks):
+    assert ranks(2).run(_pipeline)[0] == (
+        'Mesh "pp=2" has the pipeline axis "pp", which can be planned but not run yet. Run on a mesh without it.'
+    )
+
+
+def _data_axis_in_a_rule() -> str:
+    rules = {"up.weight": "out@fsdp in", "up.bias": None, "down": None}
+    return _message(PlanError, lambda: sl.shard_model(_mlp(), "fsdp=2", rules))
+
+
+def test_parameters_split_over_a_data_axis_can_be_planned_but_not_run(ranks):
+    assert ranks(2).run(_data_axis_in_a_rule)[0] == (
+        'The plan stores "up.weight" as "out@fsdp in", split over the data axis "fsdp". Parameters that are split '
+        "over data axes can be planned but not run yet; replicate them there."
+    )
+
+
+def _plan_for_another_mesh() -> str:
+    plan = sl.plan(_mlp(), "tp=4", models.MLP_RULES)
+    return _message(PlanError, lambda: sl.shard_model(_mlp(), "tp=2", plan))
+
+
+def test_plan_made_for_another_mesh(ranks):
+    assert ranks(2).run(_plan_for_another_mesh)[0] == (
+        'The plan was made for mesh "tp=4", but the model is to be sharded on mesh "tp=2". Make the plan again for '
+        "this mesh: shardlib.plan(model, mesh, rules)."
+    )
+
+
+def test_plan_of_a_model_that_is_not_sharded():
+    assert _message(ShardingError, lambda: sl.plan_of(nn.Linear(2, 2))) == (
+        "This Linear was not sharded by shardlib; call shardlib.shard_model(model, mesh, rules) first."
+    )
+
+
+def _lazy() -> str:
+    return _message(ShardingError, lambda: sl.shard_model(nn.Sequential(nn.LazyLinear(4)), "tp=2", {"0": "colwise"}))
+
+
+def test_a_lazy_module(ranks):
+    assert ranks(2).run(_lazy)[0] == (
+        '"0.weight" has no shape yet (a lazy module). Run the model once on an example before sharding it.'
+    )
+
+
+def _failing_forward() -> bool:
+    model = sl.shard_model(_mlp(), "tp=2", models.MLP_RULES)
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(8, 5, dtype=torch.float64))
+    models.spread(model(*models.rows(0)[0])).backward()
+    return isinstance(model.up.weight.grad, DTensor)
+
+
+def test_a_forward_that_raised_leaves_the_model_usable(ranks):
+    assert all(ranks(2).run(_failing_forward))
