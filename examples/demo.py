@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ import shardlib as sl
 
 Named = Mapping[str, Tensor]
 CURVE = 40, 10  # columns and lines of a loss curve on the terminal
+MARGIN = 100  # a wrong reduction is off by whole factors, from the first step on
 
 
 @dataclass
@@ -148,14 +150,27 @@ def curve(losses: list[float], *, low: float, high: float) -> str:
     return "\n".join(lines)
 
 
+def same_numbers(args: argparse.Namespace, run: SideBySide) -> bool:
+    """Whether sharding changed no number by more than rounding does, within a margin."""
+    least = torch.finfo(getattr(torch, args.dtype)).eps
+    limits = {key: MARGIN * max(value, least) for key, value in run.rounding.largest.items()}
+    return all(value <= limits[key] for key, value in run.sharding.largest.items())
+
+
 def report(args: argparse.Namespace, mesh: DeviceMesh, run: SideBySide, console: Console) -> None:
-    """Both curves, and one table with the largest relative differences."""
+    """Both curves, one table with the largest relative differences, and what to make of it."""
     low, high = min(run.one.losses + run.losses), max(run.one.losses + run.losses)
     runs = {"one device": run.one.losses, f"{sl.MeshShape.of(mesh)}, {dist.get_world_size()} processes": run.losses}
     console.print("\n[bold]loss, nats per byte[/bold]")
     console.print(Columns([Panel.fit(curve(x, low=low, high=high), title=title) for title, x in runs.items()]))
     console.print(losses_table(runs, every=max(1, args.steps // 8)))
     console.print(differences_table(args, run))
+    if same_numbers(args, run):
+        console.print("[bold]The same numbers:[/bold] the sharded run differs from one device as rounding does.")
+    else:
+        console.print(
+            f"[bold red]Not the same numbers:[/bold red] a difference is over {MARGIN} times that of rounding."
+        )
 
 
 def losses_table(runs: Mapping[str, list[float]], *, every: int) -> Table:
@@ -203,13 +218,16 @@ def main() -> None:
         for step in bar.track(range(args.steps), task_id=bar.add_task("training", total=args.steps, loss="")):
             run.step(*batch(text.train, step, rows=args.rows, context=args.context))
             bar.update(bar.task_ids[0], loss=f"loss {run.losses[-1]:.4f}")
-    if dist.get_rank() == 0:
+    rank_0 = dist.get_rank() == 0
+    if rank_0:
         report(args, mesh, run, console)
         if args.json:
             result: dict = {"sharded": run.losses, "one_device": run.one.losses}
             result |= {"sharding": run.sharding.largest, "rounding": run.rounding.largest}
             args.json.write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
+    if rank_0 and not same_numbers(args, run):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
