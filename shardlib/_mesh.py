@@ -202,6 +202,7 @@ def mesh(spec: MeshLike | None = None, *, device_type: str | None = None, **axes
     Args:
         spec: "dp=2,tp=4", a `MeshShape` or a mapping; or give the axes as keywords.
         device_type: "cuda" or "cpu"; by default the accelerator that torch sees, else "cpu".
+        **axes: names and sizes, instead of `spec`.
 
     Raises:
         MeshError: the sizes do not multiply to the number of processes.
