@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,7 +15,10 @@ from tests.torchvision_on_cpu import import_torchvision
 
 # No clock decides about a test (deadline, too_slow): ranks share cores with whatever else runs. The default draws the
 # same examples each time, so that a change and not chance turns a test red; `make test-deep` draws new and many more.
-_TIMELESS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.differing_executors]}
+_TIMELESS: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.differing_executors],
+}
 settings.register_profile("default", derandomize=True, max_examples=50, database=None, **_TIMELESS)
 settings.register_profile("deep", max_examples=1000, print_blob=True, **_TIMELESS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
