@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from shardlib.errors import ShardingError
 
@@ -78,6 +79,9 @@ def _undo(blocks: dict[str, nn.Module]) -> None:
 
 def _or_eager(name: str, block: nn.Module, compiled: Callable[..., Any], report: CompileReport) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
+        if keeper := _keeper(args, kwargs):
+            _tell_of_keeper(name, keeper, report)
+            return block._call_impl(*args, **kwargs)
         try:
             return compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -87,3 +91,32 @@ def _or_eager(name: str, block: nn.Module, compiled: Callable[..., Any], report:
             return block(*args, **kwargs)
 
     return call
+
+
+def _keeper(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The class of an argument in which a block can leave tensors behind, such as a cache of keys and values.
+
+    What is left there has another length at each call, and where it asks for a gradient but gets none, the compiled
+    backward raises: it is handed plain zeros in the place of DTensors. Such calls run eagerly.
+    """
+    for given in (*args, *kwargs.values()):
+        for leaf in () if isinstance(given, _VALUES) else pytree.tree_leaves(given):
+            if not isinstance(leaf, _VALUES):
+                return type(leaf).__name__
+    return None
+
+
+_VALUES = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator, type(None))
+
+
+def _tell_of_keeper(name: str, keeper: str, report: CompileReport) -> None:
+    if not torch.is_grad_enabled() or name in report.eager:
+        return
+    reason = f"it was given a {keeper}, in which it can leave tensors behind"
+    if reason not in report.eager.values():
+        warnings.warn(
+            f'"{name}" and blocks like it run eagerly: {reason}. Call the model without it to train compiled blocks '
+            "(use_cache=False for models of Hugging Face), or pass compile=None to shard_model.",
+            stacklevel=4,
+        )
+    report.eager[name] = reason
