@@ -10,6 +10,7 @@ themselves.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -95,7 +96,8 @@ def relative(got: torch.Tensor | None, want: torch.Tensor | None) -> float:
         return 0.0
     if not (want.is_floating_point() or want.is_complex()):
         return 0.0 if torch.equal(got, want) else float("inf")
-    return ((got - want).abs().max() / max(want.abs().max().item(), _FLOOR)).item()
+    off = ((got - want).abs().max() / max(want.abs().max().item(), _FLOOR)).item()
+    return float("inf") if math.isnan(off) else off  # two NaNs show nothing
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
