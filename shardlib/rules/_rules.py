@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 AxisNames = str | Iterable[str] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rules:
     """How the tensors of a model lie on a mesh: patterns of names, each with a layout.
 
@@ -86,6 +86,18 @@ class Rules:
             self._set(name, _strings(name, getattr(self, name)))
         self._check_keys()
         self._check_options()
+
+    def __repr__(self) -> str:
+        """
+        >>> Rules({"mlp.up": "colwise"}, optional=["mlp.up"])
+        Rules({"mlp.up": "colwise"}, optional=('mlp.up',))
+        """
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("rules", "notes")}
+        shown = [_shown(self.rules)]
+        shown += [f"activations={_shown(options.pop('activations'))}"] if self.activations else []
+        default = {"unmatched": "error", "axis": "tp"}
+        shown += [f"{name}={value!r}" for name, value in options.items() if value and value != default.get(name)]
+        return f"Rules({', '.join(shown)})"
 
     @classmethod
     def of(cls, rules: Rules | Mapping[str, Any]) -> Rules:
@@ -190,8 +202,7 @@ class Rules:
                 if name not in used:
                     raise RuleError(
                         f'{option} names "{name}", which no layout of these rules mentions; they mention '
-                        f"{_listed(used)}. "
-                        f"Correct the name, or leave it out.{nearest(name, used)}"
+                        f"{_listed(used) or 'none'}. Correct the name, or leave it out.{nearest(name, used)}"
                     )
 
     def _check_options(self) -> None:
@@ -210,6 +221,10 @@ class Rules:
                     f'sizes gives "{name}" the size {size!r}. Give a positive number, or the path of an attribute of '
                     'the model, as in "config.n_head".'
                 )
+
+
+def _shown(rules: Mapping[str, Value]) -> str:
+    return "{" + ", ".join(f'"{key}": {spelled(value)}' for key, value in rules.items()) + "}"
 
 
 def _words(value: Value) -> Iterable[str]:

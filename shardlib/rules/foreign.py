@@ -147,8 +147,11 @@ def _packed_column(draft: _Draft, index: ModelIndex, target: _Target) -> None:
 
 
 def _packed_row(draft: _Draft, index: ModelIndex, target: _Target) -> None:
-    draft.sizes["packed"] = 2
-    draft.rules[target.key] = "replicate" if target.ndim == 1 else f"... (packed features@{draft.axis})"
+    if target.ndim == 1:
+        draft.rules[target.key] = "replicate"
+    else:
+        draft.sizes["packed"] = 2
+        draft.rules[target.key] = f"... (packed features@{draft.axis})"
 
 
 def _whole(draft: _Draft, index: ModelIndex, target: _Target) -> None:

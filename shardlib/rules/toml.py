@@ -115,7 +115,7 @@ def _plain_values(rules: Rules) -> Iterator[tuple[str, Any]]:
 def _entries(rules: Mapping[str, Value], notes: Mapping[str, str]) -> list[str]:
     lines = []
     for key, value in rules.items():
-        lines += [f"# {line}" for line in notes.get(key, "").splitlines()]
+        lines += [f"# {_printable(line)}" for line in notes.get(key, "").splitlines()]
         lines.append(f"{_key(key)} = {_rule(value)}")
     return lines
 
@@ -144,6 +144,11 @@ def _value(given: Any) -> str:
 
 def _key(name: str) -> str:
     return name if _BARE.fullmatch(name) else _text(name)
+
+
+def _printable(line: str) -> str:
+    # TOML allows no control characters in comments.
+    return "".join(char if char.isprintable() else " " for char in line).rstrip()
 
 
 def _text(text: str) -> str:

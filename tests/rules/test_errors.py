@@ -294,7 +294,7 @@ def test_fit(change: dict[str, Any], mesh: str, options: dict[str, Any], said: s
             Scale(),
             "colwise",
             'Rule "m": "colwise" names module "m" (Scale), and what the dims of its tensors mean is not known: '
-            '"gain" (4, 6), "shift" (6,). Name the parameters in the rule instead, or tell once with '
+            '"gain" (4, 8), "shift" (8,). Name the parameters in the rule instead, or tell once with '
             'shardlib.rules.register_dims(Scale, gain="... ...", shift="...").',
         ),
         (
@@ -338,7 +338,7 @@ def test_modules(module: nn.Module, value: Any, said: str) -> None:
 def test_a_role_for_a_raw_parameter() -> None:
     rules = Rules({"gain": "colwise"}, unmatched="replicate")
     assert message(lambda: rules.resolve(nn.ModuleDict({"m": Scale()}), "tp=2")) == (
-        'Rule "gain": "colwise" gives a role to "m.gain", global shape (4, 6), whose dims are not known. Name its '
+        'Rule "gain": "colwise" gives a role to "m.gain", global shape (4, 8), whose dims are not known. Name its '
         'dims in a text, as in "out@tp in", or give a placement such as Shard(0).'
     )
 

@@ -81,5 +81,5 @@ class Scale(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.empty(4, 6))
-        self.shift = nn.Parameter(torch.empty(6))
+        self.gain = nn.Parameter(torch.empty(4, 8))
+        self.shift = nn.Parameter(torch.empty(8))

@@ -1,0 +1,103 @@
+"""Finding layout files: by name, by path, by the class of a model."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from shardlib import layouts
+from shardlib.errors import RuleError
+from shardlib.rules import Rules, suggest
+from tests.families.transformer_models import small, transformers
+from tests.rules.zoo import Tiny, on_meta
+
+FOLDER = Path(__file__).parents[2] / "layouts"
+
+
+def test_every_file_of_the_folder_is_available_with_its_description() -> None:
+    names = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.toml")}
+    assert layouts.available().keys() == names >= {"example_gpt"}
+    assert all(layouts.available().values())
+
+
+def test_load_by_name_and_by_path(tmp_path: Path) -> None:
+    assert layouts.load("example_gpt") == Rules.from_toml(FOLDER / "example_gpt.toml")
+    (tmp_path / "mine.toml").write_text('[params]\nup = "colwise"')
+    assert layouts.load(tmp_path / "mine.toml") == layouts.load(str(tmp_path / "mine.toml")) == Rules({"up": "colwise"})
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(RuleError) as caught:
+        layouts.load("exmaple_gpt")
+    listed = ", ".join(f"'{name}'" for name in layouts.available())
+    assert str(caught.value) == (
+        f'No layout file is called "exmaple_gpt"; there are {listed}. Use one of them, or give the path of a file that '
+        'ends in .toml. Did you mean "example_gpt"?'
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "file"),
+    [("GPT2LMHeadModel", "gpt2"), ("LlamaForCausalLM", "llama"), ("LlamaModel", "llama"), ("BertForMaskedLM", "bert")],
+)
+def test_for_model_finds_the_file_by_class(model: str, file: str) -> None:
+    with torch.device("meta"):
+        built = getattr(transformers, model)(small(model))
+    rules = layouts.for_model(built)
+    assert rules == layouts.load(file)
+    rules.resolve(built, "dp=2,tp=2")
+
+
+def test_for_model_finds_the_file_of_a_base_class() -> None:
+    class Mine(transformers.LlamaForCausalLM): ...
+
+    with torch.device("meta"):
+        model = Mine(small("LlamaForCausalLM"))
+    assert layouts.for_model(model) == layouts.load("llama")
+
+
+def test_a_class_of_the_same_name_in_another_package_is_another_class() -> None:
+    class LlamaForCausalLM(nn.Linear):
+        _tp_plan: ClassVar = {"weight": "replicate"}
+
+    model = LlamaForCausalLM(4, 4)
+    assert layouts.for_model(model) == Rules.from_tp_plan(model)
+
+
+def test_without_a_file_the_plan_that_the_model_carries_is_used() -> None:
+    config = transformers.OlmoConfig(
+        hidden_size=32, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4, vocab_size=67
+    )
+    with torch.device("meta"):
+        model = transformers.OlmoForCausalLM(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert layouts.for_model(model) == Rules.from_tp_plan(model)
+
+
+def test_without_either_a_suggestion_is_made_and_said_aloud() -> None:
+    model = on_meta(Tiny)
+    with pytest.warns(layouts.SuggestedLayoutWarning) as caught:
+        rules = layouts.for_model(model)
+    assert rules == suggest(model)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "No layout file is for tests.rules.zoo.Tiny and it carries no plan. These rules were suggested from its "
+        f"modules; `shardlib init` writes them to a file to be checked:\n{rules.to_toml()}"
+    )
+    assert warning.filename == __file__
+
+
+def test_two_files_for_one_class_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {name: Rules({"up": "colwise"}, models=["tests.Tiny"]) for name in ("one", "two")}
+    monkeypatch.setattr(layouts, "_files", lambda: files)
+    with pytest.raises(RuleError) as caught:
+        layouts.for_model(on_meta(Tiny))
+    assert str(caught.value) == (
+        "Layout files 'one' and 'two' are both for tests.rules.zoo.Tiny. Choose one with shardlib.layouts.load('one')."
+    )

@@ -1,0 +1,160 @@
+"""Suggestions for a model that nobody wrote rules for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardlib import layouts
+from shardlib.rules import Rules, suggest
+from tests.families.transformer_models import small, transformers
+from tests.rules.zoo import MLP, ConvNet, Tiny, on_meta
+
+
+def hugging_face(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return getattr(transformers, name)(small(name))
+
+
+def test_what_is_suggested_and_why() -> None:
+    assert suggest(on_meta(Tiny)).to_toml() == (
+        'description = "Suggested for Tiny from its modules; check every guess"\nmodels = '
+        '["tests.Tiny"]\n\n[axes]\nheads = "tp"\nff = "tp"\nvocab = "tp"\n\n[sizes]\nheads = "n_head"\nqkv = '
+        '3\n\n[params]\n# guess: a table of tokens; its rows, the vocabulary, are split\nembed = "rowwise"\n# guess: '
+        'the output layer, tied to "embed"\nhead = "vocab"\n# guess: q, k and v lie one after the other, the number '
+        'of heads is "n_head"\n"blocks.*.attn.qkv" = "(qkv heads head)"\n# guess: takes the heads of '
+        '"blocks.*.attn"\n"blocks.*.attn.proj" = "rowwise"\n# guess: widens 16 to 64 and "down" narrows it '
+        'again\n"blocks.*.mlp.up" = "ff"\n# guess: narrows what "up" widened\n"blocks.*.mlp.down" = '
+        '"rowwise"\n"blocks.*.norm" = "replicate"\n'
+    )
+
+
+FAMILIES = [
+    ("gpt2", "GPT2LMHeadModel"),
+    ("llama", "LlamaForCausalLM"),
+    ("llama", "Qwen3ForCausalLM"),
+    ("bert", "BertForMaskedLM"),
+    ("bert", "BertForSequenceClassification"),
+    ("vit", "ViTForImageClassification"),
+]
+
+
+@pytest.mark.parametrize(("file", "name"), FAMILIES)
+def test_the_guess_is_what_the_layout_file_says(file: str, name: str) -> None:
+    model = hugging_face(name)
+    guessed, known = (rules.resolve(model, "tp=2") for rules in (suggest(model), layouts.load(file)))
+    for tensor, layout in known.tensors.items():
+        assert guessed.tensors[tensor].layout.placements("tp=2") == layout.layout.placements("tp=2"), tensor
+    assert {key: border.layout for key, border in guessed.borders.items()} == {
+        key: border.layout for key, border in known.borders.items()
+    }
+
+
+def test_encoder_decoder_attention_and_gated_mlps() -> None:
+    config = transformers.T5Config(
+        d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=52, vocab_size=67, feed_forward_proj="gated-gelu"
+    )
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(config)
+    tensors = suggest(model).resolve(model, "tp=2").tensors
+    split = {name.split("layer.")[-1] for name, tensor in tensors.items() if tensor.layout.axes and "decoder" in name}
+    assert split == {
+        *(f"0.SelfAttention.{each}.weight" for each in "qkvo"),
+        *(f"1.EncDecAttention.{each}.weight" for each in "qkvo"),
+        *(f"2.DenseReluDense.{each}.weight" for each in ("wi_0", "wi_1", "wo")),
+        "decoder.embed_tokens.weight",
+    } - {"decoder.embed_tokens.weight"}
+    assert str(tensors["shared.weight"].layout) == "vocab@tp embed"
+
+
+def test_experts_are_split_inside() -> None:
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4, vocab_size=67
+    )
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+    resolution = suggest(model).resolve(model, "tp=2")
+    experts = "model.layers.0.mlp.experts"
+    assert str(resolution.tensors[f"{experts}.gate_up_proj"].layout) == "expert (gate_up ff@tp) embed"
+    assert str(resolution.tensors[f"{experts}.down_proj"].layout) == "expert embed ff@tp"
+    assert str(resolution.borders[experts, "output"].layout) == "..."
+
+
+def test_attention_of_torch() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32), 2, enable_nested_tensor=False)
+    layouts_of = {name: str(t.layout) for name, t in suggest(model).resolve(model, "tp=2").tensors.items()}
+    assert layouts_of["layers.1.self_attn.in_proj_weight"] == "(qkv heads@tp head) embed"
+    assert layouts_of["layers.1.self_attn.out_proj.weight"] == "out in@tp"
+    assert layouts_of["layers.1.linear1.weight"] == "ff@tp in"
+    assert layouts_of["layers.1.linear2.weight"] == "out in@tp"
+
+
+class Bloomy(nn.Module):
+    """Attention whose q, k and v lie head by head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.query_key_value = nn.Linear(16, 48)
+        self.dense = nn.Linear(16, 16)
+
+
+def test_heads_that_hold_q_k_and_v_each() -> None:
+    model = nn.ModuleDict({"attn": Bloomy()})
+    tensors = suggest(model).resolve(model, "tp=2").tensors
+    assert tensors["attn.query_key_value.bias"].layout.text == "(heads=4@tp qkv_head=12)"
+    assert str(tensors["attn.dense.weight"].layout) == "out in@tp"
+
+
+class Headless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.proj = nn.Linear(16, 16)
+
+
+def test_a_fused_projection_without_a_number_of_heads_is_left_whole() -> None:
+    rules = suggest(nn.ModuleDict({"attn": Headless()}))
+    assert {key: value.name for key, value in rules.rules.items()} == {
+        "attn.qkv": "replicate",
+        "attn.proj": "replicate",
+    }
+    assert rules.notes["attn.qkv"] == (
+        "guess: fused q, k and v; no attribute tells the number of heads for (qkv heads head)"
+    )
+
+
+def test_layers_in_a_row_are_paired_one_after_the_other() -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    layouts_of = {n: str(t.layout) for n, t in suggest(model).resolve(model, "tp=2").tensors.items() if "weight" in n}
+    assert layouts_of == {
+        "0.weight": "ff@tp in",
+        "2.weight": "out in@tp",
+        "3.weight": "ff@tp in",
+        "5.weight": "out in@tp",
+    }
+
+
+def test_a_gate_may_be_listed_last() -> None:
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({n: nn.Linear(*s) for n, s in GATED.items()})})
+    layouts_of = {n: str(t.layout) for n, t in suggest(model).resolve(model, "tp=2").tensors.items() if "weight" in n}
+    assert layouts_of == {"mlp.w1.weight": "ff@tp in", "mlp.w2.weight": "out in@tp", "mlp.w3.weight": "ff@tp in"}
+
+
+GATED = {"w1": (8, 32), "w2": (32, 8), "w3": (8, 32)}
+
+
+@pytest.mark.parametrize("model", [ConvNet, Tiny, lambda: MLP(16), lambda: nn.LSTM(4, 8), lambda: nn.Linear(4, 4)])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=4", "dp=2"])
+def test_a_suggestion_names_every_parameter_and_resolves(model: type[nn.Module], mesh: str) -> None:
+    built = on_meta(model)
+    rules = suggest(built)
+    assert rules.unmatched == "error"
+    assert rules.resolve(built, mesh).unmatched == ()
+    assert Rules.from_toml(rules.to_toml()) == rules
+
+
+def test_a_pattern_is_anchored_where_it_would_find_more() -> None:
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "block": nn.ModuleDict({"norm": nn.LayerNorm(4)})})
+    assert list(suggest(model).rules) == ["^norm", "block.norm"]
