@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor._random as dtensor_random
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -274,11 +274,21 @@ _WORLD_TABLES = (
 _FIRST_FAKE_GROUP = 1_000_000_000
 
 
-def fake_tensors() -> Any:
-    """A mode in which tensors have shape, dtype and device, and no values. Real ones may meet them."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made inside have shape, dtype and device, and no values. Real ones may meet them."""
+    strided = _StridedShard.local_shard_size_and_offset
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    def with_real_offsets(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():  # it reads offsets back from a small tensor of its own
+            return strided(*args, **kwargs)
+
+    _StridedShard.local_shard_size_and_offset = with_real_offsets  # type: ignore[method-assign]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        _StridedShard.local_shard_size_and_offset = strided  # type: ignore[method-assign]
 
 
 def fake_tensor_errors() -> tuple[type[Exception], ...]:
