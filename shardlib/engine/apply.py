@@ -58,7 +58,43 @@ def shard_model(
     global_batch_norm: bool = True,
     bucket_mb: float = 25,
 ) -> nn.Module:
-    """TODO"""
+    """Shard a model by rules, in place; the training loop stays as it is.
+
+    Afterwards each data rank passes its own plain tensors (or nested structures of them) and gets plain tensors back.
+    When `loss.backward()` returns, gradients are those of the mean loss over the data axes. Build the optimizer from
+    `model.parameters()` after this call; any `torch.optim` optimizer works.
+
+    Args:
+        model: written for one device; on that device, on CPU, or on `meta`. Every rank holds the same one.
+        mesh_: "dp=2,tp=4", a `MeshShape`, or a `DeviceMesh` with named axes.
+        rules: `Rules`, a mapping from patterns to layouts, the name or path of a layout file, or a `Plan`; by default
+            the layout that `layouts.for_model` finds for this class.
+        transforms: functions from plan to plan, applied in order.
+        init: where the values of a model on `meta` come from: a safetensors file or folder, a mapping from names to
+            whole tensors, a function that initialises one module's own tensors, "reset_parameters", or several of
+            these in order. Each rank keeps only its shards, and reads only its slices of a file.
+        compile: "auto", "aot_eager", "inductor" or None: how repeated blocks are compiled, once for all of them. A
+            block that cannot be compiled runs eagerly. Without a split model axis nothing is compiled.
+        check: compare plans, first weights and the first batch between the ranks that must agree, and give each data
+            rank a random stream of its own.
+        global_batch_norm: in training, BatchNorm uses the statistics of all data ranks' examples, as one device would.
+        bucket_mb: megabytes of gradients that one all-reduce over the data axes carries.
+
+    Returns:
+        The same model. On an error it is as it was before.
+
+    Raises:
+        RuleError, LayoutError, PlanError: rules that do not say one clear thing about this model and mesh.
+        MeshError: a mesh of another size than the number of processes.
+        ShardingError: a model that is sharded already, or that ranks disagree on.
+        CheckpointError: `init` does not fit the model.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> model = shard_model(model, "dp=1,tp=1", {"0": "colwise", "2": "rowwise"})
+        >>> model(torch.zeros(2, 8)).shape
+        torch.Size([2, 8])
+    """
     device_mesh = mesh(mesh_)
     _refuse_unfit(model)
     the_plan = _planned(model, device_mesh, rules, transforms)
@@ -104,7 +140,7 @@ def apply_plan(
     global_batch_norm: bool = True,
     bucket_bytes: int = 25 << 20,
 ) -> nn.Module:
-    """Carry out a plan on a model, in place; on an error the model is as it was."""
+    """Carry out a plan on a model, in place; on an error the model is as it was. Arguments as in `shard_model`."""
     build = _Build(model, plan_, device_mesh)
     build.refuse_what_is_not_built()
     if check:
