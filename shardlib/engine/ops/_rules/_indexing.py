@@ -1,0 +1,135 @@
+"""Taking and putting elements by index tensors: dims that are not indexed may be split, and so may the indices.
+
+Sums not yet done (Partial) pass through, since taking and adding elements is linear in their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch.distributed.tensor import Placement
+
+from shardlib.engine.ops._rows import Call, Meta, P, R, Row, S, aten, row, rule
+
+__all__: list[str] = []
+
+
+# --- x[i, j]: an index tensor, or none, for each leading dim ------------------------------------------------------
+
+
+@rule(aten("index.Tensor"))
+def index(call: Call) -> Iterable[Row]:
+    """self, indices... -> self[indices]."""
+    (source, *indices), picked = call.inputs, _Picked(call)
+    wholes = [R] * len(indices)
+    for dim, out in picked.kept():
+        yield row([S(out)], [S(dim), *wholes])
+    yield row([P], [P, *wholes])
+    for at, size in enumerate(picked.shape):
+        if size > 1:
+            yield row([S(picked.first + at)], [R, *(_along(meta, at, picked.shape) for meta in indices)])
+
+
+@rule(*map(aten, ("index_put", "index_put_", "_index_put_impl", "_index_put_impl_", "_unsafe_index_put")))
+def index_put(call: Call) -> Iterable[Row]:
+    """self, indices..., values -> self with values at the indices, put or added there."""
+    (_, *indices, values), picked = call.inputs, _Picked(call)
+    wholes = [R] * len(indices)
+    ndim = picked.first + len(picked.shape) + picked.behind
+    for dim, out in picked.kept():
+        own = out - (ndim - values.ndim)
+        split = own >= 0 and values.shape[own] == call.inputs[0].shape[dim]
+        if split or own < 0 or values.shape[own] == 1:
+            yield row([S(dim)], [S(dim), *wholes, S(own) if split else R])
+    if call["accumulate"]:
+        yield row([P], [P, *wholes, P], partition=True)
+
+
+class _Picked:
+    """Where the dims of `x[indices]` come from.
+
+    Attributes:
+        shape: of the index tensors, broadcast against each other.
+        first: the dim of the result at which they stand: at the front when a dim that is kept lies between them.
+        behind: how many kept dims follow them.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.ndim = call.inputs[0].ndim
+        self.indexed = [dim for dim, given in enumerate(call["indices"]) if given is not None]
+        given = [meta for meta, name in zip(call.inputs, call.names, strict=True) if name == "indices"]
+        self.shape = _broadcast(given)
+        adjacent = self.indexed == list(range(self.indexed[0], self.indexed[-1] + 1))
+        self.first = self.indexed[0] if adjacent else 0
+        self.behind = self.ndim - len(self.indexed) - self.first
+
+    def kept(self) -> Iterator[tuple[int, int]]:
+        """(dim, dim of the result) of each dim that is not indexed."""
+        rest = [dim for dim in range(self.ndim) if dim not in self.indexed]
+        for at, dim in enumerate(rest):
+            yield dim, at if at < self.first else at + len(self.shape)
+
+
+def _broadcast(metas: Sequence[Meta]) -> tuple[int, ...]:
+    ndim = max(meta.ndim for meta in metas)
+    padded = [(1,) * (ndim - meta.ndim) + meta.shape for meta in metas]
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))
+
+
+def _along(meta: Meta, dim: int, shape: tuple[int, ...]) -> Placement:
+    own = dim - (len(shape) - meta.ndim)
+    return S(own) if own >= 0 and meta.shape[own] == shape[dim] else R
+
+
+# --- one dim, one index vector ------------------------------------------------------------------------------------
+
+
+@rule(aten("index_select"))
+def index_select(call: Call) -> Iterable[Row]:
+    """self, index -> the slices of self at a list of places along one dim."""
+    for dim in _others(call):
+        yield row([S(dim)], [S(dim), R])
+    if call.inputs[0].ndim and call.inputs[1].ndim:
+        yield row([S(call.dim())], [R, S(0)])
+    yield row([P], [P, R])
+
+
+@rule(aten("index_add"), aten("index_add_"))
+def index_add(call: Call) -> Iterable[Row]:
+    """self, index, source -> self, the slices of source added at a list of places along one dim."""
+    for dim in _others(call):
+        yield row([S(dim)], [S(dim), R, S(dim)])
+    yield row([P], [P, R, P], partition=True)
+
+
+# --- one index for each element -----------------------------------------------------------------------------------
+
+
+@rule(aten("gather"))
+def gather(call: Call) -> Iterable[Row]:
+    """self, index -> self's elements at the places that index names along one dim."""
+    for dim in _aligned(call):
+        yield row([S(dim)], [S(dim), S(dim)])
+    if call.inputs[0].ndim and call.inputs[1].ndim:
+        yield row([S(call.dim())], [R, S(call.dim())])
+    yield row([P], [P, R])
+
+
+@rule(aten("scatter_add"), aten("scatter_add_"))
+def scatter_add(call: Call) -> Iterable[Row]:
+    """self, index, src -> self, the elements of src added at the places that index names along one dim."""
+    for dim in _aligned(call):
+        yield row([S(dim)], [S(dim)] * 3)
+    yield row([P], [P, R, P], partition=True)
+
+
+def _others(call: Call) -> list[int]:
+    ndim = call.inputs[0].ndim
+    return [dim for dim in range(ndim) if dim != call.dim()]
+
+
+def _aligned(call: Call) -> list[int]:
+    """Dims along which every operand is as long as the first: elsewhere shards would not line up."""
+    first: Any = call.inputs[0].shape
+    return [d for d in _others(call) if all(len(m.shape) > d and m.shape[d] == first[d] for m in call.inputs)]
