@@ -392,7 +392,7 @@ class Layout:
         """
         shape = MeshShape.of(mesh)
         self._check_shards(shards, tuple(global_shape), shape)
-        full = shards[0].new_empty(tuple(global_shape))
+        full = shards[0].new_zeros(tuple(global_shape))
         for rank, shard in enumerate(shards):
             index = self.local_slices(global_shape, shape, shape.coordinate(rank))
             full[_outer_index(index)] = shard

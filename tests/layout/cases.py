@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from shardlib import MeshShape
 from shardlib.layout import Dim, Factor, Layout
 
 AXES = ("tp", "dp", "cp")
+# These laws cost a millisecond an example, and what they are about (two splits of one fused dim) is drawn rarely.
+thorough = settings(max_examples=4 * settings.default.max_examples)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,14 @@ from shardlib import MeshShape
 from shardlib.errors import LayoutError
 from shardlib.layout import Layout
 from shardlib.testing._pool import Ranks
-from tests.layout.cases import Case, cases, plain_layouts
+from tests.layout.cases import Case, cases, plain_layouts, thorough
 
 
 def numbered(global_shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(math.prod(global_shape)).reshape(global_shape)
 
 
+@thorough
 @given(cases())
 def test_gather_after_shard_is_the_identity(case: Case):
     full = numbered(case.global_shape)
@@ -31,6 +32,7 @@ def test_gather_after_shard_is_the_identity(case: Case):
     assert torch.equal(case.layout.put(shards, case.global_shape, case.mesh), full)
 
 
+@thorough
 @given(cases())
 def test_ranks_that_differ_on_a_splitting_axis_share_nothing(case: Case):
     full = numbered(case.global_shape)
@@ -39,6 +41,7 @@ def test_ranks_that_differ_on_a_splitting_axis_share_nothing(case: Case):
     assert torch.equal(torch.cat(held).sort().values, full.flatten().repeat_interleave(copies))
 
 
+@thorough
 @given(cases())
 def test_slices_shapes_and_bytes_agree(case: Case):
     shapes = [case.layout.local_shape(case.global_shape, case.mesh, place) for place in case.coordinates]
@@ -52,6 +55,7 @@ def test_slices_shapes_and_bytes_agree(case: Case):
     assert case.is_even() or len(set(shapes)) > 1
 
 
+@thorough
 @given(cases())
 def test_an_axis_of_size_one_changes_nothing(case: Case):
     single = [axis for axis, n in case.mesh.items() if n == 1]
@@ -73,6 +77,7 @@ def split_as_dtensor(case: Case, full: torch.Tensor, place: dict[str, int]) -> t
     return full
 
 
+@thorough
 @given(cases())
 def test_dtensor_splits_a_tensor_into_the_same_shards(case: Case):
     # On the rest distribute_tensor and redistribute differ; see the test on real ranks.
@@ -82,6 +87,7 @@ def test_dtensor_splits_a_tensor_into_the_same_shards(case: Case):
         assert torch.equal(case.layout.take(full, case.mesh, place), split_as_dtensor(case, full, place))
 
 
+@thorough
 @given(cases())
 def test_dtensor_computes_the_same_local_shape_and_offset(case: Case):
     assume(case.is_even() or case.in_mesh_order())

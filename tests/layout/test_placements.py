@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from shardlib import MeshShape
 from shardlib.errors import LayoutError
 from shardlib.layout import Layout
-from tests.layout.cases import Case, cases, meshes
+from tests.layout.cases import Case, cases, meshes, thorough
 
 
 def strided(split_factor: int) -> Placement:
@@ -48,6 +48,7 @@ def test_the_ellipsis_takes_the_number_of_dims():
     assert Layout.parse("... ff@tp").placements("tp=2", ndim=3) == (Shard(2),)
 
 
+@thorough
 @given(cases(partial=True))
 def test_placements_to_layout_and_back_is_the_identity(case: Case):
     placements = case.layout.placements(case.mesh)
@@ -69,6 +70,7 @@ def any_placements(draw: st.DrawFn) -> tuple[MeshShape, list[Placement]]:
     return mesh, [draw(kinds) for _ in mesh]
 
 
+@thorough
 @given(any_placements())
 def test_any_placements_are_a_layout_of_the_same_shards_or_refused(given_: tuple[MeshShape, list[Placement]]):
     mesh, placements = given_

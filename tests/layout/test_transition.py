@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardlib import MeshShape
 from shardlib.errors import LayoutError
 from shardlib.layout import Collective, Layout, cost, transition
-from tests.layout.cases import Case, axis_lists, cases, fused_dims, meshes, plain_dims
+from tests.layout.cases import Case, axis_lists, cases, fused_dims, meshes, plain_dims, thorough
 
 
 def steps(src: str, dst: str, global_shape: tuple[int, ...], mesh: str) -> list[str]:
@@ -66,6 +66,12 @@ def test_the_stages_of_zero():
     assert steps(partial, whole, (64,), "dp=4") == ["all_reduce(dp): 384 bytes"]
     assert steps(partial, shard, (64,), "dp=4") == ["reduce_scatter(dp): 192 bytes"]
     assert steps(shard, whole, (64,), "dp=4") == ["all_gather(dp): 192 bytes"]
+
+
+def test_a_split_across_the_boundaries_of_another_is_an_exchange():
+    # dp halves would cut the second of the three blocks that tp splits inside.
+    assert steps("(3 a=4@tp)", "a@dp", (12,), "dp=2,tp=2") == ["all_to_all(tp): 12 bytes"]
+    assert steps("(2 a=6@tp)", "a@dp", (12,), "dp=2,tp=2") == ["slice(dp): 0 bytes", "all_gather(tp): 12 bytes"]
 
 
 def test_bytes_are_averaged_over_ranks_and_rounded_up():
@@ -133,6 +139,7 @@ def test_splitting_what_is_whole_costs_nothing(case: Case):
     assert price(whole, case.layout, case.global_shape, case.mesh) == 0
 
 
+@thorough
 @given(layouts_of_one_tensor(2))
 def test_a_transition_sends_what_ranks_need_and_lack(drawn):
     """Against sets of element numbers, counted one by one."""
@@ -145,12 +152,14 @@ def test_a_transition_sends_what_ranks_need_and_lack(drawn):
     assert price(src, dst, shape, mesh) == math.ceil(Fraction(4 * lacking, mesh.world_size))
 
 
+@thorough
 @given(layouts_of_one_tensor(3))
 def test_a_detour_is_never_cheaper(drawn):
     mesh, shape, (a, b, c) = drawn
     assert price(a, c, shape, mesh) <= price(a, b, shape, mesh) + price(b, c, shape, mesh)
 
 
+@thorough
 @given(layouts_of_one_tensor(2), st.data())
 def test_a_reduction_costs_no_more_than_reducing_first_and_moving_then(drawn, data: st.DataObject):
     """For each axis that is pending: reduced into a copy on every rank, or scattered inside some dim."""
