@@ -1,11 +1,18 @@
-"""Scaled dot-product attention on every back end: batch, heads, or (without a causal mask) queries may be split."""
+"""Scaled dot-product attention on every back end: batch, heads, or (without a causal mask) queries may be split.
+
+Fewer key than query heads (grouped queries; Ainslie et al., arXiv 2305.13245) may be fewer than ranks too: then every
+rank holds all of them and computes with those that its own query heads share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
-from shardlib.engine.ops._rows import Call, Meta, P, R, Row, S, aten, row, rule
+import torch
+
+from shardlib.engine.ops._rows import Call, Here, Meta, Op, P, R, Row, S, aten, row, rule
 
 __all__: list[str] = []
 
@@ -37,6 +44,8 @@ def _rows(call: Call, roles: tuple[str | None, ...]) -> Iterator[Row]:
         return  # one random draw for all heads: the ranks' own draws would not be the single device's
     yield _row(call, roles, 0, shared_kv=False)
     yield _row(call, roles, 1, shared_kv=key.shape[1] == 1 and query.shape[1] > 1)
+    if 1 < key.shape[1] < query.shape[1] and key.shape[1] % call.size:
+        yield _row(call, roles, 1, shared_kv=True, compute=partial(_own_heads, call.names, roles))
     bias = next((by_name[n] for n in _BIAS if n in by_name), None)
     if not call.values.get("is_causal") and (bias is None or bias.shape[-2] == query.shape[2]):
         yield _row(call, roles, 2, shared_kv=True)
@@ -46,8 +55,8 @@ def _on_cpu(call: Call) -> bool:
     return "for_cpu" in call.op._schema.name
 
 
-def _row(call: Call, roles: tuple[str | None, ...], dim: int, *, shared_kv: bool) -> Row:
-    """Split dim 0 (batch), 1 (heads) or 2 (queries); `shared_kv`: every rank needs all of key and value."""
+def _row(call: Call, roles: tuple[str | None, ...], dim: int, *, shared_kv: bool, **options: Any) -> Row:
+    """Split dim 0 (batch), 1 (heads) or 2 (queries); `shared_kv`: every rank has all of key and value."""
     split: list[Any] = []
     for name, meta in zip(call.names, call.inputs, strict=True):
         if name in _QUERY_LIKE:
@@ -59,7 +68,41 @@ def _row(call: Call, roles: tuple[str | None, ...], dim: int, *, shared_kv: bool
         else:
             split.append(R)
     outs = [_out(role, meta, dim, shared_kv) for role, meta in zip(roles, call.outputs, strict=True)]
-    return row(outs, split)
+    return row(outs, split, **options)
+
+
+def _own_heads(
+    names: tuple[str, ...], roles: tuple[str | None, ...], op: Op, args: list[Any], kwargs: dict[str, Any], here: Here
+) -> Any:
+    """Attention of this rank's query heads with the key heads that they share; gradients of the others are zero."""
+    at = {argument.name: i for i, argument in enumerate(op._schema.arguments)}
+    query, key = names.index("query"), names.index("key")
+    group = here.shape(query)[1] // here.shape(key)[1]
+    wholes = {name: args[at[name]] for name in _KEY_LIKE}
+    shared = _shared_heads(here.offset(query, 1), args[at["query"]].shape[1], group)
+    heads = torch.tensor(shared, device=wholes["key"].device)
+    own = [wholes[a.name].index_select(1, heads) if a.name in wholes else x for a, x in _named(op, args)]
+    result = op(*own, **kwargs)
+    grads = iter((wholes["key"], wholes["value"]))
+    return tuple(
+        torch.zeros_like(next(grads)).index_add_(1, heads, out) if role == "kv" else out
+        for role, out in zip(roles, result, strict=True)
+    )
+
+
+def _named(op: Op, args: list[Any]) -> Iterable[tuple[Any, Any]]:
+    return zip(op._schema.arguments, args, strict=False)
+
+
+def _shared_heads(first: int, count: int, group: int) -> list[int]:
+    """The key heads of query heads [first, first + count); one for each of these where they share unequally.
+
+    >>> _shared_heads(2, 2, group=4), _shared_heads(8, 8, group=4), _shared_heads(3, 3, group=4)
+    ([0], [2, 3], [0, 1, 1])
+    """
+    heads = [head // group for head in range(first, first + count)]
+    shared = sorted(set(heads))
+    return shared if len(shared) == 1 or count == group * len(shared) else heads
 
 
 def _bias(meta: Meta, dim: int) -> Any:
