@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import TypeAlias
 
-__all__ = ["Dim", "Dims", "Factor", "axes_of_dims", "plain"]
+__all__ = ["Dim", "Dims", "Factor", "axes_of_dims", "plain", "spell"]
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,8 @@ def plain(name: str = "_", *axes: str) -> Dim:
 def axes_of_dims(dims: Dims) -> tuple[str, ...]:
     """Every axis that splits some dim, with repeats, in the order of the text."""
     return tuple(axis for dim in dims if isinstance(dim, Dim) for axis in dim.axes)
+
+
+def spell(axes: tuple[str, ...]) -> str:
+    """Axes as a text writes them after "@"."""
+    return axes[0] if len(axes) == 1 else f"({','.join(axes)})"

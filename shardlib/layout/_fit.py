@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from shardlib._mesh import MeshShape
 from shardlib.errors import nearest
-from shardlib.layout._dims import Dim, Dims, Factor, plain
+from shardlib.layout._dims import Dim, Dims, Factor, plain, spell
 
 __all__ = ["Problem", "axis_problems", "expand", "fit_dim", "mesh_problems", "shape_problems"]
 
@@ -128,8 +128,7 @@ def _uneven_factors(dim: Dim, mesh: MeshShape) -> Iterator[Problem]:
             yield (
                 f'factor "{factor.name}" of size {factor.size} does not divide over {over}',
                 f"Factors of a fused dim must divide: use axes whose sizes divide {factor.size}, or write "
-                f'"{factor.name}@{factor.axes[0] if len(factor.axes) == 1 else "(" + ",".join(factor.axes) + ")"}?" '
-                "to replicate it when it does not.",
+                f'"{factor.name}@{spell(factor.axes)}?" to replicate it when it does not.',
             )
 
 

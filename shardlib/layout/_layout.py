@@ -209,7 +209,8 @@ class Layout:
         """The same as DTensor placements: one per mesh axis, in mesh order.
 
         A fused dim, or axes whose order differs from the mesh's, becomes `_StridedShard`. An axis of size one is
-        `Replicate()`.
+        `Replicate()`. Where a dim is uneven and its axes stand in another order than the mesh's, build the DTensor with
+        `take` and `DTensor.from_local`, or redistribute: `distribute_tensor` cuts in mesh order instead (torch 2.13).
 
         Args:
             mesh: a `MeshShape`, its text, or a `DeviceMesh`.
@@ -279,9 +280,7 @@ class Layout:
         return _spec.spec_of(self.dims)
 
     @classmethod
-    def from_partition_spec(
-        cls, spec: PartitionSpec, ndim: int | None = None, *, dim_names: Sequence[str] | None = None
-    ) -> Layout:
+    def from_partition_spec(cls, spec: PartitionSpec, ndim: int, *, dim_names: Sequence[str] | None = None) -> Layout:
         """The layout that a `jax.sharding.PartitionSpec` describes. Dims beyond the end of the spec are not split.
 
         Raises:

@@ -20,7 +20,7 @@ from einops import EinopsError
 from einops.parsing import ParsedExpression
 
 from shardlib.errors import LayoutError, nearest
-from shardlib.layout._dims import Dim, Dims, Factor
+from shardlib.layout._dims import Dim, Dims, Factor, spell
 
 __all__ = ["REDUCTIONS", "Memory", "Parts", "read", "write"]
 
@@ -63,7 +63,7 @@ def write(parts: Parts, *, sizes: bool) -> str:
     """The canonical text; with `sizes`, factors whose size is known carry it and nothing is lost."""
     words = [" ".join(_write_dim(dim, sizes) for dim in parts.dims)]
     by_op = groupby(sorted(parts.partials, key=lambda pair: (pair[1], pair[0])), key=lambda pair: pair[1])
-    words += [f"+ {op}@{_write_axes(tuple(axis for axis, _ in pairs))}" for op, pairs in by_op]
+    words += [f"+ {op}@{spell(tuple(axis for axis, _ in pairs))}" for op, pairs in by_op]
     phase = [str(parts.dtype).removeprefix("torch.")] if parts.dtype else []
     phase += ["host"] if parts.memory == "host" else []
     words += [f": {' '.join(phase)}"] if phase else []
@@ -77,15 +77,20 @@ def _read_dims(text: str, pattern: str, sizes: Mapping[str, int]) -> Dims:
         factors.append(_read_factor(text, match, sizes))
         return match[1]
 
+    unread = _FACTOR.sub(lambda match: " " * len(match[0]), pattern)
+    if stray := re.search(r"[@=?]", unread):
+        _refuse(text, f'"{_word_at(pattern, stray.start())}" cannot be read', _GRAMMAR)
     bare = _FACTOR.sub(lift, pattern)
-    if leftover := re.search(r"\S*[@=?]\S*", bare):
-        _refuse(text, f'"{leftover[0]}" cannot be read', _GRAMMAR)
     if hollow := _HOLLOW.search(bare):
         _refuse(
             text, f'"{hollow[0]}" has a factor of one, or none', 'Leave such factors out; a dim of size one is "1".'
         )
     words = iter(factors)
     return tuple(_dim(text, names, words) for names in _composition(text, bare))
+
+
+def _word_at(pattern: str, at: int) -> str:
+    return next(word[0] for word in re.finditer(r"\S+", pattern) if at < word.end())
 
 
 def _composition(text: str, bare: str) -> list[Any]:
@@ -116,11 +121,12 @@ def _read_factor(text: str, match: re.Match[str], sizes: Mapping[str, int]) -> F
     name, size, axes, optional = match.groups()
     if optional and not axes:
         _refuse(text, f'"{match[0]}" has "?" without an axis', "Write name@axis? to split a dim only if it divides.")
-    given = {int(s) for s in (size, name if name.isdecimal() else None, sizes.get(name)) if s is not None}
-    if len(given) > 1 or any(value < 1 for value in given):
-        sizes_given = " and ".join(str(value) for value in sorted(given))
-        _refuse(text, f'"{name}" has size {sizes_given}', "Give each name one positive size, in the text or in sizes.")
-    return Factor(name, _read_axes(text, axes) if axes else (), next(iter(given), None), bool(optional))
+    written = [int(word) for word in (size, name if name.isdecimal() else None) if word is not None]
+    given = list(dict.fromkeys([*written, *([sizes[name]] if name in sizes else [])]))
+    if len(given) > 1 or any(not isinstance(value, int) or value < 1 for value in given):
+        values = " and ".join(repr(value) for value in given)
+        _refuse(text, f'"{name}" has size {values}', "Give each name one positive size, in the text or in sizes.")
+    return Factor(name, _read_axes(text, axes) if axes else (), given[0] if given else None, bool(optional))
 
 
 def _read_axes(text: str, axes: str) -> tuple[str, ...]:
@@ -168,9 +174,5 @@ def _write_dim(dim: Any, sizes: bool) -> str:
 
 def _write_factor(factor: Factor, sizes: bool) -> str:
     size = f"={factor.size}" if sizes and factor.size is not None and not factor.name.isdecimal() else ""
-    axes = f"@{_write_axes(factor.axes)}" if factor.axes else ""
+    axes = f"@{spell(factor.axes)}" if factor.axes else ""
     return f"{factor.name}{size}{axes}{'?' if factor.optional else ''}"
-
-
-def _write_axes(axes: tuple[str, ...]) -> str:
-    return axes[0] if len(axes) == 1 else f"({','.join(axes)})"

@@ -86,6 +86,7 @@ def test_a_layout_is_a_value():
     [
         ("vocab@ embed", f'"vocab@" cannot be read. {HOW}'),
         ("vocab@(tp embed", f'"vocab@(tp" cannot be read. {HOW}'),
+        ("(a=3=4 b) c", f'"(a=3=4" cannot be read. {HOW}'),
         ("vocab embed@@tp", f'"embed@@tp" cannot be read. {HOW}'),
         ("(qkv (heads@tp head))", f"Axis composition is one-level (brackets inside brackets not allowed). {HOW}"),
         ("(qkv heads", f'Imbalanced parentheses in expression: "(qkv heads". {HOW}'),
@@ -127,6 +128,15 @@ def test_what_cannot_be_read_is_shown_with_the_offending_part(text: str, fact: s
     with pytest.raises(LayoutError) as caught:
         Layout.parse(text, sizes={"heads": 4})
     assert str(caught.value) == f'Layout "{text}": {fact}'
+
+
+def test_a_size_that_is_no_number_is_refused():
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse("(qkv heads@tp head)", sizes={"heads": "n_head"})  # type: ignore[dict-item]
+    assert str(caught.value) == (
+        'Layout "(qkv heads@tp head)": "heads" has size \'n_head\'. Give each name one positive size, in the text or '
+        "in sizes."
+    )
 
 
 def test_something_else_than_text_is_refused():

@@ -61,7 +61,7 @@ print(json.dumps({
         lambda: repr(tuple(Layout.parse("batch@(dp,fsdp) seq embed@tp").partition_spec())),
         lambda: repr(tuple(Layout.parse("").partition_spec())),
         lambda: Layout.from_partition_spec(P(("fsdp", "tp")), 3).text,
-        lambda: Layout.from_partition_spec(P(None, "tp"), dim_names=["vocab", "embed"]).text,
+        lambda: Layout.from_partition_spec(P(None, "tp"), 2, dim_names=["vocab", "embed"]).text,
         lambda: Layout.from_partition_spec(P("tp", None), 1).text,
         lambda: Layout.from_partition_spec(P(P.UNCONSTRAINED), 1).text,
         lambda: Layout.from_partition_spec(P("dp", unreduced={"tp"}), 1).text,
