@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Placement
 
 from shardlib.engine.ops._rows import Call, Meta, P, R, Row, S, aten, row, rule
@@ -18,10 +19,10 @@ __all__: list[str] = []
 # --- x[i, j]: an index tensor, or none, for each leading dim ------------------------------------------------------
 
 
-@rule(aten("index.Tensor"))
+@rule(aten("index.Tensor"), empty=True)
 def index(call: Call) -> Iterable[Row]:
     """self, indices... -> self[indices]."""
-    (source, *indices), picked = call.inputs, _Picked(call)
+    indices, picked = call.inputs[1:], _Picked(call)
     wholes = [R] * len(indices)
     for dim, out in picked.kept():
         yield row([S(out)], [S(dim), *wholes])
@@ -31,10 +32,13 @@ def index(call: Call) -> Iterable[Row]:
             yield row([S(picked.first + at)], [R, *(_along(meta, at, picked.shape) for meta in indices)])
 
 
-@rule(*map(aten, ("index_put", "index_put_", "_index_put_impl", "_index_put_impl_", "_unsafe_index_put")))
+@rule(*map(aten, ("index_put", "index_put_", "_index_put_impl", "_index_put_impl_", "_unsafe_index_put")), empty=True)
 def index_put(call: Call) -> Iterable[Row]:
     """self, indices..., values -> self with values at the indices, put or added there."""
-    (_, *indices, values), picked = call.inputs, _Picked(call)
+    (_, *indices, values) = call.inputs
+    if any(meta.dtype in (torch.bool, torch.uint8) for meta in indices):
+        return
+    picked = _Picked(call)
     wholes = [R] * len(indices)
     ndim = picked.first + len(picked.shape) + picked.behind
     for dim, out in picked.kept():
@@ -85,7 +89,7 @@ def _along(meta: Meta, dim: int, shape: tuple[int, ...]) -> Placement:
 # --- one dim, one index vector ------------------------------------------------------------------------------------
 
 
-@rule(aten("index_select"))
+@rule(aten("index_select"), empty=True)
 def index_select(call: Call) -> Iterable[Row]:
     """self, index -> the slices of self at a list of places along one dim."""
     for dim in _others(call):
@@ -95,7 +99,7 @@ def index_select(call: Call) -> Iterable[Row]:
     yield row([P], [P, R])
 
 
-@rule(aten("index_add"), aten("index_add_"))
+@rule(aten("index_add"), aten("index_add_"), empty=True)
 def index_add(call: Call) -> Iterable[Row]:
     """self, index, source -> self, the slices of source added at a list of places along one dim."""
     for dim in _others(call):
@@ -106,7 +110,7 @@ def index_add(call: Call) -> Iterable[Row]:
 # --- one index for each element -----------------------------------------------------------------------------------
 
 
-@rule(aten("gather"))
+@rule(aten("gather"), empty=True)
 def gather(call: Call) -> Iterable[Row]:
     """self, index -> self's elements at the places that index names along one dim."""
     for dim in _aligned(call):
@@ -116,7 +120,7 @@ def gather(call: Call) -> Iterable[Row]:
     yield row([P], [P, R])
 
 
-@rule(aten("scatter_add"), aten("scatter_add_"))
+@rule(aten("scatter_add"), aten("scatter_add_"), empty=True)
 def scatter_add(call: Call) -> Iterable[Row]:
     """self, index, src -> self, the elements of src added at the places that index names along one dim."""
     for dim in _aligned(call):
