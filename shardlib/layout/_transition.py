@@ -92,13 +92,15 @@ def _transition(
     here = src.resolve(global_shape, mesh).with_axes_dropped(single)
     there = dst.resolve(global_shape, mesh).with_axes_dropped(single)
     steps = min(_routes(_Space(global_shape, mesh), here, there), key=_route_cost)
-    return _to_device(here, there, global_shape, dtype, mesh) + tuple(step.collective(dtype, mesh) for step in steps)
+    sent = tuple(step.collective(dtype, mesh) for step in steps)
+    copied = _copied(here, there, global_shape, dtype, mesh)
+    return copied + sent if here.memory == "host" else sent + copied
 
 
-def _to_device(
+def _copied(
     src: Layout, dst: Layout, global_shape: tuple[int, ...], dtype: torch.dtype, mesh: MeshShape
 ) -> tuple[Collective, ...]:
-    """A copy between host and device moves whichever is on the host side of the transition."""
+    """Between host and device goes what lies on the host, at whichever end; collectives run on the device."""
     if src.memory == dst.memory:
         return ()
     on_host = src if src.memory == "host" else dst

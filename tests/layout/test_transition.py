@@ -54,6 +54,7 @@ def steps(src: str, dst: str, global_shape: tuple[int, ...], mesh: str) -> list[
         # Memory: whichever is on the host is copied.
         ("a@dp b : host", "a b", "dp=4", ["copy(): 64 bytes", "all_gather(dp): 192 bytes"]),
         ("a@dp b", "a@dp b : host", "dp=4", ["copy(): 64 bytes"]),
+        ("a b + sum@dp", "a@dp b : host", "dp=4", ["reduce_scatter(dp): 192 bytes", "copy(): 64 bytes"]),
     ],
 )
 def test_known_transitions(src: str, dst: str, mesh: str, expected: list[str]):
