@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement
 
 from shardlib._mesh import MeshShape
 from shardlib.errors import LayoutError, RuleError
 from shardlib.layout import Dim, Factor, Layout
 from shardlib.rules._match import Entry
 from shardlib.rules._model import ModelIndex, summary
-from shardlib.rules._values import PerAxis, Placed, Role, Text
+from shardlib.rules._placed import border_of_placements, by_axis, place, unsplit
+from shardlib.rules._sizes import SizeFinder
+from shardlib.rules._values import Role, Text
 from shardlib.rules.dims import ModuleDims, dims_of
 
 __all__ = ["AxisUse", "LayoutMaker", "axis_use"]
@@ -46,16 +47,16 @@ class LayoutMaker:
 
     Attributes:
         axes: dim name to the axes it stands for.
-        sizes: factor name to a number or an attribute path.
+        sizes: finds the sizes of factors.
         default_axis: the axis of roles and of bare placements.
     """
 
     index: ModelIndex
     mesh: MeshShape
     axes: Mapping[str, AxisUse]
-    sizes: Mapping[str, int | str]
+    sizes: SizeFinder
     default_axis: str
-    _made: dict[Any, Any]
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def for_tensor(self, entry: Entry, name: str) -> Layout:
         """The layout that a rule which names this very tensor gives it."""
@@ -86,7 +87,7 @@ class LayoutMaker:
         """The layout of an activation. Its shape is not known yet, so factors may stay open and "?" unsettled."""
         match entry.value:
             case Text(_, layout):
-                return self._on_mesh(entry, self._with_sizes(entry, self._with_axes(entry, layout), module_name))
+                return self._on_mesh(_with_sizes(self._with_axes(entry, layout), self._sizes(entry, None, module_name)))
             case Role("replicate"):
                 return Layout.parse("...")
             case Role(name):
@@ -95,7 +96,7 @@ class LayoutMaker:
                     'out as text, as in "batch seq embed@tp", or by placement.'
                 )
             case _:
-                return self._on_mesh(entry, _border_of_placements(entry, self._placements(entry)))
+                return self._on_mesh(border_of_placements(entry, self._placements(entry)))
 
     # Values, one after another.
 
@@ -119,7 +120,7 @@ class LayoutMaker:
             case Text(_, layout):
                 return self._fit(entry, name, shape, self._with_axes(entry, layout), sizes)
             case _:
-                dims = self._place(entry, name, ("_",) * len(shape))
+                dims = place(entry, name, shape, ("_",) * len(shape), self._placements(entry))
         return self._fit(entry, name, shape, Layout(dims), sizes)
 
     def _module_layouts(
@@ -155,9 +156,11 @@ class LayoutMaker:
                     return lambda attr: _split(known[attr], lone)
                 dims = _dims_of_text(entry, module_name, layout, registered, known[primary])
             case _:
-                dims = self._place(entry, self.index.own[module_name][primary], known[primary])
+                full = self.index.own[module_name][primary]
+                shape = tuple(self.index.leaf[full].tensor.shape)
+                dims = place(entry, full, shape, known[primary], self._placements(entry))
         by_name = {name: dim for name, dim in zip(known[primary], dims, strict=True) if name != "_"}
-        return lambda attr: dims if attr == primary else tuple(by_name.get(n) or _plain(n) for n in known[attr])
+        return lambda attr: dims if attr == primary else tuple(by_name.get(n) or unsplit(n) for n in known[attr])
 
     def _role(self, entry: Entry, name: str, registered: ModuleDims) -> Factor:
         """The dim that a role splits."""
@@ -171,29 +174,6 @@ class LayoutMaker:
         raise RuleError(
             f'Rule {entry} splits the {what} of "{name}", whose dims are {_spelled(registered)}; {which}. Name a dim '
             f'in a text, as in "dim@{self.default_axis}", or use "replicate".'
-        )
-
-    def _place(self, entry: Entry, name: str, named: tuple[str, ...]) -> Dims:
-        """Placements on named dims; axes on one dim nest in the order given."""
-        dims = [_plain(each) for each in named]
-        for axis, placement in self._placements(entry):
-            if isinstance(placement, Replicate):
-                continue
-            at = _checked_dim(entry, name, placement, tuple(self.index.leaf[name].tensor.shape))
-            dims[at] = _placed(entry, name, dims[at], named[at], axis, placement)
-        return tuple(dims)
-
-    def _placements(self, entry: Entry) -> list[tuple[str, Placement]]:
-        if isinstance(entry.value, Placed):
-            return [(axis or self.default_axis, placement) for axis, placement in entry.value.by_axis]
-        assert isinstance(entry.value, PerAxis)
-        given = entry.value.placements
-        for axes in (self.mesh.names, self.mesh.model_axes):
-            if len(axes) == len(given):
-                return list(zip(axes, given, strict=True))
-        raise RuleError(
-            f'Rule {entry} gives {len(given)} placements, but mesh "{self.mesh}" has {len(self.mesh)} axes, '
-            f"{len(self.mesh.model_axes)} of them model axes. Give one per axis, or {{axis: placement}}."
         )
 
     # Axes, sizes, fitting.
@@ -216,46 +196,19 @@ class LayoutMaker:
         return replace(factor, axes=use.axes, optional=use.optional)
 
     def _sizes(self, entry: Entry, registered: ModuleDims | None, module_name: str) -> dict[str, int]:
-        """The sizes of the names that this rule or the module's own dims use."""
         names = _factor_names(entry.value.layout) if isinstance(entry.value, Text) else ()
-        own = registered.sizes if registered else {}
-        return {
-            name: self._size(entry, name, given, module_name)
-            for name, given in {**own, **{n: self.sizes[n] for n in names if n in self.sizes}}.items()
-        }
+        return self.sizes.find(entry, names, module_name, registered.sizes if registered else {})
 
-    def _size(self, entry: Entry, name: str, given: int | str, module_name: str) -> int:
-        if isinstance(given, int):
-            return given
-        for module in self.index.enclosing(module_name):
-            try:
-                found = attrgetter(given)(module)
-            except AttributeError:
-                continue
-            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
-                return found
-            raise RuleError(
-                f'Rule {entry}: the size of "{name}" is given as the attribute "{given}", which on '
-                f"{_called(module)} is {found!r}. Name an attribute that is a positive int, or give the number."
-            )
-        around = ", ".join(dict.fromkeys(map(_called, self.index.enclosing(module_name))))
-        raise RuleError(
-            f'Rule {entry}: the size of "{name}" is given as the attribute "{given}", which none of the modules around '
-            f'"{module_name}" has ({around}). Name an attribute of one of them, or give the number.'
-        )
+    def _placements(self, entry: Entry) -> list[tuple[str, Placement]]:
+        return by_axis(entry, self.mesh, self.default_axis)
 
-    def _with_sizes(self, entry: Entry, layout: Layout, module_name: str) -> Layout:
-        sizes = self._sizes(entry, None, module_name)
-        return replace(layout, dims=tuple(_sized(dim, sizes) for dim in layout.dims))
-
-    def _on_mesh(self, entry: Entry, layout: Layout) -> Layout:
+    def _on_mesh(self, layout: Layout) -> Layout:
         return layout.with_axes_dropped(axis for axis in layout.axes if axis not in self.mesh)
 
     def _fit(self, entry: Entry, name: str, shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> Layout:
         """Make a layout concrete for one tensor."""
-        sized = replace(layout, dims=tuple(_sized(dim, sizes) for dim in layout.dims))
         try:
-            return self._on_mesh(entry, sized).resolve(shape, self.mesh)
+            return self._on_mesh(_with_sizes(layout, sizes)).resolve(shape, self.mesh)
         except LayoutError as fault:
             raise RuleError(f'Rule {entry}, for "{name}": {fault}') from None
 
@@ -296,7 +249,7 @@ def _dims_of_text(
     if len(layout.dims) == 1 and layout.ndim == 1 and len(primary) > 1:
         output = next((at for at, name in enumerate(primary) if registered.output in _words(name)), None)
         if output is not None:
-            return tuple(_only(layout) if at == output else _plain(name) for at, name in enumerate(primary))
+            return tuple(_only(layout) if at == output else unsplit(name) for at, name in enumerate(primary))
     if layout.ndim is not None and layout.ndim != len(primary):
         whole = f'all {len(primary)} dims of its weight, "{" ".join(primary)}"'
         either = f'its output features ("{registered.output}") or {whole}' if registered.output else whole
@@ -317,49 +270,8 @@ def _refuse_swapped(entry: Entry, module_name: str, given: tuple[str, ...], prim
         )
 
 
-def _border_of_placements(entry: Entry, placements: list[tuple[str, Placement]]) -> Layout:
-    """Splits counted from the front leave the dims behind open, those counted from the back the dims in front."""
-    split = [(axis, p.dim) for axis, p in placements if isinstance(p, Shard)]
-    if len(split) < sum(not isinstance(p, Replicate) for _, p in placements) or len({d < 0 for _, d in split}) > 1:
-        raise RuleError(
-            f"Rule {entry}: these placements cannot be read for an activation whose number of dims is not known. Count "
-            'all dims from the front or all from the back, or lay it out as text, as in "batch seq@tp embed".'
-        )
-    if not split:
-        return Layout.parse("...")
-    count = max(-d if d < 0 else d + 1 for _, d in split)
-    dims = [_plain("_")] * count
-    for axis, d in split:
-        dims[d] = Dim((replace(dims[d].factors[0], axes=(*dims[d].factors[0].axes, axis)),))
-    return Layout((..., *dims) if split[0][1] < 0 else (*dims, ...))
-
-
-def _checked_dim(entry: Entry, name: str, placement: Placement, shape: tuple[int, ...]) -> int:
-    dim = getattr(placement, "dim")  # noqa: B009 - Shard and _StridedShard share no typed base
-    if not -len(shape) <= dim < len(shape):
-        raise RuleError(
-            f'Rule {entry}: dim {dim} is out of range for "{name}", global shape {shape}. Use a dim from '
-            f"{-len(shape)} to {len(shape) - 1}, or name the dims in a text."
-        )
-    return dim % len(shape)
-
-
-def _placed(entry: Entry, name: str, dim: Dim, registered: str, axis: str, placement: Placement) -> Dim:
-    if registered.startswith("("):
-        raise RuleError(
-            f'Rule {entry}: this dim of "{name}" is fused from "{registered}", and {placement!r} would cut across its '
-            f'pieces. Use "colwise", or split a factor in a text, as in "heads@{axis}".'
-        )
-    if isinstance(placement, Shard) and not dim.fused:
-        factor = dim.factors[0]
-        return Dim((replace(factor, axes=(*factor.axes, axis)),))
-    if not isinstance(placement, Shard) and not dim.axes:
-        pieces = getattr(placement, "split_factor")  # noqa: B009
-        return Dim((Factor("_", size=pieces), Factor(registered, (axis,))))
-    raise RuleError(
-        f'Rule {entry}: two axes on one dim of "{name}", one of them strided, have no clear order. Write the layout as '
-        'text, as in "(qkv heads@(fsdp,tp) head) embed".'
-    )
+def _with_sizes(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    return replace(layout, dims=tuple(_sized(dim, sizes) for dim in layout.dims))
 
 
 def _sized(dim: Any, sizes: Mapping[str, int]) -> Any:
@@ -380,10 +292,6 @@ def _only(layout: Layout) -> Dim:
     return dim
 
 
-def _plain(name: str) -> Dim:
-    return Dim(tuple(Factor(word) for word in _words(name)))
-
-
 def _words(name: str) -> list[str]:
     return name.strip("()").split()
 
@@ -394,10 +302,6 @@ def _factor_names(layout: Layout) -> tuple[str, ...]:
 
 def _key(registered: ModuleDims | None) -> tuple[Any, ...]:
     return () if registered is None else (registered.output, registered.contracted, *registered.tensors.items())
-
-
-def _called(module: Any) -> str:
-    return type(module).__qualname__
 
 
 def _spelled(registered: ModuleDims) -> str:

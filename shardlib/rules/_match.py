@@ -64,11 +64,11 @@ class Matcher:
         containers = tuple(name for name in found if not self.index.own[name])
         if not (tensors or modules):
             return Match(containers=containers, borders=borders)
-        if borders and not isinstance(entry.value, Role):
+        if borders and entry.value not in (Role("colwise"), Role("rowwise")):
             raise _two_readings(entry, borders[0], (*modules, *tensors)[0])
         return Match(tuple(tensors), modules, containers)
 
-    def nearest_names(self) -> Iterable[str]:
+    def readable_names(self) -> Iterable[str]:
         """Names as a pattern would write them: numbers folded, modules before tensors."""
         return dict.fromkeys(folded(name) for name in (*self.index.modules, *self.index.leaf) if name)
 

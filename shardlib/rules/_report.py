@@ -10,10 +10,11 @@ from torch import nn
 
 from shardlib._mesh import MeshShape
 from shardlib.errors import RuleError, nearest
+from shardlib.rules._claims import axes_named
 from shardlib.rules._match import Entry, border_key
 from shardlib.rules._model import readable_bytes
 from shardlib.rules._resolution import Border, Resolution, Side, TensorLayout
-from shardlib.rules._resolve import Resolver, axes_mentioned
+from shardlib.rules._resolve import Resolver
 from shardlib.rules._values import PerAxis, spelled
 from shardlib.rules.patterns import compile_pattern
 
@@ -136,8 +137,7 @@ def _about_tensor(resolver: Resolver, tensor: TensorLayout, mesh: MeshShape | No
     yield f'"{tensor.name}": {tensor.kind}, global shape {tensor.global_shape}, {dtype}, {size}'
     for other in tensor.tied[1:]:
         yield f'  tied to  "{other}"'
-    claims = resolver.claims.get(id(resolver.index.leaf[tensor.name]), [])
-    for entry in dict.fromkeys(claim.entry for claim in claims):
+    for entry in dict.fromkeys(claim.entry for claim in resolver.claims[tensor.name]):
         yield f"  rule     {entry}" + ("" if entry.key == tensor.rule else " (overridden, or the same)")
     yield f"  layout   {tensor.layout}"
     yield f"  meaning  {tensor.note}"
@@ -175,7 +175,7 @@ def _widest_mesh(rules: Rules) -> MeshShape:
     """A mesh with every axis that the rules name, each of size one, so that nothing can fail to divide."""
     if any(isinstance(entry.value, PerAxis) for entry in rules.entries):
         raise RuleError('These rules give one placement per mesh axis; pass mesh=..., as in "dp=2,tp=4".')
-    axes: Iterable[str] = (axis for entry in rules.entries for axis in axes_mentioned(entry, rules))
+    axes: Iterable[str] = (axis for entry in rules.entries for axis in axes_named(entry, rules.axis_uses, rules.axis))
     return MeshShape(dict.fromkeys((*axes, rules.axis), 1))
 
 

@@ -133,10 +133,11 @@ def test_a_border_told_two_things() -> None:
     )
 
 
-def test_a_key_that_can_be_read_two_ways() -> None:
+@pytest.mark.parametrize(("value", "spelled"), [(Shard(1), "Shard(1)"), (None, '"replicate"')])
+def test_a_key_that_can_be_read_two_ways(value: Any, spelled: str) -> None:
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"output": nn.Linear(4, 4)})})
-    assert message(lambda: Rules({"mlp.output": Shard(1)}).resolve(model, "tp=2")) == (
-        'Rule "mlp.output": Shard(1) can be read two ways: the output of module "mlp", and "mlp.output", which has '
+    assert message(lambda: Rules({"mlp.output": value}).resolve(model, "tp=2")) == (
+        f'Rule "mlp.output": {spelled} can be read two ways: the output of module "mlp", and "mlp.output", which has '
         'that name. For the parameters name them, as in "mlp.output.weight"; for the border put the rule into '
         "activations={...} instead."
     )

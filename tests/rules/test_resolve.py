@@ -223,7 +223,7 @@ def test_an_axis_that_the_mesh_lacks_splits_nothing() -> None:
 
 
 def test_a_question_mark_splits_where_it_divides() -> None:
-    rules = Rules({"0": "(kv@tp? head)"}, sizes={"head": 4})
+    rules = Rules({"0": "(kv head)"}, axes={"kv": "tp?"}, sizes={"head": 4})
     model = nn.Sequential(nn.Linear(4, 8))
     assert (texts(rules, model)["0.weight"], notes(rules, model)["0.weight"]) == (
         "(kv@tp head) in",
@@ -268,6 +268,7 @@ def test_tied_parameters_take_the_layout_of_the_one_that_has_a_rule() -> None:
 def test_a_data_axis_stores_split_and_leaves_no_sum() -> None:
     resolution = Rules({"0": {"fsdp": Shard(1)}}).resolve(nn.Sequential(nn.Linear(4, 4)), "fsdp=2,tp=2")
     assert str(resolution.tensors["0.weight"].layout) == "out in@fsdp"
+    assert resolution.tensors["0.weight"].note == "stored split (in dim)"
     assert resolution.borders["0", "output"].reason == "gradient border"
 
 

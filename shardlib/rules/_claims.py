@@ -1,0 +1,75 @@
+"""What single rules say about tensors, before it is decided between them; and which axes a rule names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.tensor import Replicate
+
+from shardlib.layout import Dim, Factor, Layout
+from shardlib.rules._layouts import AxisUse
+from shardlib.rules._match import Entry
+from shardlib.rules._values import Placed, Role, Text
+
+__all__ = ["Claim", "axes_named", "may_stay_whole", "same_cuts"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one rule says about one tensor, under one of its names."""
+
+    entry: Entry
+    name: str
+    layout: Layout
+
+
+def same_cuts(one: Layout, other: Layout) -> bool:
+    """Whether two layouts cut a tensor alike, whatever they call its dims.
+
+    >>> same_cuts(Layout.parse("vocab@tp embed"), Layout.parse("out@tp in"))
+    True
+    """
+    return _cuts(one) == _cuts(other)
+
+
+def axes_named(entry: Entry, axes: Mapping[str, AxisUse], default_axis: str) -> tuple[str, ...]:
+    """The axes that a rule splits over, which it names itself, by dim name, or by a role or placement."""
+    match entry.value:
+        case Text(_, layout):
+            return tuple(dict.fromkeys(axis for use in _uses(layout, axes) for axis in use.axes))
+        case Placed(by_axis):
+            return tuple(axis or default_axis for axis, placement in by_axis if not isinstance(placement, Replicate))
+        case Role("colwise" | "rowwise"):
+            return (default_axis,)
+    return ()
+
+
+def may_stay_whole(entry: Entry, axes: Mapping[str, AxisUse]) -> bool:
+    """Whether a rule splits something only where it divides."""
+    return isinstance(entry.value, Text) and any(use.optional for use in _uses(entry.value.layout, axes))
+
+
+def _uses(layout: Layout, axes: Mapping[str, AxisUse]) -> Iterator[AxisUse]:
+    for factor in _factors(layout):
+        yield AxisUse(factor.axes, factor.optional) if factor.axes else axes.get(factor.name, AxisUse(()))
+
+
+def _factors(layout: Layout) -> Iterator[Factor]:
+    for dim in layout.dims:
+        if isinstance(dim, Dim):
+            yield from dim.factors
+
+
+def _cuts(layout: Layout) -> tuple[Any, ...]:
+    """For each dim the axes of each split factor, and how many pieces lie outside of that factor."""
+    return tuple(tuple(_cuts_of(dim)) for dim in layout.dims if isinstance(dim, Dim))
+
+
+def _cuts_of(dim: Dim) -> Iterator[tuple[int, tuple[str, ...]]]:
+    outside = 1
+    for factor in dim.factors:
+        if factor.axes:
+            yield outside, factor.axes
+        outside *= factor.size or 1

@@ -1,0 +1,67 @@
+"""What a layout means for the module that a tensor belongs to, in the words that a plan prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardlib._mesh import MeshShape
+from shardlib.layout import Layout
+from shardlib.rules.dims import ModuleDims
+
+__all__ = ["contracted_axes", "split_in_words", "whole_in_words"]
+
+
+def contracted_axes(layout: Layout, registered: ModuleDims, tensor: str, mesh: MeshShape) -> tuple[str, ...]:
+    """The model axes that split a dim which the module sums over: its output is a sum still to be taken over them."""
+    named = registered.dims(tensor, len(layout.dims)) or ()
+    return tuple(
+        axis
+        for at, name in enumerate(named)
+        if name in registered.contracted
+        for axis in layout.axes_of(at)
+        if mesh.kind(axis) == "model" and mesh[axis] > 1
+    )
+
+
+def split_in_words(
+    layout: Layout, global_shape: Sequence[int], registered: ModuleDims | None, tensor: str, mesh: MeshShape
+) -> str:
+    """A tensor that some axis splits: which dims, what they are to the module, and whether a split is uneven."""
+    named = registered.dims(tensor, len(global_shape)) if registered else None
+    dims = [at for at in range(len(global_shape)) if layout.axes_of(at)]
+    words = [
+        f"{_part(registered, named[at], layout.axes_of(at), mesh)} ({_dim_called(named[at], at)})"
+        if registered and named
+        else f"split (dim {at})"
+        for at in dims
+    ]
+    uneven = any(global_shape[at] % math.prod(mesh[axis] for axis in layout.axes_of(at)) for at in dims)
+    return ", ".join(words) + ("; uneven" if uneven else "")
+
+
+def whole_in_words(*, absent: Sequence[str], added_to_a_sum: bool, optional: bool) -> str:
+    """A tensor with a rule that no axis of this mesh splits, and why.
+
+    >>> whole_in_words(absent=["tp"], added_to_a_sum=False, optional=False)
+    'replicated: the mesh has no tp'
+    """
+    if added_to_a_sum:
+        return "replicated; added once after the reduction"
+    if absent:
+        return f"replicated: the mesh has no {', '.join(absent)}"
+    return "replicated: does not divide" if optional else "replicated"
+
+
+def _part(registered: ModuleDims, name: str, axes: Sequence[str], mesh: MeshShape) -> str:
+    if all(mesh.kind(axis) == "data" for axis in axes):
+        return "stored split"
+    if registered.output in name.strip("()").split():
+        return "column-parallel"
+    return "row-parallel" if name in registered.contracted else "split"
+
+
+def _dim_called(name: str, at: int) -> str:
+    if name == "_":
+        return f"dim {at}"
+    return name.strip("()") if name.startswith("(") else f"{name} dim"

@@ -1,0 +1,97 @@
+"""Placements as rules: on the dims of a tensor, and on an activation whose number of dims is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from shardlib._mesh import MeshShape
+from shardlib.errors import RuleError
+from shardlib.layout import Dim, Factor, Layout
+from shardlib.rules._match import Entry
+from shardlib.rules._values import PerAxis, Placed
+
+__all__ = ["border_of_placements", "by_axis", "place", "unsplit"]
+
+
+def by_axis(entry: Entry, mesh: MeshShape, default_axis: str) -> list[tuple[str, Placement]]:
+    """The placements of a rule with the axis of each, in the order in which they nest."""
+    if isinstance(entry.value, Placed):
+        return [(axis or default_axis, placement) for axis, placement in entry.value.by_axis]
+    assert isinstance(entry.value, PerAxis)
+    given = entry.value.placements
+    for axes in (mesh.names, mesh.model_axes):
+        if len(axes) == len(given):
+            return list(zip(axes, given, strict=True))
+    raise RuleError(
+        f'Rule {entry} gives {len(given)} placements, but mesh "{mesh}" has {len(mesh)} axes, '
+        f"{len(mesh.model_axes)} of them model axes. Give one per axis, or {{axis: placement}}."
+    )
+
+
+def place(
+    entry: Entry,
+    name: str,
+    global_shape: tuple[int, ...],
+    named: Sequence[str],
+    placements: Sequence[tuple[str, Placement]],
+) -> tuple[Dim, ...]:
+    """Placements on a tensor whose dims have names; axes on one dim nest in the order given."""
+    dims = [unsplit(each) for each in named]
+    for axis, placement in placements:
+        if not isinstance(placement, Replicate):
+            at = _checked_dim(entry, name, placement, global_shape)
+            dims[at] = _placed(entry, name, dims[at], named[at], axis, placement)
+    return tuple(dims)
+
+
+def unsplit(name: str) -> Dim:
+    """A dim that nothing splits; of a fused name, "(qkv heads head)", with its factors."""
+    return Dim(tuple(Factor(word) for word in name.strip("()").split()))
+
+
+def border_of_placements(entry: Entry, placements: Sequence[tuple[str, Placement]]) -> Layout:
+    """Splits counted from the front leave the dims behind open, those counted from the back the dims in front."""
+    split = [(axis, p.dim) for axis, p in placements if isinstance(p, Shard)]
+    if len(split) < sum(not isinstance(p, Replicate) for _, p in placements) or len({d < 0 for _, d in split}) > 1:
+        raise RuleError(
+            f"Rule {entry}: these placements cannot be read for an activation whose number of dims is not known. Count "
+            'all dims from the front or all from the back, or lay it out as text, as in "batch seq@tp embed".'
+        )
+    if not split:
+        return Layout.parse("...")
+    count = max(-d if d < 0 else d + 1 for _, d in split)
+    dims = [unsplit("_")] * count
+    for axis, d in split:
+        dims[d] = Dim((replace(dims[d].factors[0], axes=(*dims[d].factors[0].axes, axis)),))
+    return Layout((..., *dims) if split[0][1] < 0 else (*dims, ...))
+
+
+def _checked_dim(entry: Entry, name: str, placement: Placement, shape: tuple[int, ...]) -> int:
+    dim = getattr(placement, "dim")  # noqa: B009 - Shard and _StridedShard share no typed base
+    if not -len(shape) <= dim < len(shape):
+        raise RuleError(
+            f'Rule {entry}: dim {dim} is out of range for "{name}", global shape {shape}. Use a dim from '
+            f"{-len(shape)} to {len(shape) - 1}, or name the dims in a text."
+        )
+    return dim % len(shape)
+
+
+def _placed(entry: Entry, name: str, dim: Dim, registered: str, axis: str, placement: Placement) -> Dim:
+    if registered.startswith("("):
+        raise RuleError(
+            f'Rule {entry}: this dim of "{name}" is fused from "{registered}", and {placement!r} would cut across its '
+            f'pieces. Use "colwise", or split a factor in a text, as in "heads@{axis}".'
+        )
+    if isinstance(placement, Shard) and not dim.fused:
+        factor = dim.factors[0]
+        return Dim((replace(factor, axes=(*factor.axes, axis)),))
+    if not isinstance(placement, Shard) and not dim.axes:
+        pieces = getattr(placement, "split_factor")  # noqa: B009
+        return Dim((Factor("_", size=pieces), Factor(registered, (axis,))))
+    raise RuleError(
+        f'Rule {entry}: two axes on one dim of "{name}", one of them strided, have no clear order. Write the layout as '
+        'text, as in "(qkv heads@(fsdp,tp) head) embed".'
+    )

@@ -1,0 +1,110 @@
+"""What is said when rules do not say one clear thing about a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardlib._mesh import MeshShape
+from shardlib.errors import RuleError, nearest
+from shardlib.rules._claims import Claim
+from shardlib.rules._match import Entry, Match, Matcher, border_key
+from shardlib.rules._model import ModelIndex, readable_bytes, summary
+from shardlib.rules._resolution import Border, TensorLayout
+
+__all__ = ["axis_refused", "border_told_twice", "match_refused", "told_twice", "unmatched"]
+
+
+def axis_refused(entry: Entry, axis: str, mesh: MeshShape, declared: Sequence[str]) -> RuleError | None:
+    """Why a rule may not split over an axis; None when it may."""
+    if axis in mesh and mesh.kind(axis) == "pipeline":
+        return RuleError(
+            f'Rule {entry}: "{axis}" is a pipeline axis, which splits the list of modules and no tensor. Use one of '
+            f"{_quoted((*mesh.data_axes, *mesh.model_axes))}."
+        )
+    if axis in mesh or axis in declared:
+        return None
+    return RuleError(
+        f'Rule {entry}: axis "{axis}" is neither on the mesh, which has {_quoted(mesh.names)}, nor declared by the '
+        f"rules, which have {_quoted(declared)}. Correct the name; if a mesh may lack the axis, declare it, as in "
+        f'axes={{"name of a dim": "{axis}"}}.{nearest(axis, (*mesh.names, *declared))}'
+    )
+
+
+def match_refused(entry: Entry, match: Match, index: ModelIndex, *, optional: bool) -> RuleError | None:
+    """Why what a rule matched is not enough; None when it is."""
+    if match.empty and match.containers:
+        return _only_containers(entry, match.containers[0], index)
+    if match.empty and not optional:
+        return _matches_nothing(entry, index)
+    return None
+
+
+def told_twice(name: str, global_shape: tuple[int, ...], first: Claim, second: Claim) -> RuleError:
+    """Two rules disagree about one tensor, or one rule (or two) about tied ones."""
+    said = f'rule {first.entry} says "{first.layout}"', f'rule {second.entry} says "{second.layout}"'
+    if first.name != second.name:
+        return RuleError(
+            f'"{first.name}" and "{second.name}" are tied: one tensor, global shape {global_shape}, told two layouts. '
+            f"For the first {said[0]}, for the second {said[1]}. Give both the same layout, or give a rule to one of "
+            "them only."
+        )
+    return RuleError(
+        f'"{name}", global shape {global_shape}, is told two layouts: {said[0]}; {said[1]}. Narrow one of the '
+        f'patterns, or let the later rule win with override=("{second.entry.key}",).'
+    )
+
+
+def border_told_twice(first: Border, second: Border) -> RuleError:
+    """Two rules disagree about one module border."""
+    return RuleError(
+        f'The {first.side} of module "{first.module}" is told two layouts: rule "{first.rule}" says "{first.layout}"; '
+        f'rule "{second.rule}" says "{second.layout}". Narrow one of the patterns, or let the later rule win with '
+        f'override=("{second.rule}",).'
+    )
+
+
+def unmatched(tensors: Sequence[TensorLayout]) -> RuleError:
+    """Parameters without a rule, where that is not allowed."""
+    left = {each.name: each.global_shape for each in tensors}
+    total = readable_bytes(sum(each.global_bytes for each in tensors))
+    return RuleError(
+        f"{len(left)} parameter{'s' * (len(left) > 1)} ({total}) match no rule: {summary(left)}. Give each a rule "
+        '("replicate" keeps it whole on every rank), or pass unmatched="replicate".'
+    )
+
+
+def _only_containers(entry: Entry, container: str, index: ModelIndex) -> RuleError:
+    inside = f"{container}." if container else ""
+    shapes = {name: shape for name, shape in _shapes(index).items() if name.startswith(inside)}
+    within = f"; inside it are {summary(shapes)}" if shapes else ""
+    return RuleError(
+        f'Rule {entry} names module "{container}" ({type(index.modules[container]).__qualname__}), which has no '
+        f'parameters of its own{within}. Name what is inside; "{entry.key}.**" names all of it.'
+    )
+
+
+def _matches_nothing(entry: Entry, index: ModelIndex) -> RuleError:
+    sides = " A key that ends in .input or .output names a border of a module." if border_key(entry.key) else ""
+    return RuleError(
+        f"Rule {entry} matches nothing in {type(index.model).__qualname__}, which has "
+        f"{summary(_shapes(index))}.{sides} Correct the pattern, remove the rule, or list it in "
+        f"optional=(...).{_nearest(entry.key, index)}"
+    )
+
+
+def _nearest(key: str, index: ModelIndex) -> str:
+    if key.startswith("re:"):
+        return ""
+    border = border_key(key)
+    base, side = (str(border[0]), f".{border[1]}") if border else (key, "")
+    length = base.count(".") + 1
+    names = Matcher(index).readable_names()
+    return nearest(base.removeprefix("^") + side, {".".join(name.split(".")[-length:]) + side for name in names})
+
+
+def _shapes(index: ModelIndex) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(leaf.tensor.shape) for name, leaf in index.leaf.items()}
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
