@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.engine._torch import OpInfo, clear_propagation_cache, dispatcher
 from shardlib.engine.ops import _rules
-from shardlib.engine.ops._dispatch import policy, remember_statics
+from shardlib.engine.ops._dispatch import forget_decisions, policy, remember_statics
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import ruled_ops
 
@@ -39,7 +39,7 @@ def enable(mesh: DeviceMesh) -> None:
     if not _MESHES:
         _install()
     _MESHES.add(mesh)
-    clear_propagation_cache()
+    _forget()
 
 
 def disable(mesh: DeviceMesh | None = None) -> None:
@@ -48,7 +48,7 @@ def disable(mesh: DeviceMesh | None = None) -> None:
     _MESHES.difference_update(meshes)
     if not _MESHES:
         _uninstall()
-    clear_propagation_cache()
+    _forget()
 
 
 @contextmanager
@@ -65,6 +65,11 @@ def restored() -> Iterator[None]:
 def enabled(mesh: DeviceMesh) -> bool:
     """Whether a mesh was given to `enable`."""
     return mesh in _MESHES
+
+
+def _forget() -> None:
+    clear_propagation_cache()
+    forget_decisions()
 
 
 def _install() -> None:

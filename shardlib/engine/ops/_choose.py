@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardlib.engine._torch import _StridedShard
@@ -95,10 +96,12 @@ def _settled(row: Row, call: Call) -> Placements:
 def _candidates(rule: Rule | None, call: Call) -> Iterator[Row]:
     """The rows that hold for this call, each also in the forms that operands with a fused split ask for."""
     yield Row(tuple(None if meta is None else R for meta in call.outputs), (R,) * len(call.inputs))
-    for row in rule.rows(call) if rule is not None else ():
+    if rule is None:
+        return
+    for row in rule.rows(call):
         assert len(row.ins) == len(call.inputs) and len(row.outs) == len(call.outputs), (call.op, row)
         for form in _forms(row, call):
-            if _holds(form, call):
+            if _holds(form, call, empty=rule.empty):
                 yield form
 
 
@@ -122,7 +125,7 @@ def _mapped(row: Row, change: Any) -> Row:
     return replace(row, ins=tuple(change(p) for p in row.ins), outs=tuple(change(p) for p in row.outs))
 
 
-def _holds(row: Row, call: Call) -> bool:
+def _holds(row: Row, call: Call, *, empty: bool) -> bool:
     """Whether the shapes allow a row. Shards of unlike sizes line up only when each is even."""
     if any(row.outs[output] != row.ins[operand] for output, operand in _returned_operands(call.op, call.names)):
         return False
@@ -133,7 +136,7 @@ def _holds(row: Row, call: Call) -> bool:
     sizes = [m.shape[p.dim] for m, p in splits]
     fused = any(isinstance(p, _StridedShard) for _, p in splits)
     if row.parallel and not fused and len(set(sizes)) == 1:
-        return _nowhere_empty(sizes[0], call.size)
+        return sizes[0] > 0 and (empty or _nowhere_empty(sizes[0], call.size))
     return all(
         m.shape[p.dim] % (call.size * getattr(p, "split_factor", 1)) == 0 and m.shape[p.dim] > 0 for m, p in splits
     ) and (not (row.parallel and fused) or len(set(sizes)) == 1)
@@ -141,7 +144,9 @@ def _holds(row: Row, call: Call) -> bool:
 
 @functools.cache
 def _returned_operands(op: Op, names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """(output, operand) pairs of an op that returns what it wrote to."""
+    """(output, operand) pairs of an op that returns what it wrote to, in the shape it had."""
+    if torch.Tag.inplace_view in op.tags:
+        return ()
     owners = {
         alias: argument.name
         for argument in op._schema.arguments
@@ -158,8 +163,8 @@ def _returned_operands(op: Op, names: tuple[str, ...]) -> tuple[tuple[int, int],
 
 
 def _nowhere_empty(size: int, ranks: int) -> bool:
-    """Whether chunking leaves every rank at least one index: many kernels refuse empty tensors."""
-    return size > 0 and math.ceil(size / math.ceil(size / ranks)) == ranks
+    """Whether chunking leaves every rank at least one index."""
+    return math.ceil(size / math.ceil(size / ranks)) == ranks
 
 
 def _cost(row: Row, call: Call, fixed: frozenset[int]) -> tuple[float, int]:

@@ -35,7 +35,7 @@ from shardlib.engine.ops._gather import draw_whole, finished, gather, note
 from shardlib.engine.ops._operands import Operands, arguments_by_name, spec_like, whole
 from shardlib.engine.ops._rows import Local, Meta, Op, Rule, rule_of
 
-__all__ = ["policy", "remember_statics"]
+__all__ = ["forget_decisions", "policy", "remember_statics"]
 
 _PLACEMENTS = (Replicate, Partial, Shard, _StridedShard)
 _ONE_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
@@ -83,8 +83,6 @@ def _never_sharded(operands: Operands) -> str | None:
         return "it gives every rank one value"
     if any(argument.is_out for argument in operands.op._schema.arguments):
         return "it writes into out="
-    if torch.Tag.inplace_view in operands.op.tags:
-        return "it changes the shape of its operand in place"
     if any(type(p) not in _PLACEMENTS for spec in operands.specs for p in spec.placements):
         return "an operand has a placement that only its maker understands"
     if rule_of(operands.op) is None and not operands.all_whole:
@@ -104,14 +102,34 @@ class _Decision:
     rule: Rule | None
 
 
+_DECISIONS: dict[Any, _Decision | str] = {}
+
+
+@forget_with_meshes
+def forget_decisions() -> None:
+    _DECISIONS.clear()
+
+
 def _decide(operands: Operands, schema: OpSchema) -> _Decision | str:
-    """Rows and output specs for a call, or the reason why it must be gathered."""
+    """Rows and output specs for a call, or the reason why it must be gathered. Remembered, except while tracing."""
+    others = tuple(x for x in operands.leaves if not isinstance(x, torch.Tensor))
+    key = (operands.op, operands.specs, operands.at, others, tuple(map(type, others)), str(operands.tree))
     try:
-        metas = global_metas(schema)
+        known = _DECISIONS.get(key)
+    except TypeError:  # symbolic sizes cannot be hashed
+        return _decided(operands, schema)
+    if known is None:
+        known = _DECISIONS[key] = _decided(operands, schema)
+    return known
+
+
+def _decided(operands: Operands, schema: OpSchema) -> _Decision | str:
+    rule = rule_of(operands.op)
+    try:
+        metas = (rule and rule.metas and rule.metas(_values(operands))) or global_metas(schema)
     except Exception as error:
         return f"its output shapes are not known beforehand ({type(error).__name__})"
     flat, tree = pytree.tree_flatten(metas, is_leaf=lambda m: m is None or isinstance(m, TensorMeta))
-    rule = rule_of(operands.op)
     choice = choose(rule, _pending(operands, flat))
     if choice is None:
         return "it writes to an operand whose placement fits no row of its rule"
@@ -123,10 +141,9 @@ def _decide(operands: Operands, schema: OpSchema) -> _Decision | str:
 
 
 def _pending(operands: Operands, outputs: Sequence[TensorMeta | None]) -> Pending:
-    args, kwargs = operands.rebuilt(operands.specs)
     return Pending(
         op=operands.op,
-        values=arguments_by_name(operands.op, args, kwargs),
+        values=_values(operands),
         names=operands.names,
         inputs=tuple(_meta(spec.tensor_meta) for spec in operands.specs),
         outputs=tuple(None if meta is None else _meta(meta) for meta in outputs),
@@ -134,6 +151,12 @@ def _pending(operands: Operands, outputs: Sequence[TensorMeta | None]) -> Pendin
         sizes=tuple(operands.mesh.shape),
         fixed=operands.written,
     )
+
+
+def _values(operands: Operands) -> dict[str, Any]:
+    """Arguments by name, tensors as specs."""
+    args, kwargs = operands.rebuilt(operands.specs)
+    return arguments_by_name(operands.op, args, kwargs)
 
 
 def _meta(meta: TensorMeta) -> Meta:
@@ -146,32 +169,34 @@ def _meta(meta: TensorMeta) -> Meta:
 def _cacheable(operands: Operands, decision: _Decision) -> bool:
     """Whether DTensor itself can carry a decision out, now and from its cache.
 
-    It redistributes positional operands only. A view of a redistributed operand is a copy that must be known as
-    such. What is written to must be a DTensor, and not one that is watched.
+    Not when an operand moves: it moves positional operands only, does not give them the strides that the whole
+    tensor has, and takes a view of a moved operand for a view. What is written to must be a DTensor of unchanging
+    shape; and watched tensors are ours.
     """
-    if decision.choice.compute is not None:
+    if decision.choice.compute is not None or _moved(operands, decision):
         return False
-    moved = [i for i, spec in enumerate(operands.specs) if spec.placements != decision.choice.inputs[i]]
-    if any(i >= operands.positional for i in moved):
+    if any(not isinstance(operands.tensors[i], DTensor) for i in operands.written):
         return False
-    if any(not isinstance(t := operands.tensors[i], DTensor) or _alias.watched(t) for i in operands.written):
+    if torch.Tag.inplace_view in operands.op.tags:
         return False
-    is_view = operands.op._schema._is_view_op()
-    return not (is_view and (moved or any(_alias.watched(t) for t in operands.tensors)))
+    touched = operands.written | operands.viewed
+    return not any(_alias.watched(operands.tensors[i]) for i in touched)
+
+
+def _moved(operands: Operands, decision: _Decision) -> bool:
+    return any(spec.placements != want for spec, want in zip(operands.specs, decision.choice.inputs, strict=True))
 
 
 def _output_sharding(operands: Operands, decision: _Decision, schema: OpSchema) -> OutputSharding:
-    targets = _targets(operands, decision)
-    moved = any(spec.placements != target.placements for spec, target in zip(operands.specs, targets, strict=True))
-    args, kwargs = operands.rebuilt(targets)
-    op, local_args = _localized(operands.op, args, decision, targets)
-    rewritten = local_args is not args
-    if not moved and not rewritten:
+    args, kwargs = operands.rebuilt(operands.specs)
+    op, local_args = _localized(operands.op, args, decision, operands.specs)
+    if local_args is args:
         return OutputSharding(decision.outputs)
     if schema.schema_info is not None and schema.schema_info.needs_pytree:
         local_args = pytree.tree_leaves(local_args)
+    # "Redistribution" to where the operands are already is how DTensor is told of other arguments.
     wanted = OpSchema(op, tuple(local_args), kwargs)
-    return OutputSharding(decision.outputs, wanted, needs_redistribute=True, use_val_from_redistribute_schema=rewritten)
+    return OutputSharding(decision.outputs, wanted, needs_redistribute=True, use_val_from_redistribute_schema=True)
 
 
 def _targets(operands: Operands, decision: _Decision) -> list[DTensorSpec]:
@@ -213,8 +238,9 @@ def _carry_out(operands: Operands, decision: _Decision) -> Any:
         result = op(*args, **kwargs)
     else:
         result = choice.compute(op, args, kwargs, _Rank(operands.mesh, tuple(targets), choice.compute_axes))
-    moved = any(spec.placements != want for spec, want in zip(operands.specs, choice.inputs, strict=True))
-    return finished(operands, _wrapped(result, decision.outputs), moved=moved)
+    if torch.Tag.inplace_view in operands.op.tags:
+        operands.tensors[0]._spec = decision.outputs  # type: ignore[attr-defined]
+    return finished(operands, _wrapped(result, decision.outputs), moved=_moved(operands, decision))
 
 
 def _filled(spec_args: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[Any]:

@@ -44,11 +44,6 @@ class Operands:
         return tuple(self.leaves[i] for i in self.at)
 
     @functools.cached_property
-    def positional(self) -> int:
-        """How many of the tensors are positional arguments; they come first."""
-        return len(self.at) - sum(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(self.kwargs))
-
-    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The schema argument that each tensor belongs to."""
         args, kwargs = self._numbered()
@@ -59,7 +54,9 @@ class Operands:
     @functools.cached_property
     def written(self) -> frozenset[int]:
         """Which tensors the op writes to."""
-        return frozenset(self.at.index(i) for i in self._leaves_of(lambda alias: alias.is_write))
+        declared = {self.at.index(i) for i in self._leaves_of(lambda alias: alias.is_write)}
+        hidden = _HIDDEN_WRITES.get(self.op._schema.name, ())
+        return frozenset(declared | {i for i, name in enumerate(self.names) if name in hidden})
 
     @functools.cached_property
     def viewed(self) -> frozenset[int]:
@@ -96,6 +93,13 @@ class Operands:
         return [leaf for a in chosen for leaf in pytree.tree_leaves(values[a.name]) if leaf in tensors]
 
 
+# Written to in training without a word in the schema.
+_HIDDEN_WRITES = {
+    f"aten::{name}": ("running_mean", "running_var")
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+}
+
+
 def arguments_by_name(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by their schema names, defaults filled in."""
     return {
@@ -116,7 +120,17 @@ def spec_like(mesh: DeviceMesh, placements: tuple[Placement, ...], tensor: torch
 
 
 def redistributed(local: torch.Tensor, spec: DTensorSpec, want: tuple[Placement, ...]) -> torch.Tensor:
-    return redistribute_local(local, spec, DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta))
+    """The local tensor in other placements, with strides in the order of the whole tensor's.
+
+    Kernels and views rely on that order: what is contiguous as a whole has to be so in every shard.
+    """
+    if spec.placements == want:
+        return local
+    moved = redistribute_local(local, spec, DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta))
+    strides = spec.tensor_meta.stride
+    order = sorted(range(moved.ndim), key=lambda dim: (-strides[dim], dim))
+    back = sorted(range(moved.ndim), key=order.__getitem__)
+    return moved.permute(order).contiguous().permute(back)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

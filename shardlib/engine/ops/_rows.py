@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from shardlib.engine._torch import TensorMeta
+
 __all__ = ["ANY", "Call", "Here", "Local", "Meta", "P", "R", "Row", "Rule", "S", "row", "rule", "rule_of", "ruled_ops"]
 
 Op = torch._ops.OpOverload
@@ -123,6 +125,9 @@ Compute = Callable[[Op, list[Any], dict[str, Any], Here], Any]
 Localize = Callable[[Op, list[Any], Local], tuple[Op, list[Any]]]
 
 
+Metas = Callable[[Mapping[str, Any]], TensorMeta | None]
+
+
 @dataclass(frozen=True)
 class Row:
     """Placements of outputs and inputs on one mesh axis, in the flat order of the op's tensors.
@@ -158,22 +163,29 @@ class Rule:
     Attributes:
         rows: `Call -> iterable of Row`. "Replicate everything" is always understood and need not be given.
         localize: `(op, args, Local) -> (op, args)`: rewrites sizes in `args`, or the op, for local tensors.
+        empty: the op takes tensors without elements, so that there may be more ranks than indices to split.
+        metas: the outputs' metadata from the arguments by name (tensors as specs), where PyTorch's own shape function
+            refuses what the op accepts; None leaves it to that function.
     """
 
     rows: Rows
     localize: Localize | None = None
+    empty: bool = False
+    metas: Metas | None = None
 
 
 _RULES: dict[Op, Rule] = {}
 
 
-def rule(*ops: Op | None, localize: Localize | None = None) -> Callable[[Rows], Rows]:
+def rule(
+    *ops: Op | None, localize: Localize | None = None, empty: bool = False, metas: Metas | None = None
+) -> Callable[[Rows], Rows]:
     """Register the rows of one or several ops. None stands for an op that this version of torch does not have."""
 
     def register(rows: Rows) -> Rows:
         for op in ops:
             if op is not None:
-                _RULES[op] = Rule(rows, localize)
+                _RULES[op] = Rule(rows, localize, empty, metas)
         return rows
 
     return register

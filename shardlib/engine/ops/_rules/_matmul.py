@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import torch
+
+from shardlib.engine._torch import TensorMeta
 from shardlib.engine.ops._rows import Call, Meta, P, R, Row, S, aten, row, rule
 
 __all__: list[str] = []
@@ -22,17 +26,17 @@ def _mm_rows(batch: int) -> list[Row]:
     ]
 
 
-@rule(aten("mm"))
+@rule(aten("mm"), empty=True)
 def mm(call: Call) -> Iterable[Row]:
     return _mm_rows(0)
 
 
-@rule(aten("bmm"))
+@rule(aten("bmm"), empty=True)
 def bmm(call: Call) -> Iterable[Row]:
     return _mm_rows(1)
 
 
-@rule(aten("addmm"), aten("baddbmm"), aten("addbmm"))
+@rule(aten("addmm"), aten("baddbmm"), aten("addbmm"), empty=True)
 def addmm(call: Call) -> Iterable[Row]:
     """The product's rows with an addend that broadcasts onto the output; it joins an unfinished sum on one rank."""
     addend, output = call.inputs[0], call.outputs[0]
@@ -53,12 +57,12 @@ def _broadcast_under(addend: Meta, out: object, output: Meta) -> object:
     return S(own) if own >= 0 and addend.shape[own] == output.shape[out.dim] else R
 
 
-@rule(aten("mv"))
+@rule(aten("mv"), empty=True)
 def mv(call: Call) -> Iterable[Row]:
     return [row([S(0)], [S(0), R]), row([P], [S(1), S(0)]), row([P], [P, R]), row([P], [R, P])]
 
 
-@rule(aten("addmv"))
+@rule(aten("addmv"), empty=True)
 def addmv(call: Call) -> Iterable[Row]:
     place = S(0) if call.inputs[0].ndim and call.inputs[0].shape[0] > 1 else R
     yield row([S(0)], [place, S(0), R])
@@ -67,14 +71,50 @@ def addmv(call: Call) -> Iterable[Row]:
     yield row([P], [P, R, P], partition=True)
 
 
-@rule(aten("dot"), aten("vdot"))
+@rule(aten("dot"), aten("vdot"), empty=True)
 def dot(call: Call) -> Iterable[Row]:
     return [row([P], [S(0), S(0)]), row([P], [P, R]), row([P], [R, P])]
 
 
-@rule(aten("addr"))
+@rule(aten("addr"), empty=True)
 def addr(call: Call) -> Iterable[Row]:
     addend, output = call.inputs[0], call.outputs[0]
     assert output is not None
     yield row([S(0)], [_broadcast_under(addend, S(0), output), S(0), R])
     yield row([S(1)], [_broadcast_under(addend, S(1), output), R, S(0)])
+
+
+# --- grouped products: each group of rows (or columns, or of the contracted dim) has its own matrix ----------------
+
+
+def _contiguous_unless_bf16(values: Mapping[str, Any]) -> TensorMeta | None:
+    """PyTorch's shape function knows bfloat16 only, though the operator computes other types too."""
+    a, b = (values[name].tensor_meta for name in ("self", "mat2"))
+    if a.dtype == torch.bfloat16 or values["offs"] is None or values["out_dtype"] is not None:
+        return None
+    batch = values["offs"].tensor_meta.shape if len(a.shape) == len(b.shape) else ()
+    shape = (*batch, a.shape[-2], b.shape[-1])
+    return TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), a.dtype)
+
+
+@rule(aten("_grouped_mm"), metas=_contiguous_unless_bf16)
+def grouped_mm(call: Call) -> Iterable[Row]:
+    """self, mat2, offs -> one product for each group; `offs` says where groups end along the dim they share.
+
+    That dim stays whole. Strides must be multiples of 16 bytes, and so must the shards' rows.
+    """
+    if call["offs"] is None or call["bias"] is not None:
+        return
+    (a, b, _), output = call.inputs, call.outputs[0]
+    assert output is not None
+    aligned = call.size * 16 // a.dtype.itemsize
+    m, k, n, out = a.ndim - 2, a.ndim - 1, b.ndim - 1, output.ndim
+    grouped_rows, grouped_columns, grouped_sum = a.ndim < b.ndim, a.ndim > b.ndim, a.ndim == b.ndim == 2
+    if not grouped_rows and a.shape[m] % aligned == 0:
+        yield row([S(out - 2)], [S(m), R, R])
+    if not grouped_columns and b.shape[n] % aligned == 0:
+        yield row([S(out - 1)], [R, S(n), R])
+    if not grouped_sum and a.shape[k] % aligned == 0:
+        yield row([P], [S(k), S(n - 1), R])
+    yield row([P], [P, R, R])
+    yield row([P], [R, P, R])

@@ -167,7 +167,7 @@ def _tagged_pointwise() -> Iterator[Op]:
 
 
 def _register() -> None:
-    rule(*_tagged_pointwise(), *(aten(name) for name in _UNTAGGED))(pointwise_rows)
+    rule(*_tagged_pointwise(), *(aten(name) for name in _UNTAGGED), empty=True)(pointwise_rows)
     for names, rows in (
         (_ADDITIVE, _additive),
         (_BILINEAR, _bilinear),
@@ -176,8 +176,8 @@ def _register() -> None:
         (("where.self",), _linear_in_all_but_first),
         (("_to_copy",), _cast),
     ):
-        rule(*(aten(name) for name in names))(rows)
-        rule(*(aten(_in_place(name)) for name in names))(rows)
+        rule(*(aten(name) for name in names), empty=True)(rows)
+        rule(*(aten(_in_place(name)) for name in names), empty=True)(rows)
 
 
 def _in_place(name: str) -> str:

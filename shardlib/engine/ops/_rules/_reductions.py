@@ -21,7 +21,7 @@ def untouched(call: Call, dims: tuple[int, ...], *, keep: bool, others: int = 0)
             yield row([S(out)] * len(call.outputs), [S(dim), *[S(out)] * others])
 
 
-@rule(aten("sum"), aten("sum.dim_IntList"), aten("nansum"))
+@rule(aten("sum"), aten("sum.dim_IntList"), aten("nansum"), empty=True)
 def sums(call: Call) -> Iterable[Row]:
     dims = call.dims() if "dim" in call.values else tuple(range(call.inputs[0].ndim))
     yield from untouched(call, dims, keep=bool(call.values.get("keepdim")))
@@ -33,7 +33,7 @@ def sums(call: Call) -> Iterable[Row]:
         yield row([P], [P])
 
 
-@rule(aten("mean"), aten("mean.dim"))
+@rule(aten("mean"), aten("mean.dim"), empty=True)
 def mean(call: Call) -> Iterable[Row]:
     dims = call.dims() if "dim" in call.values else tuple(range(call.inputs[0].ndim))
     yield from untouched(call, dims, keep=bool(call.values.get("keepdim")))
@@ -72,7 +72,8 @@ def _local_share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: 
             "flip",
             "roll",
         ),
-    )
+    ),
+    empty=True,
 )
 def along_dim(call: Call) -> Iterable[Row]:
     """One dim (or several) is mixed, the shape of the others is kept."""
@@ -84,13 +85,13 @@ def along_dim(call: Call) -> Iterable[Row]:
         yield row([P], [P])
 
 
-@rule(aten("renorm"))
+@rule(aten("renorm"), empty=True)
 def renorm(call: Call) -> Iterable[Row]:
     """Norms of the slices along one dim: slices may be split among ranks, not cut."""
     yield row([S(call.dim())], [S(call.dim())])
 
 
-@rule(aten("_softmax_backward_data"), aten("_log_softmax_backward_data"))
+@rule(aten("_softmax_backward_data"), aten("_log_softmax_backward_data"), empty=True)
 def softmax_backward(call: Call) -> Iterable[Row]:
     dims = call.dims()
     yield from untouched(call, dims, keep=True, others=1)
@@ -126,7 +127,8 @@ def softmax_backward(call: Call) -> Iterable[Row]:
             "count_nonzero.dim_IntList",
             "aminmax",
         ),
-    )
+    ),
+    empty=True,
 )
 def reduced(call: Call) -> Iterable[Row]:
     """Reductions that are no sums: only dims that are not reduced may be split."""

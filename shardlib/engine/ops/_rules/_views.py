@@ -44,7 +44,7 @@ def _local_size(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
     return op, [args[0], list(local.outputs[0] or ()), *args[2:]]
 
 
-@rule(aten("view"), aten("_unsafe_view"), aten("view_copy"), aten("_reshape_copy"), localize=_local_size)
+@rule(aten("view"), aten("_unsafe_view"), aten("view_copy"), aten("_reshape_copy"), localize=_local_size, empty=True)
 def view(call: Call) -> Iterable[Row]:
     yield row([P], [P])
     now, output = call.current[0], call.outputs[0]
@@ -102,7 +102,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int],
         yield a, b
 
 
-@rule(aten("view.dtype"))
+@rule(aten("view.dtype"), empty=True)
 def view_dtype(call: Call) -> Iterable[Row]:
     """Reinterprets the bytes of the last dim; the others may be split."""
     output = call.outputs[0]
@@ -112,7 +112,7 @@ def view_dtype(call: Call) -> Iterable[Row]:
         yield row([S(dim)], [S(dim)])
 
 
-@rule(aten("view_as_real"), aten("view_as_complex"))
+@rule(aten("view_as_real"), aten("view_as_complex"), empty=True)
 def complex_views(call: Call) -> Iterable[Row]:
     output = call.outputs[0]
     assert output is not None
@@ -132,12 +132,12 @@ def _renamed(call: Call, order: Sequence[int | None]) -> Iterator[Row]:
     yield row([P], [P])
 
 
-@rule(aten("t"), aten("numpy_T"), aten("adjoint"))
+@rule(aten("t"), aten("t_"), aten("numpy_T"), aten("adjoint"), empty=True)
 def transposed_matrix(call: Call) -> Iterable[Row]:
     return _renamed(call, tuple(reversed(range(call.inputs[0].ndim))))
 
 
-@rule(aten("transpose.int"), aten("transpose_copy.int"))
+@rule(aten("transpose.int"), aten("transpose_"), aten("transpose_copy.int"), empty=True)
 def transpose(call: Call) -> Iterable[Row]:
     order = list(range(call.inputs[0].ndim))
     if order:
@@ -146,12 +146,12 @@ def transpose(call: Call) -> Iterable[Row]:
     return _renamed(call, order)
 
 
-@rule(aten("permute"), aten("permute_copy"))
+@rule(aten("permute"), aten("permute_copy"), empty=True)
 def permute(call: Call) -> Iterable[Row]:
     return _renamed(call, call.dims("dims"))
 
 
-@rule(aten("unsqueeze"), aten("unsqueeze_copy"))
+@rule(aten("unsqueeze"), aten("unsqueeze_"), aten("unsqueeze_copy"), empty=True)
 def unsqueeze(call: Call) -> Iterable[Row]:
     order: list[int | None] = list(range(call.inputs[0].ndim))
     order.insert(normal_dim(call["dim"], call.inputs[0].ndim + 1), None)
@@ -163,14 +163,14 @@ def _squeeze_named_dims(op: Op, args: list[Any], local: Local) -> tuple[Op, list
     return torch.ops.aten.view.default, [args[0], list(local.outputs[0] or ())]
 
 
-@rule(aten("squeeze"), aten("squeeze.dim"), aten("squeeze.dims"), localize=_squeeze_named_dims)
+@rule(aten("squeeze"), aten("squeeze.dim"), aten("squeeze.dims"), localize=_squeeze_named_dims, empty=True)
 def squeeze(call: Call) -> Iterable[Row]:
     shape = call.inputs[0].shape
     named = call.dims() if "dim" in call.values and shape else range(len(shape))
     return _renamed(call, [d for d, size in enumerate(shape) if size != 1 or d not in named])
 
 
-@rule(aten("expand"), aten("expand_copy"), localize=_local_size)
+@rule(aten("expand"), aten("expand_copy"), localize=_local_size, empty=True)
 def expand(call: Call) -> Iterable[Row]:
     (meta,), output = call.inputs, call.outputs[0]
     assert output is not None
@@ -181,14 +181,14 @@ def expand(call: Call) -> Iterable[Row]:
     yield row([P], [P])
 
 
-@rule(aten("diagonal"), aten("diagonal_copy"))
+@rule(aten("diagonal"), aten("diagonal_copy"), empty=True)
 def diagonal(call: Call) -> Iterable[Row]:
     gone = {call.dim("dim1"), call.dim("dim2")}
     order = [d for d in range(call.inputs[0].ndim) if d not in gone]
     return _renamed(call, [*order, None])
 
 
-@rule(aten("unfold"))
+@rule(aten("unfold"), empty=True)
 def unfold(call: Call) -> Iterable[Row]:
     if call.inputs[0].ndim:
         touched = call.dim("dimension")
@@ -198,13 +198,13 @@ def unfold(call: Call) -> Iterable[Row]:
 # --- taking parts of a dim ----------------------------------------------------------------------------------------
 
 
-@rule(aten("select.int"), aten("select_copy.int"))
+@rule(aten("select.int"), aten("select_copy.int"), empty=True)
 def select(call: Call) -> Iterable[Row]:
     gone = call.dim()
     return _renamed(call, [d for d in range(call.inputs[0].ndim) if d != gone])
 
 
-@rule(aten("unbind.int"), aten("unbind_copy.int"))
+@rule(aten("unbind.int"), aten("unbind_copy.int"), empty=True)
 def unbind(call: Call) -> Iterable[Row]:
     gone = call.dim()
     for dim in range(call.inputs[0].ndim):
@@ -247,7 +247,7 @@ def _range(given: Sequence[Any], size: int) -> tuple[int, int]:
     return start, max(start, min(end, size))
 
 
-@rule(aten("slice.Tensor"), aten("slice_copy.Tensor"), localize=_local_part)
+@rule(aten("slice.Tensor"), aten("slice_copy.Tensor"), localize=_local_part, empty=True)
 def slice_(call: Call) -> Iterable[Row]:
     dim, size = call.dim(), call.inputs[0].shape[call.dim()]
     borders = _range((call["start"], call["end"]), size)
@@ -268,6 +268,7 @@ def _local_split(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
 @rule(
     *map(aten, ("split.Tensor", "split_with_sizes", "split_copy.Tensor", "split_with_sizes_copy")),
     localize=_local_split,
+    empty=True,
 )
 def split(call: Call) -> Iterable[Row]:
     dim = call.dim()
@@ -281,7 +282,7 @@ def split(call: Call) -> Iterable[Row]:
 # --- putting parts together ---------------------------------------------------------------------------------------
 
 
-@rule(aten("cat"))
+@rule(aten("cat"), empty=True)
 def cat(call: Call) -> Iterable[Row]:
     output = call.outputs[0]
     assert output is not None
@@ -305,7 +306,7 @@ def _fused_cat(call: Call, dim: int) -> Iterator[Row]:
         yield row([_split(dim, turns)], call.current, parallel=False)
 
 
-@rule(aten("stack"))
+@rule(aten("stack"), empty=True)
 def stack(call: Call) -> Iterable[Row]:
     new = normal_dim(call["dim"], call.inputs[0].ndim + 1)
     for dim in range(call.inputs[0].ndim):
@@ -316,7 +317,7 @@ def stack(call: Call) -> Iterable[Row]:
 # --- the way back of taking parts ---------------------------------------------------------------------------------
 
 
-@rule(aten("select_backward"), localize=_local_size)
+@rule(aten("select_backward"), localize=_local_size, empty=True)
 def select_backward(call: Call) -> Iterable[Row]:
     output = call.outputs[0]
     assert output is not None
@@ -334,7 +335,7 @@ def _local_slice_backward(op: Op, args: list[Any], local: Local) -> tuple[Op, li
     return op, [args[0], mine, dim, start * scale[0] // scale[1], end * scale[0] // scale[1], *args[5:]]
 
 
-@rule(aten("slice_backward"), localize=_local_slice_backward)
+@rule(aten("slice_backward"), localize=_local_slice_backward, empty=True)
 def slice_backward(call: Call) -> Iterable[Row]:
     output, grad, now = call.outputs[0], call.inputs[0], call.current[0]
     assert output is not None
@@ -353,7 +354,10 @@ def slice_backward(call: Call) -> Iterable[Row]:
 # --- tensors made like another ------------------------------------------------------------------------------------
 
 
-@rule(*map(aten, ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")))
+@rule(
+    *map(aten, ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")),
+    empty=True,
+)
 def likes(call: Call) -> Iterable[Row]:
     """A new tensor is laid out as its model; the model's values are not read."""
     now = call.current[0]
@@ -363,7 +367,7 @@ def likes(call: Call) -> Iterable[Row]:
         yield row([S(dim)], [S(dim)])
 
 
-@rule(*map(aten, ("new_empty", "new_zeros", "new_ones", "new_full")), localize=_local_size)
+@rule(*map(aten, ("new_empty", "new_zeros", "new_ones", "new_full")), localize=_local_size, empty=True)
 def news(call: Call) -> Iterable[Row]:
     output = call.outputs[0]
     assert output is not None
@@ -375,7 +379,7 @@ def news(call: Call) -> Iterable[Row]:
             yield row([S(dim)], [S(dim)])
 
 
-@rule(aten("new_empty_strided"))
+@rule(aten("new_empty_strided"), empty=True)
 def new_strided(call: Call) -> Iterable[Row]:
     """Strides are the whole tensor's; only a whole one has them."""
     yield row([R], [ANY])
