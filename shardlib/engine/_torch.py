@@ -47,6 +47,7 @@ __all__ = [
     "fake_world",
     "flattened",
     "forget_meshes",
+    "forget_with_meshes",
     "global_metas",
     "implicit_replication",
     "local_of",
@@ -95,7 +96,13 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ..
     return local_of(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)).clone()
 
 
-_BY_MESH: list[Any] = []
+_BY_MESH: list[Callable[[], None]] = []
+
+
+def forget_with_meshes(clear: Callable[[], None]) -> Callable[[], None]:
+    """Have a memory that holds meshes cleared whenever an equal mesh may stand for other process groups."""
+    _BY_MESH.append(clear)
+    return clear
 
 
 def cached_by_mesh(fn: Callable[P, R]) -> Callable[P, R]:
@@ -105,7 +112,7 @@ def cached_by_mesh(fn: Callable[P, R]) -> Callable[P, R]:
     run, must not be met again.
     """
     cached = functools.lru_cache(maxsize=4096)(fn)
-    _BY_MESH.append(cached)
+    forget_with_meshes(cached.cache_clear)
     return cached  # type: ignore[return-value]
 
 
@@ -164,8 +171,8 @@ def forget_meshes() -> None:
 def _forget_specs() -> None:
     """Everything that is looked up by mesh and holds one: an equal mesh may have other process groups."""
     _clear_sharding_prop_cache()
-    for cached in _BY_MESH:
-        cached.cache_clear()
+    for clear in _BY_MESH:
+        clear()
 
 
 def clear_propagation_cache() -> None:
