@@ -51,6 +51,8 @@ __all__ = [
     "global_metas",
     "implicit_replication",
     "local_of",
+    "moved",
+    "reduced",
     "local_shape_and_offset",
     "named_arguments",
     "next_node_number",
@@ -65,7 +67,9 @@ __all__ = [
     "running_node",
     "set_implicit_replication",
     "shard",
+    "spec",
     "spec_of",
+    "splits",
     "wrap",
 ]
 
@@ -124,6 +128,42 @@ def _replicated_spec(mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...
 def replicated_spec(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
     """What `wrap` needs to know of a plain tensor that is the same on all ranks of `mesh`."""
     return copy.copy(_replicated_spec(mesh, tensor.shape, tensor.stride(), tensor.dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """What `wrap` needs to know of a contiguous tensor of this global shape."""
+    return copy.copy(_spec(mesh, placements, tuple(shape), dtype))
+
+
+def splits(placement: Placement, dim: int) -> bool:
+    """Whether a placement splits this tensor dim, plainly or inside a fused dim."""
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+
+
+def moved(placement: Placement, dim: int) -> Placement:
+    """The same split of another tensor dim."""
+    fused = isinstance(placement, _StridedShard)
+    return _StridedShard(dim, split_factor=placement.split_factor) if fused else Shard(dim)
+
+
+def reduced(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+    shape: Sequence[int],
+) -> torch.Tensor:
+    """The local tensor of `target`, ready to be written to, from that of `source`."""
+    found = redistribute_local_tensor(
+        local, spec(mesh, source, shape, local.dtype), spec(mesh, target, shape, local.dtype)
+    )
+    return found.wait() if isinstance(found, AsyncCollectiveTensor) else found
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:

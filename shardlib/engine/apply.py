@@ -22,6 +22,7 @@ from shardlib._plan import Plan, Row, plan
 from shardlib.engine import _torch, agree, batchnorm, borders, materialize, ops, optimizer, state
 from shardlib.engine.compile import CompileReport, compile_blocks
 from shardlib.engine.gradients import GradientReducer
+from shardlib.engine.linear import compute_locally
 from shardlib.engine.randomness import agree_on_random_state
 from shardlib.engine.region import Root, install_region
 from shardlib.engine.regions import find_regions, inside
@@ -231,6 +232,7 @@ class _Build:
             ops.enable(self.model_mesh)
             self._install_regions(self.model_mesh, undo)
             self._install_borders(self.model_mesh, undo)
+            self._install_linears(undo)
         if global_batch_norm and self.data_axes:
             self._install_batch_norm(undo)
         reducer = GradientReducer(list(self.model.parameters()), self.mesh, self.data_axes, bucket_bytes=bucket_bytes)
@@ -257,6 +259,11 @@ class _Build:
                 install = borders.install_input_border if border.side == "input" else borders.install_output_border
                 handle = install(module, layout, model_mesh)
             undo.callback(handle.remove)
+
+    def _install_linears(self, undo: ExitStack) -> None:
+        for name, module in self.model.named_modules():
+            if type(module) is nn.Linear and isinstance(module.weight, DTensor) and inside(name, self.regions):
+                undo.callback(compute_locally(module))
 
     def _install_batch_norm(self, undo: ExitStack) -> None:
         group = self._group(self.data_axes)
