@@ -27,7 +27,7 @@ from shardlib.engine.randomness import agree_on_random_state
 from shardlib.engine.region import Root, install_region
 from shardlib.engine.regions import find_regions, inside
 from shardlib.errors import InputError, PlanError, ShardingError
-from shardlib.layout import Layout
+from shardlib.layout import Dim, Layout
 from shardlib.rules import Rules
 
 __all__ = ["Sharded", "apply_plan", "no_sync", "plan_of", "shard_model"]
@@ -185,6 +185,19 @@ class _Build:
                 raise PlanError(
                     f'The plan stores "{row.name}" as "{row.stored}", split over the data axis "{split[0]}". '
                     "Parameters that are split over data axes can be planned but not run yet; replicate them there."
+                )
+
+        for row in self.plan.rows:
+            self._refuse_what_torch_gathers_wrongly(row)
+
+    def _refuse_what_torch_gathers_wrongly(self, row: Row) -> None:
+        """A fused dim split over two model axes: DTensor's shards are right, but what it gathers from them is not."""
+        for dim in self._on_model_axes(row.compute).dims:
+            if isinstance(dim, Dim) and dim.fused and len([a for a in dim.axes if a in self.model_axes]) > 1:
+                raise PlanError(
+                    f'"{row.name}" is laid out as "{row.compute}": a fused dim split over more than one model axis can '
+                    "be planned but not run, since torch gathers such a DTensor in the wrong order. Split it over one "
+                    "axis, and another dim over the other."
                 )
 
     def check_ranks_agree(self) -> None:

@@ -235,3 +235,16 @@ def _failing_forward() -> bool:
 
 def test_a_forward_that_raised_leaves_the_model_usable(ranks):
     assert all(ranks(2).run(_failing_forward))
+
+
+def _fused_over_two_axes() -> str:
+    rules = sl.Rules({"up": "(two half@(sp,tp))", "down": None}, sizes={"two": 2})
+    return _message(PlanError, lambda: sl.shard_model(models.MLP(8), "sp=2,tp=2", rules))
+
+
+def test_a_fused_dim_over_two_model_axes(ranks):
+    assert ranks(4).run(_fused_over_two_axes)[0] == (
+        '"up.weight" is laid out as "(two half@(sp,tp)) in": a fused dim split over more than one model axis can be '
+        "planned but not run, since torch gathers such a DTensor in the wrong order. Split it over one axis, and "
+        "another dim over the other."
+    )

@@ -196,6 +196,7 @@ def _optimizer_state() -> None:
             pairs[1][1].load_state_dict(copy.deepcopy(pairs[0][1].state_dict()))
     state = pairs[1][1].state[sharded.up.weight]["exp_avg"]
     assert isinstance(state, DTensor) and state.shape == reference.up.weight.shape
+    assert pairs[1][1].param_groups[0]["fused"] is None, "the kernel chosen for the step is not the user's choice"
     assert all(p is q for p, q in zip(pairs[1][1].param_groups[0]["params"], sharded.parameters(), strict=True))
     _close(values(sharded), values(reference))
 
