@@ -142,9 +142,12 @@ def disprove(claim: Claim) -> str | None:
     """Why a claim is false, or None when it holds for this call."""
     torch.manual_seed(1)
     try:
-        pieces = _run_ranks(claim)
+        return _compare(claim, _run_ranks(claim))
     except Exception as error:
         return f"raised {type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def _compare(claim: Claim, pieces: list[list[Any]]) -> str | None:
     args, kwargs = claim.call.fresh()
     wanted = _results(claim.call.op(*args, **kwargs), args, kwargs, claim.call)
     for i, (whole, place) in enumerate(zip(wanted, _result_places(claim), strict=True)):

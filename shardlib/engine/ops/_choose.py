@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardlib.engine._torch import _StridedShard
+from shardlib.engine._torch import _StridedShard, size_hint
 from shardlib.engine.ops._rows import ANY, Call, Compute, Meta, Op, R, Row, Rule
 
 __all__ = ["Choice", "Pending", "choose", "is_split"]
@@ -80,13 +80,12 @@ def _column(picked: Sequence[Row], output: int) -> Placements | None:
 
 
 def _cheapest(rule: Rule | None, call: Call, fixed: frozenset[int]) -> Row | None:
-    best: Row | None = None
-    best_cost = (math.inf, 0)
-    for row in _candidates(rule, call):
-        cost = _cost(row, call, fixed)
-        if cost < best_cost:
-            best, best_cost = row, cost
-    return None if best is None else replace(best, ins=_settled(best, call))
+    """Only rows that would win are asked whether they hold: each question is a guard where sizes are symbolic."""
+    priced = [(_cost(row, call, fixed), row) for row in _candidates(rule, call)]
+    for cost, row in sorted(priced, key=lambda pair: pair[0]):
+        if cost[0] < math.inf and _holds(row, call, empty=rule is not None and rule.empty):
+            return replace(row, ins=_settled(row, call))
+    return None
 
 
 def _settled(row: Row, call: Call) -> Placements:
@@ -94,15 +93,11 @@ def _settled(row: Row, call: Call) -> Placements:
 
 
 def _candidates(rule: Rule | None, call: Call) -> Iterator[Row]:
-    """The rows that hold for this call, each also in the forms that operands with a fused split ask for."""
+    """The rows of this call, each also in the forms that operands with a fused split ask for."""
     yield Row(tuple(None if meta is None else R for meta in call.outputs), (R,) * len(call.inputs))
-    if rule is None:
-        return
-    for row in rule.rows(call):
+    for row in rule.rows(call) if rule is not None else ():
         assert len(row.ins) == len(call.inputs) and len(row.outs) == len(call.outputs), (call.op, row)
-        for form in _forms(row, call):
-            if _holds(form, call, empty=rule.empty):
-                yield form
+        yield from _forms(row, call)
 
 
 def _forms(row: Row, call: Call) -> Iterator[Row]:
@@ -135,11 +130,12 @@ def _holds(row: Row, call: Call, *, empty: bool) -> bool:
         return False
     sizes = [m.shape[p.dim] for m, p in splits]
     fused = any(isinstance(p, _StridedShard) for _, p in splits)
-    if row.parallel and not fused and len(set(sizes)) == 1:
+    alike = bool(sizes) and all(size == sizes[0] for size in sizes)  # no set: symbolic sizes have no hash
+    if row.parallel and not fused and alike:
         return sizes[0] > 0 and (empty or _nowhere_empty(sizes[0], call.size))
     return all(
         m.shape[p.dim] % (call.size * getattr(p, "split_factor", 1)) == 0 and m.shape[p.dim] > 0 for m, p in splits
-    ) and (not (row.parallel and fused) or len(set(sizes)) == 1)
+    ) and (not (row.parallel and fused) or alike)
 
 
 @functools.cache
@@ -164,7 +160,8 @@ def _returned_operands(op: Op, names: tuple[str, ...]) -> tuple[tuple[int, int],
 
 def _nowhere_empty(size: int, ranks: int) -> bool:
     """Whether chunking leaves every rank at least one index."""
-    return math.ceil(size / math.ceil(size / ranks)) == ranks
+    chunk = -(-size // ranks)
+    return -(-size // chunk) == ranks
 
 
 def _cost(row: Row, call: Call, fixed: frozenset[int]) -> tuple[float, int]:
@@ -181,7 +178,7 @@ def _cost(row: Row, call: Call, fixed: frozenset[int]) -> tuple[float, int]:
 
 def _move_cost(now: Placement, want: Placement, meta: Meta, size: int, partition: bool) -> float:
     """Bytes one rank sends, about. A reduction counts the same whether it ends whole or split."""
-    share = meta.numel * meta.dtype.itemsize * (size - 1) / size
+    share = size_hint(meta.numel) * meta.dtype.itemsize * (size - 1) / size
     if isinstance(want, Partial):
         return 0.0 if partition and isinstance(now, Replicate) else math.inf
     if isinstance(now, Partial):

@@ -25,12 +25,14 @@ from shardlib.engine._torch import (
     TensorMeta,
     _StridedShard,
     dispatcher,
+    forget_with_meshes,
     global_metas,
     local_shape_and_offset,
     redistribute_local,
 )
 from shardlib.engine.ops import _alias
 from shardlib.engine.ops._choose import Choice, Pending, choose, is_split
+from shardlib.engine.ops._foreach import foreach, is_foreach
 from shardlib.engine.ops._gather import draw_whole, finished, gather, note
 from shardlib.engine.ops._operands import Operands, arguments_by_name, spec_like, whole
 from shardlib.engine.ops._rows import Local, Meta, Op, Rule, rule_of
@@ -50,6 +52,8 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
     assert info.schema is not None
     if _is_random(operands):
         return draw_whole(operands)
+    if is_foreach(operands) and not operands.all_whole:
+        return foreach(operands)
     if (reason := _never_sharded(operands)) is not None:
         return gather(operands, reason)
     decision = _decide(operands, info.schema)
@@ -177,7 +181,7 @@ def _cacheable(operands: Operands, decision: _Decision) -> bool:
         return False
     if any(not isinstance(operands.tensors[i], DTensor) for i in operands.written):
         return False
-    if torch.Tag.inplace_view in operands.op.tags:
+    if torch.Tag.inplace_view in operands.op.tags or _number_decides_dtype(operands):
         return False
     touched = operands.written | operands.viewed
     return not any(_alias.watched(operands.tensors[i]) for i in touched)
@@ -307,18 +311,25 @@ def remember_statics(op: Op) -> bool:
 
 
 def _schema_info(op: Op, *, needs_pytree: bool) -> RuntimeSchemaInfo:
-    """Everything but numbers that cannot change the metadata and do change from step to step (an optimizer's)."""
+    """Everything but numbers. Those may be complex, which the C++ cache cannot hash, and change from step to step in
+    an optimizer. A rule must not ask for them (a plain `float` of an op that writes to nothing is no such number).
+    """
     arguments = op._schema.arguments
-    statics = [not _is_tensor(a.type) and not (op._schema.is_mutable and _is_number(a.type)) for a in arguments]
+    loose = _NUMBERS | _FLOATS if op._schema.is_mutable else _NUMBERS
+    statics = ["Tensor" not in str(a.type) and str(a.type) not in loose for a in arguments]
     positional = [i for i, a in enumerate(arguments) if not a.kwarg_only and statics[i]]
-    names = [a.name for a, static in zip(arguments, statics, strict=True) if static and not _is_number(a.type)]
-    lists = any(str(a.type).startswith("List") and _is_tensor(a.type) for a in arguments)
+    names = [a.name for a, static in zip(arguments, statics, strict=True) if static]
+    lists = any(str(a.type).startswith("List") and "Tensor" in str(a.type) for a in arguments)
     return RuntimeSchemaInfo(positional[0] if positional else 100, names, needs_pytree=needs_pytree or lists)
 
 
-def _is_tensor(kind: Any) -> bool:
-    return "Tensor" in str(kind)
+_NUMBERS = {"number", "Optional[number]", "List[number]"}
+_FLOATS = {"float", "Optional[float]", "List[float]"}
 
 
-def _is_number(kind: Any) -> bool:
-    return str(kind) in {"number", "float", "Optional[number]", "Optional[float]", "List[number]", "List[float]"}
+def _number_decides_dtype(operands: Operands) -> bool:
+    """Whether a number, which the cache does not look at, may raise the result to another type."""
+    if not any(str(argument.type) in _NUMBERS for argument in operands.op._schema.arguments):
+        return False
+    complex_number = any(isinstance(leaf, complex) for leaf in operands.leaves)
+    return complex_number or not all(s.tensor_meta.dtype.is_floating_point for s in operands.specs)

@@ -46,7 +46,7 @@ class Operands:
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The schema argument that each tensor belongs to."""
-        args, kwargs = self._numbered()
+        args, kwargs = self.numbered()
         named = [(a.name, value) for a, value in zip(self.op._schema.arguments, args, strict=False)]
         owner = {leaf: name for name, value in (*named, *kwargs.items()) for leaf in pytree.tree_leaves(value)}
         return tuple(owner[i] for i in self.at)
@@ -82,11 +82,12 @@ class Operands:
             for tensor, spec, want in zip(self.tensors, self.specs, placements, strict=True)
         ]
 
-    def _numbered(self) -> tuple[Any, Any]:
+    def numbered(self) -> tuple[Any, Any]:
+        """Args and kwargs with each leaf's number in its place."""
         return pytree.tree_unflatten(list(range(len(self.leaves))), self.tree)
 
     def _leaves_of(self, wanted: Any) -> list[int]:
-        args, kwargs = self._numbered()
+        args, kwargs = self.numbered()
         values = arguments_by_name(self.op, args, kwargs)
         tensors = set(self.at)
         chosen = [a for a in self.op._schema.arguments if a.alias_info is not None and wanted(a.alias_info)]
@@ -126,11 +127,26 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, want: tuple[Placement,
     """
     if spec.placements == want:
         return local
-    moved = redistribute_local(local, spec, DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta))
+    carrier = _CARRIERS.get(local.dtype, local.dtype)
+    target = DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta)
+    moved = redistribute_local(local.to(carrier), spec, target).to(local.dtype)
     strides = spec.tensor_meta.stride
     order = sorted(range(moved.ndim), key=lambda dim: (-strides[dim], dim))
     back = sorted(range(moved.ndim), key=order.__getitem__)
     return moved.permute(order).contiguous().permute(back)
+
+
+# Types that some back ends do not send, and wider ones that hold all their values.
+_CARRIERS = {
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.float8_e8m0fnu: torch.float32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

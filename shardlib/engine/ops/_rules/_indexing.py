@@ -137,3 +137,73 @@ def _aligned(call: Call) -> list[int]:
     """Dims along which every operand is as long as the first: elsewhere shards would not line up."""
     first: Any = call.inputs[0].shape
     return [d for d in _others(call) if all(len(m.shape) > d and m.shape[d] == first[d] for m in call.inputs)]
+
+
+@rule(*map(aten, ("scatter.src", "scatter_.src", "scatter_reduce.two", "scatter_reduce_.two")), empty=True)
+def scatter(call: Call) -> Iterable[Row]:
+    """self, index, src -> self with the elements of src put at the places that index names along one dim."""
+    for dim in _aligned(call):
+        yield row([S(dim)], [S(dim)] * 3)
+
+
+@rule(aten("scatter.value"), aten("scatter_.value"), empty=True)
+def scatter_value(call: Call) -> Iterable[Row]:
+    for dim in _aligned(call):
+        yield row([S(dim)], [S(dim)] * 2)
+
+
+@rule(aten("index_copy"), aten("index_copy_"), aten("index_reduce"), aten("index_reduce_"), empty=True)
+def index_copy(call: Call) -> Iterable[Row]:
+    """self, index, source -> self, slices replaced by (or reduced with) those of source along one dim."""
+    for dim in _aligned_slices(call):
+        yield row([S(dim)], [S(dim), R, S(dim)])
+
+
+def _aligned_slices(call: Call) -> list[int]:
+    own, source = call.inputs[0], call.inputs[2]
+    return [d for d in _others(call) if source.ndim == own.ndim and source.shape[d] == own.shape[d]]
+
+
+@rule(*map(aten, ("index_fill.int_Scalar", "index_fill_.int_Scalar")), empty=True)
+def index_fill(call: Call) -> Iterable[Row]:
+    for dim in _others(call):
+        yield row([S(dim)], [S(dim), R])
+
+
+@rule(*map(aten, ("index_fill.int_Tensor", "index_fill_.int_Tensor")), empty=True)
+def index_fill_tensor(call: Call) -> Iterable[Row]:
+    for dim in _others(call):
+        yield row([S(dim)], [S(dim), R, R])
+
+
+@rule(aten("bucketize.Tensor"), empty=True)
+def bucketize(call: Call) -> Iterable[Row]:
+    """self, boundaries -> where each element of self belongs."""
+    for dim in range(call.inputs[0].ndim):
+        yield row([S(dim)], [S(dim), R])
+
+
+@rule(aten("isin.Tensor_Tensor"), empty=True)
+def isin(call: Call) -> Iterable[Row]:
+    """elements, test_elements -> whether each element is among the others."""
+    for dim in range(call.inputs[0].ndim):
+        yield row([S(dim)], [S(dim), R])
+
+
+@rule(aten("take"), empty=True)
+def take(call: Call) -> Iterable[Row]:
+    """self, index -> elements of self, counted flat."""
+    for dim in range(call.inputs[1].ndim):
+        yield row([S(dim)], [R, S(dim)])
+    yield row([P], [P, R])
+
+
+@rule(aten("repeat"), empty=True)
+def repeat(call: Call) -> Iterable[Row]:
+    """Dims that are not repeated may be split."""
+    (meta,), repeats = call.inputs, call["repeats"]
+    new = len(repeats) - meta.ndim
+    for dim in range(meta.ndim):
+        if repeats[dim + new] == 1:
+            yield row([S(dim + new)], [S(dim)])
+    yield row([P], [P])

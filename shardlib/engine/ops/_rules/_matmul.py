@@ -36,7 +36,7 @@ def bmm(call: Call) -> Iterable[Row]:
     return _mm_rows(1)
 
 
-@rule(aten("addmm"), aten("baddbmm"), aten("addbmm"), empty=True)
+@rule(aten("addmm"), aten("addmm_"), aten("baddbmm"), aten("baddbmm_"), aten("addbmm"), empty=True)
 def addmm(call: Call) -> Iterable[Row]:
     """The product's rows with an addend that broadcasts onto the output; it joins an unfinished sum on one rank."""
     addend, output = call.inputs[0], call.outputs[0]

@@ -58,6 +58,10 @@ _UNTAGGED = (
     "detach",
     "lift_fresh",
     "lift_fresh_copy",
+    "floor_divide",
+    "floor_divide_.Tensor",
+    "log_sigmoid_forward",
+    "masked_fill_.Scalar",
     "masked_fill.Tensor",
     "masked_fill_.Tensor",
     "mul.Scalar",
@@ -97,7 +101,6 @@ _UNTAGGED = (
     "where.ScalarSelf",
     "where.ScalarOther",
     "special_i0e",
-    "special_log_softmax_",
     "threshold_",
     "exponential",
     "nan_to_num_",
@@ -105,23 +108,22 @@ _UNTAGGED = (
     "sgn_",
     "_add_relu.Tensor",
     "rsub.Tensor",
-    "special_multigammaln",
-    "_resize_output",
 )
 # Tagged pointwise, but one value for all ranks, random, or a list.
-_EXCLUDED = {"aten::equal", "aten::rrelu", "aten::rrelu_", "aten::rrelu_with_noise"}
+_EXCLUDED = {"aten::equal", "aten::rrelu", "aten::rrelu_", "aten::rrelu_with_noise", "aten::rrelu_with_noise_"}
 
 
 def pointwise_rows(call: Call) -> Iterator[Row]:
     """Split any dim of the output, each operand on the dim it broadcasts along."""
     shape = max((m.shape for m in call.outputs if m is not None), key=len)
     for dim in range(len(shape)):
-        ins = [S(d) if (d := _aligned(meta, dim, shape)) is not None else R for meta in call.inputs]
+        ins = [S(d) if (d := aligned(meta, dim, shape)) is not None else R for meta in call.inputs]
         if shape[dim] > 1 and any(p is not R for p in ins):
-            yield row([S(dim)] * len(call.outputs), ins)
+            # A (0,) stands for an output that is not computed.
+            yield row([R if m is not None and m.shape == (0,) else S(dim) for m in call.outputs], ins)
 
 
-def _aligned(meta: Meta, dim: int, shape: tuple[int, ...]) -> int | None:
+def aligned(meta: Meta, dim: int, shape: tuple[int, ...]) -> int | None:
     """The operand's dim that lies under an output dim, unless it is broadcast."""
     own = dim - (len(shape) - meta.ndim)
     return own if own >= 0 and meta.shape[own] == shape[dim] else None

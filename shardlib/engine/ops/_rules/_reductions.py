@@ -1,13 +1,18 @@
-"""Ops along dims: a split of any other dim stays. Sums over a split dim are left to be done (Partial)."""
+"""Ops along dims: a split of any other dim stays.
+
+Sums over a split dim are left to be done (Partial). Where a split dim is reduced otherwise, the ranks exchange what
+the reduction needs, which is smaller than the operand by the length of the dim: maxima, sums of exponentials, norms.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from shardlib.engine.ops._rows import Call, Here, Op, P, Row, S, aten, row, rule
+from shardlib.engine.ops._rows import Call, Here, Op, P, R, Row, S, aten, row, rule
 
 __all__: list[str] = []
 
@@ -21,22 +26,46 @@ def untouched(call: Call, dims: tuple[int, ...], *, keep: bool, others: int = 0)
             yield row([S(out)] * len(call.outputs), [S(dim), *[S(out)] * others])
 
 
-@rule(aten("sum"), aten("sum.dim_IntList"), aten("nansum"), empty=True)
+def _reduced_dims(call: Call) -> tuple[int, ...]:
+    return call.dims() if "dim" in call.values else tuple(range(call.inputs[0].ndim))
+
+
+def _keep(call: Call) -> bool:
+    return bool(call.values.get("keepdim"))
+
+
+def _options(op: Op, args: list[Any], kwargs: dict[str, Any], *names: str) -> list[Any]:
+    """The named arguments of a call, defaults filled in."""
+    found = []
+    for name in names:
+        at, argument = next((i, a) for i, a in enumerate(op._schema.arguments) if a.name == name)
+        found.append(args[at] if at < len(args) else kwargs.get(name, argument.default_value))
+    return found
+
+
+def _dims_of(x: torch.Tensor, dims: Any) -> list[int]:
+    given = [dims] if isinstance(dims, int) else dims
+    return list(given) if given else list(range(x.ndim))
+
+
+# --- sums ---------------------------------------------------------------------------------------------------------
+
+
+@rule(*map(aten, ("sum", "sum.dim_IntList", "nansum", "count_nonzero", "count_nonzero.dim_IntList")), empty=True)
 def sums(call: Call) -> Iterable[Row]:
-    dims = call.dims() if "dim" in call.values else tuple(range(call.inputs[0].ndim))
-    yield from untouched(call, dims, keep=bool(call.values.get("keepdim")))
+    dims = _reduced_dims(call)
+    yield from untouched(call, dims, keep=_keep(call))
+    for dim in dims:
+        yield row([P], [S(dim)])
     output = call.outputs[0]
-    if output is not None and output.dtype != torch.bool:
-        for dim in dims:
-            yield row([P], [S(dim)])
     if output is not None and output.dtype == call.inputs[0].dtype and call.op._schema.name == "aten::sum":
         yield row([P], [P])
 
 
 @rule(aten("mean"), aten("mean.dim"), empty=True)
 def mean(call: Call) -> Iterable[Row]:
-    dims = call.dims() if "dim" in call.values else tuple(range(call.inputs[0].ndim))
-    yield from untouched(call, dims, keep=bool(call.values.get("keepdim")))
+    dims = _reduced_dims(call)
+    yield from untouched(call, dims, keep=_keep(call))
     for dim in dims:
         yield row([P], [S(dim)], compute=_local_share_of_mean)
     yield row([P], [P])
@@ -44,94 +73,181 @@ def mean(call: Call) -> Iterable[Row]:
 
 def _local_share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
     """This rank's sum over the number of elements of the whole: right for uneven shards."""
-    x, dims, keep = args[0], args[1] if len(args) > 1 else None, args[2] if len(args) > 2 else False
-    dims = list(range(x.ndim)) if dims is None or dims == [] else dims
-    count = 1
-    for dim in [dims] if isinstance(dims, int) else dims:
-        count *= here.shape(0)[dim]
+    x, keep = args[0], args[2] if len(args) > 2 else False
+    dims = _dims_of(x, args[1] if len(args) > 1 else None)
+    count = math.prod(here.shape(0)[dim] for dim in dims)
     return torch.sum(x, dims, keep, dtype=kwargs.get("dtype")) / count
 
 
-@rule(
-    *map(
-        aten,
-        (
-            "_softmax",
-            "_log_softmax",
-            "_safe_softmax",
-            "cumsum",
-            "cumprod",
-            "logcumsumexp",
-            "cummax",
-            "cummin",
-            "sort",
-            "sort.stable",
-            "argsort",
-            "argsort.stable",
-            "topk",
-            "flip",
-            "roll",
-        ),
-    ),
-    empty=True,
-)
-def along_dim(call: Call) -> Iterable[Row]:
-    """One dim (or several) is mixed, the shape of the others is kept."""
-    dims = call.dims("dims" if "dims" in call.values else "dim")
-    if call.op._schema.name == "aten::roll" and not call["dims"]:
-        return
+# --- maxima, norms ------------------------------------------------------------------------------------------------
+
+
+@rule(*map(aten, ("amax", "amin", "max", "min", "any", "any.dim", "any.dims", "all", "all.dim", "all.dims")))
+def extremes(call: Call) -> Iterable[Row]:
+    dims = _reduced_dims(call)
+    yield from untouched(call, dims, keep=_keep(call))
+    for dim in dims:
+        yield row([R], [S(dim)], compute=_extreme)
+
+
+def _extreme(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
+    local = op(*args, **kwargs)
+    upper = op._schema.name in {"aten::amax", "aten::max", "aten::any"}
+    # Booleans and not-a-numbers have no place in every back end's maximum: they go by way of numbers, and of flags.
+    values = local.to(torch.uint8) if local.dtype == torch.bool else local
+    found = here.all_reduce(values, "max" if upper else "min").to(local.dtype)
+    if not local.is_floating_point():
+        return found
+    undefined = here.all_reduce(local.isnan().to(torch.uint8), "max").bool()
+    return found.masked_fill(undefined, math.nan)
+
+
+@rule(aten("linalg_vector_norm"), empty=True)
+def vector_norm(call: Call) -> Iterable[Row]:
+    dims = _reduced_dims(call)
+    yield from untouched(call, dims, keep=_keep(call))
+    if call["ord"] > 0 and math.isfinite(call["ord"]):
+        for dim in dims:
+            yield row([R], [S(dim)], compute=_norm_of_norms)
+
+
+def _norm_of_norms(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
+    """(sum of |x|^p over ranks)^(1/p), from each rank's own norm."""
+    order = _options(op, args, kwargs, "ord")[0]
+    local = op(*args, **kwargs)
+    return here.all_reduce(local**order, "sum") ** (1 / order)
+
+
+# --- softmax ------------------------------------------------------------------------------------------------------
+
+
+@rule(aten("_softmax"), aten("_log_softmax"), empty=True)
+def softmax(call: Call) -> Iterable[Row]:
+    dims = call.dims()
     yield from untouched(call, dims, keep=True)
-    if call.op._schema.name in {"aten::cumsum", "aten::flip", "aten::roll"}:
-        yield row([P], [P])
+    if dims and not call["half_to_float"]:
+        yield row([S(dims[0])], [S(dims[0])], compute=_split_softmax)
 
 
-@rule(aten("renorm"), empty=True)
-def renorm(call: Call) -> Iterable[Row]:
-    """Norms of the slices along one dim: slices may be split among ranks, not cut."""
-    yield row([S(call.dim())], [S(call.dim())])
+def _split_softmax(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
+    """exp(x - m) / s with the maximum m and the sum s of all ranks."""
+    x, dim = args[:2]
+    shifted = x - here.all_reduce(_max_or_lowest(x, dim), "max")
+    exps = shifted.exp()
+    total = here.all_reduce(exps.sum(dim, keepdim=True), "sum")
+    return shifted - total.log() if op._schema.name == "aten::_log_softmax" else exps / total
+
+
+def _max_or_lowest(x: torch.Tensor, dim: int) -> torch.Tensor:
+    if x.shape[dim]:
+        return x.amax(dim, keepdim=True)
+    shape = list(x.shape)
+    shape[dim] = 1
+    return x.new_full(shape, -math.inf)
 
 
 @rule(aten("_softmax_backward_data"), aten("_log_softmax_backward_data"), empty=True)
 def softmax_backward(call: Call) -> Iterable[Row]:
     dims = call.dims()
     yield from untouched(call, dims, keep=True, others=1)
+    if dims and call["input_dtype"] == call.inputs[0].dtype:
+        yield row([S(dims[0])], [S(dims[0])] * 2, compute=_split_softmax_backward)
 
 
-@rule(
-    *map(
-        aten,
-        (
-            "amax",
-            "amin",
-            "max.dim",
-            "min.dim",
-            "argmax",
-            "argmin",
-            "prod.dim_int",
-            "any.dim",
-            "any.dims",
-            "all.dim",
-            "all.dims",
-            "logsumexp",
-            "var.dim",
-            "var.correction",
-            "var_mean.correction",
-            "std.correction",
-            "std_mean.correction",
-            "norm.ScalarOpt_dim",
-            "linalg_vector_norm",
-            "median.dim",
-            "nanmedian.dim",
-            "mode",
-            "kthvalue",
-            "count_nonzero.dim_IntList",
-            "aminmax",
-        ),
-    ),
-    empty=True,
+def _split_softmax_backward(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
+    grad, output, dim = args[:3]
+    if op._schema.name == "aten::_softmax_backward_data":
+        weighted = grad * output
+        return weighted - output * here.all_reduce(weighted.sum(dim, keepdim=True), "sum")
+    return grad - output.exp() * here.all_reduce(grad.sum(dim, keepdim=True), "sum")
+
+
+@rule(aten("logsumexp"), empty=True)
+def logsumexp(call: Call) -> Iterable[Row]:
+    dims = _reduced_dims(call)
+    yield from untouched(call, dims, keep=_keep(call))
+    for dim in dims:
+        yield row([R], [S(dim)], compute=_split_logsumexp)
+
+
+def _split_logsumexp(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
+    local = op(*args, **kwargs)
+    top = here.all_reduce(local, "max")
+    shift = top.masked_fill(top.isinf(), 0)
+    return here.all_reduce((local - shift).exp(), "sum").log() + shift
+
+
+# --- the dims that are left alone, only ---------------------------------------------------------------------------
+
+_MIXING = (
+    "_safe_softmax",
+    "cumsum",
+    "cumprod",
+    "logcumsumexp",
+    "cummax",
+    "cummin",
+    "sort",
+    "sort.stable",
+    "argsort",
+    "argsort.stable",
+    "topk",
+    "flip",
+    "roll",
 )
-def reduced(call: Call) -> Iterable[Row]:
-    """Reductions that are no sums: only dims that are not reduced may be split."""
-    if call.values.get("dim") is None:
-        return
-    yield from untouched(call, call.dims(), keep=bool(call.values.get("keepdim")))
+_LINEAR = {"aten::cumsum", "aten::flip", "aten::roll"}
+
+
+@rule(*map(aten, _MIXING), empty=True)
+def mixing(call: Call) -> Iterable[Row]:
+    """One dim (or several) is mixed; its length may change, the others are kept."""
+    dims = call.dims("dims" if "dims" in call.values else "dim")
+    yield from untouched(call, dims, keep=True)
+    if call.op._schema.name in _LINEAR:
+        yield row([P], [P])
+
+
+@rule(aten("glu"))
+def glu(call: Call) -> Iterable[Row]:
+    """Halves of a dim, one gating the other."""
+    return untouched(call, call.dims(), keep=True)
+
+
+@rule(aten("glu_backward"))
+def glu_backward(call: Call) -> Iterable[Row]:
+    dims = call.dims()
+    for dim in range(call.inputs[0].ndim):
+        if dim not in dims:
+            yield row([S(dim)], [S(dim), S(dim)])
+    yield row([P], [P, R])
+
+
+@rule(aten("renorm"))
+def renorm(call: Call) -> Iterable[Row]:
+    """Norms of the slices along one dim: slices may be split among ranks, not cut."""
+    yield row([S(call.dim())], [S(call.dim())])
+
+
+_REDUCING = (
+    "max.dim",
+    "min.dim",
+    "argmax",
+    "argmin",
+    "prod.dim_int",
+    "var.dim",
+    "var.correction",
+    "var_mean.correction",
+    "std.correction",
+    "std_mean.correction",
+    "norm.ScalarOpt_dim",
+    "median.dim",
+    "nanmedian.dim",
+    "mode",
+    "kthvalue",
+    "aminmax",
+)
+
+
+@rule(*map(aten, _REDUCING))
+def reducing(call: Call) -> Iterable[Row]:
+    if call.values.get("dim") is not None:
+        yield from untouched(call, call.dims(), keep=_keep(call))

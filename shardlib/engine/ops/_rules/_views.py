@@ -132,7 +132,7 @@ def _renamed(call: Call, order: Sequence[int | None]) -> Iterator[Row]:
     yield row([P], [P])
 
 
-@rule(aten("t"), aten("t_"), aten("numpy_T"), aten("adjoint"), empty=True)
+@rule(aten("t"), aten("t_"), aten("t_copy"), aten("numpy_T"), aten("adjoint"), empty=True)
 def transposed_matrix(call: Call) -> Iterable[Row]:
     return _renamed(call, tuple(reversed(range(call.inputs[0].ndim))))
 
@@ -163,7 +163,15 @@ def _squeeze_named_dims(op: Op, args: list[Any], local: Local) -> tuple[Op, list
     return torch.ops.aten.view.default, [args[0], list(local.outputs[0] or ())]
 
 
-@rule(aten("squeeze"), aten("squeeze.dim"), aten("squeeze.dims"), localize=_squeeze_named_dims, empty=True)
+@rule(
+    aten("squeeze"),
+    aten("squeeze.dim"),
+    aten("squeeze.dims"),
+    aten("squeeze_copy"),
+    aten("squeeze_copy.dim"),
+    localize=_squeeze_named_dims,
+    empty=True,
+)
 def squeeze(call: Call) -> Iterable[Row]:
     shape = call.inputs[0].shape
     named = call.dims() if "dim" in call.values and shape else range(len(shape))
@@ -266,7 +274,17 @@ def _local_split(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
 
 
 @rule(
-    *map(aten, ("split.Tensor", "split_with_sizes", "split_copy.Tensor", "split_with_sizes_copy")),
+    *map(
+        aten,
+        (
+            "split.Tensor",
+            "split_with_sizes",
+            "unsafe_split.Tensor",
+            "unsafe_split_with_sizes",
+            "split_copy.Tensor",
+            "split_with_sizes_copy",
+        ),
+    ),
     localize=_local_split,
     empty=True,
 )

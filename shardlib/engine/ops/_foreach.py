@@ -1,0 +1,97 @@
+"""Ops on lists of tensors: the lists go side by side, and every place in them is a pointwise op of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardlib.engine._torch import DTensorSpec, TensorMeta
+from shardlib.engine.ops._choose import Pending, Placements, choose
+from shardlib.engine.ops._gather import finished, gather
+from shardlib.engine.ops._operands import Operands, whole
+from shardlib.engine.ops._rows import Meta, Rule
+from shardlib.engine.ops._rules._pointwise import pointwise_rows
+
+__all__ = ["foreach", "is_foreach"]
+
+_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "aten::_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
+    "aten::_foreach_max": torch.max,
+}
+_PREFIXES = ("aten::_foreach_", "aten::_fused_ad", "aten::_fused_sgd")
+_POINTWISE = Rule(pointwise_rows, empty=True)
+
+
+def is_foreach(operands: Operands) -> bool:
+    arguments = operands.op._schema.arguments
+    return operands.op._schema.name.startswith(_PREFIXES) and not any(argument.is_out for argument in arguments)
+
+
+def foreach(operands: Operands) -> Any:
+    """Run a list op once on local lists; at each place the tensors are laid out alike."""
+    reduction = _REDUCTIONS.get(operands.op._schema.name)
+    if reduction is not None:
+        return [reduction(x, *operands.args[1:], **operands.kwargs) for x in operands.args[0]]
+    wanted: list[Placements] = [whole(operands.mesh)] * len(operands.specs)
+    outputs: list[DTensorSpec] = []
+    for place in _places(operands):
+        choice = choose(_POINTWISE, _pending(operands, place))
+        if choice is None:
+            return gather(operands, "it writes to an operand whose placement fits no row of its rule")
+        for tensor, placements in zip(place, choice.inputs, strict=True):
+            wanted[tensor] = placements
+        assert choice.outputs[0] is not None
+        outputs.append(_spec(operands, place, choice.outputs[0]))
+    args, kwargs = operands.rebuilt(operands.local(wanted))
+    result = operands.op(*args, **kwargs)
+    return finished(operands, _wrapped(result, outputs), moved=False)
+
+
+def _places(operands: Operands) -> list[list[int]]:
+    """For each place in the lists the tensors that meet there; a tensor outside of lists is at every place."""
+    args, kwargs = operands.numbered()
+    values = [*args, *kwargs.values()]
+    lists = [value for value in values if isinstance(value, list | tuple) and value]
+    tensor_lists = [[operands.at.index(leaf) for leaf in v] for v in lists if all(leaf in operands.at for leaf in v)]
+    alone = [operands.at.index(value) for value in values if value in operands.at]
+    return [[*together, *alone] for together in zip(*tensor_lists, strict=True)]
+
+
+def _pending(operands: Operands, place: list[int]) -> Pending:
+    specs = [operands.specs[i] for i in place]
+    return Pending(
+        op=operands.op,
+        values={},
+        names=tuple(f"operand {i}" for i in range(len(place))),
+        inputs=tuple(Meta(tuple(s.tensor_meta.shape), s.tensor_meta.dtype) for s in specs),
+        outputs=(Meta(_shape(specs), specs[0].tensor_meta.dtype),),
+        placements=tuple(s.placements for s in specs),
+        sizes=tuple(operands.mesh.shape),
+        fixed=frozenset(i for i, tensor in enumerate(place) if tensor in operands.written),
+    )
+
+
+def _shape(specs: list[DTensorSpec]) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*(s.tensor_meta.shape for s in specs)))
+
+
+def _spec(operands: Operands, place: list[int], placements: Placements) -> DTensorSpec:
+    specs = [operands.specs[i] for i in place]
+    shape = torch.Size(_shape(specs))
+    like = next((s.tensor_meta.stride for s in specs if s.tensor_meta.shape == shape), None)
+    stride = torch.empty(shape, device="meta").stride() if like is None else like
+    return DTensorSpec(operands.mesh, placements, tensor_meta=TensorMeta(shape, stride, specs[0].tensor_meta.dtype))
+
+
+def _wrapped(result: Any, specs: list[DTensorSpec]) -> Any:
+    if not isinstance(result, list | tuple):
+        return result
+    return [_wrap(local, spec) for local, spec in zip(result, specs, strict=True)]
+
+
+def _wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+    return DTensor(local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)

@@ -1,0 +1,148 @@
+"""Losses. A mean over a split batch is the local sum over the number of elements (or weights) of the whole.
+
+PyTorch's reductions are numbers: 0 none, 1 mean, 2 sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from shardlib.engine.ops._rows import Call, Here, Op, P, R, Row, S, aten, row, rule
+from shardlib.engine.ops._rules._pointwise import aligned, pointwise_rows
+
+__all__: list[str] = []
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+# --- losses of elements -------------------------------------------------------------------------------------------
+
+_ELEMENTWISE = (
+    "mse_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "soft_margin_loss",
+)
+
+
+@rule(*map(aten, _ELEMENTWISE))
+def elementwise_loss(call: Call) -> Iterable[Row]:
+    """input, target [, weights] -> one loss per element, or their sum, or their mean."""
+    if call["reduction"] == _NONE:
+        yield from pointwise_rows(call)
+    else:
+        yield from _over_elements(call, 0, lambda dim: P, _share_of_mean)
+
+
+@rule(*(aten(f"{name}_backward") for name in _ELEMENTWISE))
+def elementwise_loss_backward(call: Call) -> Iterable[Row]:
+    """grad_output, input, target [, weight] -> grad of input."""
+    yield row([P], [P] + [R] * (len(call.inputs) - 1), compute=_mean_by_whole_count)
+    if call["reduction"] == _NONE:
+        yield from pointwise_rows(call)
+    else:
+        yield from _over_elements(call, 1, S, _mean_by_whole_count)
+
+
+def _over_elements(call: Call, first: int, out: Any, compute: Any) -> Iterator[Row]:
+    """Split the elements of operand `first` and of those that broadcast onto it; what is before it is a scalar."""
+    shape = call.inputs[first].shape
+    for dim in range(len(shape)):
+        places = [S(d) if (d := aligned(meta, dim, shape)) is not None else R for meta in call.inputs[first:]]
+        yield row([out(dim)], [R] * first + places, compute=compute)
+
+
+def _share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
+    at = _position(op, "reduction")
+    args = _completed(op, args, at)
+    if args[at] == _SUM:
+        return op(*args, **kwargs)
+    return op(*args[:at], _SUM, *args[at + 1 :], **kwargs) / _count(here.shape(0))
+
+
+def _mean_by_whole_count(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
+    at = _position(op, "reduction")
+    args = _completed(op, args, at)
+    if args[at] != _MEAN:
+        return op(*args, **kwargs)
+    return op(args[0] / _count(here.shape(1)), *args[1:at], _SUM, *args[at + 1 :], **kwargs)
+
+
+def _completed(op: Op, args: list[Any], upto: int) -> list[Any]:
+    """Args with the defaults of those left out, as far as `upto`."""
+    return [*args, *(a.default_value for a in op._schema.arguments[len(args) : upto + 1])]
+
+
+def _position(op: Op, name: str) -> int:
+    return next(i for i, argument in enumerate(op._schema.arguments) if argument.name == name)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+# --- negative log likelihood --------------------------------------------------------------------------------------
+
+
+def _class_weight(call: Call, place: Any) -> list[Any]:
+    return [place] if call["weight"] is not None else []
+
+
+@rule(aten("nll_loss_forward"), aten("nll_loss2d_forward"))
+def nll_loss(call: Call) -> Iterable[Row]:
+    """log-probabilities, target [, class weights] -> loss, total weight. Examples or classes may be split."""
+    scores, target = call.inputs[:2]
+    if scores.ndim < 2:
+        return
+    each = call["reduction"] == _NONE
+    for dim in range(target.ndim):
+        from_scores = S(dim if dim == 0 else dim + 1)
+        outs = [S(dim), R] if each else [P, R if call["reduction"] == _MEAN else P]
+        yield row(outs, [from_scores, S(dim), *_class_weight(call, R)], compute=_nll_of_own)
+    yield row([P, R if call["reduction"] != _SUM else P], [S(1), R, *_class_weight(call, S(0))], compute=_nll_of_own)
+
+
+def _nll_of_own(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
+    """The loss of own examples and own classes; a mean is over the weights of all."""
+    scores, target, weight, reduction, ignore = args[:5]
+    target = _own_classes(scores, target, ignore, here, operand=0)
+    if reduction != _MEAN:
+        return op(scores, target, weight, reduction, _IGNORED)
+    loss, total = op(scores, target, weight, _SUM, _IGNORED)
+    total = here.all_reduce(total, "sum")
+    return loss / total, total
+
+
+_IGNORED = -100
+
+
+def _own_classes(scores: torch.Tensor, target: torch.Tensor, ignore: int, here: Here, *, operand: int) -> torch.Tensor:
+    """Targets counted from this rank's first class; those of other ranks are ignored, as are the user's ignored."""
+    own = target - here.offset(operand, 1)
+    absent = (own < 0) | (own >= scores.shape[1]) | (target == ignore)
+    return own.masked_fill(absent, _IGNORED)
+
+
+@rule(aten("nll_loss_backward"), aten("nll_loss2d_backward"))
+def nll_loss_backward(call: Call) -> Iterable[Row]:
+    """grad_output, log-probabilities, target [, class weights], total weight -> grad of log-probabilities."""
+    scores, target = call.inputs[1:3]
+    if scores.ndim < 2:
+        return
+    each = call["reduction"] == _NONE
+    for dim in range(target.ndim):
+        place = S(dim if dim == 0 else dim + 1)
+        yield row([place], [S(dim) if each else R, place, S(dim), *_class_weight(call, R), R])
+    yield row([S(1)], [R, S(1), R, *_class_weight(call, S(0)), R], compute=_nll_backward_of_own)
+    yield row([P], [P, *[R] * (len(call.inputs) - 1)])
+
+
+def _nll_backward_of_own(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
+    grad, scores, target, weight, reduction, ignore, total = args
+    target = _own_classes(scores, target, ignore, here, operand=1)
+    return op(grad, scores, target, weight, reduction, _IGNORED, total)

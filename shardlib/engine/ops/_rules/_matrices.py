@@ -1,0 +1,77 @@
+"""Linear algebra and transforms: batch dims may be split, the matrices (or transformed dims) may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardlib.engine.ops._rows import Call, P, R, Row, S, aten, row, rule
+from shardlib.engine.ops._rules._reductions import untouched
+
+__all__: list[str] = []
+
+
+@rule(
+    *map(
+        aten,
+        (
+            "linalg_cholesky_ex",
+            "cholesky",
+            "cholesky_inverse",
+            "linalg_inv_ex",
+            "linalg_qr",
+            "_linalg_svd",
+            "_linalg_eigh",
+            "linalg_eig",
+            "_linalg_eigvals",
+            "linalg_lu_factor_ex",
+            "linalg_lu",
+            "linalg_ldl_factor_ex",
+            "_linalg_det",
+            "_linalg_slogdet",
+            "linalg_matrix_exp",
+            "geqrf",
+            "tril",
+            "tril_",
+            "triu",
+            "triu_",
+        ),
+    )
+)
+def one_matrix(call: Call) -> Iterable[Row]:
+    """A matrix in, one or several results out, for each index of the batch."""
+    for dim in range(call.inputs[0].ndim - 2):
+        yield row([None if m is None else S(dim) for m in call.outputs], [S(dim)])
+    if call.op._schema.name.rstrip("_") in {"aten::tril", "aten::triu"}:
+        yield row([P], [P])
+
+
+@rule(
+    *map(
+        aten,
+        ("linalg_solve_triangular", "cholesky_solve", "linalg_householder_product", "ormqr", "triangular_solve"),
+    )
+)
+def several_matrices(call: Call) -> Iterable[Row]:
+    """All operands with the same batch dims."""
+    ndims = {meta.ndim for meta in call.inputs} | {m.ndim for m in call.outputs if m is not None}
+    if len(ndims) > 1:
+        return
+    for dim in range(call.inputs[0].ndim - 2):
+        if len({meta.shape[dim] for meta in call.inputs}) == 1:
+            yield row([S(dim)] * len(call.outputs), [S(dim)] * len(call.inputs))
+
+
+@rule(aten("_fft_c2c"), aten("_fft_r2c"), aten("_fft_c2r"))
+def fourier(call: Call) -> Iterable[Row]:
+    yield from untouched(call, call.dims(), keep=True)
+    yield row([P], [P])
+
+
+@rule(aten("linalg_cross"))
+def cross(call: Call) -> Iterable[Row]:
+    a, b = call.inputs
+    for dim in range(a.ndim):
+        if dim != call.dim() and a.ndim == b.ndim and a.shape[dim] == b.shape[dim]:
+            yield row([S(dim)], [S(dim), S(dim)])
+    yield row([P], [P, R])
+    yield row([P], [R, P])
