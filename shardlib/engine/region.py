@@ -92,7 +92,7 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def to_plain(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        if torch.compiler.is_compiling() or tensor.placements != replicated:
+        if torch.compiler.is_compiling():
             return tensor.full_tensor(grad_placements=replicated)
         return _ToPlain.apply(tensor)
 
@@ -122,17 +122,25 @@ class _ToGlobal(torch.autograd.Function):
 
 
 class _ToPlain(torch.autograd.Function):
-    """`x.to_local()` of a replicated DTensor; its gradient, the same on all model ranks, is replicated too."""
+    """`x.full_tensor()`; its gradient, the same on all model ranks, goes back in the layout that `x` had.
+
+    An output that nobody uses may be asked for its gradient all the same (by hooks on modules); autograd then makes
+    plain zeros, which are what this takes.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:  # type: ignore[override]
-        local = _torch.local_of(x)
         ctx.mesh = x.device_mesh
-        return local.view_as(local)
+        ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+        if all(p.is_replicate() for p in x.placements):
+            local = _torch.local_of(x)
+            return local.view_as(local)
+        return x.full_tensor()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return _torch.wrap(grad, _torch.replicated_spec(grad, ctx.mesh))
+        whole = _torch.wrap(grad, _torch.replicated_spec(grad, ctx.mesh))
+        return whole if whole.placements == ctx.placements else whole.redistribute(placements=ctx.placements)
 
 
 def _whole(grad: torch.Tensor) -> torch.Tensor:
