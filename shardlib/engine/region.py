@@ -8,8 +8,9 @@ one device. At a region's border
     DTensor of any layout               ->  plain, whole             (on leaving)
 
 and, transposed, in backward: the gradient of what entered is whole again, summed over the model axes where consumers
-were split. This is the only place where a DTensor becomes a local tensor and back; since both sides of both borders
-are replicated, no gradient placement is left to guess. Integer and boolean inputs stay plain: they carry no gradient,
+were split. Where a region has several outputs, those after the first are gathered when they are read (`Ungathered`).
+This is the only place where a DTensor becomes a local tensor and back; since both sides of both borders are replicated,
+no gradient placement is left to guess. Integer and boolean inputs stay plain: they carry no gradient,
 and a plain tensor inside counts as replicated.
 """
 
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from shardlib.engine import _torch
 from shardlib.engine.gradients import GradientReducer
+from shardlib.engine.ungathered import Ungathered
 
 __all__ = ["Root", "install_region"]
 
@@ -59,10 +61,15 @@ class Root:
         self.reducer.notice_unfrozen()
         _torch.set_implicit_replication(True)
 
-    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for leaf in pytree.tree_leaves(output):
+    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        leaves = pytree.tree_leaves(output)
+        if any(isinstance(leaf, Ungathered) for leaf in leaves):
+            output = pytree.tree_map_only(Ungathered, lambda late: late.view_as(late), output)
+            leaves = pytree.tree_leaves(output)
+        for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
                 leaf.register_hook(self._on_backward)
+        return output
 
     def _on_backward(self, grad: torch.Tensor) -> None:
         self.reducer.begin()
@@ -89,12 +96,12 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return DTensor.from_local(tensor, mesh, replicated, run_check=False)
         return _ToGlobal.apply(tensor, mesh)
 
-    def to_plain(tensor: torch.Tensor) -> torch.Tensor:
+    def to_plain(tensor: torch.Tensor, late: bool = False) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         if torch.compiler.is_compiling():
             return tensor.full_tensor(grad_placements=replicated)
-        return _ToPlain.apply(tensor)
+        return _ToPlain.apply(tensor, late)
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
@@ -104,7 +111,11 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, torch.Tensor):
             return to_plain(output)
-        return pytree.tree_map_only(torch.Tensor, to_plain, output)
+        leaves, spec = pytree.tree_flatten(output)
+        split = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
+        for i in split:
+            leaves[i] = to_plain(leaves[i], i != split[0])
+        return pytree.tree_unflatten(leaves, spec)
 
     return enter, leave
 
@@ -129,18 +140,18 @@ class _ToPlain(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: DTensor, late: bool) -> torch.Tensor:  # type: ignore[override]
         ctx.mesh = x.device_mesh
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
         if all(p.is_replicate() for p in x.placements):
             local = _torch.local_of(x)
             return local.view_as(local)
-        return x.full_tensor()
+        return Ungathered(_torch.wrap(_torch.local_of(x), _torch.spec_of(x))) if late else x.full_tensor()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         whole = _torch.wrap(grad, _torch.replicated_spec(grad, ctx.mesh))
-        return whole if whole.placements == ctx.placements else whole.redistribute(placements=ctx.placements)
+        return whole if whole.placements == ctx.placements else whole.redistribute(placements=ctx.placements), None
 
 
 def _whole(grad: torch.Tensor) -> torch.Tensor:

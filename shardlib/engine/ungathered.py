@@ -1,0 +1,53 @@
+"""A split output that is made whole when somebody reads it, as a collective's result is waited for when it is read.
+
+A region hands on plain tensors, so that each output which is split costs a gather. Few outputs beyond the first are
+ever read: the attention weights of every layer are returned and dropped. To autograd, and to whoever asks for shape or
+dtype, an `Ungathered` is the plain tensor; the first op on it makes it one. All ranks of the model axes run the same
+program, so that they read the same outputs, and gather together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["Ungathered"]
+
+
+class Ungathered(torch.Tensor):
+    """A plain tensor of which each rank holds a shard until an op reads it.
+
+    Attributes:
+        split: the DTensor.
+    """
+
+    split: DTensor
+    _whole: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, split: DTensor) -> Ungathered:
+        shell = torch.Tensor._make_wrapper_subclass(
+            cls, split.shape, strides=split.stride(), dtype=split.dtype, device=split.device
+        )
+        shell.split, shell._whole = split, None
+        return shell
+
+    def whole(self) -> torch.Tensor:
+        """The plain tensor. Every rank must call it, or none."""
+        if self._whole is None:
+            self._whole = self.split.full_tensor()
+        return self._whole
+
+    # Subclasses are not kept: what an op makes of it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Ungathered, Ungathered.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
+        return f"Ungathered(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self.split.placements})"
