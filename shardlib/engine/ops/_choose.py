@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardlib.engine._torch import _StridedShard, size_hint
+from shardlib.engine._torch import _StridedShard
 from shardlib.engine.ops._rows import ANY, Call, Compute, Meta, Op, R, Row, Rule
 
 __all__ = ["Choice", "Pending", "choose", "is_split"]
@@ -80,7 +80,7 @@ def _column(picked: Sequence[Row], output: int) -> Placements | None:
 
 
 def _cheapest(rule: Rule | None, call: Call, fixed: frozenset[int]) -> Row | None:
-    """Only rows that would win are asked whether they hold: each question is a guard where sizes are symbolic."""
+    """Only rows that would win are asked whether they hold."""
     priced = [(_cost(row, call, fixed), row) for row in _candidates(rule, call)]
     for cost, row in sorted(priced, key=lambda pair: pair[0]):
         if cost[0] < math.inf and _holds(row, call, empty=rule is not None and rule.empty):
@@ -130,7 +130,7 @@ def _holds(row: Row, call: Call, *, empty: bool) -> bool:
         return False
     sizes = [m.shape[p.dim] for m, p in splits]
     fused = any(isinstance(p, _StridedShard) for _, p in splits)
-    alike = bool(sizes) and all(size == sizes[0] for size in sizes)  # no set: symbolic sizes have no hash
+    alike = bool(sizes) and all(size == sizes[0] for size in sizes)
     if row.parallel and not fused and alike:
         return sizes[0] > 0 and (empty or _nowhere_empty(sizes[0], call.size))
     return all(
@@ -178,7 +178,7 @@ def _cost(row: Row, call: Call, fixed: frozenset[int]) -> tuple[float, int]:
 
 def _move_cost(now: Placement, want: Placement, meta: Meta, size: int, partition: bool) -> float:
     """Bytes one rank sends, about. A reduction counts the same whether it ends whole or split."""
-    share = size_hint(meta.numel) * meta.dtype.itemsize * (size - 1) / size
+    share = meta.numel * meta.dtype.itemsize * (size - 1) / size
     if isinstance(want, Partial):
         return 0.0 if partition and isinstance(now, Replicate) else math.inf
     if isinstance(now, Partial):
