@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -112,12 +113,17 @@ def shard_model(
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan that a model was sharded by.
+    """The plan that a model was sharded by; its notes say which blocks are compiled, and why others are not.
 
     Raises:
         ShardingError: the model was not sharded by shardlib.
+
+    >>> model = shard_model(torch.nn.Linear(4, 8), "dp=1,tp=1", {"**": "colwise"})
+    >>> plan_of(model).mesh
+    MeshShape("dp=1,tp=1")
     """
-    return _record(model).plan
+    record = _record(model)
+    return dataclasses.replace(record.plan, notes=record.plan.notes + record.compiled.notes())
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

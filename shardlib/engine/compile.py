@@ -30,6 +30,12 @@ class CompileReport:
     blocks: list[str] = field(default_factory=list)
     eager: dict[str, str] = field(default_factory=dict)
 
+    def notes(self) -> tuple[str, ...]:
+        """The report in sentences, for the plan."""
+        compiled = [name for name in self.blocks if name not in self.eager]
+        said = (f"Compiled with {self.backend}: {', '.join(compiled)}.",) if compiled else ()
+        return said + tuple(f"{name} runs eagerly: {reason}" for name, reason in self.eager.items())
+
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost modules that stand more than once, with the same class, in one container.
@@ -66,7 +72,7 @@ def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport
     report = CompileReport(backend)
     blocks = repeated_blocks(model) if backend else {}
     for name, block in blocks.items():
-        block.compile(backend=backend)
+        block.compile(backend=backend, dynamic=False)
         block._compiled_call_impl = _or_eager(name, block, block._compiled_call_impl, report)
         report.blocks.append(name)
     return report, lambda: _undo(blocks)
@@ -85,12 +91,18 @@ def _or_eager(name: str, block: nn.Module, compiled: Callable[..., Any], report:
         try:
             return compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            report.eager[name] = reason = str(error).strip().splitlines()[0]
+            report.eager[name] = reason = _reason(error)
             block._compiled_call_impl = None
             warnings.warn(f'"{name}" cannot be compiled and runs eagerly: {reason}', stacklevel=2)
             return block(*args, **kwargs)
 
     return call
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error that says something; a backend's error begins with the backend's name alone."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[1] if lines[0].endswith("raised:") and len(lines) > 1 else lines[0]
 
 
 def _keeper(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

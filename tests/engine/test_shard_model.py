@@ -246,3 +246,36 @@ def _data_ranks_draw_differently() -> None:
 
 def test_data_ranks_have_random_streams_of_their_own(ranks):
     ranks(4).run(_data_ranks_draw_differently)
+
+
+class _Uncompilable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = models.MLP(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + nn.functional.pad(self.mlp(x), (0, 1)) * float(x.sum().item() > -1e9)
+
+
+def _falls_back() -> tuple[str, ...]:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.ModuleList([_Uncompilable() for _ in range(2)])[0]).double()
+    sharded = sl.shard_model(copy.deepcopy(reference), "tp=2", models.MLP_RULES, compile="auto")
+    want, got = reference(*models.rows(0)[0]), sharded(*models.rows(0)[0])
+    assert relative(got, want) <= TOLERANCE
+    return sl.plan_of(sharded).notes
+
+
+def test_blocks_with_graph_breaks_still_compute(ranks):
+    ranks(2).run(_falls_back)
+
+
+def _compiled_notes() -> tuple[str, ...]:
+    torch.manual_seed(0)
+    rules = sl.Rules(models.GPT_RULES, sizes=models.GPT_SIZES)
+    return sl.plan_of(sl.shard_model(models.gpt(), "tp=2", rules)).notes
+
+
+def test_the_plan_says_what_is_compiled(ranks):
+    assert "Compiled with aot_eager: blocks.0, blocks.1." in ranks(2).run(_compiled_notes)[0]
