@@ -130,7 +130,7 @@ def replicated_spec(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
     return copy.copy(_replicated_spec(mesh, tensor.shape, tensor.stride(), tensor.dtype))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_mesh
 def _spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))

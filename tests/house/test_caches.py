@@ -1,0 +1,25 @@
+"""What is remembered for a device mesh is forgotten with it: an equal mesh may stand for other process groups."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.house import source
+
+
+def _cached_by_functools(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(d).startswith(("functools.cache", "functools.lru_cache")) for d in function.decorator_list)
+
+
+def _takes_a_mesh(function: ast.FunctionDef) -> bool:
+    arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    return any(a.annotation is not None and "DeviceMesh" in ast.unparse(a.annotation) for a in arguments)
+
+
+@pytest.mark.parametrize("module", [name for name in source.modules() if name.startswith("shardlib.engine")])
+def test_no_function_of_a_device_mesh_is_cached_for_good(module: str):
+    functions = [node for node in ast.walk(source.modules()[module]) if isinstance(node, ast.FunctionDef)]
+    wrong = [f.name for f in functions if _cached_by_functools(f) and _takes_a_mesh(f)]
+    assert not wrong, f"{module}: cache {', '.join(wrong)} with _torch.cached_by_mesh"
