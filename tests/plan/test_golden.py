@@ -5,9 +5,11 @@ After an intended change write them anew with SHARDLIB_WRITE_GOLDEN=1 and read w
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,43 @@ from torch import nn
 from shardlib import layouts
 from shardlib._plan import Plan, plan
 from tests.plan.cases import gpt
+from tests.torchvision_on_cpu import import_torchvision
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
 
+_TEXT = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2}
+_HEADS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8}
+_GROUPED = {**_TEXT, **_HEADS, "num_key_value_heads": 2}
+
+
+def _hugging_face(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import_torchvision()
+        transformers = importlib.import_module("transformers")
+        return getattr(transformers, model)(getattr(transformers, config)(**settings))
+
+    return build
+
+
+# Golden file -> (model, layout file, mesh).
 CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "example_gpt": (gpt, "example_gpt", "dp=2,tp=2"),
+    "gpt2": (_hugging_face("GPT2LMHeadModel", "GPT2Config", n_embd=64, n_layer=2, n_head=4, **_TEXT), "gpt2", "tp=4"),
+    "llama": (_hugging_face("LlamaForCausalLM", "LlamaConfig", **_GROUPED), "llama", "dp=2,tp=2"),
+    "llama_few_kv_heads": (_hugging_face("LlamaForCausalLM", "LlamaConfig", **_GROUPED), "llama", "dp=2,tp=4"),
+    "bert": (_hugging_face("BertForMaskedLM", "BertConfig", **_TEXT, **_HEADS), "bert", "dp=2,tp=2"),
+    "vit": (_hugging_face("ViTForImageClassification", "ViTConfig", **_HEADS), "vit", "dp=2,tp=2"),
+    "t5": (
+        _hugging_face("T5ForConditionalGeneration", "T5Config", vocab_size=128, d_model=64, d_ff=96, num_layers=2),
+        "t5",
+        "dp=2,tp=2",
+    ),
+    "mixtral": (
+        _hugging_face("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, **_GROUPED),
+        "mixtral",
+        "tp=2",
+    ),
 }
 
 
