@@ -34,7 +34,7 @@ from shardlib.engine.ops import _alias
 from shardlib.engine.ops._choose import Choice, Pending, choose, is_split
 from shardlib.engine.ops._foreach import foreach, is_foreach
 from shardlib.engine.ops._gather import draw_whole, finished, gather, note
-from shardlib.engine.ops._operands import Operands, arguments_by_name, spec_like, whole
+from shardlib.engine.ops._operands import Operands, arguments_by_name, in_order, spec_like, whole
 from shardlib.engine.ops._rows import Local, Meta, Op, Rule, rule_of
 
 __all__ = ["forget_decisions", "policy", "remember_statics"]
@@ -242,6 +242,7 @@ def _carry_out(operands: Operands, decision: _Decision) -> Any:
         result = op(*args, **kwargs)
     else:
         result = choice.compute(op, args, kwargs, _Rank(operands.mesh, tuple(targets), choice.compute_axes))
+        result = _ordered(result, decision.outputs)
     if torch.Tag.inplace_view in operands.op.tags:
         operands.tensors[0]._spec = decision.outputs  # type: ignore[attr-defined]
     return finished(operands, _wrapped(result, decision.outputs), moved=_moved(operands, decision))
@@ -252,6 +253,15 @@ def _filled(spec_args: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[A
     tensors = iter(locals_)
     is_spec = lambda x: isinstance(x, DTensorSpec)  # noqa: E731
     return pytree.tree_map(lambda x: next(tensors) if is_spec(x) else x, list(spec_args), is_leaf=is_spec)
+
+
+def _ordered(result: Any, specs: Any) -> Any:
+    """What a row computed by itself, with strides such as the op would have given."""
+    if isinstance(result, torch.Tensor):
+        return in_order(result, specs.tensor_meta.stride)
+    if isinstance(result, list | tuple):
+        return type(result)(_ordered(r, s) for r, s in zip(result, specs, strict=True))
+    return result
 
 
 def _wrapped(result: Any, specs: Any) -> Any:

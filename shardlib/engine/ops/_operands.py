@@ -16,7 +16,7 @@ from shardlib.engine._torch import DTensorSpec, TensorMeta, redistribute_local
 from shardlib.engine.ops._rows import Op
 from shardlib.errors import ShardingError
 
-__all__ = ["Operands", "arguments_by_name", "redistributed", "spec_like", "whole"]
+__all__ = ["Operands", "arguments_by_name", "in_order", "redistributed", "spec_like", "whole"]
 
 
 @dataclass(frozen=True)
@@ -121,19 +121,23 @@ def spec_like(mesh: DeviceMesh, placements: tuple[Placement, ...], tensor: torch
 
 
 def redistributed(local: torch.Tensor, spec: DTensorSpec, want: tuple[Placement, ...]) -> torch.Tensor:
-    """The local tensor in other placements, with strides in the order of the whole tensor's.
-
-    Kernels and views rely on that order: what is contiguous as a whole has to be so in every shard.
-    """
+    """The local tensor in other placements, with strides in the order of the whole tensor's."""
     if spec.placements == want:
         return local
     carrier = _CARRIERS.get(local.dtype, local.dtype)
     target = DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta)
     moved = redistribute_local(local.to(carrier), spec, target).to(local.dtype)
-    strides = spec.tensor_meta.stride
-    order = sorted(range(moved.ndim), key=lambda dim: (-strides[dim], dim))
-    back = sorted(range(moved.ndim), key=order.__getitem__)
-    return moved.permute(order).contiguous().permute(back)
+    return in_order(moved, spec.tensor_meta.stride)
+
+
+def in_order(local: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A local tensor with its dims in memory in the order of the whole tensor's strides; a copy unless they are.
+
+    Kernels and views rely on that order: what is contiguous as a whole has to be so in every shard.
+    """
+    order = sorted(range(local.ndim), key=lambda dim: (-strides[dim], dim))
+    back = sorted(range(local.ndim), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(back)
 
 
 # Types that some back ends do not send, and wider ones that hold all their values.
