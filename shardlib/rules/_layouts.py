@@ -159,8 +159,11 @@ class LayoutMaker:
                 full = self.index.own[module_name][primary]
                 shape = tuple(self.index.leaf[full].tensor.shape)
                 dims = place(entry, full, shape, known[primary], self._placements(entry))
+        # Dims without a name ("_") mean the same only in a tensor whose dims are all the same.
         by_name = {name: dim for name, dim in zip(known[primary], dims, strict=True) if name != "_"}
-        return lambda attr: dims if attr == primary else tuple(by_name.get(n) or unsplit(n) for n in known[attr])
+        return lambda attr: (
+            dims if known[attr] == known[primary] else tuple(by_name.get(n) or unsplit(n) for n in known[attr])
+        )
 
     def _role(self, entry: Entry, name: str, registered: ModuleDims) -> Factor:
         """The dim that a role splits."""

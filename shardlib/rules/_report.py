@@ -112,7 +112,8 @@ def _about(resolver: Resolver, resolution: Resolution, name: str, mesh: MeshShap
     elif name in index.modules:
         for full in index.own[name].values():
             yield from _about_tensor(resolver, resolution.tensors[index.leaf[full].name], mesh)
-        borders = [border for (module, _), border in resolution.borders.items() if module == name]
+        canonical = index.module_name(index.modules[name])
+        borders = [border for (module, _), border in resolution.borders.items() if module == canonical]
         yield from map(_about_border, borders)
         if not index.own[name] and not borders:
             yield f'module "{name}" ({type(index.modules[name]).__qualname__}) has no tensors of its own and no border'

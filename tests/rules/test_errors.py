@@ -98,6 +98,14 @@ def test_two_rules_that_disagree() -> None:
     )
 
 
+def test_a_split_inside_of_pieces_is_not_a_plain_split() -> None:
+    assert refused({"attn.qkv.bias": "features@tp"}) == (
+        '"blocks.0.attn.qkv.bias", global shape (48,), is told two layouts: rule "attn.qkv": "(qkv heads@tp head)" '
+        'says "(qkv heads@tp head)"; rule "attn.qkv.bias": "features@tp" says "features@tp". Narrow one of the '
+        'patterns, or let the later rule win with override=("attn.qkv.bias",).'
+    )
+
+
 def test_an_override_must_come_later() -> None:
     rules = Rules({"blocks.0.mlp.up": "rowwise", **TINY_RULES}, sizes=TINY_SIZES, override=("blocks.0.mlp.up",))
     assert message(lambda: rules.resolve(on_meta(Tiny), "tp=2")) == (

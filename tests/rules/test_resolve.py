@@ -93,6 +93,12 @@ def test_no_border_where_no_model_axis_splits(mesh: str) -> None:
     assert Rules(TINY_RULES, sizes=TINY_SIZES).resolve(tiny(), mesh).borders == {}
 
 
+def test_an_axis_of_size_one_leaves_no_sum() -> None:
+    resolution = Rules(TINY_RULES, sizes=TINY_SIZES).resolve(tiny(), "cp=2,tp=1")
+    assert resolution.borders["blocks.0.attn.proj", "output"].reason == "gradient border"
+    assert resolution.tensors["blocks.0.attn.proj.bias"].note == "replicated"
+
+
 def test_a_border_that_is_asked_for_replaces_the_derived_one() -> None:
     rules = Rules(
         {**TINY_RULES, "attn.proj.output": "batch@dp seq@tp embed", "blocks.*.input": Shard(1)}, sizes=TINY_SIZES
@@ -155,6 +161,22 @@ def test_a_text_may_name_a_dim_of_the_module() -> None:
     assert texts({"e": "vocab@tp"}, model) == {"e.weight": "vocab@tp embed"}
 
 
+def test_dims_without_a_name_follow_only_where_all_dims_are_the_same() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.gate = (nn.Parameter(torch.empty(4, 6)) for _ in range(2))
+
+    register_dims(Mixed, weight="_ out", gate="_ in")
+    model = nn.ModuleDict({"mixed": Mixed(), "norm": nn.LayerNorm((4, 6))})
+    assert texts({"mixed": "a@tp out", "norm": "a@tp embed"}, model) == {
+        "mixed.weight": "a@tp out",
+        "mixed.gate": "_ in",
+        "norm.weight": "a@tp embed",
+        "norm.bias": "a@tp embed",
+    }
+
+
 def test_running_statistics_follow_the_channels() -> None:
     model = on_meta(ConvNet)
     found = texts({"conv1": "colwise", "bn1": "colwise", "conv2": "rowwise", "depthwise": "channels@tp"}, model)
@@ -214,6 +236,12 @@ def test_axes_may_be_given_by_dim_name() -> None:
     assert found["blocks.0.attn.qkv.bias"] == "(qkv heads@tp head)"
     assert found["blocks.0.mlp.up.weight"] == "ff@(fsdp,tp) in"
     assert str(resolution.borders["blocks.0", "output"].layout) == "batch@dp seq embed"
+
+
+def test_an_axis_in_the_text_wins_over_the_axis_of_the_name() -> None:
+    rules = Rules({"0": "ff@fsdp", "1": "ff"}, axes={"ff": "tp"})
+    found = texts(rules, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "fsdp=2,tp=2")
+    assert (found["0.bias"], found["1.bias"]) == ("ff@fsdp", "ff@tp")
 
 
 def test_an_axis_that_the_mesh_lacks_splits_nothing() -> None:

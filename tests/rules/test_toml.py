@@ -69,6 +69,11 @@ def test_reading_what_was_written_gives_the_same_rules(rules: Rules) -> None:
     assert list(again.rules) == list(rules.rules)
 
 
+def test_texts_that_toml_wants_escaped() -> None:
+    rules = Rules({"a\x7f": None, 'b"\\': None, "é😀": None}, description="\x00\x1f\x7f\n\t", notes={"é😀": "\x7f\x00"})
+    assert Rules.from_toml(rules.to_toml()) == rules
+
+
 def test_what_is_written() -> None:
     rules = Rules(
         {
