@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -210,14 +209,17 @@ def forget_meshes() -> None:
 
 def _forget_specs() -> None:
     """Everything that is looked up by mesh and holds one: an equal mesh may have other process groups."""
-    _clear_sharding_prop_cache()
+    clear_propagation_cache()
     for clear in _BY_MESH:
         clear()
 
 
 def clear_propagation_cache() -> None:
     """Make DTensor ask for the sharding of every op again (this thread's C++ cache, and the Python one)."""
-    _clear_sharding_prop_cache()
+    # torch.distributed.tensor.debug has both in one function, but importing it brings inductor and sets a variable of
+    # the environment.
+    dispatcher().sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def dispatcher() -> Any:
