@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -63,3 +66,13 @@ def test_public_methods_have_docstrings(name: str):
 def test_a_public_name_stands_in_the_documents(name: str):
     text = "\n".join(document.read_text() for document in DOCUMENTS)
     assert re.search(rf"\b(sl|shardlib)\.{name}\b", text), f"neither README.md nor docs/ mentions shardlib.{name}"
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_the_first_block_of_the_readme_is_a_script_for_one_process_and_for_four(processes: int, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(_BLOCK.findall((ROOT / "README.md").read_text())[0])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"] if processes == 4 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, *launcher, script], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -66,7 +67,10 @@ print(json.dumps([before, after, sorted(unwanted & set(sys.modules))]))
 
 
 def test_importing_shardlib_changes_nothing_and_brings_no_optional_package():
-    run = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True, cwd=source.ROOT)
+    # Not this process's environment: it has imported shardlib already.
+    fresh = {"PATH": os.environ["PATH"]}
+    command = [sys.executable, "-W", "error", "-c", PROBE]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=source.ROOT, env=fresh)
     assert run.returncode == 0, run.stderr
     before, after, unwanted = json.loads(run.stdout)
     assert after == before
