@@ -25,7 +25,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    return_and_correct_aliasing,
+)
 
 __all__ = [
     "AsyncTensor",
@@ -35,6 +40,7 @@ __all__ = [
     "OutputSharding",
     "RuntimeSchemaInfo",
     "TensorMeta",
+    "TorchDispatchMode",
     "_StridedShard",
     "backward_id",
     "cached_by_mesh",
@@ -49,16 +55,18 @@ __all__ = [
     "forget_with_meshes",
     "global_metas",
     "implicit_replication",
+    "is_traceable_wrapper_subclass",
     "local_of",
-    "moved",
-    "reduced",
     "local_shape_and_offset",
+    "moved",
     "named_arguments",
     "next_node_number",
     "op_database",
+    "pytree",
     "ranks_of_collective",
     "ranks_of_mesh",
     "redistribute_local",
+    "reduced",
     "replicated_spec",
     "return_and_correct_aliasing",
     "root_mesh",
@@ -147,8 +155,9 @@ def splits(placement: Placement, dim: int) -> bool:
 
 def moved(placement: Placement, dim: int) -> Placement:
     """The same split of another tensor dim."""
-    fused = isinstance(placement, _StridedShard)
-    return _StridedShard(dim, split_factor=placement.split_factor) if fused else Shard(dim)
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
 
 
 def reduced(

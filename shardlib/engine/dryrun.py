@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from shardlib import _plan
 from shardlib._mesh import MeshLike
 from shardlib._plan import DryRun, Plan, RulesLike, Transform
 from shardlib.engine import _torch, ops
+from shardlib.engine._torch import pytree
 from shardlib.engine.apply import apply_plan
 from shardlib.engine.recording import record_collectives
 from shardlib.errors import PlanError

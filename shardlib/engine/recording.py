@@ -15,12 +15,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from shardlib._mesh import MeshShape
 from shardlib._plan.report import DryRun, Gathered, Recorded, RunPhase
 from shardlib.engine import _torch, ops
+from shardlib.engine._torch import TorchDispatchMode, is_traceable_wrapper_subclass, pytree
 
 __all__ = ["Recording", "record_collectives"]
 
