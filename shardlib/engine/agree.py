@@ -26,7 +26,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
     """A checksum of a tensor's shape, dtype and bytes; equal tensors have equal ones on every machine."""
     plain = tensor.detach().contiguous().cpu()
     seed = zlib.crc32(f"{plain.dtype}{tuple(plain.shape)}".encode())
-    return zlib.crc32(memoryview(plain.reshape(-1).view(torch.uint8).numpy()), seed) if plain.numel() else seed
+    return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data, seed) if plain.numel() else seed
 
 
 def plans_agree(lines: list[str], group: dist.ProcessGroup | None) -> None:
@@ -90,12 +90,17 @@ def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.
 
 
 def _named_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    leaves = pytree.tree_flatten_with_path({"args": args, "kwargs": dict(kwargs)})[0]
+    given = {"args": args, "kwargs": dict(kwargs)}
+    leaves = [(f"{kind}{pytree.keystr(path)}", t) for kind in given for path, t in _flat(given[kind])]
     return {
-        path[0].key + pytree.keystr(path[1:]): leaf
-        for path, leaf in leaves
+        name: leaf
+        for name, leaf in leaves
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta
     }
+
+
+def _flat(tree: Any) -> list[tuple[Any, Any]]:
+    return pytree.tree_flatten_with_path(tree)[0]
 
 
 def _gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any] | None:

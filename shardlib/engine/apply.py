@@ -223,8 +223,9 @@ class _Build:
         values = self._initial_values(init, check=check)
         after = {id(tensor): self._placed(name, tensor, values.get(name)) for name, tensor in before.items()}
         for name, tensor in before.items():
-            if isinstance(tensor, nn.Parameter) and after[id(tensor)] is not tensor:
-                optimizer.adopt(name, tensor, after[id(tensor)])
+            new = after[id(tensor)]
+            if isinstance(tensor, nn.Parameter) and isinstance(new, nn.Parameter) and new is not tensor:
+                optimizer.adopt(name, tensor, new)
         for module in self.model.modules():
             for held in (module._parameters, module._buffers):
                 _swap(held, after, undo)
@@ -286,6 +287,7 @@ class _Build:
 
     def _install_batch_norm(self, undo: ExitStack) -> None:
         group = self._group(self.data_axes)
+        assert group is not None
         for module in self.model.modules():
             if batchnorm.is_batch_norm(module):
                 undo.callback(batchnorm.use_global_batch(module, group))
@@ -327,7 +329,7 @@ class _Build:
 
     def _placed(self, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
         """What a tensor becomes: a DTensor inside a region, else a plain tensor on this rank's device."""
-        if not self._is_global(name, tensor):
+        if self.model_mesh is None or not self._is_global(name, tensor):
             return self._moved(tensor, local)
         layout = self._layout(name, tensor)
         local = self._cut(name, tensor) if local is None else local

@@ -28,13 +28,13 @@ def use_global_batch(module: nn.Module, group: dist.ProcessGroup) -> Callable[[]
     assert isinstance(module, _BatchNorm)
     local_forward = module.forward
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(input: torch.Tensor) -> torch.Tensor:
         if not _uses_batch_statistics(module):
-            return local_forward(x)
-        module._check_input_dim(x)
-        return _normalise(module, x, group)
+            return local_forward(input)
+        module._check_input_dim(input)
+        return _normalise(module, input, group)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward  # type: ignore[method-assign, assignment]
     return lambda: delattr(module, "forward")
 
 

@@ -74,6 +74,7 @@ def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport
     for name, block in blocks.items():
         # One graph for each shape: layouts are decided by sizes, which a graph for all shapes leaves open.
         block.compile(backend=backend, dynamic=False)
+        assert block._compiled_call_impl is not None
         block._compiled_call_impl = _or_eager(name, block, block._compiled_call_impl, report)
         report.blocks.append(name)
     return report, lambda: _undo(blocks)

@@ -31,17 +31,17 @@ __all__ = ["compute_locally"]
 Placements = tuple[Placement, ...]
 
 
-def compute_locally(module: nn.Module) -> Callable[[], None]:
+def compute_locally(module: nn.Linear) -> Callable[[], None]:
     """Let one `nn.Linear` inside a region compute as above; returns what undoes it."""
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(input: torch.Tensor) -> torch.Tensor:
         weight, bias = module.weight, module.bias
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-            return F.linear(x, weight, bias)
-        way = _way(x.placements, weight.placements, x.ndim) if isinstance(x, DTensor) else None
-        if way is None or not _even(x, weight):
-            return F.linear(x, weight, bias)
-        return _Linear.apply(x, weight, bias, way)
+        traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type)
+        if not traced and isinstance(input, DTensor) and isinstance(weight, DTensor):
+            way = _way(input.placements, weight.placements, input.ndim)
+            if way is not None and _even(input, weight):
+                return _Linear.apply(input, weight, bias, way)
+        return F.linear(input, weight, bias)
 
     module.forward = forward  # type: ignore[method-assign]
     return lambda: delattr(module, "forward")
@@ -81,9 +81,8 @@ def _row(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placeme
 
 def _even(x: DTensor, weight: DTensor) -> bool:
     """Whether no split is uneven: only then do local strides say what global ones are."""
-    splits = [(t.shape[p.dim], n) for t in (x, weight) for p, n in zip(t.placements, t.device_mesh.shape, strict=True)
-              if isinstance(p, Shard)]  # fmt: skip
-    return all(size % n == 0 for size, n in splits)
+    pairs = [(t, p, n) for t in (x, weight) for p, n in zip(t.placements, t.device_mesh.shape, strict=True)]
+    return all(t.shape[p.dim] % n == 0 for t, p, n in pairs if isinstance(p, Shard))
 
 
 class _Linear(torch.autograd.Function):

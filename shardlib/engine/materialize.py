@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Source:
     def __init__(self, init: str | Path | Mapping[str, torch.Tensor]) -> None:
         self._stack = ExitStack()
         self.tensors: dict[str, Callable[[], Any]] = (
-            {name: lambda t=tensor: t for name, tensor in init.items()}
+            {name: partial(_itself, tensor) for name, tensor in init.items()}
             if isinstance(init, Mapping)
             else dict(self._open(Path(init)))
         )
@@ -48,7 +49,11 @@ class Source:
         for file in _files(path):
             handle = self._stack.enter_context(safe_open(str(file), framework="pt"))
             for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, lambda n=name, h=handle: h.get_slice(n)
+                yield name, partial(handle.get_slice, name)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def initial_values(model: nn.Module, init: Init | tuple[Init, ...] | None, cut: Cut) -> dict[str, torch.Tensor]:

@@ -111,7 +111,7 @@ def _step_on_local_tensors(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: Any) -> bool:
-    """Whether to take torch's fused CPU kernel: the user left the choice to torch, and this one is several times faster.
+    """Whether to take torch's fused CPU kernel, several times faster: the user must have left the choice to torch.
 
     On accelerators torch itself takes the multi-tensor form of the same update when nothing was chosen.
     """

@@ -39,7 +39,7 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True) -> dict[str, torch.Te
 def _whole(value: Any, *, cpu: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    whole = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+    whole = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
     return whole.cpu() if cpu else whole
 
 
