@@ -174,13 +174,17 @@ class Rule:
     metas: Metas | None = None
 
 
-_RULES: dict[Op, Rule] = {}
+_RULES: dict[Op | str, Rule] = {}
 
 
 def rule(
-    *ops: Op | None, localize: Localize | None = None, empty: bool = False, metas: Metas | None = None
+    *ops: Op | str | None, localize: Localize | None = None, empty: bool = False, metas: Metas | None = None
 ) -> Callable[[Rows], Rows]:
-    """Register the rows of one or several ops. None stands for an op that this version of torch does not have."""
+    """Register the rows of one or several ops.
+
+    A name such as "package::op" stands for an op of a package that may be imported later, None for one that this
+    version of torch does not have.
+    """
 
     def register(rows: Rows) -> Rows:
         for op in ops:
@@ -192,11 +196,11 @@ def rule(
 
 
 def rule_of(op: Op) -> Rule | None:
-    return _RULES.get(op)
+    return _RULES.get(op) or _RULES.get(op.name())
 
 
 def ruled_ops() -> Sequence[Op]:
-    return tuple(_RULES)
+    return tuple(op for op in _RULES if not isinstance(op, str))
 
 
 def aten(name: str) -> Op | None:

@@ -118,3 +118,23 @@ def grouped_mm(call: Call) -> Iterable[Row]:
         yield row([P], [S(k), S(n - 1), R])
     yield row([P], [P, R, R])
     yield row([P], [R, P, R])
+
+
+# Hugging Face's own operator for types and devices that the one above does not serve: rows are grouped, strides free.
+
+
+@rule("transformers::grouped_mm_fallback")
+def grouped_mm_fallback(call: Call) -> Iterable[Row]:
+    """input (tokens, in), weight (experts, in, out), offs -> (tokens, out)."""
+    yield row([S(1)], [R, S(2), R])
+    yield row([P], [S(1), S(1), R])
+    yield row([P], [P, R, R])
+    yield row([P], [R, P, R])
+
+
+@rule("transformers::grouped_mm_fallback_backward")
+def grouped_mm_fallback_backward(call: Call) -> Iterable[Row]:
+    """input, weight, offs, grad -> grad of input, grad of weight."""
+    yield row([P, S(2)], [R, S(2), R, S(1)])
+    yield row([S(1), S(1)], [S(1), S(1), R, R])
+    yield row([P, P], [R, R, R, P])
