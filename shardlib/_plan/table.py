@@ -36,6 +36,12 @@ class Plan:
         notes: what holds for the plan as a whole.
         blocks: the repeated part of the model, if any.
         report: what a dry run found, if one was made.
+
+    >>> from torch import nn
+    >>> from shardlib._plan import plan
+    >>> made = plan(nn.Linear(4, 8), "dp=2,tp=4", {"weight": "out@tp in", "bias": "out@tp"})
+    >>> str(made["weight"].stored), made["weight"].local_shape(made.mesh), made.memory().total
+    ('out@tp in', (2, 4), 160)
     """
 
     mesh: MeshShape

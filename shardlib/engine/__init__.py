@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from shardlib.engine.apply import apply_plan, no_sync, plan_of, shard_model
+from shardlib.engine.dryrun import plan
 from shardlib.engine.optimizer import register_elementwise
+from shardlib.engine.recording import record_collectives
 from shardlib.engine.state import full_state_dict
 
-__all__ = ["apply_plan", "full_state_dict", "no_sync", "plan_of", "register_elementwise", "shard_model"]
+__all__ = [
+    "apply_plan",
+    "full_state_dict",
+    "no_sync",
+    "plan",
+    "plan_of",
+    "record_collectives",
+    "register_elementwise",
+    "shard_model",
+]

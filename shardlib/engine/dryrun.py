@@ -153,7 +153,7 @@ def _explained(plan: Plan) -> Iterator[None]:
         raise PlanError(
             f"The dry run on {plan.mesh} stopped: the model's forward depends on values of tensors, which a dry run "
             f"does not have ({type(error).__name__}: {error}). Plan without example=, or record a real step with "
-            "record_collectives."
+            "shardlib.engine.record_collectives."
         ) from error
     except Exception as error:
         error.add_note(f"This happened in a dry run on {plan.mesh}: fake tensors, rank 0 of imagined ranks.")

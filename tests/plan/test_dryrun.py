@@ -128,7 +128,7 @@ def test_a_forward_that_reads_values_is_named():
     assert str(raised.value).startswith(
         "The dry run on dp=2 stopped: the model's forward depends on values of tensors, which a dry run does not have "
         "(DataDependentOutputException: aten._local_scalar_dense.default). Plan without example=, or record a real "
-        "step with record_collectives."
+        "step with shardlib.engine.record_collectives."
     )
     assert not dist.is_initialized()
 
