@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -150,6 +151,7 @@ def apply_plan(
     """Carry out a plan on a model, in place; on an error the model is as it was. Arguments as in `shard_model`."""
     build = _Build(model, plan_, device_mesh)
     build.refuse_what_is_not_built()
+    build.warn_of_idle_axes()
     if check:
         build.check_ranks_agree()
     with ExitStack() as undo:
@@ -195,6 +197,18 @@ class _Build:
 
         for row in self.plan.rows:
             self._refuse_what_torch_gathers_wrongly(row)
+
+    def warn_of_idle_axes(self) -> None:
+        """A model axis that splits nothing makes its ranks compute the same thing, each for itself."""
+        used = {axis for row in self.plan.rows for axis in row.compute.axes}
+        used |= {axis for border in self.plan.borders if border.layout is not None for axis in border.layout.axes}
+        for axis in self.model_axes:
+            if axis not in used:
+                warnings.warn(
+                    f'No rule splits anything over the model axis "{axis}" of mesh "{self.shape}": its '
+                    f"{self.shape[axis]} ranks compute the same. Name it in a rule, or make it a data axis.",
+                    stacklevel=4,
+                )
 
     def _refuse_what_torch_gathers_wrongly(self, row: Row) -> None:
         """A fused dim split over two model axes: DTensor's shards are right, but what it gathers from them is not."""

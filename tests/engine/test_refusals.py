@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -248,3 +249,17 @@ def test_a_fused_dim_over_two_model_axes(ranks):
         "planned but not run, since torch gathers such a DTensor in the wrong order. Split it over one axis, and "
         "another dim over the other."
     )
+
+
+def _idle_axis() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sl.shard_model(_mlp(), "model=2", models.MLP_RULES)
+    return [str(warning.message) for warning in caught if "model axis" in str(warning.message)]
+
+
+def test_a_model_axis_that_no_rule_names(ranks):
+    assert ranks(2).run(_idle_axis)[0] == [
+        'No rule splits anything over the model axis "model" of mesh "model=2": its 2 ranks compute the same. Name it '
+        "in a rule, or make it a data axis."
+    ]
