@@ -46,6 +46,7 @@ class Variant:
     name: str
     build: Build
     trains_alike: bool = True  # its losses must be those of the others
+    fused: bool | None = None  # what AdamW is told; None leaves the choice to torch
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Trainee:
     def __init__(self, variant: Variant, size: Size) -> None:
         self.record = Record()
         self.model = variant.build(size)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.01, fused=variant.fused)
 
     def step(self, batch: Batch) -> tuple[float, list[float]]:
         """The loss, and how many milliseconds each part took."""

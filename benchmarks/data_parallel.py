@@ -34,6 +34,7 @@ def ours(size: Size, *, compile: str | None = None) -> nn.Module:
 VARIANTS = [
     Variant("DDP", partial(ddp, view=False)),
     Variant("DDP, gradient_as_bucket_view", partial(ddp, view=True)),
+    Variant("DDP, fused AdamW", partial(ddp, view=False), fused=True),
     Variant("shardlib", ours),
     Variant("alone", plain, trains_alike=False),
 ]
