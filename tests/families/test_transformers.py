@@ -53,7 +53,10 @@ class Case:
         if self.model.startswith("ViT"):
             return images(step, labels=self.labels)
         # A compiled block fills no cache; see `test_a_cache_is_filled_by_eager_blocks`.
-        more = {"use_cache": False} if self.compile and not self.model.startswith("Bert") else {}
+        more: dict[str, Any] = {"use_cache": False} if self.compile and not self.model.startswith("Bert") else {}
+        if self.settings.get("add_cross_attention"):
+            draw = torch.Generator().manual_seed(step)
+            more["encoder_hidden_states"] = torch.randn(4, 5, 32, generator=draw)
         return text(step, padding=self.padding, labels=self.labels, **more)
 
     def loss(self, output: Any) -> torch.Tensor:
@@ -78,6 +81,7 @@ CASES = [
     Case(GPT2, "sdpa", TP2, compile="auto"),
     Case(GPT2, "eager", BOTH, padding="left", compile="auto"),
     Case("GPT2Model", "sdpa", TP2),
+    Case(GPT2, "eager", TP2, settings={"add_cross_attention": True}),
     Case("GPT2ForSequenceClassification", "sdpa", BOTH, padding="right", labels="class", settings={"num_labels": 3}),
     # float64 softmax of a row that sees nothing is NaN in float32: no padding on the left where attention is eager.
     Case(LLAMA, "eager", TP2, padding="right"),
@@ -257,6 +261,31 @@ def test_a_cache_is_filled_by_eager_blocks(ranks):
         ]
 
 
+def _train_with_checkpoints(case: Case, reentrant: bool) -> None:
+    def checkpointed() -> torch.nn.Module:
+        model = case.make_model()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    found = differences(
+        checkpointed, case.make_batch, case.loss, case.mesh, None, compile=case.compile, optimizer=_ADAMW, steps=2
+    )
+    assert max(found.values()) <= TOLERANCE, {k: v for k, v in found.items() if v > TOLERANCE}
+
+
+@pytest.mark.parametrize(
+    ("case", "reentrant"),
+    [
+        (Case(BERT, "sdpa", TP2), True),
+        (Case(BERT, "sdpa", TP2), False),
+        (Case(VIT, "eager", TP2, compile="auto"), False),
+    ],
+    ids=str,
+)
+def test_blocks_may_be_computed_again_in_backward(ranks, case: Case, reentrant: bool):
+    ranks(2).run(_train_with_checkpoints, case, reentrant)
+
+
 def _attention_weights(case: Case) -> None:
     alone, sharded = _pair(case)
     _, batch = case.make_batch(0)
@@ -327,11 +356,3 @@ def test_each_class_that_a_file_is_for_finds_it_and_fits_it(file: str, model: st
     assert sl.layouts.for_model(made) == _FILES[file]
     split = [name for name, row in _FILES[file].resolve(made, "dp=2,tp=2").tensors.items() if row.layout.axes]
     assert len(split) >= 10
-
-
-def test_cross_attention_of_gpt2_is_split_too():
-    with torch.device("meta"):
-        made = transformers.GPT2LMHeadModel(small("GPT2LMHeadModel", add_cross_attention=True))
-    tensors = _FILES["gpt2"].resolve(made, "tp=2").tensors
-    assert str(tensors["transformer.h.0.crossattention.c_attn.weight"].layout) == "in (kv heads@tp head)"
-    assert str(tensors["transformer.h.0.crossattention.q_attn.weight"].layout) == "in (heads@tp head)"
