@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import (
 __all__ = [
     "AsyncTensor",
     "DTensorSpec",
+    "Op",
     "OpInfo",
     "OpSchema",
     "OutputSharding",
@@ -47,6 +48,7 @@ __all__ = [
     "clear_propagation_cache",
     "collective_name",
     "dispatcher",
+    "drawn_by_tracker",
     "fake_tensor_errors",
     "fake_tensors",
     "fake_world",
@@ -55,24 +57,32 @@ __all__ = [
     "forget_with_meshes",
     "global_metas",
     "implicit_replication",
+    "intercept_propagation",
+    "is_composite",
     "is_traceable_wrapper_subclass",
+    "is_view",
     "local_of",
     "local_shape_and_offset",
+    "move_handlers",
     "moved",
     "named_arguments",
     "next_node_number",
     "op_database",
+    "op_names",
     "pytree",
     "ranks_of_collective",
     "ranks_of_mesh",
     "redistribute_local",
     "reduced",
     "replicated_spec",
+    "restore_handlers",
     "return_and_correct_aliasing",
     "root_mesh",
     "run_at_end_of_backward",
     "running_node",
+    "schema_of",
     "set_implicit_replication",
+    "set_local",
     "shard",
     "spec",
     "spec_of",
@@ -80,6 +90,7 @@ __all__ = [
     "wrap",
 ]
 
+Op = torch._ops.OpOverload
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -229,6 +240,58 @@ def clear_propagation_cache() -> None:
     # the environment.
     dispatcher().sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def schema_of(op: Op) -> Any:
+    """Names, types, defaults and aliases of an op's arguments and results."""
+    return op._schema
+
+
+def is_view(op: Op) -> bool:
+    """Whether the op's result shares the storage of an operand."""
+    return op._schema._is_view_op()
+
+
+def op_names() -> list[str]:
+    """Every registered op, as in "aten::add.Tensor"."""
+    return torch._C._dispatch_get_all_op_names()
+
+
+def is_composite(op: Op) -> bool:
+    """Whether autograd sees through the op, which then reaches DTensor under inference mode only."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def set_local(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Give a DTensor another local tensor, and the global shape and placements that this has."""
+    tensor._local_tensor, tensor._spec = local, spec
+
+
+def intercept_propagation(ours: Callable[..., Any]) -> Callable[[], None]:
+    """Have DTensor ask `ours(original, op, args, kwargs, info, try_cache)` for what its C++ cache does not know.
+
+    `ours` returns an `OutputSharding`, which is cached and carried out, or the result itself. Returns the undoing.
+    """
+    target = dispatcher()
+    original = target._propagate_op_sharding_dispatch_slow_path
+    target._propagate_op_sharding_dispatch_slow_path = functools.partial(ours, original)
+    return lambda: vars(target).pop("_propagate_op_sharding_dispatch_slow_path", None)
+
+
+def move_handlers(ops: Sequence[Op]) -> dict[Op, Any]:
+    """Take ops out of the handlers that DTensor calls before it looks at its cache; returns the handlers."""
+    table = dispatcher()._custom_op_handlers
+    return {op: table.pop(op) for op in ops if op in table}
+
+
+def restore_handlers(handlers: Mapping[Op, Any]) -> None:
+    """Undo `move_handlers`."""
+    dispatcher()._custom_op_handlers.update(handlers)
+
+
+def drawn_by_tracker(op: Op) -> bool:
+    """Whether DTensor's random number tracker offsets the generator for this op, on devices that it supports."""
+    return op in dispatcher()._random_ops
 
 
 def dispatcher() -> Any:

@@ -21,11 +21,19 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from shardlib.engine import ops
-from shardlib.engine._torch import _StridedShard, implicit_replication, op_database, redistribute_local
-from shardlib.engine.ops._operands import spec_like
+from shardlib.engine._torch import (
+    _StridedShard,
+    implicit_replication,
+    local_of,
+    op_database,
+    pytree,
+    redistribute_local,
+    spec_of,
+    wrap,
+)
+from shardlib.engine.ops._operands import redistributed, spec_like
 from shardlib.testing._pool import RankError, shared_pool
 
 __all__ = ["Finding", "Sample", "Verdict", "check_function", "placed"]
@@ -107,7 +115,9 @@ def _direction(output: torch.Tensor, i: int, mesh: DeviceMesh | None) -> torch.T
 
 
 def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    return redistributed(local_of(value).detach(), spec_of(value), _whole(value.device_mesh))
 
 
 def _difference(found: list[Any], wanted: list[Any], tolerance: float) -> str | None:
@@ -197,13 +207,14 @@ def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DT
             local = _summand(local, mesh, axis)
     kept = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
     local = redistribute_local(local, spec, spec_like(mesh, kept, tensor))
-    return DTensor(local, spec_like(mesh, placements, tensor), requires_grad=False)
+    return wrap(local, spec_like(mesh, placements, tensor))
 
 
 def _summand(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(7 + axis)
     size, mine = mesh.size(axis), mesh.get_local_rank(axis)
-    parts = [torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator) for _ in range(size - 1)]
+    # Whole numbers lose no digits: ops that ask whether a value is exactly 1 find it so.
+    parts = [torch.randint(-4, 5, tensor.shape, generator=generator).to(tensor.dtype) for _ in range(size - 1)]
     return parts[mine] if mine < size - 1 else tensor - sum(parts) if parts else tensor
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib.engine._torch import OpInfo, clear_propagation_cache, dispatcher
+from shardlib.engine._torch import (
+    Op,
+    OpInfo,
+    clear_propagation_cache,
+    intercept_propagation,
+    move_handlers,
+    restore_handlers,
+)
 from shardlib.engine.ops import _rules
 from shardlib.engine.ops._dispatch import forget_decisions, policy, remember_statics
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
@@ -19,14 +26,14 @@ __all__ = ["GatheredOp", "ShardlibGatherWarning", "disable", "enable", "enabled"
 
 assert _rules
 _MESHES: set[DeviceMesh] = set()
-_MOVED_HANDLERS: dict[Any, Any] = {}
-_HANDLED = {
+_UNDO: list[Callable[[], Any]] = []
+_HANDLED = (
     torch.ops.aten.convolution.default,
     torch.ops.aten.convolution_backward.default,
     torch.ops.aten.as_strided.default,
     torch.ops.aten.argmin.default,
     torch.ops.aten.argmax.default,
-}
+)
 
 
 def enable(mesh: DeviceMesh) -> None:
@@ -73,26 +80,22 @@ def _forget() -> None:
 
 
 def _install() -> None:
-    target = dispatcher()
-    original = target._propagate_op_sharding_dispatch_slow_path
-
     # Handlers come before the sharding cache and know nothing of meshes: those that we replace move behind it.
-    handlers = {op: target._custom_op_handlers.pop(op) for op in _HANDLED if op in target._custom_op_handlers}
-    _MOVED_HANDLERS.update(handlers)
+    handlers = move_handlers(_HANDLED)
 
-    def ours(op: Any, args: Any, kwargs: Any, info: OpInfo, try_cache: bool) -> Any:
+    def ours(original: Any, op: Op, args: Any, kwargs: Any, info: OpInfo, try_cache: bool) -> Any:
         if info.compute_mesh in _MESHES:
             return policy(op, args, kwargs, info)
         if op in handlers:
             return handlers[op](op, args, kwargs)
         return original(op, args, kwargs, info, try_cache)
 
-    target._propagate_op_sharding_dispatch_slow_path = ours
+    _UNDO.append(intercept_propagation(ours))
+    _UNDO.append(lambda: restore_handlers(handlers))
     for op in ruled_ops():
         remember_statics(op)
 
 
 def _uninstall() -> None:
-    vars(dispatcher()).pop("_propagate_op_sharding_dispatch_slow_path", None)
-    dispatcher()._custom_op_handlers.update(_MOVED_HANDLERS)
-    _MOVED_HANDLERS.clear()
+    while _UNDO:
+        _UNDO.pop()()

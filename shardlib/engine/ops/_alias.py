@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-from shardlib.engine._torch import DTensorSpec
+from shardlib.engine._torch import DTensorSpec, local_of, pytree, set_local, spec_of
 from shardlib.engine.ops._operands import Operands, redistributed, spec_like, whole
 from shardlib.engine.ops._rows import Op
 
@@ -64,7 +63,7 @@ class _Family:
 
 
 def watched(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and isinstance(tensor._spec, WatchedSpec)
+    return isinstance(tensor, DTensor) and isinstance(spec_of(tensor), WatchedSpec)
 
 
 def link_views(operands: Operands, result: Any, *, copied: bool) -> None:
@@ -82,10 +81,10 @@ def link_views(operands: Operands, result: Any, *, copied: bool) -> None:
 def after_write(tensor: torch.Tensor) -> None:
     """Bring the base and all its views to what was written to one of them."""
     assert isinstance(tensor, DTensor)
-    values = redistributed(tensor._local_tensor, tensor._spec, whole(tensor.device_mesh))
+    values = redistributed(local_of(tensor), spec_of(tensor), whole(tensor.device_mesh))
     while (link := _family(tensor).link) is not None:
         base = link.source
-        full = redistributed(base._local_tensor, base._spec, whole(base.device_mesh)).clone()
+        full = redistributed(local_of(base), spec_of(base), whole(base.device_mesh)).clone()
         if link.copied:
             link.replay(full).copy_(values)
             _store(base, full)
@@ -106,7 +105,7 @@ def _refresh(tensor: DTensor, values: torch.Tensor) -> None:
 
 def _store(tensor: DTensor, values: torch.Tensor) -> None:
     spec = spec_like(tensor.device_mesh, whole(tensor.device_mesh), values)
-    tensor._local_tensor.copy_(redistributed(values, spec, tensor._spec.placements))
+    local_of(tensor).copy_(redistributed(values, spec, tensor.placements))
 
 
 def _family(tensor: DTensor) -> _Family:
@@ -114,6 +113,6 @@ def _family(tensor: DTensor) -> _Family:
     family = tensor.__dict__.get("_shardlib_family")
     if family is None:
         family = tensor.__dict__["_shardlib_family"] = _Family()
-        spec = tensor._spec
-        tensor._spec = WatchedSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)
+        spec = spec_of(tensor)
+        set_local(tensor, local_of(tensor), WatchedSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta))
     return family

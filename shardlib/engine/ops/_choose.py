@@ -6,13 +6,13 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardlib.engine._torch import _StridedShard
-from shardlib.engine.ops._rows import ANY, Call, Compute, Meta, Op, R, Row, Rule
+from shardlib.engine._torch import _StridedShard, schema_of
+from shardlib.engine.ops._rows import Call, Compute, Meta, Op, R, Row, Rule
 
 __all__ = ["Choice", "Pending", "choose", "is_split"]
 
@@ -41,7 +41,7 @@ class Choice:
     outputs: tuple[Placements | None, ...]
     compute: Compute | None
     compute_axes: tuple[int, ...]
-    gathered: bool  # an axis on which a split operand had to be made whole
+    gathered: bool  # on some axis everything had to be made whole, though something was split
 
 
 def choose(rule: Rule | None, pending: Pending) -> Choice | None:
@@ -55,14 +55,14 @@ def choose(rule: Rule | None, pending: Pending) -> Choice | None:
         row = _cheapest(rule, call, pending.fixed)
         if row is None:
             return None
-        gathered |= size > 1 and any(is_split(p) and q == R for p, q in zip(current, row.ins, strict=True))
+        gathered |= size > 1 and any(map(is_split, current)) and all(place == R for place in row.ins)
         call = _after(call, row, size)
         picked.append(row)
     computes = {row.compute for row in picked} - {None}
     if len(computes) > 1:
         return None
     return Choice(
-        inputs=tuple(tuple(row.ins[i] for row in picked) for i in range(len(pending.inputs))),
+        inputs=tuple(zip(*(_placements(row) for row in picked), strict=True)) if pending.inputs else (),
         outputs=tuple(_column(picked, i) for i in range(len(pending.outputs))),
         compute=next(iter(computes), None),
         compute_axes=tuple(axis for axis, row in enumerate(picked) if row.compute),
@@ -70,13 +70,18 @@ def choose(rule: Rule | None, pending: Pending) -> Choice | None:
     )
 
 
-def is_split(placement: Any) -> bool:
+def is_split(placement: Any) -> TypeGuard[Shard | _StridedShard]:
     return isinstance(placement, Shard | _StridedShard)
 
 
+def _placements(row: Row) -> Placements:
+    return tuple(place for place in row.ins if isinstance(place, Placement))
+
+
 def _column(picked: Sequence[Row], output: int) -> Placements | None:
-    column = tuple(row.outs[output] for row in picked)
-    return None if None in column else column
+    """An output's placements, or None where there is no such output."""
+    column = tuple(place for row in picked if (place := row.outs[output]) is not None)
+    return column if len(column) == len(picked) else None
 
 
 def _cheapest(rule: Rule | None, call: Call, fixed: frozenset[int]) -> Row | None:
@@ -89,7 +94,7 @@ def _cheapest(rule: Rule | None, call: Call, fixed: frozenset[int]) -> Row | Non
 
 
 def _settled(row: Row, call: Call) -> Placements:
-    return tuple(now if want is ANY else want for want, now in zip(row.ins, call.current, strict=True))
+    return tuple(want if isinstance(want, Placement) else now for want, now in zip(row.ins, call.current, strict=True))
 
 
 def _candidates(rule: Rule | None, call: Call) -> Iterator[Row]:
@@ -145,13 +150,13 @@ def _returned_operands(op: Op, names: tuple[str, ...]) -> tuple[tuple[int, int],
         return ()
     owners = {
         alias: argument.name
-        for argument in op._schema.arguments
+        for argument in schema_of(op).arguments
         if argument.alias_info is not None and argument.alias_info.is_write
         for alias in argument.alias_info.before_set
     }
     return tuple(
         (output, names.index(owner))
-        for output, returned in enumerate(op._schema.returns)
+        for output, returned in enumerate(schema_of(op).returns)
         if returned.alias_info is not None and returned.alias_info.is_write
         for owner in {owners[alias] for alias in returned.alias_info.before_set}
         if owner in names
@@ -167,7 +172,7 @@ def _nowhere_empty(size: int, ranks: int) -> bool:
 def _cost(row: Row, call: Call, fixed: frozenset[int]) -> tuple[float, int]:
     total, moved = 0.0, 0
     for i, (now, want) in enumerate(zip(call.current, row.ins, strict=True)):
-        if want is ANY or now == want:
+        if not isinstance(want, Placement) or now == want:
             continue
         if i in fixed:
             return (math.inf, 0)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from shardlib.engine._torch import (
     DTensorSpec,
@@ -25,16 +24,22 @@ from shardlib.engine._torch import (
     TensorMeta,
     _StridedShard,
     dispatcher,
+    drawn_by_tracker,
     forget_with_meshes,
     global_metas,
+    is_composite,
     local_shape_and_offset,
+    pytree,
     redistribute_local,
+    schema_of,
+    set_local,
+    wrap,
 )
 from shardlib.engine.ops import _alias
 from shardlib.engine.ops._choose import Choice, Pending, choose, is_split
 from shardlib.engine.ops._foreach import foreach, is_foreach
 from shardlib.engine.ops._gather import draw_whole, finished, gather, note
-from shardlib.engine.ops._operands import Operands, arguments_by_name, in_order, spec_like, whole
+from shardlib.engine.ops._operands import Operands, arguments_by_name, in_order, meta_of, spec_like, whole
 from shardlib.engine.ops._rows import Local, Meta, Op, Rule, rule_of
 
 __all__ = ["forget_decisions", "policy", "remember_statics"]
@@ -46,7 +51,7 @@ _ONE_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.d
 def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) -> Any:
     """An `OutputSharding` that DTensor caches and carries out, or the result itself."""
     first_time = remember_statics(op)
-    if not rule_of(op) and _is_composite(op):
+    if not rule_of(op) and is_composite(op):
         return op.decompose(*args, **kwargs)
     operands = Operands.of(op, args, kwargs, info.compute_mesh)
     assert info.schema is not None
@@ -66,10 +71,6 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
     return _output_sharding(operands, decision, info.schema)
 
 
-def _is_composite(op: Op) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
-
-
 def _is_random(operands: Operands) -> bool:
     """Whether a call draws random numbers that have to be one draw for the whole tensor.
 
@@ -78,14 +79,14 @@ def _is_random(operands: Operands) -> bool:
     op = operands.op
     if operands.all_whole or torch.Tag.nondeterministic_seeded not in op.tags or "scaled_dot_product" in op.name():
         return False
-    return operands.mesh.device_type == "cpu" or op not in dispatcher()._random_ops
+    return operands.mesh.device_type == "cpu" or not drawn_by_tracker(op)
 
 
 def _never_sharded(operands: Operands) -> str | None:
     """Why a call has to be gathered whatever its rule says."""
     if operands.op in _ONE_VALUE and not operands.all_whole:
         return "it gives every rank one value"
-    if any(argument.is_out for argument in operands.op._schema.arguments):
+    if any(argument.is_out for argument in schema_of(operands.op).arguments):
         return "it writes into out="
     if any(type(p) not in _PLACEMENTS for spec in operands.specs for p in spec.placements):
         return "an operand has a placement that only its maker understands"
@@ -149,7 +150,7 @@ def _pending(operands: Operands, outputs: Sequence[TensorMeta | None]) -> Pendin
         op=operands.op,
         values=_values(operands),
         names=operands.names,
-        inputs=tuple(_meta(spec.tensor_meta) for spec in operands.specs),
+        inputs=tuple(_meta(meta_of(spec)) for spec in operands.specs),
         outputs=tuple(None if meta is None else _meta(meta) for meta in outputs),
         placements=tuple(spec.placements for spec in operands.specs),
         sizes=tuple(operands.mesh.shape),
@@ -218,7 +219,7 @@ def _localized(op: Op, args: list[Any], decision: _Decision, inputs: Sequence[DT
         return op, args
     outputs = pytree.tree_leaves(decision.outputs, is_leaf=lambda x: x is None or isinstance(x, DTensorSpec))
     local = Local(
-        tuple(tuple(s.tensor_meta.shape) for s in inputs),
+        tuple(tuple(meta_of(s).shape) for s in inputs),
         tuple(_local_shape(s) for s in inputs),
         tuple(None if s is None else _local_shape(s) for s in outputs),
     )
@@ -226,7 +227,7 @@ def _localized(op: Op, args: list[Any], decision: _Decision, inputs: Sequence[DT
 
 
 def _local_shape(spec: DTensorSpec) -> tuple[int, ...]:
-    return local_shape_and_offset(spec.tensor_meta.shape, spec.mesh, spec.placements)[0]
+    return local_shape_and_offset(meta_of(spec).shape, spec.mesh, spec.placements)[0]
 
 
 # --- by ourselves -------------------------------------------------------------------------------------------------
@@ -243,8 +244,9 @@ def _carry_out(operands: Operands, decision: _Decision) -> Any:
     else:
         result = choice.compute(op, args, kwargs, _Rank(operands.mesh, tuple(targets), choice.compute_axes))
         result = _ordered(result, decision.outputs)
-    if torch.Tag.inplace_view in operands.op.tags:
-        operands.tensors[0]._spec = decision.outputs  # type: ignore[attr-defined]
+    reshaped = operands.tensors[0]
+    if torch.Tag.inplace_view in operands.op.tags and isinstance(reshaped, DTensor):
+        set_local(reshaped, locals_[0], decision.outputs)
     return finished(operands, _wrapped(result, decision.outputs), moved=_moved(operands, decision))
 
 
@@ -258,7 +260,7 @@ def _filled(spec_args: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[A
 def _ordered(result: Any, specs: Any) -> Any:
     """What a row computed by itself, with strides such as the op would have given."""
     if isinstance(result, torch.Tensor):
-        return in_order(result, specs.tensor_meta.stride)
+        return in_order(result, meta_of(specs).stride)
     if isinstance(result, list | tuple):
         return type(result)(_ordered(r, s) for r, s in zip(result, specs, strict=True))
     return result
@@ -267,17 +269,10 @@ def _ordered(result: Any, specs: Any) -> Any:
 def _wrapped(result: Any, specs: Any) -> Any:
     """DTensors in the structure of the op's result."""
     if isinstance(result, torch.Tensor):
-        return DTensor(result, _with_dtype(specs, result.dtype), requires_grad=False)
+        return wrap(result, specs)
     if isinstance(result, list | tuple):
         return type(result)(_wrapped(r, s) for r, s in zip(result, specs, strict=True))
     return result
-
-
-def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    meta = spec.tensor_meta
-    if meta.dtype == dtype:
-        return spec
-    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
 
 
 @dataclass(frozen=True)
@@ -290,10 +285,10 @@ class _Rank:
 
     def offset(self, operand: int, dim: int) -> int:
         spec = self.inputs[operand]
-        return local_shape_and_offset(spec.tensor_meta.shape, self.mesh, spec.placements)[1][dim]
+        return local_shape_and_offset(meta_of(spec).shape, self.mesh, spec.placements)[1][dim]
 
     def shape(self, operand: int) -> tuple[int, ...]:
-        return tuple(self.inputs[operand].tensor_meta.shape)
+        return tuple(meta_of(self.inputs[operand]).shape)
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         pending = tuple(Partial(op) if axis in self.axes else Replicate() for axis in range(self.mesh.ndim))
@@ -324,8 +319,8 @@ def _schema_info(op: Op, *, needs_pytree: bool) -> RuntimeSchemaInfo:
     """Everything but numbers. Those may be complex, which the C++ cache cannot hash, and change from step to step in
     an optimizer. A rule must not ask for them (a plain `float` of an op that writes to nothing is no such number).
     """
-    arguments = op._schema.arguments
-    loose = _NUMBERS | _FLOATS if op._schema.is_mutable else _NUMBERS
+    arguments = schema_of(op).arguments
+    loose = _NUMBERS | _FLOATS if schema_of(op).is_mutable else _NUMBERS
     statics = ["Tensor" not in str(a.type) and str(a.type) not in loose for a in arguments]
     positional = [i for i, a in enumerate(arguments) if not a.kwarg_only and statics[i]]
     names = [a.name for a, static in zip(arguments, statics, strict=True) if static]
@@ -339,7 +334,7 @@ _FLOATS = {"float", "Optional[float]", "List[float]"}
 
 def _number_decides_dtype(operands: Operands) -> bool:
     """Whether a number, which the cache does not look at, may raise the result to another type."""
-    if not any(str(argument.type) in _NUMBERS for argument in operands.op._schema.arguments):
+    if not any(str(argument.type) in _NUMBERS for argument in schema_of(operands.op).arguments):
         return False
     complex_number = any(isinstance(leaf, complex) for leaf in operands.leaves)
-    return complex_number or not all(s.tensor_meta.dtype.is_floating_point for s in operands.specs)
+    return complex_number or not all(meta_of(s).dtype.is_floating_point for s in operands.specs)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from shardlib.engine._torch import DTensorSpec, TensorMeta
+from shardlib.engine._torch import DTensorSpec, TensorMeta, schema_of, wrap
 from shardlib.engine.ops._choose import Pending, Placements, choose
 from shardlib.engine.ops._gather import finished, gather
-from shardlib.engine.ops._operands import Operands, whole
+from shardlib.engine.ops._operands import Operands, meta_of, whole
 from shardlib.engine.ops._rows import Meta, Rule
 from shardlib.engine.ops._rules._pointwise import pointwise_rows
 
@@ -26,13 +25,13 @@ _POINTWISE = Rule(pointwise_rows, empty=True)
 
 
 def is_foreach(operands: Operands) -> bool:
-    arguments = operands.op._schema.arguments
-    return operands.op._schema.name.startswith(_PREFIXES) and not any(argument.is_out for argument in arguments)
+    arguments = schema_of(operands.op).arguments
+    return schema_of(operands.op).name.startswith(_PREFIXES) and not any(argument.is_out for argument in arguments)
 
 
 def foreach(operands: Operands) -> Any:
     """Run a list op once on local lists; at each place the tensors are laid out alike."""
-    reduction = _REDUCTIONS.get(operands.op._schema.name)
+    reduction = _REDUCTIONS.get(schema_of(operands.op).name)
     if reduction is not None:
         return [reduction(x, *operands.args[1:], **operands.kwargs) for x in operands.args[0]]
     wanted: list[Placements] = [whole(operands.mesh)] * len(operands.specs)
@@ -66,8 +65,8 @@ def _pending(operands: Operands, place: list[int]) -> Pending:
         op=operands.op,
         values={},
         names=tuple(f"operand {i}" for i in range(len(place))),
-        inputs=tuple(Meta(tuple(s.tensor_meta.shape), s.tensor_meta.dtype) for s in specs),
-        outputs=(Meta(_shape(specs), specs[0].tensor_meta.dtype),),
+        inputs=tuple(Meta(tuple(meta_of(s).shape), meta_of(s).dtype) for s in specs),
+        outputs=(Meta(_shape(specs), meta_of(specs[0]).dtype),),
         placements=tuple(s.placements for s in specs),
         sizes=tuple(operands.mesh.shape),
         fixed=frozenset(i for i, tensor in enumerate(place) if tensor in operands.written),
@@ -75,23 +74,18 @@ def _pending(operands: Operands, place: list[int]) -> Pending:
 
 
 def _shape(specs: list[DTensorSpec]) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*(s.tensor_meta.shape for s in specs)))
+    return tuple(torch.broadcast_shapes(*(meta_of(s).shape for s in specs)))
 
 
 def _spec(operands: Operands, place: list[int], placements: Placements) -> DTensorSpec:
     specs = [operands.specs[i] for i in place]
     shape = torch.Size(_shape(specs))
-    like = next((s.tensor_meta.stride for s in specs if s.tensor_meta.shape == shape), None)
+    like = next((meta_of(s).stride for s in specs if meta_of(s).shape == shape), None)
     stride = torch.empty(shape, device="meta").stride() if like is None else like
-    return DTensorSpec(operands.mesh, placements, tensor_meta=TensorMeta(shape, stride, specs[0].tensor_meta.dtype))
+    return DTensorSpec(operands.mesh, placements, tensor_meta=TensorMeta(shape, stride, meta_of(specs[0]).dtype))
 
 
 def _wrapped(result: Any, specs: list[DTensorSpec]) -> Any:
     if not isinstance(result, list | tuple):
         return result
-    return [_wrap(local, spec) for local, spec in zip(result, specs, strict=True)]
-
-
-def _wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
-    return DTensor(local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
+    return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]

@@ -7,11 +7,20 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.utils import _pytree as pytree
 
-from shardlib.engine._torch import DTensorSpec, return_and_correct_aliasing
+from shardlib.engine._torch import (
+    DTensorSpec,
+    is_view,
+    local_of,
+    pytree,
+    return_and_correct_aliasing,
+    schema_of,
+    set_local,
+    spec_of,
+    wrap,
+)
 from shardlib.engine.ops import _alias
-from shardlib.engine.ops._operands import Operands, arguments_by_name, redistributed, spec_like, whole
+from shardlib.engine.ops._operands import Operands, arguments_by_name, meta_of, redistributed, spec_like, whole
 from shardlib.engine.ops._record import GatheredOp, note_gather
 from shardlib.engine.ops._rows import Op
 
@@ -34,7 +43,7 @@ def _compute_whole(operands: Operands, fulls: Sequence[torch.Tensor]) -> Any:
 
 
 def wrap_whole(tensor: torch.Tensor, operands: Operands) -> DTensor:
-    return DTensor(tensor, spec_like(operands.mesh, whole(operands.mesh), tensor), requires_grad=False)
+    return wrap(tensor, spec_like(operands.mesh, whole(operands.mesh), tensor))
 
 
 def _write_back(operands: Operands, i: int, full: torch.Tensor) -> None:
@@ -43,10 +52,10 @@ def _write_back(operands: Operands, i: int, full: torch.Tensor) -> None:
     if not isinstance(tensor, DTensor):
         return
     now = spec_like(spec.mesh, whole(spec.mesh), full)
-    if torch.Tag.inplace_view in operands.op.tags or full.shape != spec.tensor_meta.shape:
-        tensor._local_tensor, tensor._spec = full, now
-    elif full is not tensor._local_tensor:
-        tensor._local_tensor.copy_(redistributed(full, now, spec.placements))
+    if torch.Tag.inplace_view in operands.op.tags or full.shape != meta_of(spec).shape:
+        set_local(tensor, full, now)
+    elif full is not local_of(tensor):
+        local_of(tensor).copy_(redistributed(full, now, spec.placements))
 
 
 # --- random ops ---------------------------------------------------------------------------------------------------
@@ -70,7 +79,7 @@ def _fulls(operands: Operands, fills: bool) -> Sequence[Any]:
 
 
 def _blank(spec: DTensorSpec) -> torch.Tensor:
-    meta = spec.tensor_meta
+    meta = meta_of(spec)
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=spec.mesh.device_type)
 
 
@@ -80,11 +89,11 @@ def _split_as_first(operands: Operands, result: Any) -> Any:
     places: tuple[Placement, ...] = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
 
     def split(new: torch.Tensor) -> torch.Tensor:
-        fits = isinstance(new, DTensor) and new.shape == spec.tensor_meta.shape
-        if not fits or any(new is t for t in operands.tensors):
+        existed = any(new is tensor for tensor in operands.tensors)
+        if not isinstance(new, DTensor) or new.shape != meta_of(spec).shape or existed:
             return new
-        local = redistributed(new._local_tensor, new._spec, places)
-        return DTensor(local, DTensorSpec(spec.mesh, places, tensor_meta=new._spec.tensor_meta), requires_grad=False)
+        local = redistributed(local_of(new), spec_of(new), places)
+        return wrap(local, DTensorSpec(spec.mesh, places, tensor_meta=spec_of(new).tensor_meta))
 
     return pytree.tree_map_only(torch.Tensor, split, result)
 
@@ -101,7 +110,7 @@ _FILLS: set[Op] = {
         "normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "rand_like",
         "randn_like", "randint_like",
     )
-    if not any(a.is_out for a in op._schema.arguments)
+    if not any(a.is_out for a in schema_of(op).arguments)
 } | {torch.ops.aten.bernoulli_.float}  # fmt: skip
 
 
@@ -117,9 +126,9 @@ def finished(operands: Operands, result: Any, *, moved: bool) -> Any:
         if _alias.watched(operands.tensors[i]):
             _alias.after_write(operands.tensors[i])
     op = operands.op
-    if any(r.alias_info is not None and r.alias_info.is_write for r in op._schema.returns):
+    if any(r.alias_info is not None and r.alias_info.is_write for r in schema_of(op).returns):
         return _written_results(operands, result)
-    if op._schema._is_view_op() and operands.viewed:
+    if is_view(op) and operands.viewed:
         if moved or any(_alias.watched(operands.tensors[i]) for i in operands.viewed):
             _alias.link_views(operands, result, copied=moved)
         return return_and_correct_aliasing(op, operands.args, operands.kwargs, result)
@@ -127,7 +136,7 @@ def finished(operands: Operands, result: Any, *, moved: bool) -> Any:
 
 
 def _written_results(operands: Operands, result: Any) -> Any:
-    schema = operands.op._schema
+    schema = schema_of(operands.op)
     values = arguments_by_name(operands.op, operands.args, operands.kwargs)
     by_alias = {
         alias: values[argument.name]
@@ -152,7 +161,7 @@ def note(operands: Operands, reason: str) -> None:
     """Record a gathered call. Loud where a split operand was gathered, on one rank of the mesh."""
     specs = operands.specs
     places = tuple(", ".join(str(p) for p in spec.placements) for spec in specs)
-    shapes = tuple(tuple(spec.tensor_meta.shape) for spec in specs)
+    shapes = tuple(tuple(meta_of(spec).shape) for spec in specs)
     split = any(not isinstance(p, Replicate | Partial) for spec in specs for p in spec.placements)
     first = not any(operands.mesh.get_coordinate() or ())
     note_gather(GatheredOp(str(operands.op), reason, places, shapes), loud=split and first)

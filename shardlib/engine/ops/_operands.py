@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.utils import _pytree as pytree
 
-from shardlib.engine._torch import DTensorSpec, TensorMeta, redistribute_local
+from shardlib.engine._torch import DTensorSpec, TensorMeta, local_of, pytree, redistribute_local, schema_of, spec_of
 from shardlib.engine.ops._rows import Op
 from shardlib.errors import ShardingError
 
-__all__ = ["Operands", "arguments_by_name", "in_order", "redistributed", "spec_like", "whole"]
+__all__ = ["Operands", "arguments_by_name", "in_order", "meta_of", "redistributed", "spec_like", "whole"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Operands:
     def names(self) -> tuple[str, ...]:
         """The schema argument that each tensor belongs to."""
         args, kwargs = self.numbered()
-        named = [(a.name, value) for a, value in zip(self.op._schema.arguments, args, strict=False)]
+        named = [(a.name, value) for a, value in zip(schema_of(self.op).arguments, args, strict=False)]
         owner = {leaf: name for name, value in (*named, *kwargs.items()) for leaf in pytree.tree_leaves(value)}
         return tuple(owner[i] for i in self.at)
 
@@ -55,7 +54,7 @@ class Operands:
     def written(self) -> frozenset[int]:
         """Which tensors the op writes to."""
         declared = {self.at.index(i) for i in self._leaves_of(lambda alias: alias.is_write)}
-        hidden = _HIDDEN_WRITES.get(self.op._schema.name, ())
+        hidden = _HIDDEN_WRITES.get(schema_of(self.op).name, ())
         return frozenset(declared | {i for i, name in enumerate(self.names) if name in hidden})
 
     @functools.cached_property
@@ -90,7 +89,7 @@ class Operands:
         args, kwargs = self.numbered()
         values = arguments_by_name(self.op, args, kwargs)
         tensors = set(self.at)
-        chosen = [a for a in self.op._schema.arguments if a.alias_info is not None and wanted(a.alias_info)]
+        chosen = [a for a in schema_of(self.op).arguments if a.alias_info is not None and wanted(a.alias_info)]
         return [leaf for a in chosen for leaf in pytree.tree_leaves(values[a.name]) if leaf in tensors]
 
 
@@ -105,12 +104,18 @@ def arguments_by_name(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> di
     """Arguments by their schema names, defaults filled in."""
     return {
         argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
-        for i, argument in enumerate(op._schema.arguments)
+        for i, argument in enumerate(schema_of(op).arguments)
     }
 
 
 def whole(mesh: DeviceMesh) -> tuple[Placement, ...]:
     return (Replicate(),) * mesh.ndim
+
+
+def meta_of(spec: DTensorSpec) -> TensorMeta:
+    """Global shape, strides and dtype. A spec that was made for a tensor always has them."""
+    assert spec.tensor_meta is not None
+    return spec.tensor_meta
 
 
 def spec_like(mesh: DeviceMesh, placements: tuple[Placement, ...], tensor: torch.Tensor) -> DTensorSpec:
@@ -127,7 +132,7 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, want: tuple[Placement,
     carrier = _CARRIERS.get(local.dtype, local.dtype)
     target = DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta)
     moved = redistribute_local(local.to(carrier), spec, target).to(local.dtype)
-    return in_order(moved, spec.tensor_meta.stride)
+    return in_order(moved, meta_of(spec).stride)
 
 
 def in_order(local: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
@@ -154,7 +159,7 @@ _CARRIERS = {
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _spec(tensor: torch.Tensor, mesh: DeviceMesh, op: Op) -> DTensorSpec:
@@ -165,4 +170,4 @@ def _spec(tensor: torch.Tensor, mesh: DeviceMesh, op: Op) -> DTensorSpec:
             f"{op} was given DTensors on two meshes, {mesh} and {tensor.device_mesh}; an op works on one mesh. "
             "Redistribute one of them, or take its full_tensor()."
         )
-    return tensor._spec
+    return spec_of(tensor)

@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardlib.engine._torch import TensorMeta
+from shardlib.engine._torch import Op, TensorMeta
 
 __all__ = ["ANY", "Call", "Here", "Local", "Meta", "P", "R", "Row", "Rule", "S", "row", "rule", "rule_of", "ruled_ops"]
 
-Op = torch._ops.OpOverload
 R = Replicate()
 P = Partial("sum")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardlib.engine._torch import schema_of
 from shardlib.engine.ops._rows import Call, Here, Meta, Op, P, R, Row, S, aten, row, rule
 
 __all__: list[str] = []
@@ -52,7 +53,7 @@ def _rows(call: Call, roles: tuple[str | None, ...]) -> Iterator[Row]:
 
 
 def _on_cpu(call: Call) -> bool:
-    return "for_cpu" in call.op._schema.name
+    return "for_cpu" in schema_of(call.op).name
 
 
 def _row(call: Call, roles: tuple[str | None, ...], dim: int, *, shared_kv: bool, **options: Any) -> Row:
@@ -75,7 +76,7 @@ def _own_heads(
     names: tuple[str, ...], roles: tuple[str | None, ...], op: Op, args: list[Any], kwargs: dict[str, Any], here: Here
 ) -> Any:
     """Attention of this rank's query heads with the key heads that they share; gradients of the others are zero."""
-    at = {argument.name: i for i, argument in enumerate(op._schema.arguments)}
+    at = {argument.name: i for i, argument in enumerate(schema_of(op).arguments)}
     query, key = names.index("query"), names.index("key")
     group = here.shape(query)[1] // here.shape(key)[1]
     wholes = {name: args[at[name]] for name in _KEY_LIKE}
@@ -91,7 +92,7 @@ def _own_heads(
 
 
 def _named(op: Op, args: list[Any]) -> Iterable[tuple[Any, Any]]:
-    return zip(op._schema.arguments, args, strict=False)
+    return zip(schema_of(op).arguments, args, strict=False)
 
 
 def _shared_heads(first: int, count: int, group: int) -> list[int]:

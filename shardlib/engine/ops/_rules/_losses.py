@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardlib.engine._torch import schema_of
 from shardlib.engine.ops._rows import Call, Here, Op, P, R, Row, S, aten, row, rule
 from shardlib.engine.ops._rules._pointwise import aligned, pointwise_rows
 
@@ -54,7 +55,7 @@ def _over_elements(call: Call, first: int, out: Any, compute: Any) -> Iterator[R
     shape = call.inputs[first].shape
     for dim in range(len(shape)):
         places = [S(d) if (d := aligned(meta, dim, shape)) is not None else R for meta in call.inputs[first:]]
-        yield row([out(dim)], [R] * first + places, compute=compute)
+        yield row([out(dim)], [*[R] * first, *places], compute=compute)
 
 
 def _share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
@@ -75,11 +76,11 @@ def _mean_by_whole_count(op: Op, args: list[Any], kwargs: dict[str, Any], here: 
 
 def _completed(op: Op, args: list[Any], upto: int) -> list[Any]:
     """Args with the defaults of those left out, as far as `upto`."""
-    return [*args, *(a.default_value for a in op._schema.arguments[len(args) : upto + 1])]
+    return [*args, *(a.default_value for a in schema_of(op).arguments[len(args) : upto + 1])]
 
 
 def _position(op: Op, name: str) -> int:
-    return next(i for i, argument in enumerate(op._schema.arguments) if argument.name == name)
+    return next(i for i, argument in enumerate(schema_of(op).arguments) if argument.name == name)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Placement, Shard
 
-from shardlib.engine._torch import TensorMeta
+from shardlib.engine._torch import TensorMeta, schema_of
 from shardlib.engine.ops._rows import Call, Meta, P, R, Row, S, aten, row, rule
+from shardlib.engine.ops._rules._pointwise import aligned
 
 __all__: list[str] = []
 
@@ -41,20 +43,20 @@ def addmm(call: Call) -> Iterable[Row]:
     """The product's rows with an addend that broadcasts onto the output; it joins an unfinished sum on one rank."""
     addend, output = call.inputs[0], call.outputs[0]
     assert output is not None
-    if call.op._schema.name == "aten::addbmm":
+    if schema_of(call.op).name == "aten::addbmm":
         yield row([P], [P, S(0), S(0)], partition=True)
         return
     for product in _mm_rows(output.ndim - 2):
         (out,) = product.outs
-        place = _broadcast_under(addend, out, output) if out is not P else P
-        yield row([out], [place, *product.ins], partition=out is P)
+        yield row([out], [_broadcast_under(addend, out, output), *product.ins], partition=out is P)
 
 
-def _broadcast_under(addend: Meta, out: object, output: Meta) -> object:
-    if not hasattr(out, "dim"):
-        return out
-    own = out.dim - (output.ndim - addend.ndim)
-    return S(own) if own >= 0 and addend.shape[own] == output.shape[out.dim] else R
+def _broadcast_under(addend: Meta, out: Placement | None, output: Meta) -> Placement:
+    """Where the addend lies, as a part of the output that is split so."""
+    if not isinstance(out, Shard):
+        return P
+    own = aligned(addend, out.dim, output.shape)
+    return R if own is None else S(own)
 
 
 @rule(aten("mv"), empty=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardlib.engine._torch import schema_of
 from shardlib.engine.ops._rows import Call, P, R, Row, S, aten, row, rule
 from shardlib.engine.ops._rules._reductions import untouched
 
@@ -41,7 +42,7 @@ def one_matrix(call: Call) -> Iterable[Row]:
     """A matrix in, one or several results out, for each index of the batch."""
     for dim in range(call.inputs[0].ndim - 2):
         yield row([None if m is None else S(dim) for m in call.outputs], [S(dim)])
-    if call.op._schema.name.rstrip("_") in {"aten::tril", "aten::triu"}:
+    if schema_of(call.op).name.rstrip("_") in {"aten::tril", "aten::triu"}:
         yield row([P], [P])
 
 

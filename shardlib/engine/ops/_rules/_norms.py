@@ -32,7 +32,7 @@ def layer_norm_backward(call: Call) -> Iterable[Row]:
     lead = call.inputs[1].ndim - len(call["normalized_shape"])
     affine = [R] * sum(_present(call, "weight", "bias"))
     for dim in range(lead):
-        yield row([S(dim), P, P], [S(dim)] * 4 + affine)
+        yield row([S(dim), P, P], [*[S(dim)] * 4, *affine])
     yield row([P, P, P], [P, R, R, R, *affine])
 
 
@@ -42,7 +42,7 @@ def rms_norm_backward(call: Call) -> Iterable[Row]:
     lead = call.inputs[1].ndim - len(call["normalized_shape"])
     affine = [R] * sum(_present(call, "weight"))
     for dim in range(lead):
-        yield row([S(dim), P], [S(dim)] * 3 + affine)
+        yield row([S(dim), P], [*[S(dim)] * 3, *affine])
     yield row([P, P], [P, R, R, *affine])
 
 

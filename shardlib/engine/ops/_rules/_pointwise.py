@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from shardlib.engine._torch import op_names
 from shardlib.engine.ops._rows import Call, Meta, Op, P, R, Row, S, aten, row, rule
 
 __all__: list[str] = []
@@ -118,7 +119,7 @@ def pointwise_rows(call: Call) -> Iterator[Row]:
     shape = max((m.shape for m in call.outputs if m is not None), key=len)
     for dim in range(len(shape)):
         ins = [S(d) if (d := aligned(meta, dim, shape)) is not None else R for meta in call.inputs]
-        if shape[dim] > 1 and any(p is not R for p in ins):
+        if any(p is not R for p in ins):
             # A (0,) stands for an output that is not computed.
             yield row([R if m is not None and m.shape == (0,) else S(dim) for m in call.outputs], ins)
 
@@ -161,7 +162,7 @@ def _cast(call: Call) -> Iterable[Row]:
 
 
 def _tagged_pointwise() -> Iterator[Op]:
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in op_names():
         if name.startswith("aten::") and name.partition(".")[0] not in _EXCLUDED:
             op = aten(name.removeprefix("aten::"))
             if op is not None and torch.Tag.pointwise in op.tags:

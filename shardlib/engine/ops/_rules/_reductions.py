@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardlib.engine._torch import schema_of
 from shardlib.engine.ops._rows import Call, Here, Op, P, R, Row, S, aten, row, rule
 
 __all__: list[str] = []
@@ -38,7 +39,7 @@ def _options(op: Op, args: list[Any], kwargs: dict[str, Any], *names: str) -> li
     """The named arguments of a call, defaults filled in."""
     found = []
     for name in names:
-        at, argument = next((i, a) for i, a in enumerate(op._schema.arguments) if a.name == name)
+        at, argument = next((i, a) for i, a in enumerate(schema_of(op).arguments) if a.name == name)
         found.append(args[at] if at < len(args) else kwargs.get(name, argument.default_value))
     return found
 
@@ -58,7 +59,7 @@ def sums(call: Call) -> Iterable[Row]:
     for dim in dims:
         yield row([P], [S(dim)])
     output = call.outputs[0]
-    if output is not None and output.dtype == call.inputs[0].dtype and call.op._schema.name == "aten::sum":
+    if output is not None and output.dtype == call.inputs[0].dtype and schema_of(call.op).name == "aten::sum":
         yield row([P], [P])
 
 
@@ -92,7 +93,7 @@ def extremes(call: Call) -> Iterable[Row]:
 
 def _extreme(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
     local = op(*args, **kwargs)
-    upper = op._schema.name in {"aten::amax", "aten::max", "aten::any"}
+    upper = schema_of(op).name in {"aten::amax", "aten::max", "aten::any"}
     # Booleans and not-a-numbers have no place in every back end's maximum: they go by way of numbers, and of flags.
     values = local.to(torch.uint8) if local.dtype == torch.bool else local
     found = here.all_reduce(values, "max" if upper else "min").to(local.dtype)
@@ -135,7 +136,7 @@ def _split_softmax(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) 
     shifted = x - here.all_reduce(_max_or_lowest(x, dim), "max")
     exps = shifted.exp()
     total = here.all_reduce(exps.sum(dim, keepdim=True), "sum")
-    return shifted - total.log() if op._schema.name == "aten::_log_softmax" else exps / total
+    return shifted - total.log() if schema_of(op).name == "aten::_log_softmax" else exps / total
 
 
 def _max_or_lowest(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -156,7 +157,7 @@ def softmax_backward(call: Call) -> Iterable[Row]:
 
 def _split_softmax_backward(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
     grad, output, dim = args[:3]
-    if op._schema.name == "aten::_softmax_backward_data":
+    if schema_of(op).name == "aten::_softmax_backward_data":
         weighted = grad * output
         return weighted - output * here.all_reduce(weighted.sum(dim, keepdim=True), "sum")
     return grad - output.exp() * here.all_reduce(grad.sum(dim, keepdim=True), "sum")
@@ -202,7 +203,7 @@ def mixing(call: Call) -> Iterable[Row]:
     """One dim (or several) is mixed; its length may change, the others are kept."""
     dims = call.dims("dims" if "dims" in call.values else "dim")
     yield from untouched(call, dims, keep=True)
-    if call.op._schema.name in _LINEAR:
+    if schema_of(call.op).name in _LINEAR:
         yield row([P], [P])
 
 

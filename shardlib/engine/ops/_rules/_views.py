@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -29,10 +29,10 @@ def _split(dim: int, turns: int) -> Placement:
 
 
 def _turns(placement: Any) -> int:
-    return placement.split_factor if isinstance(placement, _StridedShard) else 1
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
-def _is_split(placement: Any) -> bool:
+def _is_split(placement: Any) -> TypeGuard[Shard | _StridedShard]:
     return isinstance(placement, Shard | _StridedShard)
 
 
