@@ -22,7 +22,9 @@ RulesLike = Rules | Mapping[str, Any] | str | Path
 Transform = Callable[[Plan], Plan]
 
 
-def plan(model: nn.Module, mesh: MeshLike, rules: RulesLike, *, transforms: Sequence[Transform] = ()) -> Plan:
+def plan(
+    model: nn.Module, mesh: MeshLike, rules: RulesLike | None = None, *, transforms: Sequence[Transform] = ()
+) -> Plan:
     """How every tensor of a model lies on a mesh, in each phase of its life.
 
     Model axes of a rule split a parameter in all four phases. A data axis that a rule puts on a parameter splits what
@@ -31,7 +33,8 @@ def plan(model: nn.Module, mesh: MeshLike, rules: RulesLike, *, transforms: Sequ
     Args:
         model: a module; it is only looked at, so it may be on `meta`.
         mesh: a `DeviceMesh`, or a shape such as "dp=8,tp=4".
-        rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file.
+        rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default what
+            `layouts.for_model` finds.
         transforms: functions from plan to plan, applied in order.
 
     Raises:
@@ -44,7 +47,7 @@ def plan(model: nn.Module, mesh: MeshLike, rules: RulesLike, *, transforms: Sequ
     ((4, 4), 80)
     """
     shape = _known_sizes(MeshShape.of(mesh))
-    rule_set = as_rules(rules)
+    rule_set = layouts.for_model(model) if rules is None else as_rules(rules)
     resolution = rule_set.resolve(model, shape)
     blocks = _find_blocks(model)
     made = Plan(
@@ -62,10 +65,8 @@ def plan(model: nn.Module, mesh: MeshLike, rules: RulesLike, *, transforms: Sequ
 
 def as_rules(rules: RulesLike) -> Rules:
     """A rule set from any of the forms in which one may be given."""
-    if isinstance(rules, Rules):
-        return rules
-    if isinstance(rules, Mapping):
-        return Rules(rules)
+    if isinstance(rules, Rules | Mapping):
+        return Rules.of(rules)
     if isinstance(rules, str | Path):
         return layouts.load(rules)
     raise PlanError(
@@ -115,16 +116,14 @@ def _row(tensor: TensorLayout, mesh: MeshShape) -> Row:
         grad=layout if trained else None,
         state=layout if trained else None,
         rule=tensor.rule,
-        note=_note(tensor, mesh),
+        note=_note(tensor),
     )
 
 
-def _note(tensor: TensorLayout, mesh: MeshShape) -> str:
-    uneven = tensor.layout.uneven_dims(tensor.global_shape, mesh)
+def _note(tensor: TensorLayout) -> str:
     words = [
         tensor.note,
         f"also {', '.join(tensor.tied[1:])}" if tensor.tied[1:] else "",
-        f"dim {', '.join(map(str, uneven))} uneven" if uneven and "uneven" not in tensor.note else "",
         "frozen" if tensor.kind == "parameter" and not tensor.requires_grad else "",
     ]
     return "; ".join(word for word in words if word)

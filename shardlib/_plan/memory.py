@@ -98,7 +98,7 @@ def _blocks_per_stage(blocks: int, count: int) -> list[int]:
     [7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7]
     """
     base, rest = divmod(blocks, count)
-    favoured = [*range(1, count - 1), count - 1, 0][:rest] if count > 1 else [0]
+    favoured = [*range(1, count - 1), count - 1, 0][:rest]
     return [base + (stage in favoured) for stage in range(count)]
 
 

@@ -66,7 +66,7 @@ def render(plan: Plan, *, fold: bool = True) -> Group:
 def plain(plan: Plan, *, fold: bool = True) -> str:
     """The table without colours; as wide as the terminal, or unwrapped where there is none."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNFOLDED_WIDTH
-    console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False)
     with console.capture() as captured:
         console.print(render(plan, fold=fold))
     return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()

@@ -32,7 +32,7 @@ __all__ = ["dry_run", "plan", "run_step"]
 def plan(
     model: nn.Module,
     mesh: MeshLike,
-    rules: RulesLike,
+    rules: RulesLike | None = None,
     *,
     transforms: Sequence[Transform] = (),
     example: Any = None,
@@ -45,7 +45,8 @@ def plan(
     Args:
         model: a single-device module; it is only looked at, so it may be on `meta`.
         mesh: a `DeviceMesh`, or a shape such as "dp=8,tp=4".
-        rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file.
+        rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default what
+            `layouts.for_model` finds.
         transforms: functions from plan to plan, applied in order.
         example: the batch of one data rank, as a tuple of arguments, a mapping of keyword arguments or one tensor.
             With it, forward and backward are run on fake tensors, and the plan reports every collective, every op
@@ -59,7 +60,7 @@ def plan(
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     >>> p = plan(model, "dp=2,tp=2", {"0": "colwise", "2": "rowwise"})
     >>> p["0.weight"].local_shape(p.mesh), p.memory().parameters
-    ((4, 4), 176)
+    ((4, 4), 160)
     """
     made = _plan.plan(model, mesh, rules, transforms=transforms)
     if example is None:
@@ -109,7 +110,7 @@ def run_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping):
         return (), dict(example)
-    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
+    return (example, {}) if isinstance(example, tuple) else ((example,), {})
 
 
 def _fake_copy(model: nn.Module, device_type: str) -> nn.Module:

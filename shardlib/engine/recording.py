@@ -52,6 +52,7 @@ class Recording:
         gathered: ops that no proven sharding rule covered, in order.
         start_bytes: parameters and buffers when recording began, local bytes.
         peak_bytes: the most that was alive at any time, counting these and every tensor that an op made since.
+        live: the count of bytes as it goes on.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -37,6 +37,10 @@ def _hugging_face(model: str, config: str, **settings: Any) -> Callable[[], nn.M
     return build
 
 
+def _resnet() -> nn.Module:
+    return import_torchvision().models.resnet18(num_classes=10)
+
+
 # Golden file -> (model, layout file, mesh).
 CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "example_gpt": (gpt, "example_gpt", "dp=2,tp=2"),
@@ -50,6 +54,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "t5",
         "dp=2,tp=2",
     ),
+    "resnet": (_resnet, "resnet", "dp=2,tp=2"),
     "mixtral": (
         _hugging_face("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, **_GROUPED),
         "mixtral",
