@@ -10,8 +10,9 @@ that, and look only at parameters that shardlib made.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import defaultdict
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -42,8 +43,26 @@ _FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 _FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _STEP = torch.zeros((), dtype=torch.float32)  # what the fused kernels count steps in
 
-_local_leaf: WeakIdKeyDictionary = WeakIdKeyDictionary()  # sharded parameter -> plain leaf over the same local memory
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter before sharding -> its name
+T = TypeVar("T")
+
+
+class _ByParameter(Generic[T]):
+    """What is known of a parameter, by identity and as long as it lives; asked for every parameter at every step."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[weakref.ref[torch.Tensor], T]] = {}
+
+    def put(self, param: torch.Tensor, value: T) -> None:
+        key = id(param)
+        self._held[key] = (weakref.ref(param, lambda _gone: self._held.pop(key, None)), value)
+
+    def get(self, param: torch.Tensor) -> T | None:
+        held = self._held.get(id(param))
+        return held[1] if held is not None and held[0]() is param else None
+
+
+_local_leaf: _ByParameter[torch.Tensor] = _ByParameter()  # of a sharded parameter: a plain leaf over its local memory
+_replaced: _ByParameter[str] = _ByParameter()  # of a parameter that was replaced in sharding: its name
 _stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> what to put back after the step
 
 
@@ -63,9 +82,9 @@ def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.o
 
 def adopt(name: str, before: nn.Parameter, after: nn.Parameter) -> None:
     """Tell the hooks that the parameter `before` was replaced by `after`, a DTensor or a plain one elsewhere."""
-    _replaced[before] = name
+    _replaced.put(before, name)
     if isinstance(after, DTensor):
-        _local_leaf[after] = _torch.local_of(after).detach()
+        _local_leaf.put(after, _torch.local_of(after).detach())
 
 
 @functools.cache
@@ -80,7 +99,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     params = [p for group in optimizer.param_groups for p in group["params"]]
     _refuse_replaced(params)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
-    if closure is None and type(optimizer) in _ELEMENTWISE and any(p in _local_leaf for p in params):
+    if closure is None and type(optimizer) in _ELEMENTWISE and any(_local_leaf.get(p) is not None for p in params):
         _step_on_local_tensors(optimizer)
 
 
@@ -89,7 +108,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 
 def _refuse_replaced(params: list[torch.Tensor]) -> None:
-    stale = [_replaced[p] for p in params if p in _replaced]
+    stale = [name for p in params if (name := _replaced.get(p)) is not None]
     if stale:
         raise ShardingError(
             f"This optimizer was built before its model was sharded: {len(stale)} of its {len(params)} parameters "
