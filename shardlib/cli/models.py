@@ -23,8 +23,8 @@ from shardlib.errors import ShardlibError, nearest
 __all__ = ["FORMS", "UsageError", "load_model"]
 
 FORMS = (
-    "module:factory or package.module.Class (called without arguments), a Hugging Face folder or config.json, or a "
-    ".safetensors file, its .index.json, or a folder that holds one"
+    "module:factory, file.py:factory or package.module.Class (called without arguments), a Hugging Face folder or "
+    "config.json, or a .safetensors file, its .index.json, or a folder that holds one"
 )
 _INDEX = ".safetensors.index.json"
 
@@ -42,7 +42,7 @@ def load_model(spec: str) -> nn.Module:
     path = Path(spec)
     if path.exists():
         return _from_path(path)
-    if spec.endswith((".json", ".safetensors")) or "/" in spec:
+    if spec.endswith((".json", ".safetensors")) or ("/" in spec and ".py:" not in spec):
         raise UsageError(f'There is no file or folder "{spec}". A model is {FORMS}.')
     return _from_python(spec)
 
@@ -99,8 +99,10 @@ def _callable(spec: str) -> Any:
     module_name, colon, attribute = spec.partition(":")
     if not colon:
         module_name, _, attribute = spec.rpartition(".")
-    module = _imported(spec, module_name)
-    found: Any = module
+    folder = "" if not module_name.endswith(".py") else str(Path(module_name).parent)
+    if folder:
+        module_name = _stem(spec, Path(module_name))
+    found: Any = _imported(spec, module_name, folder)
     for part in attribute.split("."):
         if not hasattr(found, part):
             hint = nearest(part, [name for name in dir(found) if not name.startswith("_")])
@@ -109,9 +111,17 @@ def _callable(spec: str) -> Any:
     return found
 
 
-def _imported(spec: str, name: str) -> ModuleType:
-    if sys.path[0] != "":
-        sys.path.insert(0, "")  # as `python -m` does: what lies in the working folder can be imported
+def _stem(spec: str, file: Path) -> str:
+    """A file is imported by its name, with its folder on the path, as when it is run: its classes are `name.Class`."""
+    if not file.is_file():
+        raise UsageError(f'"{spec}": there is no file "{file}". A model is {FORMS}.')
+    return file.stem
+
+
+def _imported(spec: str, name: str, folder: str) -> ModuleType:
+    """Import what lies in a folder, the working one if none is named, as `python file.py` and `python -m` do."""
+    if sys.path[0] != folder:
+        sys.path.insert(0, folder)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

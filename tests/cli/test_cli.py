@@ -23,8 +23,8 @@ HERE = "tests.cli.models_for_cli"
 GPT = f"{HERE}:tiny"
 MLP_LAYOUT = '[params]\n"up" = "colwise"\n"down" = "rowwise"\n'
 FORMS = (
-    "module:factory or package.module.Class (called without arguments), a Hugging Face folder or config.json, or a "
-    ".safetensors file, its .index.json, or a folder that holds one"
+    "module:factory, file.py:factory or package.module.Class (called without arguments), a Hugging Face folder or "
+    "config.json, or a .safetensors file, its .index.json, or a folder that holds one"
 )
 
 Run = Callable[..., tuple[int, str, str]]
@@ -273,6 +273,11 @@ WRONG: list[tuple[str, int, str]] = [
         f'There is no file or folder "no/such/model.safetensors". A model is {FORMS}.',
     ),
     (
+        "no/such/model.py:build --mesh tp=2",
+        2,
+        f'"no/such/model.py:build": there is no file "no/such/model.py". A model is {FORMS}.',
+    ),
+    (
         f"{GPT} --mesh tp=x",
         2,
         'Mesh "tp=x": cannot read "tp=x"; write axis=size, separated by commas, as in "dp=2,tp=4".',
@@ -330,6 +335,14 @@ def test_errors_are_json_too_when_asked(run: Run):
     code, out, err = run("plan", GPT, "--mesh", "tp=x", "--json")
     assert (code, err) == (2, "")
     assert json.loads(out)["error"]["kind"] == "MeshError"
+
+
+def test_a_model_may_be_named_by_its_file(run: Run, tmp_path: Path):
+    (tmp_path / "my_own_net.py").write_text("from torch import nn\n\ndef net():\n    return nn.Linear(4, 8)\n")
+    (tmp_path / "l.toml").write_text('[params]\n"**" = "replicate"\n')
+    code, out, err = run("plan", f"{tmp_path}/my_own_net.py:net", "--mesh", "dp=2", "--layout", tmp_path / "l.toml")
+    assert (code, err) == (0, "")
+    assert "Plan on dp=2 (2 ranks): 2 tensors, 40 parameters, 160 B" in out
 
 
 def test_a_layout_that_had_to_be_guessed_is_said_aloud(run: Run):
