@@ -104,6 +104,8 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return _ToPlain.apply(tensor, late)
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.compiler.is_compiling():
+            _torch.set_implicit_replication(True)  # a part may be called by itself, as `generate` calls an encoder
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
             return (to_global(args[0]),), kwargs
         return pytree.tree_map_only(torch.Tensor, to_global, (args, kwargs))
