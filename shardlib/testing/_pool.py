@@ -245,7 +245,8 @@ def _serve(pipe: Connection, stack_file: str) -> None:
             head, work = pipe.recv_bytes(), pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        pipe.send_bytes(_answer(head, work))
+        with contextlib.suppress(BrokenPipeError):  # the parent gave this call up; what ends us comes by another way
+            pipe.send_bytes(_answer(head, work))
 
 
 def _answer(head: bytes, work: bytes) -> bytes:

@@ -234,9 +234,12 @@ class Verdict:
         return next((k for k in ("hung", "crashed", "wrong", "gather", "rule") if k in kinds), "no samples")
 
 
+_BITS = {"hash_tensor"}  # depends on the last bit of its input, which a sum done in another order changes
+
+
 def database(only: str | None = None) -> list[str]:
     """Names of the ops in PyTorch's database, variants told apart."""
-    infos = [f"{i.name}|{i.variant_test_name}" for i in op_database() if i.dtypes]
+    infos = [f"{i.name}|{i.variant_test_name}" for i in op_database() if i.dtypes and i.name not in _BITS]
     return [name for name in infos if only is None or name.startswith(only)]
 
 

@@ -131,11 +131,15 @@ def _holds(row: Row, call: Call, *, empty: bool) -> bool:
         return False
     metas = (*call.inputs, *call.outputs)
     splits = [(m, p) for m, p in zip(metas, (*row.ins, *row.outs), strict=True) if is_split(p) and m is not None]
-    if any(p.dim >= m.ndim or p.dim in m.ragged for m, p in splits):
+    if any(p.dim >= m.ndim for m, p in splits):
         return False
     sizes = [m.shape[p.dim] for m, p in splits]
     fused = any(isinstance(p, _StridedShard) for _, p in splits)
     alike = bool(sizes) and all(size == sizes[0] for size in sizes)
+    if any(p.dim in m.ragged for m, p in splits):
+        # Uneven shards split again: ranks agree on the parts as long as all operands went the same way.
+        same = all(p.dim in m.ragged for m, p in splits)
+        return empty and same and alike and row.parallel and not fused
     if row.parallel and not fused and alike:
         return sizes[0] > 0 and (empty or _nowhere_empty(sizes[0], call.size))
     return all(

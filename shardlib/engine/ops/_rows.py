@@ -41,7 +41,7 @@ ANY = _Any()
 class Meta:
     """Shape and dtype of an operand or output, as one mesh axis sees it: local to the axes before it.
 
-    `ragged` are dims that an axis before split unevenly; they are not split again.
+    `ragged` are dims that an axis before split unevenly.
     """
 
     shape: tuple[int, ...]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from shardlib.engine._torch import schema_of
-from shardlib.engine.ops._rows import Call, P, R, Row, S, aten, row, rule
+import torch
+
+from shardlib.engine.ops._rows import Call, Here, Op, P, R, Row, S, aten, row, rule
 from shardlib.engine.ops._rules._reductions import untouched
 
 __all__: list[str] = []
@@ -31,10 +33,6 @@ __all__: list[str] = []
             "_linalg_slogdet",
             "linalg_matrix_exp",
             "geqrf",
-            "tril",
-            "tril_",
-            "triu",
-            "triu_",
         ),
     )
 )
@@ -42,8 +40,22 @@ def one_matrix(call: Call) -> Iterable[Row]:
     """A matrix in, one or several results out, for each index of the batch."""
     for dim in range(call.inputs[0].ndim - 2):
         yield row([None if m is None else S(dim) for m in call.outputs], [S(dim)])
-    if schema_of(call.op).name.rstrip("_") in {"aten::tril", "aten::triu"}:
-        yield row([P], [P])
+
+
+@rule(aten("tril"), aten("tril_"), aten("triu"), aten("triu_"), empty=True)
+def triangle(call: Call) -> Iterable[Row]:
+    """The diagonal moves with the part of the matrix that a rank holds."""
+    ndim = call.inputs[0].ndim
+    for dim in range(ndim - 2):
+        yield row([S(dim)], [S(dim)])
+    for dim in range(ndim - 2, ndim):
+        yield row([S(dim)], [S(dim)], compute=_own_triangle)
+    yield row([P], [P])
+
+
+def _own_triangle(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
+    ndim, diagonal = args[0].ndim, args[1] if len(args) > 1 else kwargs.get("diagonal", 0)
+    return op(args[0], diagonal + here.offset(0, ndim - 2) - here.offset(0, ndim - 1))
 
 
 @rule(

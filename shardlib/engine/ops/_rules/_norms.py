@@ -46,6 +46,22 @@ def rms_norm_backward(call: Call) -> Iterable[Row]:
     yield row([P, P], [P, R, R, *affine])
 
 
+@rule(aten("_weight_norm_interface"))
+def weight_norm(call: Call) -> Iterable[Row]:
+    """v, g -> g v / |v|, |v|: norms of the slices along one dim."""
+    dim = call.dim()
+    if call.inputs[1].ndim > dim:
+        yield row([S(dim), S(dim)], [S(dim), S(dim)])
+
+
+@rule(aten("_weight_norm_interface_backward"))
+def weight_norm_backward(call: Call) -> Iterable[Row]:
+    """grad_w, v, g, norms -> grads of v and g."""
+    dim = call.dim()
+    if call.inputs[2].ndim > dim:
+        yield row([S(dim), S(dim)], [S(dim)] * 4)
+
+
 # --- embedding ----------------------------------------------------------------------------------------------------
 
 

@@ -74,10 +74,6 @@ _UNTAGGED = (
     "fill_.Tensor",
     "zero_",
     "zero",
-    "isreal",
-    "real",
-    "imag",
-    "view_as_real_copy",
     "hardtanh_backward",
     "hardsigmoid_backward",
     "hardswish",
@@ -175,7 +171,10 @@ def _register() -> None:
         (_ADDITIVE, _additive),
         (_BILINEAR, _bilinear),
         (_LINEAR_IN_FIRST, _linear_in_first),
-        (("alias", "detach", "lift_fresh", "lift_fresh_copy"), _additive),
+        (
+            ("alias", "alias_copy", "detach", "lift_fresh", "lift_fresh_copy", "_conj", "_neg_view", "real", "imag"),
+            _additive,
+        ),
         (("where.self",), _linear_in_all_but_first),
         (("_to_copy",), _cast),
     ):

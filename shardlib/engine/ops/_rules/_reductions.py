@@ -107,7 +107,7 @@ def _extreme(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> tor
 def vector_norm(call: Call) -> Iterable[Row]:
     dims = _reduced_dims(call)
     yield from untouched(call, dims, keep=_keep(call))
-    if call["ord"] > 0 and math.isfinite(call["ord"]):
+    if call["ord"] > 0:
         for dim in dims:
             yield row([R], [S(dim)], compute=_norm_of_norms)
 
@@ -116,7 +116,33 @@ def _norm_of_norms(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) 
     """(sum of |x|^p over ranks)^(1/p), from each rank's own norm."""
     order = _options(op, args, kwargs, "ord")[0]
     local = op(*args, **kwargs)
+    if order == math.inf:
+        return here.all_reduce(local, "max")
     return here.all_reduce(local**order, "sum") ** (1 / order)
+
+
+# --- variance -----------------------------------------------------------------------------------------------------
+
+
+@rule(*map(aten, ("var.correction", "std.correction", "var_mean.correction", "std_mean.correction")), empty=True)
+def variance(call: Call) -> Iterable[Row]:
+    dims = _reduced_dims(call)
+    yield from untouched(call, dims, keep=_keep(call))
+    for dim in dims:
+        yield row([R] * len(call.outputs), [S(dim)], compute=_split_variance)
+
+
+def _split_variance(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
+    """In two passes: the mean of all ranks, then the squares of what differs from it."""
+    x, (dims, correction, keep) = args[0], _options(op, args, kwargs, "dim", "correction", "keepdim")
+    dims = _dims_of(x, dims)
+    count = math.prod(here.shape(0)[dim] for dim in dims)
+    mean = here.all_reduce(x.sum(dims, keepdim=True), "sum") / count
+    squares = here.all_reduce((x - mean).abs().square().sum(dims, keepdim=True), "sum")
+    variance = squares / max(0, count - (1 if correction is None else correction))
+    found = variance.sqrt() if "std" in schema_of(op).name else variance
+    shaped = [y if keep else y.squeeze(dims) for y in (found, mean)]
+    return tuple(shaped) if len(schema_of(op).returns) > 1 else shaped[0]
 
 
 # --- softmax ------------------------------------------------------------------------------------------------------
@@ -234,11 +260,6 @@ _REDUCING = (
     "argmax",
     "argmin",
     "prod.dim_int",
-    "var.dim",
-    "var.correction",
-    "var_mean.correction",
-    "std.correction",
-    "std_mean.correction",
     "norm.ScalarOpt_dim",
     "median.dim",
     "nanmedian.dim",

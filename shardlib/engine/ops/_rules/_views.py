@@ -178,6 +178,14 @@ def squeeze(call: Call) -> Iterable[Row]:
     return _renamed(call, [d for d, size in enumerate(shape) if size != 1 or d not in named])
 
 
+@rule(aten("squeeze_.dim"), aten("squeeze_.dims"), empty=True)
+def squeeze_in_place(call: Call) -> Iterable[Row]:
+    """Dims that are named and longer than 1 stay, but might have local size 1: they are not split."""
+    shape, named = call.inputs[0].shape, call.dims()
+    kept = [d for d, size in enumerate(shape) if size != 1 or d not in named]
+    return _renamed(call, [None if d in named else d for d in kept])
+
+
 @rule(aten("expand"), aten("expand_copy"), localize=_local_size, empty=True)
 def expand(call: Call) -> Iterable[Row]:
     (meta,), output = call.inputs, call.outputs[0]
@@ -369,6 +377,26 @@ def slice_backward(call: Call) -> Iterable[Row]:
             yield row([_split(dim, output.shape[dim] // group)], [now], parallel=False)
 
 
+# --- a tensor with a part of it replaced --------------------------------------------------------------------------
+
+
+@rule(aten("slice_scatter"), empty=True)
+def slice_scatter(call: Call) -> Iterable[Row]:
+    for dim in range(call.inputs[0].ndim):
+        if dim != call.dim():
+            yield row([S(dim)], [S(dim), S(dim)])
+    yield row([P], [P, P])
+
+
+@rule(aten("select_scatter"), empty=True)
+def select_scatter(call: Call) -> Iterable[Row]:
+    gone = call.dim()
+    for dim in range(call.inputs[1].ndim):
+        whole_dim = dim + (dim >= gone)
+        yield row([S(whole_dim)], [S(whole_dim), S(dim)])
+    yield row([P], [P, P])
+
+
 # --- tensors made like another ------------------------------------------------------------------------------------
 
 
@@ -397,7 +425,32 @@ def news(call: Call) -> Iterable[Row]:
             yield row([S(dim)], [S(dim)])
 
 
-@rule(aten("new_empty_strided"), empty=True)
+def _local_strides(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
+    """new_empty_strided(self, size, stride): the local size, its dims in memory in the order of the strides."""
+    size, strides = list(local.outputs[0] or ()), [0] * len(args[2])
+    step = 1
+    for dim in sorted(range(len(size)), key=lambda d: (args[2][d], -d)):
+        strides[dim] = step
+        step *= max(1, size[dim])
+    return op, [args[0], size, strides, *args[3:]]
+
+
+@rule(aten("new_empty_strided"), localize=_local_strides, empty=True)
 def new_strided(call: Call) -> Iterable[Row]:
-    """Strides are the whole tensor's; only a whole one has them."""
-    yield row([R], [ANY])
+    """As `new_empty`, where the strides leave no gaps and overlap nowhere."""
+    output = call.outputs[0]
+    assert output is not None
+    now = call.current[0]
+    if _is_split(now) and call.inputs[0].shape == output.shape and _is_dense(call["size"], call["stride"]):
+        yield row([S(now.dim)], [S(now.dim)])
+    elif not _is_split(now):
+        yield row([R], [ANY])
+
+
+def _is_dense(size: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for stride, length in sorted(zip(strides, size, strict=True)):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True
