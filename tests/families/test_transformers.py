@@ -126,7 +126,12 @@ def _train(case: Case) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Their modules have the same names as Llama's.
+_FAMILIES = "Cohere Cohere2 Ernie4_5 Exaone4 Gemma Granite Helium HunYuanDenseV1 Ministral SmolLM3"
+KIN = [pytest.param(Case(f"{family}ForCausalLM", "sdpa", TP4), marks=pytest.mark.deep) for family in _FAMILIES.split()]
+
+
+@pytest.mark.parametrize("case", [*CASES, *KIN], ids=str)
 def test_training_gives_the_numbers_of_one_device(ranks, case: Case):
     ranks(case.world_size).run(_train, case)
 

@@ -17,7 +17,7 @@ import_torchvision()  # transformers imports it by the way
 
 import transformers  # noqa: E402
 
-__all__ = ["FAMILIES", "build", "images", "small", "text"]
+__all__ = ["SETTINGS", "build", "images", "small", "text", "transformers"]
 
 VOCABULARY = 67
 _SEQ = 10
@@ -41,26 +41,24 @@ _ENCODER = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-# Family -> (prefix of its classes, settings of its configuration).
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": (
-        "GPT2",
-        {**_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-        | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    ),
-    "llama": ("Llama", _LLAMA),
-    "qwen2": ("Qwen2", _LLAMA),
-    "qwen3": ("Qwen3", {**_LLAMA, "head_dim": 8}),
-    "mistral": ("Mistral", {**_LLAMA, "sliding_window": 6}),
-    "bert": ("Bert", {**_TEXT, **_ENCODER, "max_position_embeddings": 32, "num_labels": 3}),
-    "vit": ("ViT", {**_ENCODER, "image_size": 8, "patch_size": 4, "num_labels": 3}),
+_KIN = "Cohere Cohere2 Ernie4_5 Exaone4 Gemma Granite Helium HunYuanDenseV1 Ministral Qwen3 SmolLM3"
+# What the names of a family's classes begin with -> settings of its configuration.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "GPT2": {**_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "Llama": _LLAMA,
+    "Mistral": {**_LLAMA, "sliding_window": 6},
+    "Qwen2": _LLAMA,
+    **{family: {**_LLAMA, "head_dim": 8} for family in _KIN.split()},
+    "Bert": {**_TEXT, **_ENCODER, "max_position_embeddings": 32, "num_labels": 3},
+    "ViT": {**_ENCODER, "image_size": 8, "patch_size": 4, "num_labels": 3},
 }
 
 
 def small(model: str, **settings: Any) -> Any:
     """The configuration of a small model of a class, with other settings where given."""
-    prefix, ours = max((f for f in FAMILIES.values() if model.startswith(f[0])), key=lambda f: len(f[0]))
-    return getattr(transformers, f"{prefix}Config")(**{**ours, **settings})
+    family = max((prefix for prefix in SETTINGS if model.startswith(prefix)), key=len)
+    return getattr(transformers, model).config_class(**{**SETTINGS[family], **settings})
 
 
 def build(model: str, attention: str = "eager", **settings: Any) -> nn.Module:
