@@ -74,12 +74,13 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
 def _is_random(operands: Operands) -> bool:
     """Whether a call draws random numbers that have to be one draw for the whole tensor.
 
-    On accelerators PyTorch's own tracker offsets the generator by shard for the ops it knows.
+    On accelerators PyTorch's own tracker offsets the generator by shard for the ops it knows. On CPUs it has none, and
+    warns of that even where all operands are whole.
     """
     op = operands.op
-    if operands.all_whole or torch.Tag.nondeterministic_seeded not in op.tags or "scaled_dot_product" in op.name():
+    if torch.Tag.nondeterministic_seeded not in op.tags or "scaled_dot_product" in op.name():
         return False
-    return operands.mesh.device_type == "cpu" or not drawn_by_tracker(op)
+    return operands.mesh.device_type == "cpu" or not (operands.all_whole or drawn_by_tracker(op))
 
 
 def _never_sharded(operands: Operands) -> str | None:

@@ -68,7 +68,7 @@ def draw_whole(operands: Operands) -> Any:
     whatever the mesh. Nothing is communicated for an op that only fills its first operand.
     """
     fills = operands.op in _FILLS
-    if not fills:
+    if not fills and not operands.all_whole:
         note(operands, "its random numbers are drawn for the whole tensor")
     fulls = [_blank(s) if fills else f for s, f in zip(operands.specs, _fulls(operands, fills), strict=True)]
     return _split_as_first(operands, _compute_whole(operands, fulls))
