@@ -24,7 +24,7 @@ class Ungathered(torch.Tensor):
         split: the DTensor.
     """
 
-    split: DTensor
+    split: DTensor  # type: ignore[assignment]
     _whole: torch.Tensor | None
 
     @staticmethod
@@ -42,10 +42,10 @@ class Ungathered(torch.Tensor):
         return self._whole
 
     # Subclasses are not kept: what an op makes of it is a plain tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = pytree.tree_map_only(Ungathered, Ungathered.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
