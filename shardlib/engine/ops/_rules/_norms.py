@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardlib.engine.ops._rows import Call, Here, Local, Op, P, R, Row, S, aten, row, rule
+from shardlib.engine.ops._rows import Call, Here, Local, Meta, Op, P, R, Row, S, aten, row, rule
 
 __all__: list[str] = []
 
@@ -149,9 +149,13 @@ def group_norm_backward(call: Call) -> Iterable[Row]:
 )
 def batch_norm(call: Call) -> Iterable[Row]:
     """Channels may be split; everything per channel is split with them."""
-    outputs = call.outputs
-    ins = [S(1) if meta.ndim > 1 else S(0) for meta in call.inputs]
-    outs = [None if m is None else S(1) if m.ndim > 1 else R if m.shape == (0,) else S(0) for m in outputs]
-    reserve = any(m is not None and m.dtype == torch.uint8 for m in (*outputs, *call.inputs))
+    reserve = any(m is not None and m.dtype == torch.uint8 for m in (*call.outputs, *call.inputs))
     if not reserve and call.inputs[0].ndim > 1:
-        yield row(outs, ins)
+        yield row([_by_channel(meta) for meta in call.outputs], [_by_channel(meta) for meta in call.inputs])
+
+
+def _by_channel(meta: Meta | None) -> Any:
+    """In evaluation the statistics of the batch are tensors without elements, which stay whole."""
+    if meta is None:
+        return None
+    return S(1) if meta.ndim > 1 else R if meta.shape == (0,) else S(0)
