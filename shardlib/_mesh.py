@@ -129,6 +129,7 @@ class MeshShape:
         return _KINDS[axis]
 
     def items(self) -> tuple[tuple[str, int], ...]:
+        """Pairs of name and size, outermost first."""
         return self.axes
 
     def __getitem__(self, axis: str) -> int:

@@ -467,3 +467,40 @@ def op_database() -> list[Any]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     return list(op_db)
+
+
+# Modules and tensor subclasses. Seen on 2.13.0.
+
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+
+
+def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own parameters and buffers, as the dicts that hold them."""
+    return module._parameters, module._buffers
+
+
+def check_input_dim(module: Any, x: torch.Tensor) -> None:
+    """A BatchNorm's own complaint about an input of another number of dims."""
+    module._check_input_dim(x)
+
+
+def compiled_call(module: torch.nn.Module) -> Any:
+    """What `module.compile()` made its calls go through, or None."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
+    """Let calls of a module go through `call`; None for its own forward and hooks."""
+    module._compiled_call_impl = call
+
+
+def call_eagerly(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, past what `compile` put before it."""
+    return module._call_impl(*args, **kwargs)
+
+
+def compile_error() -> type[Exception]:
+    """What dynamo raises when it or its backend cannot compile. Importing it eagerly would import the compiler."""
+    return torch._dynamo.exc.TorchDynamoException

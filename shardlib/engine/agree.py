@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from shardlib.engine._torch import pytree
 from shardlib.errors import InputError, PlanError, ShardingError
 
 __all__ = ["all_tensors", "batches_agree", "draws_agree", "fingerprint", "plans_agree", "weights_agree"]

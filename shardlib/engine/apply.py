@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, mesh
 from shardlib._plan import Plan, Row, plan
 from shardlib.engine import _torch, agree, batchnorm, borders, materialize, ops, optimizer, state
+from shardlib.engine._torch import pytree
 from shardlib.engine.compile import CompileReport, compile_blocks
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.linear import compute_locally
@@ -241,7 +241,7 @@ class _Build:
             if isinstance(tensor, nn.Parameter) and isinstance(new, nn.Parameter) and new is not tensor:
                 optimizer.adopt(name, tensor, new)
         for module in self.model.modules():
-            for held in (module._parameters, module._buffers):
+            for held in _torch.own_tensors(module):
                 _swap(held, after, undo)
 
     def _initial_values(self, init: Any, *, check: bool) -> dict[str, torch.Tensor]:

@@ -14,35 +14,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardlib.engine._torch import BatchNorm, check_input_dim
 
 __all__ = ["is_batch_norm", "use_global_batch"]
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    return isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
 def use_global_batch(module: nn.Module, group: dist.ProcessGroup) -> Callable[[], None]:
     """Normalise with the statistics of all data ranks in training; returns what undoes it."""
-    assert isinstance(module, _BatchNorm)
+    assert isinstance(module, BatchNorm)
     local_forward = module.forward
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         if not _uses_batch_statistics(module):
             return local_forward(input)
-        module._check_input_dim(input)
+        check_input_dim(module, input)
         return _normalise(module, input, group)
 
     module.forward = forward  # type: ignore[method-assign, assignment]
     return lambda: delattr(module, "forward")
 
 
-def _uses_batch_statistics(module: _BatchNorm) -> bool:
+def _uses_batch_statistics(module: BatchNorm) -> bool:
     return module.training or (module.running_mean is None and module.running_var is None)
 
 
-def _normalise(module: _BatchNorm, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _normalise(module: BatchNorm, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     dims = [d for d in range(x.ndim) if d != 1]
     shape = [1, -1] + [1] * (x.ndim - 2)
     count = _total(x.new_tensor(x.numel() // x.shape[1]), group)
@@ -57,7 +58,7 @@ def _normalise(module: _BatchNorm, x: torch.Tensor, group: dist.ProcessGroup) ->
 
 
 @torch.no_grad()
-def _update_running(module: _BatchNorm, mean: torch.Tensor, var: torch.Tensor) -> None:
+def _update_running(module: BatchNorm, mean: torch.Tensor, var: torch.Tensor) -> None:
     if not module.track_running_stats or not module.training:
         return
     assert module.num_batches_tracked is not None and module.running_mean is not None

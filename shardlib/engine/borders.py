@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.utils import _pytree as pytree
 
 from shardlib.engine import _torch
+from shardlib.engine._torch import pytree
 from shardlib.errors import InputError, LayoutError
 from shardlib.layout import Layout
 

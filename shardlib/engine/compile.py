@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from shardlib.engine import _torch
+from shardlib.engine._torch import pytree
 from shardlib.errors import ShardingError
 
 __all__ = ["MODES", "CompileReport", "compile_blocks", "repeated_blocks"]
@@ -74,28 +75,27 @@ def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport
     for name, block in blocks.items():
         # One graph for each shape: layouts are decided by sizes, which a graph for all shapes leaves open.
         block.compile(backend=backend, dynamic=False)
-        assert block._compiled_call_impl is not None
-        block._compiled_call_impl = _or_eager(name, block, block._compiled_call_impl, report)
+        _torch.set_compiled_call(block, _or_eager(name, block, _torch.compiled_call(block), report))
         report.blocks.append(name)
     return report, lambda: _undo(blocks)
 
 
 def _undo(blocks: dict[str, nn.Module]) -> None:
     for block in blocks.values():
-        block._compiled_call_impl = None
+        _torch.set_compiled_call(block, None)
 
 
 def _or_eager(name: str, block: nn.Module, compiled: Callable[..., Any], report: CompileReport) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if keeper := _keeper(args, kwargs):
             _tell_of_keeper(name, keeper, report)
-            return block._call_impl(*args, **kwargs)
+            return _torch.call_eagerly(block, *args, **kwargs)
         try:
             return compiled(*args, **kwargs)
-        except (torch._dynamo.exc.TorchDynamoException, AssertionError) as error:
+        except (_torch.compile_error(), AssertionError) as error:
             # Of an AssertionError: activation checkpointing around DTensors fails one of torch's own, on 2.13.0.
             report.eager[name] = reason = _reason(error)
-            block._compiled_call_impl = None
+            _torch.set_compiled_call(block, None)
             warnings.warn(f'"{name}" cannot be compiled and runs eagerly: {reason}', stacklevel=2)
             return block(*args, **kwargs)
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from shardlib.engine._torch import own_tensors
 from shardlib.errors import CheckpointError, ShardingError, nearest
 
 __all__ = ["Source", "initial_values"]
@@ -152,12 +153,12 @@ def _run(init: Any, module: nn.Module) -> None:
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(k, t) for held in (module._parameters, module._buffers) for k, t in held.items() if t is not None]
+    return [(k, t) for held in own_tensors(module) for k, t in held.items() if t is not None]
 
 
 def _set_own(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
-    held: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
-    held[key] = tensor
+    parameters, buffers = own_tensors(module)
+    (parameters if key in parameters else buffers)[key] = tensor
 
 
 # Memory that an initialiser has not written to holds this value everywhere, so that a forgotten tensor is found.

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils import _pytree as pytree
 
 from shardlib.engine import _torch
+from shardlib.engine._torch import pytree
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.ungathered import Ungathered
 

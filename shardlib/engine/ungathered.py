@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
+
+from shardlib.engine._torch import no_torch_function, pytree, wrapper_subclass
 
 __all__ = ["Ungathered"]
 
@@ -29,9 +30,7 @@ class Ungathered(torch.Tensor):
 
     @staticmethod
     def __new__(cls, split: DTensor) -> Ungathered:
-        shell = torch.Tensor._make_wrapper_subclass(
-            cls, split.shape, strides=split.stride(), dtype=split.dtype, device=split.device
-        )
+        shell = wrapper_subclass(cls, split.shape, strides=split.stride(), dtype=split.dtype, device=split.device)
         shell.split, shell._whole = split, None
         return shell
 
@@ -42,7 +41,7 @@ class Ungathered(torch.Tensor):
         return self._whole
 
     # Subclasses are not kept: what an op makes of it is a plain tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
