@@ -65,13 +65,26 @@ def draw_whole(operands: Operands) -> Any:
     """A random op drawn at the global shape on every rank, of which each keeps its part.
 
     The ranks of a mesh share the state of their default generators, so that the numbers are those of one device,
-    whatever the mesh. Nothing is communicated for an op that only fills its first operand.
+    whatever the mesh. Nothing is communicated for dropout and for ops that only fill their first operand.
     """
+    if operands.op is torch.ops.aten.native_dropout.default and not operands.all_whole:
+        return _dropout(operands)
     fills = operands.op in _FILLS
     if not fills and not operands.all_whole:
         note(operands, "its random numbers are drawn for the whole tensor")
     fulls = [_blank(s) if fills else f for s, f in zip(operands.specs, _fulls(operands, fills), strict=True)]
     return _split_as_first(operands, _compute_whole(operands, fulls))
+
+
+def _dropout(operands: Operands) -> Any:
+    """x, p, train -> x times its part of a mask that was drawn for the whole, mask."""
+    (x,), (spec,), p = operands.tensors, operands.specs, operands.args[1]
+    assert isinstance(x, DTensor)
+    scale = 1.0 if operands.args[2] is False else 0.0 if p == 1 else 1 / (1 - p)
+    _, drawn = operands.op(_blank(spec), *operands.args[1:])
+    mask = _split_as_first(operands, wrap_whole(drawn, operands))
+    kept = local_of(x).mul(local_of(mask)).mul_(scale)
+    return wrap(kept, DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)), mask
 
 
 def _fulls(operands: Operands, fills: bool) -> Sequence[Any]:
