@@ -1,6 +1,6 @@
 """Ops on DTensors compute what they compute on plain tensors, in every placement, forward and backward.
 
-The default run takes every twelfth op of PyTorch's own database, the deep one all; the functions below are those
+The deep run takes every op of PyTorch's own database; the functions below are those
 that model families use and that DTensor itself gets wrong or stops at.
 """
 
@@ -88,16 +88,22 @@ def _check(name: str, shape: tuple[int, ...]) -> list[Finding]:
 
 # On two model axes the key's gradient of attention with a mask is wrong in a few placements that no layout file makes
 # (the key split over the head size on one axis). Known, and not claimed.
-_CASES = [(name, shape) for name in FUNCTIONS for shape in [(2,), (3,), (2, 2)]]
-_CASES.remove(("attention with a mask", (2, 2)))
+_ALWAYS = ("fill a slice", "assign where negative", "attention with a mask")
+_CASES = [
+    pytest.param(name, shape, marks=() if name in _ALWAYS else pytest.mark.deep)
+    for name in FUNCTIONS
+    for shape in [(2,), (3,), (2, 2)]
+    if (name, shape) != ("attention with a mask", (2, 2))
+]
 
 
-@pytest.mark.parametrize(("name", "shape"), _CASES, ids=str)
+@pytest.mark.parametrize(("name", "shape"), _CASES)
 def test_functions_that_models_use(ranks: Callable, name: str, shape: tuple[int, ...]):
     world = torch.Size(shape).numel()
     assert [bad for found in ranks(world).run(_check, name, shape) for bad in found] == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", database()[::_EVERY])
 def test_a_twelfth_of_pytorchs_ops(name: str):
     assert [f for f in check_op(name, (2,), tries=6).findings if f.kind in _BAD] == []
