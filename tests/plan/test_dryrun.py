@@ -13,6 +13,7 @@ from torch import nn
 from shardlib import layouts
 from shardlib._mesh import mesh
 from shardlib._plan import DryRun
+from shardlib.engine import ops
 from shardlib.engine.apply import shard_model
 from shardlib.engine.dryrun import plan, run_step
 from shardlib.engine.recording import record_collectives
@@ -111,6 +112,16 @@ def test_a_dry_run_leaves_running_processes_as_they_are(ranks):
         assert total == [2.0, 2.0]
         assert loss == pytest.approx(expected, rel=1e-5)
         assert same_plan
+
+
+def _enabled_after_a_dry_run() -> bool:
+    rules = {"0": "out@(cp,ep)", "2": "replicate"}
+    plan(mlp(), "cp=2,ep=2", rules, example=torch.ones(2, 16))
+    return ops.enabled(mesh("cp=2,ep=2")["cp", "ep"])
+
+
+def test_a_dry_run_leaves_ops_on_other_dtensors_as_they_are(ranks):
+    assert ranks(4).run(_enabled_after_a_dry_run) == [False] * 4
 
 
 class _ReadsValues(nn.Module):
