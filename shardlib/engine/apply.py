@@ -331,7 +331,8 @@ class _Build:
             name for name in split if isinstance(self.model.get_submodule(name), nn.Embedding | nn.EmbeddingBag)
         ]
         asked = [b.module for b in self.plan.borders if b.layout is not None and b.rule is not None]
-        return find_regions(split, whole, laid_out, tied, alone=look_ups, asked=asked)
+        uncalled = {name for name, module in self.model.named_modules() if not _has_forward(module)}
+        return find_regions(split, whole, laid_out, tied, alone=look_ups, asked=asked, uncalled=uncalled)
 
     def _by_any_name(self) -> Iterator[tuple[str, Row]]:
         for name, _ in (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()):
@@ -460,6 +461,10 @@ def _as_parameter(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
     parameter = nn.Parameter(value, requires_grad=like.requires_grad)
     parameter.__dict__.update(like.__dict__)
     return parameter
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _owner(name: str) -> str:

@@ -21,6 +21,7 @@ def find_regions(
     *,
     alone: Collection[str] = (),
     asked: Iterable[str] = (),
+    uncalled: Collection[str] = (),
 ) -> list[str]:
     """Names of the modules at whose borders plain tensors become DTensors and back.
 
@@ -31,15 +32,19 @@ def find_regions(
         owners: for each tied parameter, the modules that own it.
         alone: those of `split` that take no split activation, and so close over nothing but themselves.
         asked: modules that a rule gives a border of their own.
+        uncalled: modules that have no forward, such as a `ModuleList`; whoever holds one is the region in its place.
 
     >>> find_regions(["b.attn.q", "b.attn.o", "b.mlp.up", "b.mlp.down", "head"], {"b.attn.o", "b.mlp.down"})
     ['b.attn', 'b.mlp', 'head']
+    >>> find_regions(["net.layers.0.down", "net.layers.1.up"], {"net.layers.1.up"}, uncalled={"net.layers"})
+    ['net']
     """
     if laid_out:
         return [""]
-    regions = _outermost([*_close([name for name in split if name not in alone], closing), *alone, *asked])
+    found = [*_close([name for name in split if name not in alone], closing), *alone, *asked]
+    regions = _outermost([_called(name, uncalled) for name in found])
     tied = [owner for group in owners if any(inside(o, regions) for o in group) for owner in group]
-    return _outermost(regions + [owner for owner in tied if not inside(owner, regions)])
+    return _outermost([_called(name, uncalled) for name in regions + [o for o in tied if not inside(o, regions)]])
 
 
 def inside(module: str, regions: Iterable[str]) -> bool:
@@ -65,6 +70,12 @@ def _close(split: Sequence[str], closing: Collection[str]) -> list[str]:
         opened = [o for o in opened if o not in partners]
         regions.append(".".join(_common(partners[0], module)) if partners else module)
     return regions + opened
+
+
+def _called(module: str, uncalled: Collection[str]) -> str:
+    while module and module in uncalled:
+        module = module.rpartition(".")[0]
+    return module
 
 
 def _common(a: str, b: str) -> list[str]:
