@@ -20,10 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
-from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    clear_redistribute_planner_cache,
+    redistribute_local_tensor,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
@@ -233,7 +238,10 @@ def forget_meshes() -> None:
 
 
 def _forget_specs() -> None:
-    """Everything that is looked up by mesh and holds one: an equal mesh may have other process groups."""
+    """Everything that is looked up by mesh and holds one: an equal mesh may have other process groups.
+
+    A mesh that is kept keeps its groups, each with threads of its own.
+    """
     clear_propagation_cache()
     for clear in _BY_MESH:
         clear()
@@ -248,6 +256,9 @@ def clear_propagation_cache() -> None:
 
 
 def schema_of(op: Op) -> Any:
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
     """Names, types, defaults and aliases of an op's arguments and results."""
     return op._schema
 

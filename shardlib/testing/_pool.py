@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -240,6 +241,7 @@ def _serve(pipe: Connection, stack_file: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: collecting after each call need not look at it
     while True:
         try:
             head, work = pipe.recv_bytes(), pipe.recv_bytes()
@@ -280,11 +282,13 @@ def _process_group(store: str, rank: int, world_size: int) -> Any:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    dist.barrier()  # whoever is done before another has connected would close the door on it
     try:
         yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_meshes()
+        gc.collect()  # a process group that a cycle keeps has threads, which go on asking for work
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
