@@ -66,6 +66,7 @@ __all__ = [
     "is_composite",
     "is_traceable_wrapper_subclass",
     "is_view",
+    "joined",
     "local_of",
     "local_shape_and_offset",
     "move_handlers",
@@ -74,6 +75,7 @@ __all__ = [
     "next_node_number",
     "op_database",
     "op_names",
+    "part",
     "pytree",
     "ranks_of_collective",
     "ranks_of_mesh",
@@ -243,6 +245,9 @@ def _forget_specs() -> None:
     A mesh that is kept keeps its groups, each with threads of its own.
     """
     clear_propagation_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
     for clear in _BY_MESH:
         clear()
 
@@ -256,9 +261,6 @@ def clear_propagation_cache() -> None:
 
 
 def schema_of(op: Op) -> Any:
-    clear_redistribute_planner_cache()
-    _gen_transform_infos.cache_clear()
-    MeshTopoInfo.build_from_mesh.cache_clear()
     """Names, types, defaults and aliases of an op's arguments and results."""
     return op._schema
 
@@ -328,6 +330,38 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
     if source.placements == target.placements:
         return local
     return redistribute_local_tensor(local, source, target)
+
+
+def joined(local: torch.Tensor, mesh: DeviceMesh, axis: int, now: Any, shape: Sequence[int]) -> torch.Tensor:
+    """What the ranks of one mesh axis hold together: their shards side by side, or their sum.
+
+    `shape` is that of the result. A fused split has to be even.
+    """
+    if isinstance(now, Partial):
+        found = now._reduce_value(local, mesh, axis)
+    elif isinstance(now, Shard | _StridedShard):
+        found = Shard(now.dim)._to_replicate_tensor(local.contiguous(), mesh, axis, shape)
+    else:
+        return local
+    found = found.wait() if isinstance(found, AsyncCollectiveTensor) else found
+    if isinstance(now, _StridedShard):
+        turns = found.unflatten(now.dim, (mesh.size(axis), int(now.split_factor), -1))
+        found = turns.transpose(now.dim, now.dim + 1).flatten(now.dim, now.dim + 2)
+    return found
+
+
+def part(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, want: Any) -> torch.Tensor:
+    """This rank's part, along one mesh axis, of a tensor that all ranks of that axis hold alike."""
+    if isinstance(want, Partial):
+        return want._partition_value(tensor, mesh, axis)
+    if not isinstance(want, Shard | _StridedShard):
+        return tensor
+    factor = int(want.split_factor) if isinstance(want, _StridedShard) else 1
+    turns = tensor.unflatten(want.dim, (factor, -1)) if factor > 1 else tensor.unsqueeze(want.dim)
+    size = turns.shape[want.dim + 1]
+    chunk = -(-size // mesh.size(axis))
+    start = min(chunk * mesh.get_local_rank(axis), size)
+    return turns.narrow(want.dim + 1, start, min(chunk, size - start)).clone().flatten(want.dim, want.dim + 1)
 
 
 def local_shape_and_offset(

@@ -131,7 +131,7 @@ def _holds(row: Row, call: Call, *, empty: bool) -> bool:
         return False
     metas = (*call.inputs, *call.outputs)
     splits = [(m, p) for m, p in zip(metas, (*row.ins, *row.outs), strict=True) if is_split(p) and m is not None]
-    if any(p.dim >= m.ndim for m, p in splits):
+    if any(p.dim >= m.ndim or not _has_a_name(m, p, call.size) for m, p in splits):
         return False
     sizes = [m.shape[p.dim] for m, p in splits]
     fused = any(isinstance(p, _StridedShard) for _, p in splits)
@@ -145,6 +145,17 @@ def _holds(row: Row, call: Call, *, empty: bool) -> bool:
     return all(
         m.shape[p.dim] % (call.size * getattr(p, "split_factor", 1)) == 0 and m.shape[p.dim] > 0 for m, p in splits
     ) and (not (row.parallel and fused) or alike)
+
+
+def _has_a_name(meta: Meta, place: Shard | _StridedShard, size: int) -> bool:
+    """Whether placements can say it when a dim that is split already is split again.
+
+    DTensor reads a fused split beside another split of the same dim as an order of mesh axes: the factor has to be the
+    size of the later axis. Whatever else a view may bring about cannot be written down.
+    """
+    factors = [factor for dim, factor in meta.cut if dim == place.dim]
+    again = not isinstance(place, _StridedShard) and all(factor in (1, size) for factor in factors)
+    return not factors or (again and sum(factor != 1 for factor in factors) <= 1)
 
 
 @functools.cache
@@ -214,4 +225,5 @@ def _shrunk(meta: Meta, placement: Any, size: int) -> Meta:
     shape, dim = list(meta.shape), placement.dim
     ragged = (*meta.ragged, dim) if shape[dim] % size else meta.ragged
     shape[dim] = -(-shape[dim] // size)
-    return Meta(tuple(shape), meta.dtype, ragged)
+    factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+    return Meta(tuple(shape), meta.dtype, ragged, (*meta.cut, (dim, factor)))

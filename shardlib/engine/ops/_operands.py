@@ -11,11 +11,25 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardlib.engine._torch import DTensorSpec, TensorMeta, local_of, pytree, redistribute_local, schema_of, spec_of
+from shardlib.engine._torch import (
+    DTensorSpec,
+    TensorMeta,
+    _StridedShard,
+    joined,
+    local_of,
+    local_shape_and_offset,
+    part,
+    pytree,
+    redistribute_local,
+    schema_of,
+    spec_of,
+)
 from shardlib.engine.ops._rows import Op
 from shardlib.errors import ShardingError
 
 __all__ = ["Operands", "arguments_by_name", "in_order", "meta_of", "redistributed", "spec_like", "whole"]
+
+Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
@@ -125,14 +139,34 @@ def spec_like(mesh: DeviceMesh, placements: tuple[Placement, ...], tensor: torch
     )
 
 
-def redistributed(local: torch.Tensor, spec: DTensorSpec, want: tuple[Placement, ...]) -> torch.Tensor:
+def redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.Tensor:
     """The local tensor in other placements, with strides in the order of the whole tensor's."""
     if spec.placements == want:
         return local
     carrier = _CARRIERS.get(local.dtype, local.dtype)
-    target = DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta)
-    moved = redistribute_local(local.to(carrier), spec, target).to(local.dtype)
-    return in_order(moved, meta_of(spec).stride)
+    if len(want) > 1 and any(isinstance(place, _StridedShard) for place in (*spec.placements, *want)):
+        moved = _by_axes(local.to(carrier), spec, want)
+    else:
+        moved = redistribute_local(local.to(carrier), spec, DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta))
+    return in_order(moved.to(local.dtype), meta_of(spec).stride)
+
+
+def _by_axes(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.Tensor:
+    """One mesh axis after the other is made whole, the last first, and split as wanted, the first first.
+
+    For fused splits beside other axes, where DTensor's own way takes them for an order of axes, or loses count of the
+    sizes. Axes that share a dim with one that changes take part.
+    """
+    mesh, at = spec.mesh, list(spec.placements)
+    changing = {axis for axis, (a, b) in enumerate(zip(at, want, strict=True)) if a != b}
+    dims = {getattr(place, "dim", None) for axis in changing for place in (at[axis], want[axis])} - {None}
+    axes = [a for a, place in enumerate(at) if a in changing or getattr(place, "dim", None) in dims]
+    for axis in reversed(axes):
+        before = (*at[:axis], *whole(mesh)[axis:])
+        local = joined(local, mesh, axis, at[axis], local_shape_and_offset(meta_of(spec).shape, mesh, before)[0])
+    for axis in axes:
+        local = part(local, mesh, axis, want[axis])
+    return local
 
 
 def in_order(local: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -41,12 +41,13 @@ ANY = _Any()
 class Meta:
     """Shape and dtype of an operand or output, as one mesh axis sees it: local to the axes before it.
 
-    `ragged` are dims that an axis before split unevenly.
+    `ragged` are dims that an axis before split unevenly, `cut` those that were split at all, with the split factor.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     ragged: tuple[int, ...] = ()
+    cut: tuple[tuple[int, int], ...] = ()
 
     @property
     def ndim(self) -> int:
