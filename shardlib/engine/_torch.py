@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _redistribute, distribute_tensor
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
@@ -60,6 +60,7 @@ __all__ = [
     "flattened",
     "forget_meshes",
     "forget_with_meshes",
+    "gather_uneven_splits_in_turn",
     "global_metas",
     "implicit_replication",
     "intercept_propagation",
@@ -218,6 +219,31 @@ def implicit_replication() -> Iterator[None]:
         yield
     finally:
         set_implicit_replication(before)
+
+
+@functools.cache
+def gather_uneven_splits_in_turn() -> None:
+    """Have DTensor gather a dim that two axes split unevenly one axis after the other, as it split it.
+
+    Where a mesh has a flattened form, PyTorch (2.13.0) makes one all-gather of the two. Nine rows on 2 x 2 ranks are
+    3, 2, 2, 2, but flattened they would be 3, 3, 3, 0, and the wrong rows come back as padding.
+    `tests/engine/test_properties.py` shows it.
+    """
+    merged = getattr(_redistribute, "_optimize_transform_infos", None)
+    if merged is None:
+        return
+
+    def merge(infos: list[Any], mesh: DeviceMesh, *placements: Any) -> list[Any]:
+        return infos if any(_is_uneven_gather(info, mesh) for info in infos) else merged(infos, mesh, *placements)
+
+    _redistribute._optimize_transform_infos = merge
+
+
+def _is_uneven_gather(info: Any, mesh: DeviceMesh) -> bool:
+    source, target = info.src_dst_placements
+    if not target.is_replicate() or not isinstance(source, Shard | _StridedShard):
+        return False
+    return isinstance(source, _StridedShard) or info.logical_shape[source.dim] % mesh.size(info.mesh_dim) != 0
 
 
 def run_at_end_of_backward(callback: Callable[[], None]) -> None:
