@@ -236,7 +236,7 @@ def gather_uneven_splits_in_turn() -> None:
     def merge(infos: list[Any], mesh: DeviceMesh, *placements: Any) -> list[Any]:
         return infos if any(_is_uneven_gather(info, mesh) for info in infos) else merged(infos, mesh, *placements)
 
-    _redistribute._optimize_transform_infos = merge
+    _redistribute._optimize_transform_infos = merge  # type: ignore[assignment]
 
 
 def _is_uneven_gather(info: Any, mesh: DeviceMesh) -> bool:
