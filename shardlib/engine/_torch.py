@@ -5,7 +5,6 @@ Seen on torch 2.13.0; the names used here exist in 2.10 and later.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import sys
@@ -48,6 +47,7 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "_StridedShard",
+    "all_reduced",
     "backward_id",
     "cached_by_mesh",
     "clear_propagation_cache",
@@ -62,6 +62,8 @@ __all__ = [
     "forget_with_meshes",
     "gather_uneven_splits_in_turn",
     "global_metas",
+    "graph_backend",
+    "group_to_sum_over",
     "implicit_replication",
     "intercept_propagation",
     "is_composite",
@@ -81,7 +83,6 @@ __all__ = [
     "ranks_of_collective",
     "ranks_of_mesh",
     "redistribute_local",
-    "reduced",
     "replicated_spec",
     "restore_handlers",
     "return_and_correct_aliasing",
@@ -94,6 +95,7 @@ __all__ = [
     "shard",
     "spec",
     "spec_of",
+    "spec_with",
     "splits",
     "wrap",
 ]
@@ -158,7 +160,7 @@ def _replicated_spec(mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...
 
 def replicated_spec(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
     """What `wrap` needs to know of a plain tensor that is the same on all ranks of `mesh`."""
-    return copy.copy(_replicated_spec(mesh, tensor.shape, tensor.stride(), tensor.dtype))
+    return _replicated_spec(mesh, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 @cached_by_mesh
@@ -169,7 +171,13 @@ def _spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int,
 
 def spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype) -> Any:
     """What `wrap` needs to know of a contiguous tensor of this global shape."""
-    return copy.copy(_spec(mesh, placements, tuple(shape), dtype))
+    return _spec(mesh, placements, tuple(shape), dtype)
+
+
+@cached_by_mesh
+def spec_with(spec: DTensorSpec, placements: tuple[Placement, ...]) -> Any:
+    """The spec of the same tensor in other placements."""
+    return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
 
 
 def splits(placement: Placement, dim: int) -> bool:
@@ -184,22 +192,25 @@ def moved(placement: Placement, dim: int) -> Placement:
     return Shard(dim)
 
 
-def reduced(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    source: tuple[Placement, ...],
-    target: tuple[Placement, ...],
-    shape: Sequence[int],
-) -> torch.Tensor:
-    """The local tensor of `target`, ready to be written to, from that of `source`."""
-    found = redistribute_local_tensor(
-        local, spec(mesh, source, shape, local.dtype), spec(mesh, target, shape, local.dtype)
-    )
-    return found.wait() if isinstance(found, AsyncCollectiveTensor) else found
+@cached_by_mesh
+def group_to_sum_over(mesh: DeviceMesh, now: tuple[Placement, ...], want: tuple[Placement, ...]) -> str | None:
+    """The name of the one group whose all-reduce makes partial sums whole, if that is all that differs."""
+    changing = [axis for axis, (a, b) in enumerate(zip(now, want, strict=True)) if a != b]
+    if len(changing) == 1 and now[changing[0]].is_partial("sum") and want[changing[0]].is_replicate():
+        return mesh.get_group(changing[0]).group_name
+    return None
+
+
+def all_reduced(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """A new tensor, the sum over a group: DTensor's own op, without a word to autograd, which costs as much again."""
+    collective = torch.ops._c10d_functional
+    with torch._C._AutoDispatchBelowAutograd():
+        return collective.wait_tensor.default(collective.all_reduce.default(tensor, "sum", group))
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """The one-axis mesh over several axes of a mesh, so that one collective spans them all."""
+    """The one-axis mesh over several axes of a mesh, in any order, so that one collective spans them all."""
+    axes = tuple(name for name in mesh.mesh_dim_names or () if name in axes)
     with unset_fake_temporarily():  # a mesh is a tensor of ranks
         return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten()
 
@@ -570,6 +581,32 @@ def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
 def call_eagerly(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module with its hooks, past what `compile` put before it."""
     return module._call_impl(*args, **kwargs)
+
+
+@functools.cache
+def graph_backend() -> Any:
+    """What "aot_eager" does for `torch.compile`: the traced graphs of forward and backward run op by op, in Python.
+
+    Below autograd, which has no part in them: its kernels, and the Python that stands in their place for collectives,
+    cost more than the ops of a small model.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        call = boxed_nop(graph, inputs)
+
+        def run(args: list[Any]) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return call(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return aot_autograd(
+        fw_compiler=keep, partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True
+    )
 
 
 def compile_error() -> type[Exception]:

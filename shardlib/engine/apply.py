@@ -262,6 +262,8 @@ class _Build:
     def install(self, undo: ExitStack, *, check: bool, global_batch_norm: bool, bucket_bytes: int) -> GradientReducer:
         """Hooks on the model: regions, borders, gradients, state dicts, inputs."""
         optimizer.watch_optimizers()
+        if self.model_axes or self.data_axes:
+            optimizer.look_after(self.model.parameters())
         if self.model_mesh is not None:
             _torch.gather_uneven_splits_in_turn()
             ops.enable(self.model_mesh)

@@ -72,9 +72,10 @@ def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport
     backend = "aot_eager" if backend == "auto" else backend
     report = CompileReport(backend)
     blocks = repeated_blocks(model) if backend else {}
+    compiler = _torch.graph_backend() if blocks and backend == "aot_eager" else backend
     for name, block in blocks.items():
         # One graph for each shape: layouts are decided by sizes, which a graph for all shapes leaves open.
-        block.compile(backend=backend, dynamic=False)
+        block.compile(backend=compiler, dynamic=False)
         _torch.set_compiled_call(block, _or_eager(name, block, _torch.compiled_call(block), report))
         report.blocks.append(name)
     return report, lambda: _undo(blocks)

@@ -30,19 +30,26 @@ Axes = tuple[str, ...]
 
 @dataclass(eq=False)
 class _Slot:
-    """One parameter's place in a bucket: `view` is local memory inside it, `grad` is what `p.grad` becomes."""
+    """One parameter's place in a bucket: `view` is local memory inside it, `grad` is what `p.grad` becomes.
+
+    The gradients of `small` ones are copied together when the bucket leaves: one call costs more than their bytes.
+    """
 
     param: torch.nn.Parameter
     view: torch.Tensor
     grad: torch.Tensor
+    small: bool
     filled: bool = False
 
 
 @dataclass(eq=False)
 class _Bucket:
+    """Gradients in one flat tensor: those of the small slots, then those of the others, then a flag for each slot."""
+
     axes: Axes
     flat: torch.Tensor
     slots: list[_Slot]
+    small_numel: int
     missing: int = 0
     work: dist.Work | None = field(default=None)
 
@@ -53,7 +60,7 @@ class _Bucket:
 
     @property
     def used(self) -> torch.Tensor:
-        """A flag for each slot, behind the gradients: how many ranks had a gradient for it."""
+        """For each slot, how many ranks had a gradient for it."""
         return self.flat[self.flat.numel() - len(self.slots) :]
 
 
@@ -142,7 +149,8 @@ class GradientReducer:
 
     def _fill(self, bucket: _Bucket, slot: _Slot) -> None:
         slot.filled = True
-        self._copy_in(bucket, slot)
+        if not slot.small:
+            self._copy_in(bucket, slot)
         bucket.missing -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._launch(self._buckets[self._next])
@@ -156,7 +164,14 @@ class GradientReducer:
         partial = _partial_axes(grad)
         return 1.0 / math.prod(self._sizes[axis] for axis in axes if axis not in partial)
 
+    def _copy_small_ones_in(self, bucket: _Bucket) -> None:
+        slots = [slot for slot in bucket.slots if slot.small and slot.filled]
+        if slots:
+            torch._foreach_copy_([slot.view for slot in slots], [_plain_gradient(slot.param) for slot in slots])
+            bucket.flat[: bucket.small_numel].mul_(1.0 / math.prod(self._sizes[axis] for axis in bucket.axes))
+
     def _launch(self, bucket: _Bucket) -> None:
+        self._copy_small_ones_in(bucket)
         used = bucket.used
         used.fill_(1.0)
         for i, slot in enumerate(bucket.slots):
@@ -187,9 +202,10 @@ class GradientReducer:
             return
         if slot.param.grad is None:
             slot.view.zero_()
-        else:
+            return
+        slot.filled = True
+        if not slot.small:
             self._copy_in(bucket, slot)
-            slot.filled = True
 
     def _hand_out(self, bucket: _Bucket) -> None:
         assert bucket.work is not None
@@ -220,20 +236,34 @@ class GradientReducer:
             self._add_bucket(axes, batch)
 
     def _add_bucket(self, axes: Axes, params: list[torch.nn.Parameter]) -> None:
+        def small(param: torch.Tensor) -> bool:
+            return axes == self.data_axes and not isinstance(param, DTensor) and param.numel() <= _SMALL_NUMEL
+
+        params = sorted(params, key=lambda p: not small(p))
         sizes = [_local(p).numel() for p in params]
         flat = _local(params[0]).new_zeros(sum(sizes) + len(params))
         views = flat[: sum(sizes)].split(sizes)
-        slots = [_slot(p, view) for p, view in zip(params, views, strict=True)]
-        bucket = _Bucket(axes, flat, slots)
+        slots = [_slot(p, view, small=small(p)) for p, view in zip(params, views, strict=True)]
+        bucket = _Bucket(axes, flat, slots, sum(slot.view.numel() for slot in slots if slot.small))
         bucket.reset()
         self._buckets.append(bucket)
         self._home.update({id(slot.param): (bucket, slot) for slot in slots})
 
 
-def _slot(param: torch.nn.Parameter, view: torch.Tensor) -> _Slot:
+_SMALL_NUMEL = 1 << 14
+
+
+def _slot(param: torch.nn.Parameter, view: torch.Tensor, *, small: bool) -> _Slot:
     view = view.view(_local(param).shape)
     grad = _torch.wrap(view, _torch.spec_of(param)) if isinstance(param, DTensor) else view
-    return _Slot(param, view, grad)
+    return _Slot(param, view, grad, small)
+
+
+def _plain_gradient(param: torch.Tensor) -> torch.Tensor:
+    """The gradient of a plain parameter; one that met DTensors has a DTensor."""
+    grad = param.grad
+    assert grad is not None
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

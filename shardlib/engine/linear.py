@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shardlib.engine import _torch
+from shardlib.engine._torch import DTensorSpec
+from shardlib.engine.ops import redistributed
 
 __all__ = ["compute_locally"]
-
-Placements = tuple[Placement, ...]
 
 
 def compute_locally(module: nn.Linear) -> Callable[[], None]:
@@ -38,8 +39,8 @@ def compute_locally(module: nn.Linear) -> Callable[[], None]:
         weight, bias = module.weight, module.bias
         traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type)
         if not traced and isinstance(input, DTensor) and isinstance(weight, DTensor):
-            way = _way(input.placements, weight.placements, input.ndim)
-            if way is not None and _even(input, weight):
+            way = _way(_torch.spec_of(input), _torch.spec_of(weight))
+            if way is not None:
                 return _Linear.apply(input, weight, bias, way)
         return F.linear(input, weight, bias)
 
@@ -47,22 +48,39 @@ def compute_locally(module: nn.Linear) -> Callable[[], None]:
     return lambda: delattr(module, "forward")
 
 
+@dataclass(frozen=True)
 class _Way:
-    """The placements of one call's results, and the mesh dims over which its product is summed."""
+    """How one call is computed: the specs of its results. The product is a partial sum where it is not the output."""
 
-    def __init__(self, rows: list[tuple[Placement, Placement, Placement, Placement, bool]]) -> None:
-        self.output: Placements = tuple(row[0] for row in rows)
-        self.grad_input: Placements = tuple(row[1] for row in rows)
-        self.grad_weight: Placements = tuple(row[2] for row in rows)
-        self.grad_bias: Placements = tuple(row[3] for row in rows)
-        self.product: Placements = tuple(Partial() if row[4] else row[0] for row in rows)
-        self.summed = any(row[4] for row in rows)
+    product: DTensorSpec
+    output: DTensorSpec
+    grad_input: DTensorSpec
+    grad_weight: DTensorSpec
+    grad_bias: DTensorSpec
+
+    @property
+    def summed(self) -> bool:
+        return self.product is not self.output
 
 
-@functools.cache
-def _way(x: Placements, weight: Placements, ndim: int) -> _Way | None:
-    rows = [_row(a, b, ndim - 1) for a, b in zip(x, weight, strict=True)]
-    return None if None in rows else _Way(rows)  # type: ignore[arg-type]
+@_torch.cached_by_mesh
+def _way(x: DTensorSpec, weight: DTensorSpec) -> _Way | None:
+    assert x.tensor_meta is not None and weight.tensor_meta is not None
+    rows = [_row(a, b, len(x.shape) - 1) for a, b in zip(x.placements, weight.placements, strict=True)]
+    if None in rows or x.tensor_meta.dtype != weight.tensor_meta.dtype or not (_even(x) and _even(weight)):
+        return None
+    output, grad_x, grad_weight, grad_bias, partial = zip(*rows, strict=True)  # type: ignore[arg-type]
+    product = tuple(Partial() if summed else place for place, summed in zip(output, partial, strict=True))
+    spec = functools.partial(_torch.spec, x.mesh, dtype=weight.tensor_meta.dtype)
+    shape = (*x.shape[:-1], weight.shape[0])
+    whole = spec(output, shape)
+    return _Way(
+        product=spec(product, shape) if any(partial) else whole,
+        output=whole,
+        grad_input=spec(grad_x, x.shape),
+        grad_weight=spec(grad_weight, weight.shape),
+        grad_bias=spec(grad_bias, weight.shape[:1]),
+    )
 
 
 def _row(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement, bool] | None:
@@ -79,10 +97,10 @@ def _row(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placeme
     return None
 
 
-def _even(x: DTensor, weight: DTensor) -> bool:
+def _even(spec: DTensorSpec) -> bool:
     """Whether no split is uneven: only then do local strides say what global ones are."""
-    pairs = [(t, p, n) for t in (x, weight) for p, n in zip(t.placements, t.device_mesh.shape, strict=True)]
-    return all(t.shape[p.dim] % n == 0 for t, p, n in pairs if isinstance(p, Shard))
+    pairs = zip(spec.placements, spec.mesh.shape, strict=True)
+    return all(spec.shape[p.dim] % n == 0 for p, n in pairs if isinstance(p, Shard))
 
 
 class _Linear(torch.autograd.Function):
@@ -92,35 +110,28 @@ class _Linear(torch.autograd.Function):
         ctx.way, ctx.has_bias = way, bias is not None
         local_bias = None if bias is None else _torch.local_of(bias)
         y = F.linear(_torch.local_of(x), _torch.local_of(weight), None if way.summed else local_bias)
-        shape = (*x.shape[:-1], weight.shape[0])
-        if not way.summed:
-            return _torch.wrap(y, _torch.spec(x.device_mesh, way.output, shape, y.dtype))
-        y = _torch.reduced(y, x.device_mesh, way.product, way.output, shape)
-        y = y if local_bias is None else y.add_(local_bias)
-        return _torch.wrap(y, _torch.spec(x.device_mesh, way.output, shape, y.dtype))
+        if way.summed:
+            y = redistributed(y, way.product, way.output.placements)
+            y = y if local_bias is None else y.add_(local_bias)
+        return _torch.wrap(y, way.output)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        if grad.placements != ctx.way.output:
-            grad = grad.redistribute(placements=ctx.way.output)
+        way: _Way = ctx.way
+        if grad.placements != way.output.placements:
+            grad = grad.redistribute(placements=way.output.placements)
         if torch.is_grad_enabled():
             return (*_differentiable(ctx, grad, x, weight), None)
-        needs, way, mesh = ctx.needs_input_grad, ctx.way, x.device_mesh
+        needs = ctx.needs_input_grad
         g, rows = _torch.local_of(grad), _torch.local_of(x).flatten(0, -2)
         flat = g.reshape(-1, g.shape[-1])
-        grads: list[torch.Tensor | None] = [None, None, None]
-        if needs[0]:
-            grads[0] = _wrapped(g @ _torch.local_of(weight), mesh, way.grad_input, x.shape)
-        if needs[1]:
-            grads[1] = _wrapped(flat.t() @ rows, mesh, way.grad_weight, weight.shape)
-        if ctx.has_bias and needs[2]:
-            grads[2] = _wrapped(flat.sum(0), mesh, way.grad_bias, weight.shape[:1])
-        return (*grads, None)
-
-
-def _wrapped(local: torch.Tensor, mesh: Any, placements: Placements, shape: tuple[int, ...]) -> DTensor:
-    return _torch.wrap(local, _torch.spec(mesh, placements, shape, local.dtype))
+        return (
+            _torch.wrap(g @ _torch.local_of(weight), way.grad_input) if needs[0] else None,
+            _torch.wrap(flat.t() @ rows, way.grad_weight) if needs[1] else None,
+            _torch.wrap(flat.sum(0), way.grad_bias) if ctx.has_bias and needs[2] else None,
+            None,
+        )
 
 
 def _differentiable(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor | None]:

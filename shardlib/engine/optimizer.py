@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardlib.engine import _torch
 from shardlib.errors import ShardingError
 
-__all__ = ["adopt", "register_elementwise", "watch_optimizers"]
+__all__ = ["adopt", "look_after", "register_elementwise", "watch_optimizers"]
 
 _ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
     torch.optim.ASGD,
@@ -63,6 +64,7 @@ class _ByParameter(Generic[T]):
 
 _local_leaf: _ByParameter[torch.Tensor] = _ByParameter()  # of a sharded parameter: a plain leaf over its local memory
 _replaced: _ByParameter[str] = _ByParameter()  # of a parameter that was replaced in sharding: its name
+_ours: _ByParameter[bool] = _ByParameter()  # all parameters of sharded models
 _stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> what to put back after the step
 
 
@@ -87,6 +89,12 @@ def adopt(name: str, before: nn.Parameter, after: nn.Parameter) -> None:
         _local_leaf.put(after, _torch.local_of(after).detach())
 
 
+def look_after(params: Iterable[nn.Parameter]) -> None:
+    """Tell the hooks that these are the parameters of a sharded model."""
+    for param in params:
+        _ours.put(param, True)
+
+
 @functools.cache
 def watch_optimizers() -> None:
     """Install both hooks, once."""
@@ -99,7 +107,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     params = [p for group in optimizer.param_groups for p in group["params"]]
     _refuse_replaced(params)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
-    if closure is None and type(optimizer) in _ELEMENTWISE and any(_local_leaf.get(p) is not None for p in params):
+    if closure is None and type(optimizer) in _ELEMENTWISE and any(_ours.get(p) for p in params):
         _step_on_local_tensors(optimizer)
 
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.gradients import GradientReducer
+from shardlib.engine.ops import redistributed
 from shardlib.engine.ungathered import Ungathered
 
 __all__ = ["Root", "install_region"]
@@ -148,17 +149,16 @@ class _ToPlain(torch.autograd.Function):
         if all(p.is_replicate() for p in x.placements):
             local = _torch.local_of(x)
             return local.view_as(local)
-        return Ungathered(_torch.wrap(_torch.local_of(x), _torch.spec_of(x))) if late else x.full_tensor()
+        return Ungathered(_torch.wrap(_torch.local_of(x), _torch.spec_of(x))) if late else _whole(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        whole = _torch.wrap(grad, _torch.replicated_spec(grad, ctx.mesh))
-        return whole if whole.placements == ctx.placements else whole.redistribute(placements=ctx.placements), None
+        whole = _torch.replicated_spec(grad, ctx.mesh)
+        return _torch.wrap(redistributed(grad, whole, ctx.placements), _torch.spec_with(whole, ctx.placements)), None
 
 
-def _whole(grad: torch.Tensor) -> torch.Tensor:
-    if not isinstance(grad, DTensor):
-        return grad
-    if all(p.is_replicate() for p in grad.placements):
-        return _torch.local_of(grad)
-    return grad.full_tensor()
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor; the local one itself where that is whole already."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return redistributed(_torch.local_of(tensor), _torch.spec_of(tensor), (Replicate(),) * tensor.device_mesh.ndim)

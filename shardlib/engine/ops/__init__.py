@@ -19,10 +19,11 @@ from shardlib.engine._torch import (
 )
 from shardlib.engine.ops import _rules
 from shardlib.engine.ops._dispatch import forget_decisions, policy, remember_statics
+from shardlib.engine.ops._operands import redistributed
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import ruled_ops
 
-__all__ = ["GatheredOp", "ShardlibGatherWarning", "disable", "enable", "enabled", "record", "restored"]
+__all__ = ["GatheredOp", "ShardlibGatherWarning", "disable", "enable", "enabled", "record", "redistributed", "restored"]
 
 assert _rules
 _MESHES: set[DeviceMesh] = set()

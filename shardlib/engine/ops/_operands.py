@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from shardlib.engine._torch import (
     DTensorSpec,
     TensorMeta,
     _StridedShard,
+    all_reduced,
+    group_to_sum_over,
     joined,
     local_of,
     local_shape_and_offset,
@@ -143,6 +146,10 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> t
     """The local tensor in other placements, with strides in the order of the whole tensor's."""
     if spec.placements == want:
         return local
+    local = local.resolve_conj().resolve_neg()  # no collective takes what is only marked as conjugate or negative
+    group = group_to_sum_over(spec.mesh, spec.placements, want)
+    if group is not None and local.dtype not in _CARRIERS:
+        return in_order(all_reduced(local, group), meta_of(spec).stride)
     carrier = _CARRIERS.get(local.dtype, local.dtype)
     if len(want) > 1 and any(isinstance(place, _StridedShard) for place in (*spec.placements, *want)):
         moved = _by_axes(local.to(carrier), spec, want)
@@ -174,6 +181,8 @@ def in_order(local: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 
     Kernels and views rely on that order: what is contiguous as a whole has to be so in every shard.
     """
+    if local.is_contiguous() and all(a >= b for a, b in itertools.pairwise(strides)):
+        return local
     order = sorted(range(local.ndim), key=lambda dim: (-strides[dim], dim))
     back = sorted(range(local.ndim), key=order.__getitem__)
     return local.permute(order).contiguous().permute(back)
