@@ -83,6 +83,7 @@ __all__ = [
     "ranks_of_collective",
     "ranks_of_mesh",
     "redistribute_local",
+    "replace_kernels",
     "replicated_spec",
     "restore_handlers",
     "return_and_correct_aliasing",
@@ -342,6 +343,14 @@ def move_handlers(ops: Sequence[Op]) -> dict[Op, Any]:
 def restore_handlers(handlers: Mapping[Op, Any]) -> None:
     """Undo `move_handlers`."""
     dispatcher()._custom_op_handlers.update(handlers)
+
+
+def replace_kernels(kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> Callable[[], None]:
+    """Register kernels of aten ops, by name and dispatch key, above those that there are; returns what undoes it."""
+    library = torch.library.Library("aten", "IMPL")
+    for (op, key), kernel in kernels.items():
+        library.impl(op, kernel, key)
+    return library._destroy
 
 
 def drawn_by_tracker(op: Op) -> bool:

@@ -18,6 +18,7 @@ from shardlib.engine._torch import (
     restore_handlers,
 )
 from shardlib.engine.ops import _rules
+from shardlib.engine.ops._composite import install as replace_composites
 from shardlib.engine.ops._dispatch import forget_decisions, policy, remember_statics
 from shardlib.engine.ops._operands import redistributed
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
@@ -92,6 +93,7 @@ def _install() -> None:
         return original(op, args, kwargs, info, try_cache)
 
     _UNDO.append(intercept_propagation(ours))
+    _UNDO.append(replace_composites())
     _UNDO.append(lambda: restore_handlers(handlers))
     for op in ruled_ops():
         remember_statics(op)
