@@ -20,7 +20,7 @@ from shardlib.engine._torch import TorchDispatchMode, _StridedShard, pytree, sch
 from shardlib.engine.ops._choose import _candidates, _holds
 from shardlib.engine.ops._rows import ANY, Call, Local, Meta, Op, Row, rule_of
 
-__all__ = ["AtenCall", "CallRecorder", "Claim", "claims", "disprove"]
+__all__ = ["AtenCall", "CallRecorder", "Claim", "claims", "cut", "disprove"]
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Claim:
 def claims(call: AtenCall, sizes: Sequence[int] = (2, 3)) -> Iterator[Claim]:
     """Every row that the op's rule gives for a call, whatever the operands' placements are beforehand."""
     rule = rule_of(call.op)
-    if rule is None:
-        return
+    if rule is None or not call.tensors or torch.Tag.nondeterministic_seeded in call.op.tags:
+        return  # random ops are drawn for the whole tensor, without a row
     args, kwargs = call.fresh()
     outputs = _output_metas(call.op(*args, **kwargs))
     for size in sizes:
@@ -180,7 +180,7 @@ def _result_places(claim: Claim) -> list[Any]:
 
 
 def _run_ranks(claim: Claim) -> list[list[Any]]:
-    cut = [_cut(t, p, claim.size) for t, p in zip(claim.call.tensors, claim.row.ins, strict=True)]
+    cut = [cut(t, p, claim.size) for t, p in zip(claim.call.tensors, claim.row.ins, strict=True)]
     meeting = _Meeting(claim.size)
     jobs = [functools.partial(_run_rank, claim, [c[r] for c in cut], meeting, r) for r in range(claim.size)]
     return [job() for job in jobs] if claim.row.compute is None else _in_threads(jobs, meeting)
@@ -229,7 +229,7 @@ def _local(claim: Claim, locals_: list[torch.Tensor], rank: int) -> Local:
     args, kwargs = claim.call.fresh()
     wholes = pytree.tree_leaves(claim.call.op(*args, **kwargs), is_leaf=lambda x: x is None)
     outputs = [
-        tuple(_cut(w, p, claim.size)[rank].shape) if isinstance(w, torch.Tensor) and p is not None else None
+        tuple(cut(w, p, claim.size)[rank].shape) if isinstance(w, torch.Tensor) and p is not None else None
         for w, p in zip(wholes, claim.row.outs, strict=True)
     ]
     return Local(
@@ -258,7 +258,7 @@ class _SimulatedRank:
         place = self.claim.row.ins[operand]
         if not (isinstance(place, Shard) and place.dim == dim):
             return 0
-        pieces = _cut(self.claim.call.tensors[operand], place, self.claim.size)
+        pieces = cut(self.claim.call.tensors[operand], place, self.claim.size)
         return sum(piece.shape[dim] for piece in pieces[: self.rank])
 
     def shape(self, operand: int) -> tuple[int, ...]:
@@ -276,7 +276,7 @@ class _SimulatedRank:
 # --- cutting up and putting together ------------------------------------------------------------------------------
 
 
-def _cut(tensor: torch.Tensor, place: Any, size: int) -> list[torch.Tensor]:
+def cut(tensor: torch.Tensor, place: Any, size: int) -> list[torch.Tensor]:
     """What each rank holds of a tensor."""
     if isinstance(place, _StridedShard):
         turns = tensor.unflatten(place.dim, (place.split_factor, -1))
@@ -295,7 +295,7 @@ def _cut(tensor: torch.Tensor, place: Any, size: int) -> list[torch.Tensor]:
 
 def _summands(tensor: torch.Tensor, size: int, place: Partial) -> list[torch.Tensor]:
     """Unlike parts that add up to (or average to) the tensor. They are whole numbers, to lose no digits on the way."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
         return [tensor.clone()] + [torch.zeros_like(tensor)] * (size - 1)
     whole = tensor * size if place.reduce_op == "avg" else tensor
     parts = [torch.randint_like(tensor.real, -4, 5).to(tensor.dtype) for _ in range(size - 1)]
@@ -303,7 +303,7 @@ def _summands(tensor: torch.Tensor, size: int, place: Partial) -> list[torch.Ten
 
 
 def _differs(whole: torch.Tensor, place: Any, pieces: list[torch.Tensor], claim: Claim) -> str | None:
-    shapes = [tuple(p.shape) for p in _cut(whole, place, claim.size)]
+    shapes = [tuple(p.shape) for p in cut(whole, place, claim.size)]
     if [tuple(p.shape) for p in pieces] != shapes:
         return f"local shapes {[tuple(p.shape) for p in pieces]}, where {place} means {shapes}"
     if any(p.dtype != whole.dtype for p in pieces):
@@ -315,7 +315,7 @@ def _differs(whole: torch.Tensor, place: Any, pieces: list[torch.Tensor], claim:
         total = torch.stack(list(pieces)).sum(0)
         total = total / claim.size if place.reduce_op == "avg" else total
         return None if _close(total.to(whole.dtype), whole, near) else "the parts do not add up to the whole"
-    for rank, (piece, wanted) in enumerate(zip(pieces, _cut(whole, place, claim.size), strict=True)):
+    for rank, (piece, wanted) in enumerate(zip(pieces, cut(whole, place, claim.size), strict=True)):
         if not _close(piece, wanted, near):
             return f"rank {rank} differs from its part of the whole"
     return None
@@ -327,6 +327,8 @@ _WITHOUT_VALUES = {"empty_like", "new_empty", "new_empty_strided", "empty"}
 def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     if not (b.is_floating_point() or b.is_complex()):
         return torch.equal(a, b)
+    if b.dtype.itemsize == 1:
+        a, b = a.float(), b.float()
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 

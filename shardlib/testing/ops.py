@@ -6,11 +6,13 @@ way on a mesh, and compares outputs and gradients. The command runs it over PyTo
     python -m shardlib.testing.ops --world 2
 
 and prints for each op whether our sharding rules carried it, whether something had to be gathered, or what was wrong.
+`--form` writes in place, through views, or into `out=`; `--dtype` takes another type.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import warnings
@@ -29,14 +31,14 @@ from shardlib.engine._torch import (
     local_of,
     op_database,
     pytree,
-    redistribute_local,
     spec_of,
     wrap,
 )
-from shardlib.engine.ops._operands import redistributed, spec_like
+from shardlib.engine.ops._operands import in_order, redistributed, spec_like
 from shardlib.testing._pool import RankError, shared_pool
+from shardlib.testing._prove import cut
 
-__all__ = ["Finding", "Sample", "Verdict", "check_function", "placed"]
+__all__ = ["FORMS", "Finding", "Sample", "Verdict", "check_function", "check_op", "database", "placed", "samples_of"]
 
 Placements = tuple[Placement, ...]
 
@@ -115,9 +117,17 @@ def _direction(output: torch.Tensor, i: int, mesh: DeviceMesh | None) -> torch.T
 
 
 def _full(value: Any) -> Any:
+    """As a user takes it, so that placements have to be such as DTensor reads; by our way where gloo lacks the type."""
     if not isinstance(value, DTensor):
         return value
-    return redistributed(local_of(value).detach(), spec_of(value), _whole(value.device_mesh))
+    detached = value.detach()
+    assert isinstance(detached, DTensor)
+    if value.dtype in _SENT:
+        return detached.full_tensor()
+    return redistributed(local_of(detached), spec_of(value), _whole(value.device_mesh))
+
+
+_SENT = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
 
 
 def _difference(found: list[Any], wanted: list[Any], tolerance: float) -> str | None:
@@ -148,10 +158,14 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tolerance(inputs: list[torch.Tensor], outputs: list[Any]) -> float:
-    """Sums are done in another order: a few digits less than the coarsest type that takes part."""
+    """Sums are done in another order: a few digits less than the coarsest type that takes part.
+
+    Types of two bytes have two or three digits: there it is a quarter (bfloat16), less than what a sum that is missing
+    or done twice makes.
+    """
     tensors = [*inputs, *(x for x in outputs if isinstance(x, torch.Tensor))]
-    floats = [t.dtype for t in tensors if t.is_floating_point() or t.is_complex()]
-    return max([1e-9, *(1e4 * torch.finfo(dtype).eps for dtype in floats if torch.finfo(dtype).eps > 1e-12)])
+    epsilons = [torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point() or t.is_complex()]
+    return max([1e-9, *(eps * (1e4 if eps < 1e-4 else 32) for eps in epsilons if eps > 1e-12)])
 
 
 # --- placements ---------------------------------------------------------------------------------------------------
@@ -189,30 +203,51 @@ def _options(tensor: torch.Tensor, mesh: DeviceMesh) -> Iterator[Placements]:
         single.append(Partial("sum"))
     if mesh.ndim == 1:
         yield from ((p,) for p in single)
-        fused = [d for d in range(tensor.ndim) if tensor.shape[d] and tensor.shape[d] % (2 * mesh.size()) == 0]
-        yield from ((_StridedShard(d, split_factor=2),) for d in fused[-1:])
+        yield from ((_StridedShard(d, split_factor=k),) for d in range(tensor.ndim) for k in _factors(tensor, d, mesh))
         return
     for i, first in enumerate([*single, Replicate()]):
         for j, second in enumerate([Replicate(), *single]):
             if (i + j) % 2 == 0:
                 yield (first, second)
+    for axis in range(mesh.ndim):
+        for d in range(tensor.ndim):
+            yield from (_fused(tensor, d, k, axis, mesh) for k in _factors(tensor, d, mesh, axis))
+
+
+def _factors(tensor: torch.Tensor, dim: int, mesh: DeviceMesh, axis: int = 0) -> list[int]:
+    """A factor of a fused split that this dim allows, if there is one."""
+    size = tensor.shape[dim]
+    return [k for k in (2, 3) if size and size % (k * mesh.size(axis)) == 0][:1]
+
+
+def _fused(tensor: torch.Tensor, dim: int, factor: int, axis: int, mesh: DeviceMesh) -> Placements:
+    """A fused split on one axis; each other axis splits the next dim.
+
+    A factor that is the size of the last axis, with a plain split there, is the order of axes (last, first).
+    """
+    if axis == 0 and factor == mesh.size(-1) and dim % 2 == 0:
+        return (_StridedShard(dim, split_factor=factor), *[Replicate()] * (mesh.ndim - 2), Shard(dim))
+    other = Shard((dim + 1) % tensor.ndim) if tensor.ndim > 1 else Replicate()
+    return tuple(_StridedShard(dim, split_factor=factor) if a == axis else other for a in range(mesh.ndim))
 
 
 def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
     """A plain tensor, the same on all ranks, as a DTensor. Sums are cut into unlike parts, one per rank."""
-    spec = spec_like(mesh, _whole(mesh), tensor)
-    local = tensor.detach().clone()
+    local = whole = tensor.detach().clone()
     for axis, place in enumerate(placements):
         if isinstance(place, Partial):
             local = _summand(local, mesh, axis)
-    kept = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
-    local = redistribute_local(local, spec, spec_like(mesh, kept, tensor))
-    return wrap(local, spec_like(mesh, placements, tensor))
+    for axis, place in enumerate(placements):
+        if not isinstance(place, Partial):
+            local = cut(local, place, mesh.size(axis))[mesh.get_local_rank(axis)]
+    return wrap(in_order(local, whole.stride()), spec_like(mesh, placements, whole))
 
 
 def _summand(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(7 + axis)
     size, mine = mesh.size(axis), mesh.get_local_rank(axis)
+    if tensor.dtype.itemsize < 4:  # ..., 4x, -2x, -x: no digit is lost in any type
+        return tensor * 2**mine * (1 if mine == size - 1 else -1)
     # Whole numbers lose no digits: ops that ask whether a value is exactly 1 find it so.
     parts = [torch.randint(-4, 5, tensor.shape, generator=generator).to(tensor.dtype) for _ in range(size - 1)]
     return parts[mine] if mine < size - 1 else tensor - sum(parts) if parts else tensor
@@ -243,21 +278,75 @@ def database(only: str | None = None) -> list[str]:
     return [name for name in infos if only is None or name.startswith(only)]
 
 
-def samples_of(name: str, *, count: int = 6) -> list[Sample]:
-    """Sample inputs of one op, float64 where it takes that."""
+FORMS = ("call", "in place", "view", "out")
+
+
+def samples_of(name: str, *, count: int = 6, form: str = "call", dtype: torch.dtype | None = None) -> list[Sample]:
+    """Sample inputs of one op, float64 where it takes that; none where the op has no such form or type."""
     base, _, variant = name.partition("|")
     info = next(i for i in op_database() if i.name == base and i.variant_test_name == variant)
-    dtype = _dtype(info.dtypes)
+    fn = _formed(info, form)
+    if fn is None or (dtype is not None and dtype not in info.dtypes):
+        return []
+    dtype = dtype or _dtype(info.dtypes)
     torch.manual_seed(0)
     random.seed(0)
-    grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    grad = form != "out" and info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     made = info.sample_inputs("cpu", dtype, requires_grad=grad)
     picked = [s for s, _ in zip(made, range(4 * count), strict=False)]
-    fn = _Metadata(info.op) if base.startswith(_UNSET) else info.op
     samples = [Sample(fn, (s.input, *s.args), s.kwargs) for s in picked]
     usable = [s for s in samples if s.tensors and all(_plain(t) for t in s.tensors)]
     step = max(1, len(usable) // count)
     return usable[::step][:count]
+
+
+def _formed(info: Any, form: str) -> Callable[..., Any] | None:
+    """The function of an op in one of `FORMS`, if there is one."""
+    if form == "call":
+        return _Metadata(info.op) if info.name.startswith(_UNSET) else info.op
+    if form == "out":
+        return _Out(info.op) if info.supports_out and not info.name.startswith(_UNSET) else None
+    assert form in FORMS, form
+    written = info.inplace_variant
+    return None if written is None else _InPlace(written) if form == "in place" else _ThroughViews(written)
+
+
+@dataclass(frozen=True)
+class _InPlace:
+    """The op writes to a copy, of which a view was taken before."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = x.clone()
+        before = y[..., :1] if y.ndim else y.view(1)
+        self.fn(y, *args, **kwargs)
+        return y, before * 1
+
+
+@dataclass(frozen=True)
+class _ThroughViews:
+    """The op writes through a slice of the first dim, then through one of the last: other operands are numbers."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = x.clone()
+        self.fn(y[1:], *args, **kwargs)
+        self.fn(y.transpose(0, -1)[:2], *args, **kwargs)
+        return y
+
+
+@dataclass(frozen=True)
+class _Out:
+    """The op writes into tensors that were made for its results."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = pytree.tree_map_only(torch.Tensor, torch.zeros_like, self.fn(*args, **kwargs))
+        returned = self.fn(*args, out=out, **kwargs)
+        return list(pytree.tree_leaves(out)), list(pytree.tree_leaves(returned))
 
 
 _UNSET = ("empty", "new_empty")  # ops whose name begins so return whatever lay in memory
@@ -279,17 +368,17 @@ def _dtype(dtypes: Any) -> torch.dtype:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() <= 4000
+    return type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() <= 20_000
 
 
-def _check_op(name: str, shape: tuple[int, ...], tries: int) -> Verdict:
+def _check_op(name: str, shape: tuple[int, ...], tries: int, form: str, dtype: torch.dtype | None) -> Verdict:
     """Check one op of the database; runs on every rank."""
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
     ops.enable(mesh)
     try:
         findings: list[Finding] = []
-        for sample in samples_of(name):
+        for sample in samples_of(name, form=form, dtype=dtype):
             try:
                 wanted = _outcome(sample, [_leaf(t) for t in sample.tensors], None)
             except Exception:
@@ -301,13 +390,18 @@ def _check_op(name: str, shape: tuple[int, ...], tries: int) -> Verdict:
         ops.disable(mesh)
 
 
-def check_op(name: str, shape: tuple[int, ...], *, tries: int = 16, timeout: float = 120.0) -> Verdict:
-    """Check one op of the database on a mesh of this shape, in the shared pool of ranks."""
-    world = 1
-    for size in shape:
-        world *= size
+def check_op(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    tries: int = 16,
+    form: str = "call",
+    dtype: torch.dtype | None = None,
+    timeout: float = 120.0,
+) -> Verdict:
+    """Check one op of the database, in one of `FORMS`, on a mesh of this shape, in the shared pool of ranks."""
     try:
-        verdicts = shared_pool(world).run(_check_op, name, shape, tries, timeout=timeout)
+        verdicts = shared_pool(math.prod(shape)).run(_check_op, name, shape, tries, form, dtype, timeout=timeout)
     except RankError as error:
         return Verdict(name, (Finding("hung", (), str(error)),))
     worst = [v for v in verdicts if v.kind in ("crashed", "wrong")]
@@ -320,12 +414,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--world", default="2", help='ranks, or a mesh shape such as "2x2"')
     parser.add_argument("--only", help="ops whose name begins so")
     parser.add_argument("--tries", type=int, default=16, help="placements per sample")
+    parser.add_argument("--form", default="call", choices=FORMS, help="how ops are called")
+    parser.add_argument("--dtype", help='"float32", "bfloat16", ...; float64 where an op takes it unless given')
     parser.add_argument("--show", type=int, default=3, help="failures shown per op")
     options = parser.parse_args(argv)
     shape = tuple(int(size) for size in options.world.split("x"))
+    dtype = getattr(torch, options.dtype) if options.dtype else None
     counts: dict[str, int] = {}
     for name in database(options.only):
-        verdict = check_op(name, shape, tries=options.tries)
+        verdict = check_op(name, shape, tries=options.tries, form=options.form, dtype=dtype)
         counts[verdict.kind] = counts.get(verdict.kind, 0) + 1
         _print_verdict(verdict, options.show)
     print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
