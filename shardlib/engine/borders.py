@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
+from shardlib.engine.ops._operands import redistributed
 from shardlib.errors import InputError, LayoutError
 from shardlib.layout import Layout
 
@@ -78,7 +79,11 @@ def _laid_out(layout: Layout, mesh: DeviceMesh) -> Callable[[torch.Tensor], torc
                 f'The layout "{layout}" was given to an activation of global shape {tuple(tensor.shape)}, which has '
                 f'another number of dims. Name as many dims as the activation has, or begin the layout with "...".'
             )
-        return tensor if tensor.placements == target else tensor.redistribute(placements=target)
+        if tensor.placements == target:
+            return tensor
+        if torch.compiler.is_compiling():
+            return tensor.redistribute(placements=target)
+        return _LayOut.apply(tensor, target)
 
     return lay_out
 
@@ -96,10 +101,37 @@ def _reduce_gradient(tensor: torch.Tensor) -> torch.Tensor:
     placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
     if torch.compiler.is_compiling():
         return tensor.redistribute(placements=placements)
-    tensor.register_hook(
-        lambda grad: None if grad.placements == placements else grad.redistribute(placements=placements)
-    )
+    tensor.register_hook(lambda grad: None if grad.placements == placements else _moved(grad, placements))
     return tensor
+
+
+class _LayOut(torch.autograd.Function):
+    """`x.redistribute`, whose results are in memory as DTensor says they are, forward and backward.
+
+    PyTorch's own may hand on a slice of something larger (the padding of an uneven gather) under the strides of a whole
+    tensor; a view of it then fails. The gradient of a partial sum is whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, target: tuple[Placement, ...]) -> DTensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+        return _moved_locally(x, target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:  # type: ignore[override]
+        return None if grad is None else _moved(grad, ctx.placements), None
+
+
+def _moved(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    if torch.is_grad_enabled():  # the gradient of a gradient is asked for
+        return grad.redistribute(placements=placements)
+    return _moved_locally(grad, placements)
+
+
+def _moved_locally(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    spec = _torch.spec_of(x)
+    return _torch.wrap(redistributed(_torch.local_of(x), spec, placements), _torch.spec_with(spec, placements))
 
 
 def _map_first(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
