@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,12 +49,17 @@ def differences(
     dtype: torch.dtype = torch.float64,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     same_random: bool = False,
+    no_sync: bool = False,
+    before_step: Callable[[nn.Module, int], None] = lambda _model, _step: None,
+    clip: float | None = None,
     **options: Any,
 ) -> dict[str, float]:
     """The largest relative difference of each kind of value over some training steps; runs on every rank.
 
     `make_batch(step)` gives positional and keyword arguments for the global batch, batch dim first. The loss must be a
     mean over the batch. `same_random` lets the sharded run draw from the generator state that the reference drew from.
+    With `no_sync`, accumulated gradients are reduced by the last backward pass of a step alone. `before_step` may
+    change both models before a step; `clip` is the gradient norm that steps are clipped to.
     """
     torch.manual_seed(0)
     reference = make_model().to(dtype)
@@ -66,8 +72,9 @@ def differences(
             worst[f"{kind} {name}"] = max(worst.get(f"{kind} {name}", 0.0), relative(got.get(name), want[name]))
 
     for step in range(steps):
-        for o in optimizers:
+        for o, model in zip(optimizers, (reference, sharded), strict=True):
             o.zero_grad()
+            before_step(model, step)
         for micro in range(accumulate):
             args, kwargs = _cast(make_batch(step * accumulate + micro), dtype)
             state = torch.get_rng_state()
@@ -75,11 +82,15 @@ def differences(
             if same_random:
                 torch.set_rng_state(state)
             args, kwargs = local_rows((args, kwargs), sl.plan_of(sharded).mesh)
-            got = loss_of(sharded(*args, **kwargs)) / accumulate
             want.backward()
-            got.backward()
+            with sl.no_sync(sharded) if no_sync and micro < accumulate - 1 else nullcontext():
+                got = loss_of(sharded(*args, **kwargs)) / accumulate
+                got.backward()
             note("loss", {"": mean_over_data(got.detach(), sl.plan_of(sharded).mesh)}, {"": want.detach()})
         note("gradient", gradients(sharded), gradients(reference))
+        if clip is not None:
+            norms = [nn.utils.clip_grad_norm_(m.parameters(), clip) for m in (sharded, reference)]
+            note("norm", {"": whole(norms[0])}, {"": norms[1]})
         for o in optimizers:
             o.step()
         note("value", values(sharded), values(reference))
