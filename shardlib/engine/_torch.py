@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     is_traceable_wrapper_subclass,
     return_and_correct_aliasing,
 )
@@ -61,8 +62,10 @@ __all__ = [
     "forget_meshes",
     "forget_with_meshes",
     "gather_uneven_splits_in_turn",
+    "give_fused_splits_real_offsets",
     "global_metas",
     "graph_backend",
+    "graph_breaks_raise",
     "group_to_sum_over",
     "implicit_replication",
     "intercept_propagation",
@@ -70,6 +73,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "is_view",
     "joined",
+    "keep_compiler_out_of",
     "local_of",
     "local_shape_and_offset",
     "move_handlers",
@@ -494,18 +498,24 @@ _FIRST_FAKE_GROUP = 1_000_000_000
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Tensors made inside have shape, dtype and device, and no values. Real ones may meet them."""
+    give_fused_splits_real_offsets()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@functools.cache
+def give_fused_splits_real_offsets() -> None:
+    """Let DTensor tell the shards of a fused split in a dry run and while a block is traced.
+
+    It reads their offsets back from a small tensor of its own (2.13.0), which has no values there.
+    """
     strided = _StridedShard.local_shard_size_and_offset
 
     def with_real_offsets(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily():  # it reads offsets back from a small tensor of its own
+        with _disable_current_modes():
             return strided(*args, **kwargs)
 
     _StridedShard.local_shard_size_and_offset = with_real_offsets  # type: ignore[method-assign]
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
-    finally:
-        _StridedShard.local_shard_size_and_offset = strided  # type: ignore[method-assign]
 
 
 def fake_tensor_errors() -> tuple[type[Exception], ...]:
@@ -618,6 +628,16 @@ def graph_backend() -> Any:
     )
 
 
-def compile_error() -> type[Exception]:
+def keep_compiler_out_of(package: str) -> None:
+    """Have dynamo never compile the functions of a package by themselves, where a model calls them eagerly."""
+    torch._dynamo.trace_rules.add(package)
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
     """What dynamo raises when it or its backend cannot compile. Importing it eagerly would import the compiler."""
-    return torch._dynamo.exc.TorchDynamoException
+    return (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
+def graph_breaks_raise() -> Any:
+    """A context in which what dynamo cannot trace raises, where it would otherwise run between two graphs."""
+    return torch._dynamo.error_on_graph_break(True)

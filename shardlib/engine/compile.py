@@ -7,7 +7,7 @@ program with its collectives.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,21 +21,29 @@ from shardlib.errors import ShardingError
 __all__ = ["MODES", "CompileReport", "compile_blocks", "repeated_blocks"]
 
 MODES = ("auto", "aot_eager", "inductor")
+MAX_SHAPES = 4  # of inputs, for which blocks of one class are compiled; dynamo allows eight graphs in all
 
 
 @dataclass
 class CompileReport:
-    """Which modules are compiled with which backend, and which of them fell back to eager, with the reason."""
+    """Which modules are compiled with which backend, and which of them fell back to eager, with the reason.
+
+    `shapes`: by class of blocks, the shapes of inputs that they were compiled for; `varied`: what to say of those
+    that met more.
+    """
 
     backend: str | None
     blocks: list[str] = field(default_factory=list)
     eager: dict[str, str] = field(default_factory=dict)
+    shapes: dict[type[nn.Module], set[tuple[torch.Size, ...]]] = field(default_factory=dict)
+    varied: dict[type[nn.Module], str] = field(default_factory=dict)
 
     def notes(self) -> tuple[str, ...]:
         """The report in sentences, for the plan."""
         compiled = [name for name in self.blocks if name not in self.eager]
         said = (f"Compiled with {self.backend}: {', '.join(compiled)}.",) if compiled else ()
-        return said + tuple(f"{name} runs eagerly: {reason}" for name, reason in self.eager.items())
+        eager = tuple(f"{name} runs eagerly: {reason}" for name, reason in self.eager.items())
+        return (*said, *self.varied.values(), *eager)
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -72,35 +80,80 @@ def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport
     backend = "aot_eager" if backend == "auto" else backend
     report = CompileReport(backend)
     blocks = repeated_blocks(model) if backend else {}
+    if blocks:
+        _torch.give_fused_splits_real_offsets()
+        _torch.keep_compiler_out_of("shardlib.engine.ops")
     compiler = _torch.graph_backend() if blocks and backend == "aot_eager" else backend
     for name, block in blocks.items():
         # One graph for each shape: layouts are decided by sizes, which a graph for all shapes leaves open.
         block.compile(backend=compiler, dynamic=False)
-        _torch.set_compiled_call(block, _or_eager(name, block, _torch.compiled_call(block), report))
+        _torch.set_compiled_call(block, _Call(name, blocks, _torch.compiled_call(block), report))
         report.blocks.append(name)
-    return report, lambda: _undo(blocks)
+    return report, lambda: _undo(blocks.values())
 
 
-def _undo(blocks: dict[str, nn.Module]) -> None:
-    for block in blocks.values():
+def _undo(blocks: Iterable[nn.Module]) -> None:
+    for block in blocks:
         _torch.set_compiled_call(block, None)
 
 
-def _or_eager(name: str, block: nn.Module, compiled: Callable[..., Any], report: CompileReport) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if keeper := _keeper(args, kwargs):
-            _tell_of_keeper(name, keeper, report)
-            return _torch.call_eagerly(block, *args, **kwargs)
-        try:
-            return compiled(*args, **kwargs)
-        except (_torch.compile_error(), AssertionError) as error:
-            # Of an AssertionError: activation checkpointing around DTensors fails one of torch's own, on 2.13.0.
-            report.eager[name] = reason = _reason(error)
-            _torch.set_compiled_call(block, None)
-            warnings.warn(f'"{name}" cannot be compiled and runs eagerly: {reason}', stacklevel=2)
-            return block(*args, **kwargs)
+class _Call:
+    """A call of one block: compiled where it can be, else eager."""
 
-    return call
+    def __init__(
+        self, name: str, blocks: dict[str, nn.Module], compiled: Callable[..., Any], report: CompileReport
+    ) -> None:
+        self.name, self.block, self.compiled, self.report = name, blocks[name], compiled, report
+        self.alike = {n: block for n, block in blocks.items() if type(block) is type(self.block)}
+        # An AssertionError: activation checkpointing around DTensors fails one of torch's own, on 2.13.0.
+        self.failures: tuple[type[Exception], ...] = (*_torch.compile_errors(), AssertionError)
+        self.in_one_graph = _torch.graph_breaks_raise()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if keeper := _keeper(args, kwargs):
+            _tell_of_keeper(self.name, keeper, self.report)
+            return _torch.call_eagerly(self.block, *args, **kwargs)
+        if not self._knows(args, kwargs):
+            return _torch.call_eagerly(self.block, *args, **kwargs)
+        try:
+            # Or none: what runs eagerly in the middle of a block would be told to nobody.
+            with self.in_one_graph:
+                return self.compiled(*args, **kwargs)
+        except self.failures as error:
+            _give_up(self.name, self.alike, _reason(error), self.report)
+            return self.block(*args, **kwargs)
+
+    def _knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether blocks like this one are compiled for inputs of these shapes, or will be now.
+
+        All ranks of the model axes see the same shapes, so that they decide alike.
+        """
+        seen = self.report.shapes.setdefault(type(self.block), set())
+        key = tuple(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+        if key in seen:
+            return True
+        if len(seen) < MAX_SHAPES:
+            seen.add(key)
+            return True
+        if type(self.block) not in self.report.varied:
+            said = f"{_and_alike(self.name, self.alike)} are compiled for {MAX_SHAPES} shapes of inputs"
+            self.report.varied[type(self.block)] = f"{said} and run eagerly on others."
+            warnings.warn(
+                f"{said}, and run eagerly on others. Pad batches to few lengths, or pass compile=None to shard_model.",
+                stacklevel=4,
+            )
+        return False
+
+
+def _and_alike(name: str, alike: dict[str, nn.Module]) -> str:
+    return f'"{name}" and the {len(alike) - 1} blocks like it'
+
+
+def _give_up(name: str, alike: dict[str, nn.Module], reason: str, report: CompileReport) -> None:
+    """What stops one block stops those of its class; trying each would cost the time of a compilation each."""
+    _undo(alike.values())
+    report.eager.update(dict.fromkeys(alike, reason))
+    warnings.warn(f"{_and_alike(name, alike)} cannot be compiled and run eagerly: {reason}", stacklevel=3)
 
 
 def _reason(error: Exception) -> str:
