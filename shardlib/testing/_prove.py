@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardlib.engine._torch import TorchDispatchMode, _StridedShard, pytree, schema_of
 from shardlib.engine.ops._choose import _candidates, _holds
+from shardlib.engine.ops._dispatch import is_random
 from shardlib.engine.ops._rows import ANY, Call, Local, Meta, Op, Row, rule_of
 
 __all__ = ["AtenCall", "CallRecorder", "Claim", "claims", "cut", "disprove"]
@@ -76,7 +77,7 @@ class Claim:
 def claims(call: AtenCall, sizes: Sequence[int] = (2, 3)) -> Iterator[Claim]:
     """Every row that the op's rule gives for a call, whatever the operands' placements are beforehand."""
     rule = rule_of(call.op)
-    if rule is None or not call.tensors or torch.Tag.nondeterministic_seeded in call.op.tags:
+    if rule is None or not call.tensors or is_random(call.op):
         return  # random ops are drawn for the whole tensor, without a row
     args, kwargs = call.fresh()
     outputs = _output_metas(call.op(*args, **kwargs))

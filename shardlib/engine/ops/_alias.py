@@ -3,17 +3,20 @@
 A view of a DTensor shares the local storage of its base, unless taking it needs communication: a slice of a split
 dim, a `view` that breaks a split dim up. Such a view is a copy. Autograd and the user still take it for a view, so
 writing to it must reach the base, and writing to the base must reach it. Both carry a `WatchedSpec`, which differs
-from every other spec in DTensor's caches: an op that writes to either comes to our policy each time, and ends with
+from every other spec in DTensor's caches: an op on either comes to our policy each time, and one that writes ends with
 `after_write`.
 
 Each view of a watched tensor remembers how it was taken (`_Link`). A write goes up along the links to the first base,
-and from there down to every copy. All ranks take the same steps: what is communicated depends on links alone, never
-on which Python objects happen to be alive.
+and from there down to every copy. Views that were taken before the base was watched share its storage and have no
+link: that they were written to shows in the version that a tensor has in common with its views, and `catch_up` looks
+at that. All ranks take the same steps: what is communicated depends on links and versions alone, never on which Python
+objects happen to be alive.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +27,7 @@ from shardlib.engine._torch import DTensorSpec, local_of, pytree, set_local, spe
 from shardlib.engine.ops._operands import Operands, redistributed, spec_like, whole
 from shardlib.engine.ops._rows import Op
 
-__all__ = ["WatchedSpec", "after_write", "link_views", "watched"]
+__all__ = ["WatchedSpec", "after_write", "catch_up", "link_views", "watched"]
 
 
 class WatchedSpec(DTensorSpec):
@@ -56,10 +59,11 @@ class _Link:
 
 @dataclass
 class _Family:
-    """A watched tensor's own link, and its views."""
+    """A watched tensor's own link, its views, and the version that all copies were last brought to."""
 
     link: _Link | None = None
     views: list[weakref.ref[DTensor]] = field(default_factory=list)
+    version: int | None = None
 
 
 def watched(tensor: torch.Tensor) -> bool:
@@ -75,21 +79,47 @@ def link_views(operands: Operands, result: Any, *, copied: bool) -> None:
     for output, view in enumerate(pytree.tree_leaves(result)):
         link = _Link(source, operands.op, operands.args, operands.kwargs, output, copied)
         _family(view).link = link
+        _family(source).version = _version(source)
         _family(source).views.append(weakref.ref(view))
 
 
-def after_write(tensor: torch.Tensor) -> None:
-    """Bring the base and all its views to what was written to one of them."""
-    assert isinstance(tensor, DTensor)
-    values = redistributed(local_of(tensor), spec_of(tensor), whole(tensor.device_mesh))
+def after_write(tensors: Sequence[DTensor]) -> None:
+    """Bring the bases and all their views to what one op wrote to some of them."""
+    for root in {id(root): root for root in map(_written_up, tensors)}.values():
+        _refresh(root, _values(root))
+
+
+def catch_up(tensor: DTensor) -> None:
+    """Bring copies to what was written where nobody told: through a view that shares the storage of the base."""
+    root = tensor
+    while (link := _family(root).link) is not None:
+        root = link.source
+    version = _version(root)
+    if version is None or version != _family(root).version:
+        _refresh(root, _values(root))
+        _family(root).version = version
+
+
+def _version(tensor: DTensor) -> int | None:
+    """How often a tensor or a view of it was written to; inference mode does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _written_up(tensor: DTensor) -> DTensor:
+    """The first base of a view, which now has the view's values."""
+    values = _values(tensor)
     while (link := _family(tensor).link) is not None:
         base = link.source
-        full = redistributed(local_of(base), spec_of(base), whole(base.device_mesh)).clone()
+        full = _values(base).clone()
         if link.copied:
             link.replay(full).copy_(values)
             _store(base, full)
         tensor, values = base, full
-    _refresh(tensor, values)
+    return tensor
+
+
+def _values(tensor: DTensor) -> torch.Tensor:
+    return redistributed(local_of(tensor), spec_of(tensor), whole(tensor.device_mesh))
 
 
 def _refresh(tensor: DTensor, values: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ from shardlib.engine.ops._gather import draw_whole, finished, gather, note
 from shardlib.engine.ops._operands import Operands, arguments_by_name, in_order, meta_of, spec_like, whole
 from shardlib.engine.ops._rows import Local, Meta, Op, Rule, rule_of
 
-__all__ = ["forget_decisions", "policy", "remember_statics"]
+__all__ = ["forget_decisions", "is_random", "policy", "remember_statics"]
 
 _PLACEMENTS = (Replicate, Partial, Shard, _StridedShard)
 _ONE_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
@@ -55,6 +55,9 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
         return op.decompose(*args, **kwargs)
     operands = Operands.of(op, args, kwargs, info.compute_mesh)
     assert info.schema is not None
+    for tensor in operands.tensors:
+        if isinstance(tensor, DTensor) and _alias.watched(tensor):
+            _alias.catch_up(tensor)
     if _is_random(operands):
         return draw_whole(operands)
     if is_foreach(operands) and not operands.all_whole:
@@ -77,10 +80,14 @@ def _is_random(operands: Operands) -> bool:
     On accelerators PyTorch's own tracker offsets the generator by shard for the ops it knows. On CPUs it has none, and
     warns of that even where all operands are whole.
     """
-    op = operands.op
-    if torch.Tag.nondeterministic_seeded not in op.tags or "scaled_dot_product" in op.name():
+    if not is_random(operands.op):
         return False
-    return operands.mesh.device_type == "cpu" or not (operands.all_whole or drawn_by_tracker(op))
+    return operands.mesh.device_type == "cpu" or not (operands.all_whole or drawn_by_tracker(operands.op))
+
+
+def is_random(op: Op) -> bool:
+    """Whether an op draws random numbers; attention, which only may, has rows of its own."""
+    return torch.Tag.nondeterministic_seeded in op.tags and "scaled_dot_product" not in op.name()
 
 
 def _never_sharded(operands: Operands) -> str | None:
@@ -185,8 +192,7 @@ def _cacheable(operands: Operands, decision: _Decision) -> bool:
         return False
     if torch.Tag.inplace_view in operands.op.tags or _number_decides_dtype(operands):
         return False
-    touched = operands.written | operands.viewed
-    return not any(_alias.watched(operands.tensors[i]) for i in touched)
+    return not any(map(_alias.watched, operands.tensors))
 
 
 def _moved(operands: Operands, decision: _Decision) -> bool:

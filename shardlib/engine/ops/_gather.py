@@ -135,9 +135,8 @@ def finished(operands: Operands, result: Any, *, moved: bool) -> Any:
 
     `moved`: some operand was redistributed, so that views of it are copies.
     """
-    for i in operands.written:
-        if _alias.watched(operands.tensors[i]):
-            _alias.after_write(operands.tensors[i])
+    written = [tensor for i in sorted(operands.written) if isinstance(tensor := operands.tensors[i], DTensor)]
+    _alias.after_write([tensor for tensor in written if _alias.watched(tensor)])
     op = operands.op
     if any(r.alias_info is not None and r.alias_info.is_write for r in schema_of(op).returns):
         return _written_results(operands, result)

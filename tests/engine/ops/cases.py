@@ -21,7 +21,7 @@ CASES: dict[str, Sample] = {}
 
 def _t(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape) * 7 + len(shape) + seed)
-    values = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
     return (values * 3 ** torch.linspace(-1, 1, values.numel(), dtype=torch.float64).view(shape)).requires_grad_(grad)
 
 
