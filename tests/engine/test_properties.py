@@ -85,7 +85,17 @@ def test_an_mlp_of_uneven_widths(ranks, case: Case):
     ranks(case.world_size).run(_train, case)
 
 
-@settings(max_examples=_ALL // 3)
+# Statistics of split channels, over other ranks' examples but not over their channels.
+_SPLIT_STATISTICS = Case(
+    "dp=2,tp=2",
+    "conv",
+    (("channels", 6), ("outs", 2), ("kernel", 3), ("norm", "batch"), ("dropout", 0.0)),
+    (("first", "out@tp in height width"), ("norm", "channel@tp"), ("second", "out in@tp height width")),
+)
+
+
+@settings(max_examples=2 * _ALL // 5)
 @given(case=cases.conv_nets())
+@example(case=_SPLIT_STATISTICS)
 def test_a_convolutional_net(ranks, case: Case):
     ranks(case.world_size).run(_train, case)
