@@ -98,12 +98,12 @@ def _remarks(made: Plan) -> list[str]:
     unruled = [row for row in made.rows if row.rule is None and row.kind == "parameter"]
     remarks = []
     if uneven:
-        remarks.append(f"{len(uneven)} tensors are cut into pieces of different sizes, such as {uneven[0]}.")
+        remarks.append(f"cut into pieces of different sizes: {len(uneven)} of {len(made.rows)}, such as {uneven[0]}.")
     if unruled:
         size = sum(row.local_bytes(made.mesh) for row in unruled)
         remarks.append(
-            f"{len(unruled)} parameters have no rule and are replicated, such as {unruled[0].name}: {size:,} bytes on "
-            "each rank."
+            f"replicated for want of a rule: {len(unruled)} of {len(made.rows)}, such as {unruled[0].name}; {size:,} "
+            "bytes on each rank."
         )
     return remarks
 

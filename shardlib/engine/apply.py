@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -263,7 +264,8 @@ class _Build:
         """Hooks on the model: regions, borders, gradients, state dicts, inputs."""
         optimizer.watch_optimizers()
         if self.model_axes or self.data_axes:
-            optimizer.look_after(self.model.parameters())
+            data_ranks = math.prod(self.shape[axis] for axis in self.data_axes)
+            optimizer.look_after(self.model.parameters(), data_ranks)
         if self.model_mesh is not None:
             _torch.gather_uneven_splits_in_turn()
             ops.enable(self.model_mesh)

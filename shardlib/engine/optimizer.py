@@ -10,6 +10,7 @@ that, and look only at parameters that shardlib made.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
@@ -64,7 +65,8 @@ class _ByParameter(Generic[T]):
 
 _local_leaf: _ByParameter[torch.Tensor] = _ByParameter()  # of a sharded parameter: a plain leaf over its local memory
 _replaced: _ByParameter[str] = _ByParameter()  # of a parameter that was replaced in sharding: its name
-_ours: _ByParameter[bool] = _ByParameter()  # all parameters of sharded models
+_ours: _ByParameter[int] = _ByParameter()  # of each parameter of a sharded model: over how many data ranks
+_looked_at: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizers that have stepped
 _stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> what to put back after the step
 
 
@@ -89,10 +91,10 @@ def adopt(name: str, before: nn.Parameter, after: nn.Parameter) -> None:
         _local_leaf.put(after, _torch.local_of(after).detach())
 
 
-def look_after(params: Iterable[nn.Parameter]) -> None:
-    """Tell the hooks that these are the parameters of a sharded model."""
+def look_after(params: Iterable[nn.Parameter], data_ranks: int) -> None:
+    """Tell the hooks that these are the parameters of a model whose gradients are averaged over data ranks."""
     for param in params:
-        _ours.put(param, True)
+        _ours.put(param, data_ranks)
 
 
 @functools.cache
@@ -106,6 +108,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     _put_back(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     _refuse_replaced(params)
+    if optimizer not in _looked_at:
+        _looked_at[optimizer] = True
+        _warn_of_strangers(params)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
     if closure is None and type(optimizer) in _ELEMENTWISE and any(_ours.get(p) for p in params):
         _step_on_local_tensors(optimizer)
@@ -122,6 +127,20 @@ def _refuse_replaced(params: list[torch.Tensor]) -> None:
             f"This optimizer was built before its model was sharded: {len(stale)} of its {len(params)} parameters "
             f'(the first is "{stale[0]}") are no longer the model\'s, and stepping them would train nothing. '
             "Build the optimizer after shard_model: torch.optim.AdamW(model.parameters())."
+        )
+
+
+def _warn_of_strangers(params: list[torch.Tensor]) -> None:
+    """Blocks were sharded and the root forgotten: what is left trains on each data rank's own examples."""
+    data_ranks = max((_ours.get(p) or 1 for p in params), default=1)
+    strangers = [p for p in params if _ours.get(p) is None and p.requires_grad]
+    if data_ranks > 1 and strangers:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        warnings.warn(
+            f"{len(strangers)} of this optimizer's {len(params)} parameters belong to no sharded model (of shapes "
+            f"{shapes}{', ...' if len(strangers) > 3 else ''}): nobody averages their gradients over the {data_ranks} "
+            "data ranks, and they drift apart. Call shard_model on the module that holds all of them.",
+            stacklevel=4,
         )
 
 
@@ -174,7 +193,12 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
         )
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
-    return _torch.local_of(grad)
+    return _in_memory_like(_torch.local_of(param), _torch.local_of(grad))
+
+
+def _in_memory_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Fused kernels walk parameter and gradient in step, whatever the strides: a part of a larger tensor is copied."""
+    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
 
 def _local_state(param: torch.Tensor, value: Any) -> Any:

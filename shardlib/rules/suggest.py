@@ -25,11 +25,12 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 _Q = ("q", "q_proj", "query", "wq", "to_q", "q_lin", "query_proj", "linear_q")
 _K = ("k", "k_proj", "key", "wk", "to_k", "k_lin", "key_proj", "linear_k")
 _V = ("v", "v_proj", "value", "wv", "to_v", "v_lin", "value_proj", "linear_v")
+_KV = ("kv", "kv_proj", "key_value", "wkv", "to_kv", "kv_lin", "linear_kv")
 _FUSED = ("qkv", "qkv_proj", "c_attn", "wqkv", "in_proj", "to_qkv", "attn_qkv")
 _HEAD_MAJOR = ("query_key_value",)
 _UP = ("up", "up_proj", "gate", "gate_proj", "fc1", "c_fc", "w1", "w3", "wi", "wi_0", "wi_1", "lin1", "linear1")
 _DOWN = ("down", "down_proj", "fc2", "c_proj", "w2", "wo", "lin2", "linear2")
-_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
+_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads", "nh", "h")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _HEAD_DIM = ("head_dim", "d_head", "attention_head_size", "key_value_proj_dim", "d_kv")
 _TOKENS = re.compile(r"tok|word|wte|vocab|shared|^embed$|^embedding$|^embeddings$", re.IGNORECASE)
@@ -149,7 +150,10 @@ class _Draft:
 
     def _separate(self, q: _Linear, group: list[_Linear]) -> None:
         named = {each.last: each for each in group if each.parent == q.parent}
-        k, v = (next((named[n] for n in names if n in named), None) for names in (_K, _V))
+        k, v, kv = (next((named[n] for n in names if n in named), None) for names in (_K, _V, _KV))
+        if kv is not None and kv.outputs == 2 * q.outputs:
+            self._fused_pair(q, kv, group)
+            return
         if k is None or v is None:
             return
         heads = self._heads_of(q)
@@ -159,6 +163,15 @@ class _Draft:
             text = f"({'kv_heads' if fewer else 'heads'} {heads})" if heads else "colwise"
             self.set(linear.name, text, _split_by(heads, "key and value" if fewer else "attention"))
         self._output(q.outputs, v, group)
+
+    def _fused_pair(self, q: _Linear, kv: _Linear, group: list[_Linear]) -> None:
+        heads = self._heads_of(q)
+        if not heads:
+            return
+        self.sizes["kv"] = 2
+        self.set(q.name, f"(heads {heads})", _split_by(heads, "query"))
+        self.set(kv.name, f"(kv heads {heads})", "k and v lie one after the other; split by heads inside each")
+        self._output(q.outputs, kv, group)
 
     def _heads_of(self, q: _Linear) -> str:
         """The name of the inner factor, once its size (or that of "heads") is known; "" when neither is."""

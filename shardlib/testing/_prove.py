@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardlib.engine.ops._choose import _candidates, _holds
 from shardlib.engine.ops._dispatch import is_random
 from shardlib.engine.ops._rows import ANY, Call, Local, Meta, Op, Row, rule_of
 
-__all__ = ["AtenCall", "CallRecorder", "Claim", "claims", "cut", "disprove"]
+__all__ = ["AtenCall", "CallRecorder", "Claim", "calls_of", "claims", "cut", "disprove"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,25 @@ class CallRecorder(TorchDispatchMode):
             copied = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs or {}))
             self.calls.append(AtenCall(op, *copied))
         return op(*args, **(kwargs or {}))
+
+
+def calls_of(functions: Iterable[Callable[[], Any]]) -> Iterator[AtenCall]:
+    """The calls that functions make, each once: calls are alike in shapes, types, strides and other arguments."""
+    seen = set()
+    for function in functions:
+        with CallRecorder() as recorder:
+            function()
+        for call in recorder.calls:
+            if (key := _key(call)) not in seen:
+                seen.add(key)
+                yield call
+
+
+def _key(call: AtenCall) -> tuple[str, ...]:
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    return str(call.op), *(
+        f"{x.shape} {x.dtype} {x.stride()}" if isinstance(x, torch.Tensor) else repr(x) for x in leaves
+    )
 
 
 @dataclass(frozen=True)

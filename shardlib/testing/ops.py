@@ -62,6 +62,10 @@ class Sample:
         args, kwargs = pytree.tree_map(fill, (self.args, self.kwargs or {}))
         return self.fn(*args, **kwargs)
 
+    def outcome(self) -> list[Any]:
+        """Outputs, gradients and inputs after one run, forward and backward, on plain tensors."""
+        return _outcome(self, [_leaf(t) for t in self.tensors], None)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -77,7 +81,7 @@ class Finding:
 
 def check_function(sample: Sample, mesh: DeviceMesh, *, tries: int = 24) -> list[Finding]:
     """Run a sample in many placements on a mesh and compare with plain tensors. Call it on all ranks alike."""
-    wanted = _outcome(sample, [_leaf(t) for t in sample.tensors], None)
+    wanted = sample.outcome()
     return [_try(sample, mesh, where, wanted) for where in placements_to_try(sample.tensors, mesh, tries)]
 
 
@@ -381,7 +385,7 @@ def _check_op(name: str, shape: tuple[int, ...], tries: int, form: str, dtype: t
         findings: list[Finding] = []
         for sample in samples_of(name, form=form, dtype=dtype):
             try:
-                wanted = _outcome(sample, [_leaf(t) for t in sample.tensors], None)
+                wanted = sample.outcome()
             except Exception:
                 continue  # a sample that plain tensors refuse says nothing about ours
             if all(_plain(x) for x in wanted if isinstance(x, torch.Tensor)):

@@ -263,3 +263,23 @@ def test_a_model_axis_that_no_rule_names(ranks):
         'No rule splits anything over the model axis "model" of mesh "model=2": its 2 ranks compute the same. Name it '
         "in a rule, or make it a data axis."
     ]
+
+
+def _forgotten_root() -> list[str]:
+    body = sl.shard_model(_mlp(), "dp=2", {"**": None})
+    torch.manual_seed(0)
+    head = nn.Linear(5, 2).double()
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            head(body(*models.rows(0)[0])).sum().backward()
+            optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_blocks_sharded_and_the_root_forgotten(ranks):
+    assert ranks(2).run(_forgotten_root)[0] == [
+        "2 of this optimizer's 6 parameters belong to no sharded model (of shapes (2, 5), (2,)): nobody averages their "
+        "gradients over the 2 data ranks, and they drift apart. Call shard_model on the module that holds all of them."
+    ]

@@ -51,6 +51,23 @@ def test_the_guess_is_what_the_layout_file_says(file: str, name: str) -> None:
     }
 
 
+class FusedPair(nn.Module):
+    """Attention with queries of their own, and keys and values fused in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = 4
+        self.q, self.kv, self.out = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(16, 16)
+
+
+def test_keys_and_values_fused_apart_from_queries() -> None:
+    rules = suggest(FusedPair())
+    text = {name: str(tensor.layout) for name, tensor in rules.resolve(FusedPair(), "tp=2").tensors.items()}
+    assert text["q.weight"] == "(heads@tp head) in"
+    assert text["kv.weight"] == "(kv heads@tp head) in"
+    assert text["out.weight"] == "out in@tp"
+
+
 def test_encoder_decoder_attention_and_gated_mlps() -> None:
     config = transformers.T5Config(
         d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=52, vocab_size=67, feed_forward_proj="gated-gelu"
