@@ -254,7 +254,9 @@ _SMALL_NUMEL = 1 << 14
 
 
 def _slot(param: torch.nn.Parameter, view: torch.Tensor, *, small: bool) -> _Slot:
-    view = view.view(_local(param).shape)
+    # In the order in memory of the parameter: fused optimizers walk both as if they were flat.
+    local = _local(param)
+    view = view.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
     grad = _torch.wrap(view, _torch.spec_of(param)) if isinstance(param, DTensor) else view
     return _Slot(param, view, grad, small)
 

@@ -166,6 +166,7 @@ def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: An
         open_choice
         and type(optimizer) in _FUSED
         and all(p.device.type == "cpu" and p.dtype in _FUSED_DTYPES for p in group["params"])
+        and all(p.grad is None or p.grad.stride() == p.stride() for p in group["params"])
         and all(state[p].get("step", _STEP).dtype == _STEP.dtype for p in group["params"] if p in state)
     )
 

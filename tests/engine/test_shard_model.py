@@ -69,6 +69,32 @@ def test_a_mesh_of_one_rank_changes_no_bit(ranks):
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+class _Picture(nn.Module):
+    """Weights with channels last in memory, and one with its dims swapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.swapped = nn.Parameter(torch.randn(5, 4).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).mean((2, 3)) @ self.swapped
+
+
+def _pictures(step: int) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
+    return (torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64),), {}
+
+
+def _strides(mesh: str) -> None:
+    rules = sl.Rules({"conv": "colwise"} if "tp" in mesh else {}, unmatched="replicate")
+    assert_same_numbers(_Picture, _pictures, models.spread, mesh, rules)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
+def test_parameters_that_are_not_contiguous(ranks, mesh):
+    ranks(MESHES.get(mesh, 2)).run(_strides, mesh)
+
+
 def _sequence_parallel(mesh: str) -> None:
     rules = sl.Rules(
         {
