@@ -200,9 +200,9 @@ def _result_places(claim: Claim) -> list[Any]:
 
 
 def _run_ranks(claim: Claim) -> list[list[Any]]:
-    cut = [cut(t, p, claim.size) for t, p in zip(claim.call.tensors, claim.row.ins, strict=True)]
+    parts = [cut(t, p, claim.size) for t, p in zip(claim.call.tensors, claim.row.ins, strict=True)]
     meeting = _Meeting(claim.size)
-    jobs = [functools.partial(_run_rank, claim, [c[r] for c in cut], meeting, r) for r in range(claim.size)]
+    jobs = [functools.partial(_run_rank, claim, [p[r] for p in parts], meeting, r) for r in range(claim.size)]
     return [job() for job in jobs] if claim.row.compute is None else _in_threads(jobs, meeting)
 
 

@@ -313,7 +313,12 @@ def _formed(info: Any, form: str) -> Callable[..., Any] | None:
         return _Out(info.op) if info.supports_out and not info.name.startswith(_UNSET) else None
     assert form in FORMS, form
     written = info.inplace_variant
-    return None if written is None else _InPlace(written) if form == "in place" else _ThroughViews(written)
+    if written is None or (form == "view" and info.name.startswith(_RESHAPING)):
+        return None
+    return _InPlace(written) if form == "in place" else _ThroughViews(written)
+
+
+_RESHAPING = ("as_strided", "resize")  # what they do to a view does not show in its base
 
 
 @dataclass(frozen=True)

@@ -357,8 +357,9 @@ def _local_slice_backward(op: Op, args: list[Any], local: Local) -> tuple[Op, li
     sizes, dim = args[1], args[2]
     mine = list(local.outputs[0] or ())
     start, end = _range(args[3:5], sizes[dim])
-    scale = (mine[dim], sizes[dim])
-    return op, [args[0], mine, dim, start * scale[0] // scale[1], end * scale[0] // scale[1], *args[5:]]
+    if mine[dim] != sizes[dim]:
+        start, end = (border * mine[dim] // sizes[dim] for border in (start, end))
+    return op, [args[0], mine, dim, start, end, *args[5:]]
 
 
 @rule(aten("slice_backward"), localize=_local_slice_backward, empty=True)

@@ -1,0 +1,67 @@
+"""Every row of every sharding rule is true: for each call that functions make, proved by brute force in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shardlib.engine.ops._rows import Row
+from shardlib.testing._prove import AtenCall, Claim, calls_of, claims, disprove
+from shardlib.testing.ops import Sample, database, samples_of
+from tests.engine.ops.cases import CASES
+from tests.engine.ops.corners import CORNERS
+
+# PyTorch warns of how some of its own samples call it.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+R, P, S = Replicate(), Partial(), Shard
+
+
+def _false(samples: Sequence[Sample], sizes: tuple[int, ...]) -> list[str]:
+    """Claims that do not hold, with the reason."""
+    found = []
+    for call in calls_of(sample.outcome for sample in samples):
+        for claim in claims(call, sizes):
+            if (why := disprove(claim)) is not None:
+                found.append(f"{call.op} on {[tuple(t.shape) for t in call.tensors]}, {claim.row}: {why}")
+    return found
+
+
+def test_rows_for_what_models_are_made_of():
+    assert _false(list(CASES.values()), (2,)) == []
+
+
+def test_rows_for_what_else_ops_are_asked_to_do():
+    assert _false(list(CORNERS.values()), (2,)) == []
+
+
+@pytest.mark.deep
+def test_rows_on_an_axis_of_three():
+    assert _false([*CASES.values(), *CORNERS.values()], (3,)) == []
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", database())
+def test_rows_for_pytorchs_ops(name: str):
+    assert _false(samples_of(name), (2, 3)) == []
+
+
+_ADD, _SUM, _EXP = torch.ops.aten.add.Tensor, torch.ops.aten.sum.dim_IntList, torch.ops.aten.exp.default
+_X = torch.arange(12, dtype=torch.float64).view(4, 3) / 5 - 1
+
+
+@pytest.mark.parametrize(
+    ("call", "row"),
+    [
+        pytest.param(AtenCall(_EXP, (_X,), {}), Row((P,), (P,)), id="not linear"),
+        pytest.param(AtenCall(_ADD, (_X, _X), {}), Row((P,), (P, R)), id="added on every rank"),
+        pytest.param(AtenCall(_SUM, (_X, [0]), {}), Row((R,), (S(0),)), id="sum not done"),
+        pytest.param(AtenCall(_SUM, (_X, [0]), {}), Row((S(0),), (S(0),)), id="dim that is gone"),
+    ],
+)
+def test_a_false_row_is_found(call: AtenCall, row: Row):
+    why = disprove(Claim(call, row, 2))
+    assert why is not None and "raised" not in why
