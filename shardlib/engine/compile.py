@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
+from shardlib.engine.plain import plain
 from shardlib.errors import ShardingError
 
 __all__ = ["MODES", "CompileReport", "compile_blocks", "repeated_blocks"]
@@ -118,7 +120,7 @@ class _Call:
         try:
             # Or none: what runs eagerly in the middle of a block would be told to nobody.
             with self.in_one_graph:
-                return self.compiled(*args, **kwargs)
+                return _with_plain_gradients(self.compiled(*args, **kwargs))
         except self.failures as error:
             _give_up(self.name, self.alike, _reason(error), self.report)
             return self.block(*args, **kwargs)
@@ -143,6 +145,15 @@ class _Call:
                 stacklevel=4,
             )
         return False
+
+
+def _with_plain_gradients(output: Any) -> Any:
+    """What a compiled block returned. Its backward was traced for plain gradients of plain tensors, but behind it a
+    split parameter may be read outside of its region, and make DTensors of them."""
+    for leaf in (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, DTensor):
+            leaf.register_hook(plain)
+    return output
 
 
 def _and_alike(name: str, alike: dict[str, nn.Module]) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
+from shardlib.engine.plain import plain
 
 __all__ = ["GradientReducer"]
 
@@ -89,11 +90,12 @@ class GradientReducer:
         self._next = 0
         self._backward = -1
         self._handles: dict[int, Any] = {}
+        self._converting: list[Any] = []
         self._left_out = params  # of the buckets, because they required no gradient when these were laid out
         self.notice_unfrozen()
 
     def remove(self) -> None:
-        for handle in self._handles.values():
+        for handle in (*self._handles.values(), *self._converting):
             handle.remove()
 
     def notice_unfrozen(self) -> None:
@@ -131,6 +133,8 @@ class GradientReducer:
         _torch.run_at_end_of_backward(self._finish)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        if isinstance(param.grad, DTensor) and not isinstance(param, DTensor):
+            self._make_plain(param)
         if not self.enabled:
             return
         self.begin()
@@ -141,6 +145,12 @@ class GradientReducer:
             param.grad = _like_its_parameter(param, keep_partial=())
         else:
             self._arrived[self._index[id(param)]] = self._due(param)
+
+    def _make_plain(self, param: torch.nn.Parameter) -> None:
+        """The parameter met DTensors outside of regions. From now on its gradients are made whole as they come."""
+        assert param.grad is not None
+        param.grad = plain(param.grad)
+        self._converting.append(param.register_hook(plain))
 
     def _due(self, param: torch.nn.Parameter) -> Axes:
         """The axes over which the gradient just accumulated must still be summed (and averaged over data axes)."""
@@ -167,7 +177,7 @@ class GradientReducer:
     def _copy_small_ones_in(self, bucket: _Bucket) -> None:
         slots = [slot for slot in bucket.slots if slot.small and slot.filled]
         if slots:
-            torch._foreach_copy_([slot.view for slot in slots], [_plain_gradient(slot.param) for slot in slots])
+            torch._foreach_copy_([slot.view for slot in slots], [slot.param.grad for slot in slots])  # type: ignore[misc]
             bucket.flat[: bucket.small_numel].mul_(1.0 / math.prod(self._sizes[axis] for axis in bucket.axes))
 
     def _launch(self, bucket: _Bucket) -> None:
@@ -259,13 +269,6 @@ def _slot(param: torch.nn.Parameter, view: torch.Tensor, *, small: bool) -> _Slo
     view = view.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
     grad = _torch.wrap(view, _torch.spec_of(param)) if isinstance(param, DTensor) else view
     return _Slot(param, view, grad, small)
-
-
-def _plain_gradient(param: torch.Tensor) -> torch.Tensor:
-    """The gradient of a plain parameter; one that met DTensors has a DTensor."""
-    grad = param.grad
-    assert grad is not None
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

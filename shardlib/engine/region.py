@@ -28,6 +28,7 @@ from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.ops import redistributed
+from shardlib.engine.plain import plain
 from shardlib.engine.ungathered import Ungathered
 
 __all__ = ["Root", "install_region"]
@@ -64,8 +65,8 @@ class Root:
 
     def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         leaves = pytree.tree_leaves(output)
-        if any(isinstance(leaf, Ungathered) for leaf in leaves):
-            output = pytree.tree_map_only(Ungathered, lambda late: late.view_as(late), output)
+        if any(isinstance(leaf, Ungathered | DTensor) for leaf in leaves):
+            output = pytree.tree_map_only((Ungathered, DTensor), _made_plain, output)
             leaves = pytree.tree_leaves(output)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
@@ -74,6 +75,12 @@ class Root:
 
     def _on_backward(self, grad: torch.Tensor) -> None:
         self.reducer.begin()
+
+
+def _made_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What is left to be made plain at the root: what nobody has read yet, and what comes of a split parameter that
+    was read outside of its region, as in `F.linear(x, self.embed.weight)`."""
+    return _ToPlain.apply(tensor, False) if isinstance(tensor, DTensor) else tensor.view_as(tensor)
 
 
 def install_region(module: nn.Module, mesh: DeviceMesh) -> list[Any]:
@@ -132,14 +139,17 @@ class _ToGlobal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return _whole(grad), None
+        if torch.is_grad_enabled() and isinstance(grad, DTensor):  # for the gradient of this gradient
+            return _ToPlain.apply(grad, False), None
+        return plain(grad), None
 
 
 class _ToPlain(torch.autograd.Function):
     """`x.full_tensor()`; its gradient, the same on all model ranks, goes back in the layout that `x` had.
 
     An output that nobody uses may be asked for its gradient all the same (by hooks on modules); autograd then makes
-    plain zeros, which are what this takes.
+    plain zeros, which are what this takes. Where a module reads a split parameter of another one, DTensors are met
+    outside of regions, and a gradient may be one.
     """
 
     @staticmethod
@@ -149,16 +159,13 @@ class _ToPlain(torch.autograd.Function):
         if all(p.is_replicate() for p in x.placements):
             local = _torch.local_of(x)
             return local.view_as(local)
-        return Ungathered(_torch.wrap(_torch.local_of(x), _torch.spec_of(x))) if late else _whole(x)
+        return Ungathered(_torch.wrap(_torch.local_of(x), _torch.spec_of(x))) if late else plain(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            grad = grad if isinstance(grad, DTensor) else _ToGlobal.apply(grad, ctx.mesh)
+            return grad.redistribute(placements=ctx.placements), None
+        grad = plain(grad)
         whole = _torch.replicated_spec(grad, ctx.mesh)
         return _torch.wrap(redistributed(grad, whole, ctx.placements), _torch.spec_with(whole, ctx.placements)), None
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor; the local one itself where that is whole already."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return redistributed(_torch.local_of(tensor), _torch.spec_of(tensor), (Replicate(),) * tensor.device_mesh.ndim)

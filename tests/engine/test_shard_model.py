@@ -95,6 +95,89 @@ def test_parameters_that_are_not_contiguous(ranks, mesh):
     ranks(MESHES.get(mesh, 2)).run(_strides, mesh)
 
 
+class _Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(8, 4, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+def _sequences(step: int) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
+    return (torch.randn(8, 5, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64),), {}
+
+
+def _attention_of_torch(given: dict[str, str]) -> None:
+    rules = sl.Rules(given, sizes={"qkv": 3, "heads": 4} if "qkv" in str(given) else {}, unmatched="replicate")
+    assert_same_numbers(_Attending, _sequences, models.spread, "tp=2", rules, optimizer=torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"attention": "(qkv heads@tp head)", "attention.out_proj": "rowwise"},
+        {"attention": "(qkv heads@tp head)"},
+        {"attention.out_proj": "rowwise"},  # a module whose forward is never called
+    ],
+    ids=str,
+)
+def test_multihead_attention_of_torch(ranks, rules):
+    ranks(2).run(_attention_of_torch, rules)
+
+
+class _Reading(nn.Module):
+    """Modules whose weights others read: a table tied by hand, and a layer that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.never_called = nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+        self.inner = nn.ModuleList(models.MLP() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for mlp in self.inner:
+            x = x + nn.functional.pad(mlp(x), (0, 1))
+            x = x + torch.tanh(nn.functional.linear(x, self.never_called.weight, self.never_called.bias))
+        return self.norm(x) @ self.embed.weight.t()
+
+
+def _reading(step: int) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
+    return (torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(step)),), {}
+
+
+def _read_elsewhere(mesh: str, rules: dict[str, str], options: dict[str, Any]) -> None:
+    given = sl.Rules({**rules, "embed": "rowwise"}, unmatched="replicate")
+    assert_same_numbers(_Reading, _reading, models.spread, mesh, given, optimizer=torch.optim.SGD, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "no_sync": True}, {"compile": None}], ids=str)
+@pytest.mark.parametrize("rules", [{}, models.MLP_RULES, {"never_called": "colwise"}, {"never_called": "rowwise"}])
+def test_weights_that_other_modules_read(ranks, rules, options):
+    ranks(4).run(_read_elsewhere, "dp=2,tp=2", rules, options)
+
+
+def _gradients_of_gradients(rules: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    reference = models.MLP().double()
+    sharded = sl.shard_model(copy.deepcopy(reference), "tp=2", rules, compile=None)
+    for model in (reference, sharded):
+        x = models.rows(0)[0][0].requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(models.spread(output), x, create_graph=True)
+        (slope.square().sum() + output.sin().sum()).backward()
+    wanted = gradients(reference)
+    assert all(relative(found, wanted[name]) <= TOLERANCE for name, found in gradients(sharded).items())
+
+
+@pytest.mark.parametrize(
+    "rules", [models.MLP_RULES, {**models.MLP_RULES, "^output": "batch@tp embed"}, {"up": "colwise", "down": "colwise"}]
+)
+def test_the_gradient_of_a_gradient(ranks, rules):
+    """As gradient penalties and second-order methods take it."""
+    ranks(2).run(_gradients_of_gradients, rules)
+
+
 def _sequence_parallel(mesh: str) -> None:
     rules = sl.Rules(
         {
