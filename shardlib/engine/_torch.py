@@ -53,6 +53,7 @@ __all__ = [
     "cached_by_mesh",
     "clear_propagation_cache",
     "collective_name",
+    "copy_all",
     "dispatcher",
     "drawn_by_tracker",
     "fake_tensor_errors",
@@ -260,6 +261,11 @@ def _is_uneven_gather(info: Any, mesh: DeviceMesh) -> bool:
     if not target.is_replicate() or not isinstance(source, Shard | _StridedShard):
         return False
     return isinstance(source, _StridedShard) or info.logical_shape[source.dim] % mesh.size(info.mesh_dim) != 0
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[Any]) -> None:
+    """`target.copy_(source)` for each pair, in one call."""
+    torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
 def run_at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -177,7 +177,7 @@ class GradientReducer:
     def _copy_small_ones_in(self, bucket: _Bucket) -> None:
         slots = [slot for slot in bucket.slots if slot.small and slot.filled]
         if slots:
-            torch._foreach_copy_([slot.view for slot in slots], [slot.param.grad for slot in slots])  # type: ignore[misc]
+            _torch.copy_all([slot.view for slot in slots], [slot.param.grad for slot in slots])
             bucket.flat[: bucket.small_numel].mul_(1.0 / math.prod(self._sizes[axis] for axis in bucket.axes))
 
     def _launch(self, bucket: _Bucket) -> None:

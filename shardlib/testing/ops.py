@@ -249,13 +249,13 @@ def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DT
 
 
 def _summand(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(7 + axis)
+    """2x, -x, and zeros in between: they add up to x in any order and to the last bit, where that is finite."""
     size, mine = mesh.size(axis), mesh.get_local_rank(axis)
-    if tensor.dtype.itemsize < 4:  # ..., 4x, -2x, -x: no digit is lost in any type
-        return tensor * 2**mine * (1 if mine == size - 1 else -1)
-    # Whole numbers lose no digits: ops that ask whether a value is exactly 1 find it so.
-    parts = [torch.randint(-4, 5, tensor.shape, generator=generator).to(tensor.dtype) for _ in range(size - 1)]
-    return parts[mine] if mine < size - 1 else tensor - sum(parts) if parts else tensor
+    if size == 1:
+        return tensor
+    factor = 2 if mine == size - 1 else -1 if mine == 0 else 0
+    alone = tensor if mine == size - 1 else torch.zeros_like(tensor)
+    return torch.where((tensor * 2).isfinite(), tensor * factor, alone)
 
 
 # --- the database of ops ------------------------------------------------------------------------------------------
