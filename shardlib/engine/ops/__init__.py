@@ -22,9 +22,23 @@ from shardlib.engine.ops._composite import install as replace_composites
 from shardlib.engine.ops._dispatch import forget_decisions, policy, remember_statics
 from shardlib.engine.ops._operands import redistributed
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
-from shardlib.engine.ops._rows import ruled_ops
+from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
 
-__all__ = ["GatheredOp", "ShardlibGatherWarning", "disable", "enable", "enabled", "record", "redistributed", "restored"]
+__all__ = [
+    "GatheredOp",
+    "P",
+    "R",
+    "S",
+    "ShardlibGatherWarning",
+    "disable",
+    "enable",
+    "enabled",
+    "record",
+    "redistributed",
+    "restored",
+    "row",
+    "rule",
+]
 
 assert _rules
 _MESHES: set[DeviceMesh] = set()
