@@ -66,11 +66,11 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.norm2 = nn.LayerNorm(config.d_model)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout1, self.dropout2 = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attn(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        x = x + self.dropout1(self.attn(self.norm1(x)))
+        return x + self.dropout2(self.mlp(self.norm2(x)))
 
 
 class GPT(nn.Module):

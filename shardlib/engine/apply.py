@@ -271,7 +271,7 @@ class _Build:
             ops.enable(self.model_mesh)
             self._install_regions(self.model_mesh, undo)
             self._install_borders(self.model_mesh, undo)
-            self._install_linears(undo)
+            self._install_linears(self.model_mesh, undo)
         if global_batch_norm and self.data_axes:
             self._install_batch_norm(undo)
         reducer = GradientReducer(list(self.model.parameters()), self.mesh, self.data_axes, bucket_bytes=bucket_bytes)
@@ -299,10 +299,14 @@ class _Build:
                 handle = install(module, layout, model_mesh)
             undo.callback(handle.remove)
 
-    def _install_linears(self, undo: ExitStack) -> None:
+    def _install_linears(self, model_mesh: DeviceMesh, undo: ExitStack) -> None:
+        layouts_out = {b.module: b.layout for b in self.plan.borders if b.side == "output" and b.layout is not None}
         for name, module in self.model.named_modules():
             if type(module) is nn.Linear and isinstance(module.weight, DTensor) and inside(name, self.regions):
-                undo.callback(compute_locally(module))
+                layout = layouts_out.get(name)
+                place = borders.border_placements
+                border = None if layout is None else place(self._on_model_axes(layout), model_mesh)
+                undo.callback(compute_locally(module, border))
 
     def _install_batch_norm(self, undo: ExitStack) -> None:
         group = self._group(self.data_axes)

@@ -23,7 +23,7 @@ from shardlib.engine.ops._operands import redistributed
 from shardlib.errors import InputError, LayoutError
 from shardlib.layout import Layout
 
-__all__ = ["install_gradient_border", "install_input_border", "install_output_border"]
+__all__ = ["border_placements", "install_gradient_border", "install_input_border", "install_output_border"]
 
 
 # Dims of an activation for which placements are laid out in advance, so that a compiled block finds them in a tuple.
@@ -65,6 +65,12 @@ def _input_hook(layout: Layout, mesh: DeviceMesh) -> Hook:
 
 def _gradient_hook(_module: nn.Module, _args: Any, output: Any) -> Any:
     return _map_first(_reduce_gradient, output)
+
+
+@_torch.cached_by_mesh
+def border_placements(layout: Layout, mesh: DeviceMesh) -> Callable[[int], tuple[Placement, ...] | None]:
+    """The placements of an activation with so many dims; None where the layout has another number."""
+    return tuple(_placements(layout, mesh, ndim) for ndim in range(_MAX_DIMS)).__getitem__
 
 
 def _laid_out(layout: Layout, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -8,6 +8,7 @@ Where the operands lie as Megatron's layers do, what these compute on every mesh
     S(k)      R             S(k)      S(k), P, P         k: any dim of the input but the last
     R         S(0)          S(last)   P, S(0), S(0)      column-parallel; also split inside a fused dim
     S(last)   S(1)          R         S(last), S(1), R   row-parallel: summed over the axis, then the bias is added
+                            S(k)                         or summed and scattered, where the module's border says so
 
 (R replicated, S split, P partial sum.) Everything else, and whatever is traced, autocast or differentiated twice, takes
 the way of `F.linear`.
@@ -31,15 +32,21 @@ from shardlib.engine.ops import redistributed
 
 __all__ = ["compute_locally"]
 
+Border = Callable[[int], tuple[Placement, ...] | None]
 
-def compute_locally(module: nn.Linear) -> Callable[[], None]:
-    """Let one `nn.Linear` inside a region compute as above; returns what undoes it."""
+
+def compute_locally(module: nn.Linear, border: Border | None = None) -> Callable[[], None]:
+    """Let one `nn.Linear` inside a region compute as above; returns what undoes it.
+
+    `border`: the placements that its output is brought into, by its number of dims.
+    """
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         weight, bias = module.weight, module.bias
         traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type)
         if not traced and isinstance(input, DTensor) and isinstance(weight, DTensor):
-            way = _way(_torch.spec_of(input), _torch.spec_of(weight))
+            want = None if border is None else border(input.ndim)
+            way = _way(_torch.spec_of(input), _torch.spec_of(weight), want)
             if way is not None:
                 return _Linear.apply(input, weight, bias, way)
         return F.linear(input, weight, bias)
@@ -50,10 +57,14 @@ def compute_locally(module: nn.Linear) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class _Way:
-    """How one call is computed: the specs of its results. The product is a partial sum where it is not the output."""
+    """How one call is computed: the specs of its results. The product is a partial sum where it is not the output.
+
+    `whole` is the output's gradient as the products of backward take it.
+    """
 
     product: DTensorSpec
     output: DTensorSpec
+    whole: tuple[Placement, ...]
     grad_input: DTensorSpec
     grad_weight: DTensorSpec
     grad_bias: DTensorSpec
@@ -64,19 +75,22 @@ class _Way:
 
 
 @_torch.cached_by_mesh
-def _way(x: DTensorSpec, weight: DTensorSpec) -> _Way | None:
+def _way(x: DTensorSpec, weight: DTensorSpec, border: tuple[Placement, ...] | None) -> _Way | None:
     assert x.tensor_meta is not None and weight.tensor_meta is not None
-    rows = [_row(a, b, len(x.shape) - 1) for a, b in zip(x.placements, weight.placements, strict=True)]
+    last = len(x.shape) - 1
+    rows = [_row(a, b, last) for a, b in zip(x.placements, weight.placements, strict=True)]
     if None in rows or x.tensor_meta.dtype != weight.tensor_meta.dtype or not (_even(x) and _even(weight)):
         return None
-    output, grad_x, grad_weight, grad_bias, partial = zip(*rows, strict=True)  # type: ignore[arg-type]
-    product = tuple(Partial() if summed else place for place, summed in zip(output, partial, strict=True))
+    whole, grad_x, grad_weight, grad_bias, partial = zip(*rows, strict=True)  # type: ignore[arg-type]
+    product = tuple(Partial() if summed else place for place, summed in zip(whole, partial, strict=True))
+    output = _scattered(whole, partial, border, last)
     spec = functools.partial(_torch.spec, x.mesh, dtype=weight.tensor_meta.dtype)
     shape = (*x.shape[:-1], weight.shape[0])
-    whole = spec(output, shape)
+    result = spec(output, shape)
     return _Way(
-        product=spec(product, shape) if any(partial) else whole,
-        output=whole,
+        product=spec(product, shape) if any(partial) else result,
+        output=result,
+        whole=whole,
         grad_input=spec(grad_x, x.shape),
         grad_weight=spec(grad_weight, weight.shape),
         grad_bias=spec(grad_bias, weight.shape[:1]),
@@ -95,6 +109,18 @@ def _row(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placeme
     if type(x) is Shard and x.dim == last and type(weight) is Shard and weight.dim == 1:
         return r, x, weight, r, True
     return None
+
+
+def _scattered(
+    whole: tuple[Placement, ...], partial: tuple[bool, ...], border: tuple[Placement, ...] | None, last: int
+) -> tuple[Placement, ...]:
+    """The output's placements: a sum goes where the border wants it, unless that splits the features, and the bias."""
+    if border is None:
+        return whole
+    return tuple(
+        want if summed and type(want) is Shard and want.dim != last else place
+        for place, summed, want in zip(whole, partial, border, strict=True)
+    )
 
 
 def _even(spec: DTensorSpec) -> bool:
@@ -119,12 +145,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         way: _Way = ctx.way
-        if grad.placements != way.output.placements:
-            grad = grad.redistribute(placements=way.output.placements)
         if torch.is_grad_enabled():
-            return (*_differentiable(ctx, grad, x, weight), None)
+            return (*_differentiable(ctx, grad.redistribute(placements=way.whole), x, weight), None)
         needs = ctx.needs_input_grad
-        g, rows = _torch.local_of(grad), _torch.local_of(x).flatten(0, -2)
+        g = redistributed(_torch.local_of(grad), _torch.spec_of(grad), way.whole)
+        rows = _torch.local_of(x).flatten(0, -2)
         flat = g.reshape(-1, g.shape[-1])
         return (
             _torch.wrap(g @ _torch.local_of(weight), way.grad_input) if needs[0] else None,
