@@ -113,7 +113,10 @@ def _forms(row: Row, call: Call) -> Iterator[Row]:
     factors = {
         now.split_factor
         for want, now in pairs
-        if row.compute is None and isinstance(now, _StridedShard) and isinstance(want, Shard) and want.dim == now.dim
+        if (row.compute is None or row.anywhere)
+        and isinstance(now, _StridedShard)
+        and isinstance(want, Shard)
+        and want.dim == now.dim
     }
     for factor in sorted(factors):
         yield _mapped(row, lambda p, k=factor: _StridedShard(p.dim, split_factor=k) if isinstance(p, Shard) else p)

@@ -140,6 +140,7 @@ class Row:
             long as all split dims have one size.
         partition: replicated operands may become one rank's whole and the others' zeros to serve as a partial sum.
         compute: replaces the op on local tensors where that is not the op itself; see `Compute`.
+        anywhere: `compute` does not ask where a shard begins, so that a fused split does as well there too.
     """
 
     outs: tuple[Placement | None, ...]
@@ -147,6 +148,7 @@ class Row:
     parallel: bool = True
     partition: bool = False
     compute: Compute | None = None
+    anywhere: bool = False
 
 
 Rows = Callable[[Call], Iterable[Row]]

@@ -55,7 +55,7 @@ def _over_elements(call: Call, first: int, out: Any, compute: Any) -> Iterator[R
     shape = call.inputs[first].shape
     for dim in range(len(shape)):
         places = [S(d) if (d := aligned(meta, dim, shape)) is not None else R for meta in call.inputs[first:]]
-        yield row([out(dim)], [*[R] * first, *places], compute=compute)
+        yield row([out(dim)], [*[R] * first, *places], compute=compute, anywhere=True)
 
 
 def _share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
@@ -104,7 +104,7 @@ def nll_loss(call: Call) -> Iterable[Row]:
     for dim in range(target.ndim):
         from_scores = S(dim if dim == 0 else dim + 1)
         outs = [S(dim), R] if each else [P, R if call["reduction"] == _MEAN else P]
-        yield row(outs, [from_scores, S(dim), *_class_weight(call, R)], compute=_nll_of_own)
+        yield row(outs, [from_scores, S(dim), *_class_weight(call, R)], compute=_nll_of_own, anywhere=True)
     yield row([P, R if call["reduction"] != _SUM else P], [S(1), R, *_class_weight(call, S(0))], compute=_nll_of_own)
 
 

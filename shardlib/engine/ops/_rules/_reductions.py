@@ -68,7 +68,7 @@ def mean(call: Call) -> Iterable[Row]:
     dims = _reduced_dims(call)
     yield from untouched(call, dims, keep=_keep(call))
     for dim in dims:
-        yield row([P], [S(dim)], compute=_local_share_of_mean)
+        yield row([P], [S(dim)], compute=_local_share_of_mean, anywhere=True)
     yield row([P], [P])
 
 
@@ -88,7 +88,7 @@ def extremes(call: Call) -> Iterable[Row]:
     dims = _reduced_dims(call)
     yield from untouched(call, dims, keep=_keep(call))
     for dim in dims:
-        yield row([R], [S(dim)], compute=_extreme)
+        yield row([R], [S(dim)], compute=_extreme, anywhere=True)
 
 
 def _extreme(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
@@ -109,7 +109,7 @@ def vector_norm(call: Call) -> Iterable[Row]:
     yield from untouched(call, dims, keep=_keep(call))
     if call["ord"] > 0:
         for dim in dims:
-            yield row([R], [S(dim)], compute=_norm_of_norms)
+            yield row([R], [S(dim)], compute=_norm_of_norms, anywhere=True)
 
 
 def _norm_of_norms(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
@@ -129,7 +129,7 @@ def variance(call: Call) -> Iterable[Row]:
     dims = _reduced_dims(call)
     yield from untouched(call, dims, keep=_keep(call))
     for dim in dims:
-        yield row([R] * len(call.outputs), [S(dim)], compute=_split_variance)
+        yield row([R] * len(call.outputs), [S(dim)], compute=_split_variance, anywhere=True)
 
 
 def _split_variance(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
@@ -153,7 +153,7 @@ def softmax(call: Call) -> Iterable[Row]:
     dims = call.dims()
     yield from untouched(call, dims, keep=True)
     if dims and not call["half_to_float"]:
-        yield row([S(dims[0])], [S(dims[0])], compute=_split_softmax)
+        yield row([S(dims[0])], [S(dims[0])], compute=_split_softmax, anywhere=True)
 
 
 def _split_softmax(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
@@ -178,7 +178,7 @@ def softmax_backward(call: Call) -> Iterable[Row]:
     dims = call.dims()
     yield from untouched(call, dims, keep=True, others=1)
     if dims and call["input_dtype"] == call.inputs[0].dtype:
-        yield row([S(dims[0])], [S(dims[0])] * 2, compute=_split_softmax_backward)
+        yield row([S(dims[0])], [S(dims[0])] * 2, compute=_split_softmax_backward, anywhere=True)
 
 
 def _split_softmax_backward(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
@@ -194,7 +194,7 @@ def logsumexp(call: Call) -> Iterable[Row]:
     dims = _reduced_dims(call)
     yield from untouched(call, dims, keep=_keep(call))
     for dim in dims:
-        yield row([R], [S(dim)], compute=_split_logsumexp)
+        yield row([R], [S(dim)], compute=_split_logsumexp, anywhere=True)
 
 
 def _split_logsumexp(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
