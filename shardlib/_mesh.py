@@ -80,6 +80,11 @@ class MeshShape:
     axes: tuple[tuple[str, int], ...]
 
     def __init__(self, spec: str | Mapping[str, int] | None = None, /, **axes: int) -> None:
+        if spec is not None and not isinstance(spec, str | Mapping):
+            raise MeshError(
+                f'A mesh shape was given as {spec!r}; give text such as "dp=2,tp=4", a mapping from axis name to size, '
+                "or keywords, as in MeshShape(dp=2, tp=4)."
+            )
         pairs = _parse(spec) if isinstance(spec, str) else list((spec or {}).items())
         pairs += list(axes.items())
         _check_axes(pairs)

@@ -11,7 +11,8 @@ Parallel Training", VLDB 2020, section 3.2, whose scheme this is).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,7 +106,7 @@ class GradientReducer:
             return
         for param in thawed:
             if id(param) not in self._handles:
-                self._handles[id(param)] = param.register_post_accumulate_grad_hook(self._on_gradient)
+                self._handles[id(param)] = param.register_post_accumulate_grad_hook(_calling(weakref.ref(self)))
         self._left_out = self._frozen()
         self._buckets, self._home, self._laid_out = [], {}, False
 
@@ -261,6 +262,16 @@ class GradientReducer:
 
 
 _SMALL_NUMEL = 1 << 14
+
+
+def _calling(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.nn.Parameter], None]:
+    """A hook that does not keep its reducer, which keeps the parameter: through a hook the collector sees no cycle."""
+
+    def hook(param: torch.nn.Parameter) -> None:
+        if (alive := reducer()) is not None:
+            alive._on_gradient(param)
+
+    return hook
 
 
 def _slot(param: torch.nn.Parameter, view: torch.Tensor, *, small: bool) -> _Slot:
