@@ -46,6 +46,8 @@ def plan(
     >>> p["weight"].local_shape(p.mesh), p.memory().parameters
     ((4, 4), 80)
     """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"A model was given as {type(model).__name__}; give a torch.nn.Module, on any device or meta.")
     shape = _known_sizes(MeshShape.of(mesh))
     rule_set = layouts.for_model(model) if rules is None else as_rules(rules)
     resolution = rule_set.resolve(model, shape)
@@ -142,6 +144,8 @@ def _notes(mesh: MeshShape, blocks: Blocks | None) -> tuple[str, ...]:
 
 
 def _transformed(plan: Plan, transform: Transform) -> Plan:
+    if not callable(transform):
+        raise PlanError(f"A transform was given as {transform!r}; give functions that take a Plan and return a Plan.")
     result = transform(plan)
     name = getattr(transform, "__name__", None) or repr(transform)
     if not isinstance(result, Plan):

@@ -23,7 +23,7 @@ from shardlib._mesh import MeshLike, MeshShape, mesh
 from shardlib._plan import Plan, Row, plan
 from shardlib.engine import _torch, agree, batchnorm, borders, materialize, ops, optimizer, state
 from shardlib.engine._torch import pytree
-from shardlib.engine.compile import CompileReport, compile_blocks
+from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.linear import compute_locally
 from shardlib.engine.randomness import agree_on_random_state
@@ -99,6 +99,9 @@ def shard_model(
         >>> model(torch.zeros(2, 8)).shape
         torch.Size([2, 8])
     """
+    check_backend(compile)
+    if not bucket_mb > 0:
+        raise ShardingError(f"bucket_mb={bucket_mb!r} was given; give a positive number of megabytes, such as 25.")
     device_mesh = mesh(mesh_)
     _refuse_unfit(model)
     the_plan = _planned(model, device_mesh, rules, transforms)

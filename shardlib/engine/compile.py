@@ -20,7 +20,7 @@ from shardlib.engine._torch import pytree
 from shardlib.engine.plain import plain
 from shardlib.errors import ShardingError
 
-__all__ = ["MODES", "CompileReport", "compile_blocks", "repeated_blocks"]
+__all__ = ["MODES", "CompileReport", "check_backend", "compile_blocks", "repeated_blocks"]
 
 MODES = ("auto", "aot_eager", "inductor")
 MAX_SHAPES = 4  # of inputs, for which blocks of one class are compiled; dynamo allows eight graphs in all
@@ -69,8 +69,8 @@ def _alike(container: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(key, child) for key, child in children if classes.count(type(child)) > 1 and list(child.parameters())]
 
 
-def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport, Callable[[], None]]:
-    """Compile the repeated blocks of a model in place; returns a report that fills as blocks run, and what undoes it.
+def check_backend(backend: str | None) -> None:
+    """Refuse a way to compile that is none.
 
     Raises:
         ShardingError: an unknown backend.
@@ -79,6 +79,15 @@ def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport
         raise ShardingError(
             f"compile={backend!r} was given; give " + ", ".join(f'"{mode}"' for mode in MODES) + ", or None for eager."
         )
+
+
+def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport, Callable[[], None]]:
+    """Compile the repeated blocks of a model in place; returns a report that fills as blocks run, and what undoes it.
+
+    Raises:
+        ShardingError: an unknown backend.
+    """
+    check_backend(backend)
     backend = "aot_eager" if backend == "auto" else backend
     report = CompileReport(backend)
     blocks = repeated_blocks(model) if backend else {}

@@ -283,3 +283,22 @@ def test_blocks_sharded_and_the_root_forgotten(ranks):
         "2 of this optimizer's 6 parameters belong to no sharded model (of shapes (2, 5), (2,)): nobody averages their "
         "gradients over the 2 data ranks, and they drift apart. Call shard_model on the module that holds all of them."
     ]
+
+
+def test_options_that_are_none():
+    assert _message(ShardingError, lambda: sl.shard_model(_mlp(), "tp=1", models.MLP_RULES, compile="fast")) == (
+        'compile=\'fast\' was given; give "auto", "aot_eager", "inductor", or None for eager.'
+    )
+    assert _message(ShardingError, lambda: sl.shard_model(_mlp(), "tp=1", models.MLP_RULES, bucket_mb=0)) == (
+        "bucket_mb=0 was given; give a positive number of megabytes, such as 25."
+    )
+    assert _message(PlanError, lambda: sl.plan(None, "tp=2", {})) == (
+        "A model was given as NoneType; give a torch.nn.Module, on any device or meta."
+    )
+    assert _message(PlanError, lambda: sl.plan(_mlp(), "tp=2", models.MLP_RULES, transforms=[3])) == (
+        "A transform was given as 3; give functions that take a Plan and return a Plan."
+    )
+    assert _message(MeshError, lambda: sl.MeshShape(8)) == (
+        'A mesh shape was given as 8; give text such as "dp=2,tp=4", a mapping from axis name to size, or keywords, as '
+        "in MeshShape(dp=2, tp=4)."
+    )
