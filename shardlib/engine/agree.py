@@ -45,16 +45,13 @@ def plans_agree(lines: list[str], group: dist.ProcessGroup | None) -> None:
 
 def weights_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Raise `ShardingError` where ranks start from different values of a tensor that all of them hold."""
-    mine = {name: fingerprint(tensor) for name, tensor in tensors.items()}
-    by_rank = _gather(mine, group)
-    if by_rank is None:
+    if (found := _differing(tensors, group)) is None:
         return
-    names = [name for name in mine if len({prints.get(name) for prints in by_rank}) > 1]
-    shown = _exchange(_shown(tensors[names[0]]), group) if names else [str(sorted(prints)) for prints in by_rank]
+    names, shown = found
     raise ShardingError(
-        f"The ranks start from different weights: {len(names)} of {len(mine)} tensors differ"
+        f"The ranks start from different weights: {len(names)} of {len(tensors)} tensors differ"
         + (f', the first is "{names[0]}":\n' if names else " in name:\n")
-        + _side_by_side(shown, group)
+        + shown
         + "\nSeed every rank alike before the model is built (torch.manual_seed(0)), or load the same checkpoint."
     )
 
@@ -73,20 +70,27 @@ def draws_agree(prints: Mapping[str, int], group: dist.ProcessGroup | None) -> N
 
 def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup | None, axes: str) -> None:
     """Raise `InputError` where ranks that work on the same example were given different batches."""
-    tensors = _named_tensors(args, kwargs)
-    mine = {name: fingerprint(tensor) for name, tensor in tensors.items()}
-    by_rank = _gather(mine, group)
-    if by_rank is None:
+    if (found := _differing(_named_tensors(args, kwargs), group)) is None:
         return
-    names = [name for name in mine if len({prints.get(name) for prints in by_rank}) > 1]
-    shown = _exchange(_shown(tensors[names[0]]), group) if names else [str(sorted(prints)) for prints in by_rank]
+    names, shown = found
     raise InputError(
         f'Ranks that share the model axis "{axes}" work on the same examples, but were given different batches'
         + (f'; "{names[0]}" differs:\n' if names else ":\n")
-        + _side_by_side(shown, group)
+        + shown
         + "\nPick the batch by the rank's place on the data axes alone, for example with "
         'DistributedSampler(dataset, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()).'
     )
+
+
+def _differing(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> tuple[list[str], str] | None:
+    """Names of the tensors whose values differ, and the first side by side (the names, if these do); None if none."""
+    mine = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    by_rank = _gather(mine, group)
+    if by_rank is None:
+        return None
+    names = [name for name in mine if len({prints.get(name) for prints in by_rank}) > 1]
+    shown = _exchange(_shown(tensors[names[0]]), group) if names else [str(sorted(prints)) for prints in by_rank]
+    return names, _side_by_side(shown, group)
 
 
 def _named_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.layout import Dim, Layout
 from shardlib.rules import Rules
 
-__all__ = ["Sharded", "apply_plan", "no_sync", "plan_of", "shard_model"]
+__all__ = ["Sharded", "apply_plan", "is_sharded", "no_sync", "plan_of", "shard_model"]
 
 
 @dataclass(eq=False)
@@ -428,6 +428,11 @@ def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: 
             )
         return rules
     return plan(model, device_mesh, layouts.for_model(model) if rules is None else rules, transforms=transforms)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard_model` has sharded this model."""
+    return model in _sharded
 
 
 def _refuse_unfit(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from shardlib._mesh import MeshLike
 from shardlib._plan import DryRun, Plan, RulesLike, Transform
 from shardlib.engine import _torch, ops
 from shardlib.engine._torch import pytree
-from shardlib.engine.apply import apply_plan
+from shardlib.engine.apply import apply_plan, is_sharded
 from shardlib.engine.recording import record_collectives
 from shardlib.errors import PlanError
 
@@ -127,12 +127,11 @@ def _fake(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
 
 
 def _refuse_sharded(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise PlanError(
-                f'The model is sharded already: "{name}" is a DTensor. Make the plan, with its example, from the '
-                "single-device model, before shard_model; a model on `meta` will do."
-            )
+    if is_sharded(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise PlanError(
+            "The model is sharded already. Make the plan, with its example, from the single-device model, before "
+            "shard_model; a model on `meta` will do."
+        )
 
 
 @contextmanager

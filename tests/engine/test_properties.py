@@ -63,7 +63,7 @@ _SPLIT_TWICE = Case(
 )
 
 
-@settings(max_examples=_ALL // 2)
+@settings(max_examples=_ALL // 4)
 @given(case=cases.transformers())
 @example(case=_ACROSS_BLOCKS)
 @example(case=_SLICED_GRADIENT)
@@ -78,7 +78,7 @@ def test_a_transformer_of_compiled_blocks(ranks, case: Case):
     ranks(case.world_size).run(_train, case, "auto")
 
 
-@settings(max_examples=_ALL // 2)
+@settings(max_examples=_ALL // 4)
 @given(case=cases.mlps())
 @example(case=_SPLIT_TWICE)
 def test_an_mlp_of_uneven_widths(ranks, case: Case):
@@ -94,7 +94,7 @@ _SPLIT_STATISTICS = Case(
 )
 
 
-@settings(max_examples=2 * _ALL // 5)
+@settings(max_examples=_ALL // 5)
 @given(case=cases.conv_nets())
 @example(case=_SPLIT_STATISTICS)
 def test_a_convolutional_net(ranks, case: Case):

@@ -302,3 +302,11 @@ def test_options_that_are_none():
         'A mesh shape was given as 8; give text such as "dp=2,tp=4", a mapping from axis name to size, or keywords, as '
         "in MeshShape(dp=2, tp=4)."
     )
+
+
+def test_a_dry_run_of_a_sharded_model():
+    model = sl.shard_model(_mlp(), "tp=1", models.MLP_RULES)
+    assert _message(PlanError, lambda: sl.plan(model, "tp=2", models.MLP_RULES, example=models.rows(0)[0])) == (
+        "The model is sharded already. Make the plan, with its example, from the single-device model, before "
+        "shard_model; a model on `meta` will do."
+    )
