@@ -68,13 +68,13 @@ def _gradient_hook(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 
 @_torch.cached_by_mesh
-def border_placements(layout: Layout, mesh: DeviceMesh) -> Callable[[int], tuple[Placement, ...] | None]:
-    """The placements of an activation with so many dims; None where the layout has another number."""
-    return tuple(_placements(layout, mesh, ndim) for ndim in range(_MAX_DIMS)).__getitem__
+def border_placements(layout: Layout, mesh: DeviceMesh) -> tuple[tuple[Placement, ...] | None, ...]:
+    """The placements of an activation, by its number of dims; None where the layout has another number."""
+    return tuple(_placements(layout, mesh, ndim) for ndim in range(_MAX_DIMS))
 
 
 def _laid_out(layout: Layout, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
-    by_ndim = tuple(_placements(layout, mesh, ndim) for ndim in range(_MAX_DIMS))
+    by_ndim = border_placements(layout, mesh)
 
     def lay_out(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):

@@ -168,18 +168,17 @@ class GradientReducer:
 
     def _copy_in(self, bucket: _Bucket, slot: _Slot) -> None:
         grad = _like_its_parameter(slot.param, keep_partial=bucket.axes)
-        torch.mul(_local(grad).detach(), self._scale(bucket.axes, grad), out=slot.view)
+        torch.mul(_local(grad).detach(), self._scale(bucket.axes, _partial_axes(grad)), out=slot.view)
 
-    def _scale(self, axes: Axes, grad: torch.Tensor) -> float:
-        """One over the sizes of the summed axes on which this gradient is not a partial sum but a value to average."""
-        partial = _partial_axes(grad)
+    def _scale(self, axes: Axes, partial: Axes = ()) -> float:
+        """One over the sizes of the summed axes on which a gradient is not a partial sum but a value to average."""
         return 1.0 / math.prod(self._sizes[axis] for axis in axes if axis not in partial)
 
     def _copy_small_ones_in(self, bucket: _Bucket) -> None:
         slots = [slot for slot in bucket.slots if slot.small and slot.filled]
         if slots:
             _torch.copy_all([slot.view for slot in slots], [slot.param.grad for slot in slots])
-            bucket.flat[: bucket.small_numel].mul_(1.0 / math.prod(self._sizes[axis] for axis in bucket.axes))
+            bucket.flat[: bucket.small_numel].mul_(self._scale(bucket.axes))
 
     def _launch(self, bucket: _Bucket) -> None:
         self._copy_small_ones_in(bucket)

@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import DTensorSpec
-from shardlib.engine.ops import redistributed
+from shardlib.engine.ops._operands import redistributed
 
 __all__ = ["compute_locally"]
 
-Border = Callable[[int], tuple[Placement, ...] | None]
+Border = tuple[tuple[Placement, ...] | None, ...]
 
 
 def compute_locally(module: nn.Linear, border: Border | None = None) -> Callable[[], None]:
@@ -45,7 +45,7 @@ def compute_locally(module: nn.Linear, border: Border | None = None) -> Callable
         weight, bias = module.weight, module.bias
         traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type)
         if not traced and isinstance(input, DTensor) and isinstance(weight, DTensor):
-            want = None if border is None else border(input.ndim)
+            want = None if border is None else border[input.ndim]
             way = _way(_torch.spec_of(input), _torch.spec_of(weight), want)
             if way is not None:
                 return _Linear.apply(input, weight, bias, way)

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib.engine import _torch
-from shardlib.engine.ops import redistributed
+from shardlib.engine.ops._operands import redistributed
 
 __all__ = ["plain"]
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.gradients import GradientReducer
-from shardlib.engine.ops import redistributed
+from shardlib.engine.ops._operands import redistributed
 from shardlib.engine.plain import plain
 from shardlib.engine.ungathered import Ungathered
 

@@ -20,7 +20,6 @@ from shardlib.engine._torch import (
 from shardlib.engine.ops import _rules
 from shardlib.engine.ops._composite import install as replace_composites
 from shardlib.engine.ops._dispatch import forget_decisions, policy, remember_statics
-from shardlib.engine.ops._operands import redistributed
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
 
@@ -34,7 +33,6 @@ __all__ = [
     "enable",
     "enabled",
     "record",
-    "redistributed",
     "restored",
     "row",
     "rule",
