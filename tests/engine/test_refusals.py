@@ -304,9 +304,13 @@ def test_options_that_are_none():
     )
 
 
-def test_a_dry_run_of_a_sharded_model():
+def _plan_what_is_sharded() -> None:
     model = sl.shard_model(_mlp(), "tp=1", models.MLP_RULES)
     assert _message(PlanError, lambda: sl.plan(model, "tp=2", models.MLP_RULES, example=models.rows(0)[0])) == (
         "The model is sharded already. Make the plan, with its example, from the single-device model, before "
         "shard_model; a model on `meta` will do."
     )
+
+
+def test_a_dry_run_of_a_sharded_model(ranks):
+    ranks(1).run(_plan_what_is_sharded)
