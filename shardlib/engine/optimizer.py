@@ -9,7 +9,6 @@ that, and look only at parameters that shardlib made.
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections import defaultdict
@@ -97,11 +96,17 @@ def look_after(params: Iterable[nn.Parameter], data_ranks: int) -> None:
         _ours.put(param, data_ranks)
 
 
-@functools.cache
+_watching: list[Any] = []
+
+
 def watch_optimizers() -> None:
-    """Install both hooks, once."""
-    torch_optimizer.register_optimizer_step_pre_hook(_before_step)
-    torch_optimizer.register_optimizer_step_post_hook(_after_step)
+    """Install both hooks, once; again where somebody has cleared the hooks of all optimizers since."""
+    for handle in _watching:
+        handle.remove()
+    _watching[:] = [
+        torch_optimizer.register_optimizer_step_pre_hook(_before_step),
+        torch_optimizer.register_optimizer_step_post_hook(_after_step),
+    ]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,150 @@
+"""What is to be proved: a model, its batches, how it is sharded, how it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib._mesh import MeshShape
+from shardlib.engine._torch import pytree
+from shardlib.errors import InputError
+
+__all__ = ["Case", "adamw", "as_call", "default_loss", "rows_of"]
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of `equivalent`, checked; it travels to the ranks."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    mesh: MeshShape
+    rules: Any = None
+    transforms: tuple[Callable[..., Any], ...] = ()
+    shard: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    split: Callable[[Any, int, int], Any] | None = None
+    steps: int = 3
+    accumulate: int = 1
+    no_sync: bool = False
+    clip: float | None = None
+    dtype: torch.dtype = torch.float64
+    rng: Literal["exact", "fast"] = "exact"
+    seed: int = 0
+    before_step: Callable[[nn.Module, int], Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for what in ("model", "batch"):
+            if not callable(getattr(self, what)):
+                raise InputError(
+                    f"equivalent() was given {what}={_shown(getattr(self, what))}; give a function that makes one, "
+                    "such "
+                    + ("as `lambda: MyModel()`." if what == "model" else "as `lambda step: torch.randn(8, 16)`.")
+                )
+        for what, least in (("steps", 0), ("accumulate", 1)):
+            value = getattr(self, what)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(f"equivalent() was given {what}={value!r}; give a whole number from {least} up.")
+        if self.clip is not None and not self.clip > 0:
+            raise InputError(f"equivalent() was given clip={self.clip!r}; give a gradient norm above zero, or None.")
+        if self.dtype not in DTYPES:
+            raise InputError(
+                f"equivalent() was given dtype={self.dtype!r}; give one of {', '.join(map(str, DTYPES))}. "
+                "torch.float64 tells rounding and mistakes apart best."
+            )
+        if self.rng not in ("exact", "fast"):
+            raise InputError(f'equivalent() was given rng={self.rng!r}; give "exact" or "fast".')
+        self._check_how_it_is_sharded()
+
+    def _check_how_it_is_sharded(self) -> None:
+        if self.shard is None:
+            return
+        given = [name for name in ("rules", "transforms", "no_sync") if getattr(self, name)]
+        given += [f"{name}=" for name in self.options]
+        if given:
+            raise InputError(
+                f"equivalent() was given shard= together with {', '.join(given)}. shard= is a function (model, mesh) "
+                "-> model that shards by its own means; rules, transforms, no_sync and options belong to shard_model."
+            )
+
+    def train(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """A new optimizer."""
+        return (self.optimizer or adamw)(params)
+
+
+def _shown(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, nn.Module | torch.Tensor) else repr(value)
+
+
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that is used where none is given: it has state of every kind, and forgives no gradient."""
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a batch is passed to a model: a mapping by keyword, a tuple by position, (tuple, mapping) both ways."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], Mapping):
+        return batch[0], dict(batch[1])
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}
+
+
+def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss that the model's output carries, or a mean over rows that no two features enter alike."""
+    args, kwargs = as_call(batch)
+    output = model(*args, **kwargs)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    leaves = [
+        leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+    if not leaves:
+        raise InputError(
+            f"The model's output ({type(output).__name__}) has neither a loss nor a floating-point tensor. Give "
+            "equivalent() a loss=: a function (model, batch) -> scalar tensor, a mean over the rows of the batch."
+        )
+    return torch.stack([_spread(leaf) for leaf in leaves]).sum()
+
+
+def _spread(output: torch.Tensor) -> torch.Tensor:
+    """A mean over rows of a function that differs from feature to feature, and has both signs of slope."""
+    if not output.ndim:
+        return output
+    weight = torch.linspace(0.5, 1.5, max(output[0].numel(), 1), dtype=output.dtype, device=output.device)
+    weight = weight[: output[0].numel()].view(output.shape[1:])
+    return (output.square() * weight + output.sin()).mean()
+
+
+def rows_of(batch: Any, index: int, count: int) -> Any:
+    """The rows of a global batch that one of `count` data ranks gets: its part of dim 0 of every tensor that has rows.
+
+    A tensor has rows if its dim 0 is as long as that of the first tensor; others (a mask shared by all) go to all.
+
+    Raises:
+        InputError: rows that do not divide, so that a mean of means would not be the mean.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    if count == 1 or not tensors:
+        return batch
+    rows = len(tensors[0])
+    if rows % count:
+        raise InputError(
+            f"The batch has {rows} rows, which {count} data ranks cannot share evenly: the mean over ranks of their "
+            f"mean losses would not be the mean over rows. Give a multiple of {count} rows."
+        )
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(count)[index] if tensor.ndim and len(tensor) == rows else tensor
+
+    return pytree.tree_map_only(torch.Tensor, part, batch)

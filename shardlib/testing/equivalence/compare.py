@@ -1,0 +1,277 @@
+"""Train a case both ways and measure every difference; one exchange between ranks, at the end."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardlib._mesh import MeshShape
+from shardlib.engine import agree, plan_of
+from shardlib.engine._torch import pytree
+from shardlib.engine.apply import is_sharded
+from shardlib.layout import Layout
+from shardlib.testing.equivalence import measure, parts
+from shardlib.testing.equivalence.case import Case
+from shardlib.testing.equivalence.train import Run, Twins, named_tensors, single_device, twins
+
+__all__ = ["KINDS", "START", "Key", "Measured", "compare", "limits"]
+
+# In the order in which a training step makes them: the first that differs is nearest to the cause.
+KINDS = ("parameter", "buffer", "output", "loss", "gradient", "norm", "state")
+START = -1  # the "step" of the values that training starts from
+
+Key = tuple[int, str, str]  # step, kind, name
+
+
+@dataclass
+class Measured:
+    """What ranks measured, the same on all of them after `compare`.
+
+    Attributes:
+        errors: the largest distance on any rank.
+        alone: the single device's distance from float64, where it is not float64 itself.
+        ranks: the ranks whose distance is above zero, for each key.
+        replicas: what ranks hold alike but with other bits: a sentence each.
+        layouts: what lies otherwise than the plan says: a sentence each.
+        parameters: how many parameters and buffers were compared.
+    """
+
+    errors: dict[Key, float] = field(default_factory=dict)
+    alone: dict[Key, float] = field(default_factory=dict)
+    ranks: dict[Key, list[int]] = field(default_factory=dict)
+    replicas: dict[str, str] = field(default_factory=dict)
+    layouts: dict[str, str] = field(default_factory=dict)
+    tensors: int = 0
+
+
+def compare(case: Case) -> Measured:
+    """Called on every rank of the case's mesh; gives the same on all."""
+    both = twins(case)
+    notes = _train(both)
+    notes.layouts()
+    return notes.exchanged()
+
+
+def _train(both: Twins) -> _Notes:
+    notes = _Notes(both)
+    notes.tensors(START)
+    for step in both.steps():
+        for run in both.runs:
+            run.begin(step)
+        for micro in range(both.case.accumulate):
+            losses = [run.forward_backward(step, micro) for run in both.runs]
+            suffix = f" of pass {micro}" if both.case.accumulate > 1 else ""
+            notes.loss(step, f"loss{suffix}", losses)
+            notes.outputs(step, suffix)
+        notes.gradients(step)
+        notes.norms(step, [run.clip() for run in both.runs])
+        for run in both.runs:
+            run.optimizer.step()
+        notes.tensors(step)
+        notes.state(step)
+    return notes
+
+
+class _Notes:
+    """What one rank measures."""
+
+    def __init__(self, both: Twins) -> None:
+        self.both, self.place = both, both.place
+        self.measured = Measured()
+        self.means: dict[Key, tuple[float, float]] = {}  # what is a mean over data ranks: here, on the single device
+        self.prints: dict[Key, tuple[Any, int]] = {}
+
+    def tensors(self, step: int) -> None:
+        both = self.both
+        trees = [named_tensors(run.model) for run in both.runs]
+        if step == START:
+            self.measured.tensors = len(trees[0][0]) + len(trees[0][1])
+        for i, kind in enumerate(("parameter", "buffer")):
+            self._all(step, kind, *(tree[i] for tree in trees))  # type: ignore[arg-type]
+
+    def gradients(self, step: int) -> None:
+        self._all(step, "gradient", *(run.gradients() for run in self.both.runs))
+
+    def state(self, step: int) -> None:
+        self._all(step, "state", *(run.state() for run in self.both.runs))
+
+    def outputs(self, step: int, suffix: str) -> None:
+        trees = [_named_leaves(run.output, suffix) for run in self.both.runs]
+        scalars = {name for name, leaf in trees[0].items() if not leaf.ndim}
+        for name in scalars:
+            if name in trees[-1]:
+                self.loss(step, name, [tree[name] for tree in trees], kind="output")
+        self._all(step, "output", *({k: v for k, v in t.items() if k not in scalars} for t in trees))
+
+    def loss(self, step: int, name: str, values: list[torch.Tensor], *, kind: str = "loss") -> None:
+        single, sharded = values[0], values[-1]
+        key = (step, kind, name)
+        sharded = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
+        if sharded.is_floating_point():
+            self.means[key] = (sharded.item(), values[-2].item() if len(values) > 2 else single.item())
+            self.prints[key] = (self.place.data[0], agree.fingerprint(sharded))
+        if len(values) > 2 and single.is_floating_point():
+            self.measured.alone[key] = _relative(single.item(), values[1].item())
+
+    def norms(self, step: int, values: list[torch.Tensor | None]) -> None:
+        present = [value for value in values if value is not None]
+        if len(present) == len(values):
+            self._all(step, "norm", *({"all gradients": value.detach()} for value in present))
+
+    def _all(
+        self,
+        step: int,
+        kind: str,
+        single: Mapping[str, torch.Tensor | None],
+        *others: Mapping[str, torch.Tensor | None],
+    ) -> None:
+        sharded = others[-1]
+        truth = others[0] if len(others) > 1 else single
+        largest = max((measure.size(t.detach()) for t in truth.values() if t is not None), default=0.0)
+        for name, want in truth.items():
+            key = (step, kind, name)
+            got = sharded.get(name)
+            if want is None or got is None:
+                self.measured.errors[key] = 0.0 if want is got else math.inf
+                continue
+            scale = measure.scale_of(want.detach(), largest)
+            mine, part = parts.pair(got, want, self.place)
+            low = single[name]
+            if len(others) > 1 and low is not None:
+                self.measured.alone[key] = measure.distance(low.detach().to(want.dtype), want.detach(), scale)
+                if mine.dtype == low.dtype:
+                    mine = mine.to(want.dtype)
+            self.measured.errors[key] = measure.distance(mine, part, scale)
+            if kind != "output":
+                self.prints[key] = (parts.held(got, self.place), agree.fingerprint(mine))
+
+    def layouts(self) -> None:
+        if is_sharded(self.both.sharded.model):
+            self.measured.layouts = _off_plan(self.both.sharded, self.both)
+
+    def exchanged(self) -> Measured:
+        """The same on every rank: the largest distances, and what replicas disagree on."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (self.measured.errors, self.means, self.prints, self.measured.layouts))
+        merged = Measured(alone=self.measured.alone, tensors=self.measured.tensors)
+        for rank, (errors, _means, _prints, layouts) in enumerate(every):
+            for key, error in errors.items():
+                merged.errors[key] = max(merged.errors.get(key, 0.0), error)
+                if error > 0:
+                    merged.ranks.setdefault(key, []).append(rank)
+            merged.layouts |= {name: f"rank {rank}: {text}" for name, text in layouts.items()}
+        for key, (_mine, want) in self.means.items():
+            merged.errors[key] = _relative(math.fsum(other[1][key][0] for other in every) / len(every), want)
+            merged.ranks[key] = list(range(len(every)))
+        merged.replicas = _unlike_replicas([prints for _, _, prints, _ in every])
+        return merged
+
+
+def _relative(got: float, want: float) -> float:
+    if not (math.isfinite(got) and math.isfinite(want)):
+        return 0.0 if got == want else math.inf
+    return abs(got - want) / abs(want) if want else abs(got)
+
+
+def _named_leaves(output: Any, suffix: str) -> dict[str, torch.Tensor]:
+    flat = pytree.tree_flatten_with_path(output)[0]
+    return {f"output{pytree.keystr(path)}{suffix}": leaf for path, leaf in flat if isinstance(leaf, torch.Tensor)}
+
+
+def _unlike_replicas(by_rank: list[dict[Key, tuple[Any, int]]]) -> dict[str, str]:
+    """Tensors of which ranks hold the same elements with different bits, each at the first step it happens."""
+    unlike: dict[str, str] = {}
+    for key in by_rank[0]:
+        step, kind, name = key
+        marks: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank, prints in enumerate(by_rank):
+            if key in prints:
+                where, mark = prints[key]
+                marks[where][mark].append(rank)
+        groups = next((list(found.values()) for found in marks.values() if len(found) > 1), None)
+        if groups is not None:
+            sides = " and ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in groups)
+            when = "before the first step" if step == START else f"at step {step}"
+            unlike.setdefault(f"{kind} {name}", f"{sides} hold the same elements with different bits, {when}")
+    return unlike
+
+
+def _off_plan(run: Run, both: Twins) -> dict[str, str]:
+    """Parameters, gradients, buffers and optimizer state that lie otherwise than the plan's rows say."""
+    plan, shape = plan_of(run.model), both.place.mesh
+    params, buffers = named_tensors(run.model)
+    found = {}
+    for name, tensor in {**params, **buffers}.items():
+        row = plan[name]
+        held: dict[str, Any] = {name: (tensor, row.stored)}
+        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+            held[f"gradient of {name}"] = (tensor.grad, row.grad)
+        for key, value in run.optimizer.state.get(tensor, {}).items() if isinstance(tensor, nn.Parameter) else ():
+            if isinstance(value, torch.Tensor) and value.shape == tensor.shape and value.ndim:
+                held[f"{key} of {name}"] = (value, row.state)
+        for what, (value, layout) in held.items():
+            if layout is not None and (problem := _unlike(value, layout.resolve(row.global_shape, shape), shape)):
+                found[what] = problem
+    return found
+
+
+def _unlike(value: torch.Tensor, planned: Layout, shape: MeshShape) -> str | None:
+    """Where the plan splits a tensor on an axis and the tensor is not split so, or the other way round."""
+    due = dict(zip(shape.names, planned.placements(shape), strict=True))
+    have = {}
+    if isinstance(value, DTensor):
+        have = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements, strict=True))
+    axes = [axis for axis in shape.names if shape[axis] > 1]
+    if all(have.get(axis, Replicate()) == due[axis] for axis in axes):
+        return None
+    actual = str(parts.layout_of(value)[0]) if isinstance(value, DTensor) else "whole on every rank"
+    return f'lies as "{actual}", where the plan says "{planned}"'
+
+
+# --- how far is too far -------------------------------------------------------------------------------------------
+
+
+def limits(case: Case, measured: Measured) -> dict[Key, float]:
+    """The limit of each difference; see `measure.py` for where they come from."""
+    if case.dtype is torch.float64:
+        limit = dict.fromkeys(measured.errors, measure.FLOAT64_LIMIT)
+        if any(measure.FLOAT64_LIMIT < error < measure.CEILING for error in measured.errors.values()):
+            limit = _widened(limit, _moved_by_rounding(case))
+        return limit
+    unit = torch.finfo(case.dtype).eps
+    found: dict[Key, float] = {}
+    for kind in KINDS:
+        errors = {str(key): measured.alone.get(key, 0.0) for key in measured.errors if key[1] == kind}
+        beside = measure.limits_beside(errors, unit)
+        found |= {key: beside[str(key)] for key in measured.errors if key[1] == kind}
+    return found
+
+
+def _widened(limit: dict[Key, float], moved: Mapping[Key, float]) -> dict[Key, float]:
+    beside: dict[str, float] = {}
+    for kind in KINDS:
+        errors = {str(key): moved.get(key, 0.0) for key in limit if key[1] == kind}
+        beside |= measure.limits_beside(errors, 0.0)
+    return {key: min(max(least, beside[str(key)]), max(least, measure.CEILING)) for key, least in limit.items()}
+
+
+def _moved_by_rounding(case: Case) -> dict[Key, float]:
+    """How far every value moves on one device if each parameter moves by one unit in its last place."""
+    model = single_device(case)
+    moved = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    with torch.no_grad():
+        for p in moved.parameters():
+            sign = torch.randint(0, 2, p.shape, generator=generator).to(p.dtype) * 2 - 1
+            p.mul_(1 + sign * torch.finfo(p.dtype).eps)
+    notes = _train(Twins(case, Run(case, model), Run(case, moved), None, None, parts.Place(case.mesh, {})))
+    return notes.measured.errors | {key: _relative(got, want) for key, (got, want) in notes.means.items()}

@@ -1,0 +1,322 @@
+"""The first module, in the order of execution, whose result differs: the run again, every module's border watched."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardlib.engine import plan_of
+from shardlib.engine.apply import is_sharded
+from shardlib.testing.equivalence import cause, measure, parts
+from shardlib.testing.equivalence.case import Case
+from shardlib.testing.equivalence.cause import Evidence
+from shardlib.testing.equivalence.compare import START, Key, Measured
+from shardlib.testing.equivalence.trace import Call, Trace, Where, tracing
+from shardlib.testing.equivalence.train import Twins, named_tensors, twins
+
+__all__ = ["Origin", "locate"]
+
+MODEL = "(the model's own forward)"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the sharded run leaves the single device's numbers.
+
+    Attributes:
+        module: its dotted name; "" is the model itself.
+        what: the value that differs, in words.
+        step: the training step; -1 is before the first.
+        error: the largest difference on any rank, relative to the largest value.
+        ranks: the ranks on which it differs.
+        global_shape: of the value on a single device.
+        layout: how the value lies in the sharded run.
+        planned: how the plan lays out what the module owns or leaves: a line each, with the rule that says so.
+        causes: what the difference looks like, the likeliest first.
+    """
+
+    module: str
+    what: str
+    step: int
+    error: float
+    ranks: tuple[int, ...] = ()
+    global_shape: tuple[int, ...] = ()
+    layout: str = ""
+    planned: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        when = "before the first step" if self.step == START else f"step {self.step}"
+        lines = [f"First difference, {when}: {self.what}"]
+        if self.global_shape:
+            lines.append(f"  global shape   {self.global_shape}, off by {self.error:.3g} of its largest value")
+        if self.ranks:
+            lines.append(f"  on ranks       {', '.join(map(str, self.ranks))}")
+        if self.layout:
+            lines.append(f"  lies as        {self.layout}; on a single device it is whole")
+        lines += [f"  {'rule' if i == 0 else '    '}           {line}" for i, line in enumerate(self.planned)]
+        lines += [f"  {'looks like' if i == 0 else '          '}     {line}" for i, line in enumerate(self.causes)]
+        return "\n".join(lines)
+
+
+def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
+    """Called on every rank with the same `failed`, in the order of `KINDS`; gives the same on all."""
+    step = min(key[0] for key in failed)
+    at_step = [key for key in failed if key[0] == step]
+    both = twins(case)
+    if step == START:
+        return _of_tensor(both, at_step[0], measured)
+    for earlier in range(step):
+        _train_step(both, earlier)
+    for run in both.runs:
+        run.begin(step)
+    with tracing(both.single.model) as want, tracing(both.sharded.model) as got:
+        for micro in range(case.accumulate):
+            for run in both.runs:
+                run.forward_backward(step, micro)
+    limit = _limit(case)
+    wrong = _Wrong(both, want, got, limit)
+    found = wrong.forward() or wrong.backward() or None
+    if found is not None:
+        return found
+    gradients = [key for key in at_step if key[1] == "gradient"]
+    if gradients:
+        return _of_gradients(both, want, gradients, measured)
+    for run in both.runs:
+        run.clip()
+        run.optimizer.step()
+    return _of_tensor(both, at_step[0], measured)
+
+
+def _limit(case: Case) -> float:
+    return 1e-9 if case.dtype is torch.float64 else 64 * torch.finfo(case.dtype).eps
+
+
+def _train_step(both: Twins, step: int) -> None:
+    for run in both.runs:
+        run.begin(step)
+        for micro in range(both.case.accumulate):
+            run.forward_backward(step, micro)
+        run.clip()
+        run.optimizer.step()
+
+
+class _Wrong:
+    """The places in a trace where any rank differs."""
+
+    def __init__(self, both: Twins, want: Trace, got: Trace, limit: float) -> None:
+        self.both, self.want, self.got = both, want, got
+        self.values = _everywhere(self._off(want.values, got.values), limit)
+        self.gradients = _everywhere(self._off(want.gradients, got.gradients), limit)
+
+    def _off(self, want: dict[Where, torch.Tensor], got: dict[Where, torch.Tensor]) -> dict[Where, float]:
+        largest = max((measure.size(t) for t in want.values()), default=0.0)
+        found = {}
+        for where, whole in want.items():
+            if where in got:
+                scale = measure.scale_of(whole, largest if want is self.want.gradients else 0.0)
+                mine, part = parts.pair(got[where], whole, self.both.place)
+                found[where] = measure.distance(mine, part, scale)
+            elif want is self.want.gradients and where in self.got.values:
+                found[where] = 0.0 if not measure.size(whole) else math.inf
+        return found
+
+    def forward(self) -> Origin | None:
+        for call in self.want.ended:
+            bad = [where for where in call.outputs if where in self.values]
+            if bad:
+                guilty, before = self._computed_by(call)
+                if guilty is call:
+                    return self._origin(call, bad[0], self.values, f"the output of {_named(call)}")
+                first = next(where for where in before.inputs if where in self.values)
+                text = f"what {_named(guilty)} computes for {_named(before)}" if guilty else "the input of the model"
+                return self._origin(guilty, first, self.values, text)
+        return None
+
+    def _computed_by(self, call: Call) -> tuple[Call | None, Call]:
+        """The call that made the first wrong value, and the call it was handed to (itself, for an output)."""
+        inside = call
+        guilty: Call | None = call
+        while guilty is not None and any(where in self.values for where in guilty.inputs):
+            inside, guilty = guilty, guilty.parent
+        return guilty, inside
+
+    def backward(self) -> Origin | None:
+        """The last module, in the order of execution, that is given the right gradient and passes on a wrong one."""
+        for call in reversed(self.want.begun):
+            bad = [where for where in call.inputs if where in self.gradients]
+            if bad and not any(where in self.gradients for where in call.outputs):
+                text = f"the gradient that {_named(call)} passes on to its input"
+                return self._origin(call, bad[0], self.gradients, text)
+        return None
+
+    def _origin(
+        self, call: Call | None, where: Where, errors: dict[Where, tuple[float, list[int]]], text: str
+    ) -> Origin:
+        is_value = errors is self.values
+        want = (self.want.values if is_value else self.want.gradients)[where]
+        got = (self.got.values if is_value else self.got.gradients).get(where)
+        module = call.module if call is not None else ""
+        if call is not None and call.index:
+            text += f" (call {call.index + 1})"
+        return _origin(self.both, module, text, want, got, errors[where])
+
+
+def _everywhere(errors: dict[Where, float], limit: float) -> dict[Where, tuple[float, list[int]]]:
+    """What is above the limit on any rank: the largest error, and the ranks where it is."""
+    mine = {where: error for where, error in errors.items() if not error <= limit}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    found: dict[Where, tuple[float, list[int]]] = {}
+    for rank, wrong in enumerate(every):
+        for where, error in wrong.items():
+            before, ranks = found.get(where, (0.0, []))
+            found[where] = (max(before, error), [*ranks, rank])
+    return found
+
+
+def _named(call: Call) -> str:
+    return call.module or MODEL
+
+
+# --- values that belong to a parameter ------------------------------------------------------------------------------
+
+
+def _of_gradients(both: Twins, trace: Trace, failed: list[Key], measured: Measured) -> Origin:
+    """Activations and their gradients are right, parameters' gradients are not: the first in execution order."""
+    order = {call.module: i for i, call in enumerate(trace.begun)}
+    names = [key[2] for key in failed]
+    first = min(names, key=lambda name: (order.get(_owner(name), len(order)), names.index(name)))
+    key = next(key for key in failed if key[2] == first)
+    want, got = both.single.gradients()[first], both.sharded.gradients()[first]
+    trained = [name for name, gradient in both.single.gradients().items() if gradient is not None]
+    text = f"the gradient of {first}"
+    if len(names) > 1:
+        which = "all" if len(names) == len(trained) else f"{len(names)} of"
+        text += f" ({which} {len(trained)} parameters' gradients differ, and no activation does)"
+    origin = _origin(both, _owner(first), text, want, got, _error(measured, key), step=key[0])
+    if len(names) == len(trained) > 1:
+        alike = "every parameter's gradient alike: no single module is to blame"
+        origin = dataclasses.replace(origin, causes=(*origin.causes, alike))
+    return origin
+
+
+def _of_tensor(both: Twins, key: Key, measured: Measured) -> Origin:
+    step, kind, name = key
+    error = _error(measured, key)
+    tensor_name = name.split(": ")[0]
+    if kind in ("output", "loss", "norm"):
+        what = {"norm": "the norm of all gradients", "loss": "the loss, of outputs that are right"}.get(
+            kind, f"the {name}"
+        )
+        origin = Origin("", what, step, error[0], tuple(error[1]))
+        return dataclasses.replace(origin, causes=_causes_of_norm(both)) if kind == "norm" else origin
+    tables = [_tensors_of(run, kind) for run in (both.single, both.sharded)]
+    text = {
+        "parameter": f"the parameter {name}"
+        + ("" if step == START else " after the optimizer's step; its gradient is right"),
+        "buffer": f"the buffer {name}",
+        "state": f"the optimizer's state {name}",
+    }[kind]
+    return _origin(both, _owner(tensor_name), text, tables[0].get(name), tables[1].get(name), error, step=step)
+
+
+def _tensors_of(run: Any, kind: str) -> dict[str, torch.Tensor]:
+    if kind == "state":
+        found: dict[str, torch.Tensor] = run.state()
+        return found
+    params, buffers = named_tensors(run.model)
+    return {**params, **buffers}
+
+
+def _causes_of_norm(both: Twins) -> tuple[str, ...]:
+    return cause.of_norm(
+        {n: g.detach() for n, g in both.single.gradients().items() if g is not None},
+        {n: g.detach() for n, g in both.sharded.gradients().items() if g is not None},
+        both.single.clip(),
+        both.sharded.clip(),
+        both.place,
+    )
+
+
+def _error(measured: Measured, key: Key) -> tuple[float, list[int]]:
+    return measured.errors[key], measured.ranks.get(key, [])
+
+
+def _owner(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+# --- putting an origin together -------------------------------------------------------------------------------------
+
+
+def _origin(
+    both: Twins,
+    module: str,
+    text: str,
+    want: torch.Tensor | None,
+    got: torch.Tensor | None,
+    error: tuple[float, list[int]],
+    *,
+    step: int | None = None,
+) -> Origin:
+    """Exchange what every rank holds of the value, and say what the difference looks like. Called on all ranks."""
+    mine, part = (None, None) if got is None or want is None else parts.pair(got, want, both.place)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (mine, part))
+    evidence = [Evidence(both.case.mesh.coordinate(rank), *held) for rank, held in enumerate(every)]
+    return Origin(
+        module,
+        text,
+        both.case.steps - 1 if step is None else step,
+        error[0],
+        tuple(error[1]),
+        () if want is None else tuple(want.shape),
+        _lies(got),
+        _planned(both, module),
+        cause.likely(evidence, both.case, _own_tensors(both, module)),
+    )
+
+
+def _own_tensors(both: Twins, module: str) -> dict[str, torch.Tensor]:
+    """The single device's values that a wrong result may have too much or too little of: the module's own bias."""
+    try:
+        owner = both.single.model.get_submodule(module)
+    except AttributeError:
+        return {}
+    bias = getattr(owner, "bias", None)
+    return {"bias": bias.detach()} if isinstance(bias, torch.Tensor) else {}
+
+
+def _lies(got: torch.Tensor | None) -> str:
+    if got is None:
+        return "nothing"
+    if not isinstance(got, DTensor):
+        return f"a plain tensor of local shape {tuple(got.shape)}"
+    layout, _, _ = parts.layout_of(got)
+    return f'"{layout}" of local shape {tuple(parts.local(got).shape)}'
+
+
+def _planned(both: Twins, module: str) -> tuple[str, ...]:
+    model = both.sharded.model
+    if not is_sharded(model):
+        return ()
+    plan = plan_of(model)
+    prefix = f"{module}." if module else ""
+    lines = []
+    for row in plan.rows:
+        own = [name for name in row.tied if name.startswith(prefix) and "." not in name[len(prefix) :]]
+        if own:
+            by = f'"{row.rule}"' if row.rule is not None else "no rule"
+            lines.append(f'{by}: {own[0].removeprefix(prefix)} "{row.stored}"')
+    for border in plan.borders:
+        if border.module == module:
+            by = f'"{border.rule}"' if border.rule is not None else "follows"
+            lines.append(f"{by}: {border.side} " + (f'"{border.layout}"' if border.layout else border.reason))
+    return tuple(lines[:6])

@@ -1,0 +1,84 @@
+"""How far two tensors are apart, and how far they may be.
+
+The distance of a tensor is the largest absolute difference over the largest absolute value of the single device's
+tensor: a mistake in one element of a large tensor then counts in full. Elements that are zero in exact arithmetic (the
+gradient of a key bias) are rounding noise of the summands; so that noise is not divided by itself, the divisor is at
+least a thousandth of the largest value that any tensor of the same kind has.
+
+float64: both runs round, nothing else. One rounding is 1.1e-16 of a result; splitting a contraction over ranks
+reorders sums of at most some ten thousand terms, whose error grows like the square root of their number, through a few
+dozen layers: 1.1e-16 * 100 * 36 = 4e-13. The limit is 1e-10. That leaves two digits for what training steps amplify;
+a mistake misses it by many more, since one wrong element among millions shows in the largest difference.
+
+Models may compute in float32 inside (normalisation and loss of many transformers do) and then round more coarsely.
+What a model does with rounding is measured, not guessed: where float64 misses its limit, the single device runs once
+more with every parameter moved by one unit in its last place, and a difference counts as rounding if it is at most
+`RATIO` times what that moved, and under `CEILING`.
+
+float32, bfloat16, float16: the single device also runs in float64, from the same rounded parameters. Both runs' error
+against that is measured, and the sharded one may be `RATIO` times the single device's. Two sums of the same numbers in
+different order err alike, not equally: the largest error over a tensor is one draw from a distribution with a common
+scale. Tensors of a few elements may be lucky in one of the two draws; so the single device's error counts at least as
+the median over tensors of its kind, and as one unit of rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+
+import torch
+
+__all__ = ["CEILING", "FLOAT64_LIMIT", "RATIO", "distance", "limits_beside", "size"]
+
+FLOAT64_LIMIT = 1e-10
+RATIO = 10.0
+CEILING = 1e-4
+_NOISE = 1e-3
+
+
+def size(tensor: torch.Tensor) -> float:
+    """The largest absolute value; 0 of no elements."""
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    return float(tensor.abs().max())
+
+
+def distance(got: torch.Tensor, want: torch.Tensor | None, scale: float) -> float:
+    """The largest difference over `scale`; infinite where shape or dtype differ, or where either is not finite.
+
+    >>> distance(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), 2.0)
+    0.25
+    """
+    if want is None or got.shape != want.shape or got.dtype != want.dtype:
+        return math.inf
+    if not want.numel():
+        return 0.0
+    if not (want.is_floating_point() or want.is_complex()):
+        return 0.0 if torch.equal(got, want) else math.inf
+    off = float((got - want).abs().max())
+    if off == 0.0:
+        return 0.0
+    return off / scale if scale and math.isfinite(off) else _same_infinities(got, want)
+
+
+def _same_infinities(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Minus infinity in both (a masked score) is no difference; two NaNs show nothing."""
+    finite = torch.isfinite(want)
+    same = torch.equal(torch.isfinite(got), finite) and torch.equal(got[~finite], want[~finite])
+    if not same:
+        return math.inf
+    return distance(got[finite], want[finite], size(want[finite]))
+
+
+def scale_of(want: torch.Tensor, largest: float) -> float:
+    """What differences of a tensor are divided by; `largest` is the largest value among tensors of its kind."""
+    return max(size(want), _NOISE * largest)
+
+
+def limits_beside(errors: Mapping[str, float], unit: float) -> dict[str, float]:
+    """How far tensors of one kind may be from float64, given how far the single device's are."""
+    finite = [error for error in errors.values() if math.isfinite(error)]
+    usual = statistics.median(finite) if finite else 0.0
+    return {name: RATIO * max(error, usual, unit) for name, error in errors.items()}

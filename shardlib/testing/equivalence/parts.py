@@ -1,0 +1,112 @@
+"""Which part of a single device's tensor a rank's tensor has to be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardlib._mesh import MeshShape
+from shardlib.engine import _torch
+from shardlib.errors import LayoutError
+from shardlib.layout import Layout
+
+__all__ = ["Place", "held", "layout_of", "local", "pair"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands on the mesh."""
+
+    mesh: MeshShape
+    coordinate: dict[str, int]
+
+    @property
+    def data(self) -> tuple[int, int]:
+        """Which of how many blocks of rows it gets."""
+        index, count = 0, 1
+        for axis in self.mesh.data_axes if self.coordinate else ():
+            index, count = index * self.mesh[axis] + self.coordinate[axis], count * self.mesh[axis]
+        return index, count
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return _torch.local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def pair(got: torch.Tensor, want: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a rank holds and what it should hold; None where nothing of `want` has that shape.
+
+    Args:
+        got: the sharded run's tensor on this rank: a DTensor, or a plain tensor that is whole on model axes, or a block
+            of rows, or the piece that a hand-written layer leaves.
+        want: the single device's tensor, whole. The same on every rank.
+        place: where this rank stands.
+
+    Collective where `got` is a DTensor with partial sums, which are reduced first.
+    """
+    got, want = got.detach(), want.detach()
+    if not isinstance(got, DTensor):
+        return got, _matching(want, tuple(got.shape), place)
+    whole = _matching(want, tuple(got.shape), place)
+    if any(p.is_partial() for p in got.placements):
+        got = got.redistribute(placements=[Replicate() if p.is_partial() else p for p in got.placements])
+    if whole is None:
+        return _torch.local_of(got), None
+    layout, mesh, coordinate = layout_of(got)
+    return _torch.local_of(got), layout.take(whole, mesh, coordinate)
+
+
+def layout_of(tensor: DTensor) -> tuple[Layout, MeshShape, dict[str, int]]:
+    """The layout of a DTensor, the shape of the mesh that it lies on, and this rank's coordinate there."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    shape = MeshShape(dict(zip(names, mesh.shape, strict=True)))
+    layout = Layout.from_placements(tensor.placements, shape, global_shape=tuple(tensor.shape))
+    return layout, shape, dict(zip(names, mesh.get_coordinate() or (), strict=False))
+
+
+def _matching(want: torch.Tensor, shape: tuple[int, ...], place: Place) -> torch.Tensor | None:
+    """The part of `want` that this rank has if its tensor has this shape: data axes cut rows, model axes other dims."""
+    if tuple(want.shape) == shape:
+        return want
+    if want.ndim != len(shape):
+        return None
+    for layout in _candidates(tuple(want.shape), shape, place):
+        try:
+            part = layout.take(want, place.mesh, place.coordinate)
+        except LayoutError:
+            continue
+        if tuple(part.shape) == shape:
+            return part
+    return None
+
+
+def _candidates(want: tuple[int, ...], got: tuple[int, ...], place: Place) -> Iterator[Layout]:
+    """Layouts under which a rank could hold `got` of `want`, the likeliest first: data axes split one dim together."""
+    cut = [dim for dim, (whole, piece) in enumerate(zip(want, got, strict=True)) if whole != piece]
+    data = tuple(axis for axis in place.mesh.data_axes if place.mesh[axis] > 1)
+    model = [axis for axis in place.mesh.model_axes if place.mesh[axis] > 1]
+    groups: list[tuple[str, ...]] = [data] if data else []
+    groups += [axes for n in range(1, len(model) + 1) for axes in itertools.permutations(model, n)]
+    groups += [(*data, axis) for axis in model] if data else []
+    for choice in itertools.product(groups, repeat=len(cut)):
+        used = list(itertools.chain(*choice))
+        if len(set(used)) == len(used):
+            layout = Layout.replicate(len(want))
+            for dim, axes in zip(cut, choice, strict=True):
+                layout = layout.with_axes(dim, axes)
+            yield layout
+
+
+def held(tensor: Any, place: Place) -> tuple[Any, ...]:
+    """What tells apart ranks that hold different elements of a tensor: their place on the axes that split it."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    indices = tensor.device_mesh.get_coordinate() or ()
+    return tuple(i for i, p in zip(indices, tensor.placements, strict=False) if not p.is_replicate())

@@ -1,0 +1,182 @@
+"""`equivalent` and `assert_equivalent`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib._mesh import MeshLike, MeshShape
+from shardlib._plan import Plan
+from shardlib.errors import MeshError
+from shardlib.testing._pool import shared_pool
+from shardlib.testing.equivalence.case import Case
+from shardlib.testing.equivalence.compare import KINDS, Key, Measured, compare, limits
+from shardlib.testing.equivalence.locate import Origin, locate
+from shardlib.testing.equivalence.measure import FLOAT64_LIMIT
+from shardlib.testing.equivalence.report import NotEquivalentError, Report, differences
+
+__all__ = ["assert_equivalent", "equivalent"]
+
+
+def equivalent(
+    model: Callable[[], nn.Module],
+    batch: Callable[[int], Any],
+    mesh: MeshLike,
+    rules: Any = None,
+    *,
+    transforms: Sequence[Callable[[Plan], Plan]] = (),
+    shard: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None,
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    split: Callable[[Any, int, int], Any] | None = None,
+    steps: int = 3,
+    accumulate: int = 1,
+    no_sync: bool = False,
+    clip: float | None = None,
+    dtype: torch.dtype = torch.float64,
+    rng: Literal["exact", "fast"] = "exact",
+    seed: int = 0,
+    before_step: Callable[[nn.Module, int], Any] | None = None,
+    timeout: float = 120.0,
+    **options: Any,
+) -> Report:
+    """Train a model sharded and on one device, from the same weights on the same batches, and compare everything.
+
+    After each step: the loss, the outputs, every gradient, parameter and buffer, the optimizer's state and the norm of
+    the gradients. At the end: ranks that hold the same elements hold the same bits, and every tensor lies as the plan
+    says. Where something differs, the run is repeated with every module watched, and the report says where it began.
+
+    Called in an ordinary process, it runs on a warm pool of CPU processes over gloo. Called on the ranks of a job that
+    runs already (all of them), it runs there.
+
+    Args:
+        model: makes the model for one device, on CPU; called on every rank under the same seed.
+        batch: makes the global batch of a step (of a backward pass, if several are accumulated): a tensor, a tuple of
+            positional arguments, a mapping of keyword arguments, or (tuple, mapping). The same on every rank: draw it
+            from a generator of its own.
+        mesh: "dp=2,tp=2" or a `MeshShape`.
+        rules: rules, layout file or plan, as for `shard_model`.
+        transforms: as for `shard_model`.
+        shard: a function (model, device_mesh) -> model that shards in another way than by rules, with
+            `parallelize_module` or `fully_shard` for example; instead of rules.
+        loss: a function (model, batch) -> scalar tensor that runs the forward, a mean over the rows of the batch. By
+            default the `loss` of the model's output, else a mean of all its elements that weighs features unlike.
+        optimizer: from parameters to an optimizer; AdamW with lr=1e-2 by default.
+        split: a function (batch, index, count) -> batch, the part of one of `count` data ranks; rows of dim 0 by
+            default.
+        steps: how many training steps.
+        accumulate: backward passes per step.
+        no_sync: run all but the last of them under `shardlib.no_sync`.
+        clip: norm that gradients are clipped to. Norms are compared in any case.
+        dtype: float64 tells rounding and mistakes apart (limit 1e-10). In float32, bfloat16 and float16 both runs are
+            measured against a single device in float64, and the sharded run may err at most ten times as much; how the
+            limits are derived stands in `shardlib/testing/equivalence/measure.py`.
+        rng: "exact" draws dropout by global element, so that it is the same on any mesh; "fast" is PyTorch's own, which
+            only meshes without data axes can be compared in.
+        seed: of the weights and of every backward pass.
+        before_step: a function (model, step) called on both models: freeze, thaw, change.
+        timeout: seconds after which ranks that do not answer are given up, with a table of where each stands.
+        **options: of `shard_model`: compile, bucket_mb, global_batch_norm, ... (compile is None by default here).
+
+    Returns:
+        A report: true if all agrees, and a text to print.
+
+    Raises:
+        InputError, MeshError: arguments that cannot be compared.
+        ShardlibError: what `shard_model` says about the rules.
+        RankError: a rank died or hung.
+
+    Example:
+        >>> rules = {"0": "colwise", "2": "rowwise"}
+        >>> def mlp():
+        ...     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> report = equivalent(mlp, lambda step: torch.randn(4, 8), "tp=2", rules)  # doctest: +SKIP
+        >>> print(report)  # doctest: +SKIP
+    """
+    case = Case(
+        model, batch, _shape(mesh), rules, tuple(transforms), shard, loss, optimizer, split, steps, accumulate, no_sync,
+        clip, dtype, rng, seed, before_step, options,
+    )  # fmt: skip
+    world = case.mesh.world_size
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_world_size() != world:
+            raise MeshError(
+                f'equivalent() was called on {dist.get_world_size()} ranks with mesh "{case.mesh}", which has {world}. '
+                "Call it on as many ranks, or from a process of its own."
+            )
+        return prove(case)
+    return shared_pool(world).run(prove, case, timeout=timeout)[0]
+
+
+def assert_equivalent(*args: Any, **kwargs: Any) -> Report:
+    """`equivalent`, and an error with its report where anything differs.
+
+    Raises:
+        NotEquivalentError: an AssertionError; its text says where the runs begin to differ and what it looks like.
+    """
+    __tracebackhide__ = True
+    report = equivalent(*args, **kwargs)
+    if not report:
+        raise NotEquivalentError(report)
+    return report
+
+
+def _shape(mesh: MeshLike) -> MeshShape:
+    shape = MeshShape.of(mesh)
+    if -1 in shape.sizes:
+        raise MeshError(
+            f'equivalent() was given mesh "{shape}"; give every size, for the pool of ranks to be as large.'
+        )
+    return shape
+
+
+def prove(case: Case) -> Report:
+    """`equivalent` on the ranks of a case's mesh; every rank returns the same report."""
+    begun = time.perf_counter()
+    measured = compare(case)
+    limit = limits(case, measured)
+    failed = [key for key in _in_order(measured.errors) if not measured.errors[key] <= limit[key]]
+    origin = locate(case, measured, failed) if failed else _of_replicas(measured)
+    return Report(
+        case.mesh,
+        case.steps,
+        case.dtype,
+        differences({key: measured.errors[key] for key in _in_order(measured.errors)}, limit, measured.alone),
+        measured.replicas,
+        measured.layouts,
+        origin,
+        measured.tensors,
+        _notes(case, limit),
+        time.perf_counter() - begun,
+    )
+
+
+def _in_order(errors: dict[Key, float]) -> list[Key]:
+    """In the order of a training step: forward, backward, norm, update."""
+    order = {kind: i for i, kind in enumerate(("output", "loss", "buffer", "gradient", "norm", "state", "parameter"))}
+    assert set(order) == set(KINDS)
+    return sorted(errors, key=lambda key: (key[0], order[key[1]]))
+
+
+def _of_replicas(measured: Measured) -> Origin | None:
+    """Where values agree, but not their bits, or not their layouts."""
+    for title, found in (("bits", measured.replicas), ("layout", measured.layouts)):
+        for name, text in found.items():
+            tensor = name.split(" of ")[-1].split(": ")[0].split(" ")[-1]
+            return Origin(tensor.rpartition(".")[0], f"the {title} of {name}: {text}", 0, 0.0)
+    return None
+
+
+def _notes(case: Case, limit: dict[Key, float]) -> tuple[str, ...]:
+    if case.dtype is torch.float64 and max(limit.values(), default=0.0) > FLOAT64_LIMIT:
+        return (
+            "the model computes in less than float64 somewhere: one unit in the last place of its parameters moves it "
+            f"by more than {FLOAT64_LIMIT:g}, and limits are raised to ten times that",
+        )
+    return ()

@@ -1,0 +1,144 @@
+"""What a proof found: a value to look into, and a text to read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from shardlib._mesh import MeshShape
+from shardlib.errors import ShardlibError
+from shardlib.testing.equivalence.compare import START, Key
+from shardlib.testing.equivalence.locate import Origin
+
+__all__ = ["Difference", "NotEquivalentError", "Report"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one value of the sharded run is from the single device's.
+
+    Attributes:
+        step: the training step, -1 for what training starts from.
+        kind: "parameter", "buffer", "output", "loss", "gradient", "norm" or "state" (of the optimizer).
+        name: which one.
+        error: the largest absolute difference on any rank, over the largest absolute value. float64: against the
+            single device; other dtypes: against a single device in float64.
+        limit: how large `error` may be.
+        alone: the error of the single device in the same dtype against float64; None in float64.
+    """
+
+    step: int
+    kind: str
+    name: str
+    error: float
+    limit: float
+    alone: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit
+
+    def __str__(self) -> str:
+        when = "at the start" if self.step == START else f"step {self.step}"
+        beside = "" if self.alone is None else f", a single device's {self.alone:.2g}"
+        return f"{self.kind} {self.name}, {when}: {self.error:.2g} (limit {self.limit:.1g}{beside})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of `equivalent`. True in a condition where everything agrees; prints as a table.
+
+    Attributes:
+        mesh, steps, dtype: what was run.
+        differences: everything that was compared, in the order of a training step.
+        replicas: tensors of which ranks hold the same elements with other bits, with a sentence.
+        layouts: tensors that lie otherwise than the plan says, with a sentence.
+        origin: where it broke; None where it did not.
+        tensors: how many parameters and buffers the model has.
+        notes: what the verdict rests on.
+        seconds: that the ranks took.
+    """
+
+    mesh: MeshShape
+    steps: int
+    dtype: torch.dtype
+    differences: tuple[Difference, ...]
+    replicas: dict[str, str]
+    layouts: dict[str, str]
+    origin: Origin | None
+    tensors: int
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> tuple[Difference, ...]:
+        return tuple(d for d in self.differences if not d.ok)
+
+    @property
+    def ok(self) -> bool:
+        return not (self.failures or self.replicas or self.layouts)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def worst(self) -> dict[str, Difference]:
+        """Of each kind the difference that is nearest to its limit, or farthest beyond."""
+        found: dict[str, Difference] = {}
+        for d in self.differences:
+            if d.kind not in found or _strain(d) > _strain(found[d.kind]):
+                found[d.kind] = d
+        return found
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        head = (
+            f"{'equivalent' if self.ok else 'NOT equivalent'} to a single device: mesh {self.mesh}, "
+            f"{self.steps} steps, {dtype}, {self.tensors} tensors, {self.seconds:.2f} s"
+        )
+        lines = [head]
+        if self.origin is not None:
+            lines += ["", str(self.origin)]
+        lines += ["", *self._table()]
+        for title, found in (
+            ("Replicas that differ", self.replicas),
+            ("Layouts that are not the plan's", self.layouts),
+        ):
+            if found:
+                lines += ["", f"{title}: {len(found)}"]
+                lines += [f"  {name}: {text}" for name, text in list(found.items())[:5]]
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+    def _table(self) -> list[str]:
+        rows = [("", "worst", "error", "limit", "wrong of")]
+        for kind, d in self.worst().items():
+            same = [other for other in self.differences if other.kind == kind]
+            wrong = sum(not other.ok for other in same)
+            name = d.name if d.step == START else f"{d.name} (step {d.step})"
+            rows.append((kind, name, f"{d.error:.1e}", f"{d.limit:.0e}", f"{wrong} of {len(same)}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _strain(d: Difference) -> float:
+    return math.inf if not math.isfinite(d.error) else d.error / d.limit if d.limit else d.error
+
+
+class NotEquivalentError(ShardlibError, AssertionError):
+    """A sharded run that does not compute what a single device computes; `report` has everything.
+
+    Args:
+        report: what `equivalent` returned.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+
+def differences(errors: dict[Key, float], limits: dict[Key, float], alone: dict[Key, float]) -> tuple[Difference, ...]:
+    return tuple(Difference(*key, error, limits[key], alone.get(key)) for key, error in errors.items())

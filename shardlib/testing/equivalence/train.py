@@ -1,0 +1,201 @@
+"""The two runs of a case, side by side on every rank: the single device, and this rank's part of the sharded run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardlib._mesh import mesh as make_mesh
+from shardlib.engine import no_sync, shard_model
+from shardlib.engine._torch import pytree
+from shardlib.errors import InputError
+from shardlib.testing.equivalence.case import Case, default_loss, rows_of
+from shardlib.testing.equivalence.parts import Place
+
+__all__ = ["Run", "Twins", "clean", "named_tensors", "twins"]
+
+# Wrappers of PyTorch that put a name between a model and its parameters.
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def clean(name: str) -> str:
+    """A parameter's or module's name as it was before PyTorch's wrappers put theirs in.
+
+    >>> clean("module.blocks.0._orig_mod.attn.weight")
+    'blocks.0.attn.weight'
+    """
+    dotted = f"{name}."
+    for wrapper in _WRAPPERS[1:]:
+        dotted = dotted.replace(wrapper, "")
+    return dotted.removeprefix(_WRAPPERS[0]).removesuffix(".")
+
+
+def named_tensors(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
+    return (
+        {clean(name): p for name, p in model.named_parameters()},
+        {clean(name): b for name, b in model.named_buffers()},
+    )
+
+
+@dataclass(eq=False)
+class Run:
+    """One model that is trained.
+
+    Attributes:
+        rows: (index, count) of the rows that this run sees of a global batch.
+        output: what the last forward returned.
+    """
+
+    case: Case
+    model: nn.Module
+    rows: tuple[int, int] = (0, 1)
+    sharded: bool = False
+    output: Any = None
+
+    def __post_init__(self) -> None:
+        self.optimizer = self.case.train(self.model.parameters())
+        self.model.register_forward_hook(self._keep)
+
+    def _keep(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        self.output = output
+
+    def begin(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        if self.case.before_step is not None:
+            self.case.before_step(self.model, step)
+
+    def forward_backward(self, step: int, micro: int) -> torch.Tensor:
+        """One backward pass, accumulated; returns the loss over this run's rows, divided by the number of passes."""
+        case = self.case
+        index = step * case.accumulate + micro
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), case.dtype)
+        batch = _cast(case.batch(index), dtype)
+        if self.rows[1] > 1:
+            batch = (case.split or rows_of)(batch, *self.rows)
+        torch.manual_seed(case.seed + index)
+        before = torch.get_rng_state()
+        with self._randomness(), self._reducing(micro):
+            loss = _scalar((case.loss or default_loss)(self.model, batch)) / case.accumulate
+            self._refuse_streams_of_its_own(before)
+            loss.backward()
+        return loss.detach()
+
+    def _randomness(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def _reducing(self, micro: int) -> AbstractContextManager[None]:
+        waits = self.sharded and self.case.no_sync and micro < self.case.accumulate - 1
+        return no_sync(self.model) if waits else nullcontext()
+
+    def _refuse_streams_of_its_own(self, before: torch.Tensor) -> None:
+        if self.case.rng == "fast" and self.rows[1] > 1 and not torch.equal(before, torch.get_rng_state()):
+            raise InputError(
+                'The model draws random numbers in its forward, and with rng="fast" each data rank draws its own: no '
+                'single device draws the same. Prove it with rng="exact" (the default), on a mesh without data axes, '
+                "or with the dropout probabilities at zero."
+            )
+
+    def clip(self) -> torch.Tensor | None:
+        """The norm of all gradients, which are clipped to the case's norm if it has one."""
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        by_hand = self.case.shard is not None
+        if not params or (self.case.clip is None and by_hand):
+            return None
+        norm = nn.utils.clip_grad_norm_(params, self.case.clip or float("inf"))
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        return {name: p.grad for name, p in named_tensors(self.model)[0].items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors, by "parameter: key"."""
+        return {
+            f"{name}: {key}": value
+            for name, p in named_tensors(self.model)[0].items()
+            for key, value in self.optimizer.state.get(p, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        raise InputError(
+            f"The loss is {tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__}; loss= has to "
+            "return a scalar tensor: a mean over the rows of the batch."
+        )
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
+@dataclass(eq=False)
+class Twins:
+    """The runs of a case that start from the same weights.
+
+    Attributes:
+        exact: the single device in float64, where the case's dtype is another.
+    """
+
+    case: Case
+    single: Run
+    sharded: Run
+    exact: Run | None
+    mesh: DeviceMesh | None
+    place: Place
+
+    def steps(self) -> range:
+        return range(self.case.steps)
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for run in (self.single, self.exact, self.sharded) if run is not None]
+
+
+def twins(case: Case, *, options: Mapping[str, Any] | None = None) -> Twins:
+    """Build the model once, copy it, and shard the copy. Every rank of the case's mesh calls it."""
+    device_mesh = make_mesh(case.mesh)
+    place = Place(case.mesh, case.mesh.coordinate(dist.get_rank()))
+    single = single_device(case)
+    exact = copy.deepcopy(single).to(torch.float64) if case.dtype is not torch.float64 else None
+    model = _sharded(case, copy.deepcopy(single), device_mesh, case.options if options is None else options)
+    return Twins(
+        case,
+        Run(case, single),
+        Run(case, model, place.data, sharded=True),
+        None if exact is None else Run(case, exact),
+        device_mesh,
+        place,
+    )
+
+
+def single_device(case: Case) -> nn.Module:
+    torch.manual_seed(case.seed)
+    model = case.model()
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model= returned a {type(model).__name__}; it has to make an nn.Module.")
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise InputError(
+            "model= made a model on the meta device, which has no values to compare. Make it on CPU; sharding it is "
+            "equivalent()'s part."
+        )
+    return model.to(case.dtype)
+
+
+def _sharded(case: Case, model: nn.Module, device_mesh: DeviceMesh, options: Mapping[str, Any]) -> nn.Module:
+    if case.shard is None:
+        return shard_model(model, device_mesh, case.rules, transforms=case.transforms, **{"compile": None, **options})
+    made = case.shard(model, device_mesh)
+    if not isinstance(made, nn.Module):
+        raise InputError(f"shard= returned a {type(made).__name__}; it has to return the sharded nn.Module.")
+    return made
