@@ -7,7 +7,7 @@ from torch.distributed.tensor import Replicate, Shard
 from shardlib import errors, layouts
 from shardlib._mesh import MeshShape, mesh, register_axis
 from shardlib._plan import Plan
-from shardlib.engine import full_state_dict, no_sync, plan, plan_of, register_elementwise, shard_model
+from shardlib.engine import exact_random, full_state_dict, no_sync, plan, plan_of, register_elementwise, shard_model
 from shardlib.layout import Layout
 from shardlib.rules import Rules, register_dims
 
@@ -20,6 +20,7 @@ __all__ = [
     "Rules",
     "Shard",
     "errors",
+    "exact_random",
     "full_state_dict",
     "layouts",
     "mesh",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from shardlib.engine.apply import apply_plan, no_sync, plan_of, shard_model
 from shardlib.engine.dryrun import plan
+from shardlib.engine.exact import exact_random
 from shardlib.engine.optimizer import register_elementwise
 from shardlib.engine.recording import record_collectives
 from shardlib.engine.state import full_state_dict
 
 __all__ = [
     "apply_plan",
+    "exact_random",
     "full_state_dict",
     "no_sync",
     "plan",

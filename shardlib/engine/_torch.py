@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
+    _get_current_dispatch_mode,
     is_traceable_wrapper_subclass,
     return_and_correct_aliasing,
 )
@@ -61,6 +63,7 @@ __all__ = [
     "fake_tensors",
     "fake_world",
     "flattened",
+    "forget_global_hooks",
     "forget_meshes",
     "forget_with_meshes",
     "gather_uneven_splits_in_turn",
@@ -70,6 +73,8 @@ __all__ = [
     "graph_breaks_raise",
     "group_to_sum_over",
     "implicit_replication",
+    "inductor_backend",
+    "innermost_mode",
     "intercept_propagation",
     "is_composite",
     "is_traceable_wrapper_subclass",
@@ -85,9 +90,13 @@ __all__ = [
     "op_database",
     "op_names",
     "part",
+    "place_of_group",
+    "process_groups",
     "pytree",
     "ranks_of_collective",
     "ranks_of_mesh",
+    "rebind_checkpointed",
+    "recorded_collectives",
     "redistribute_local",
     "replace_kernels",
     "replicated_spec",
@@ -288,8 +297,47 @@ def forget_meshes() -> None:
         sys.modules["torch._dynamo"].reset()
     # Compiled code keeps meshes after all (2.13.0), a mesh keeps its groups, and each of gloo's groups has threads that
     # wake a hundred times a second.
-    for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
+    for mesh in _live_meshes():
         getattr(mesh, "_pg_registry", {}).clear()
+
+
+def _live_meshes() -> list[DeviceMesh]:
+    return [each for each in gc.get_objects() if type(each) is DeviceMesh]
+
+
+def forget_global_hooks() -> None:
+    """Take away the hooks that run for every module and every optimizer of the process."""
+    for home in ("torch.nn.modules.module", "torch.optim.optimizer"):
+        for name, hooks in vars(sys.modules[home]).items():
+            if name.startswith("_global_") and isinstance(hooks, dict):
+                hooks.clear()
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """The groups that this process is in. Whoever holds them decides when their sockets and threads end."""
+    return list(c10d._world.pg_map)
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """The last collectives of this process, oldest first, as torch's flight recorder writes them down (2.13.0).
+
+    It records those of gloo too; an entry that is not "retired" is still under way. Empty where torch has no recorder.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    return json.loads(dump()).get("entries", []) if dump else []
+
+
+def place_of_group(name: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ranks of a process group, and the names of the mesh axes that it serves."""
+    found = [group for group in process_groups() if group.group_name == name]
+    ranks = tuple(dist.get_process_group_ranks(found[0])) if found else ()
+    axes = [
+        axis
+        for mesh in _live_meshes()
+        for axis, served in zip(mesh.mesh_dim_names or (), getattr(mesh, "_dim_group_names", ()), strict=False)
+        if served == name
+    ]
+    return ranks, tuple(dict.fromkeys(axes))
 
 
 def _forget_specs() -> None:
@@ -613,12 +661,11 @@ def call_eagerly(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-@functools.cache
-def graph_backend() -> Any:
+def graph_backend(decompositions: Mapping[Op, Callable[..., Any]] | None = None) -> Any:
     """What "aot_eager" does for `torch.compile`: the traced graphs of forward and backward run op by op, in Python.
 
     Below autograd, which has no part in them: its kernels, and the Python that stands in their place for collectives,
-    cost more than the ops of a small model.
+    cost more than the ops of a small model. `decompositions` stand in the graph in the place of their ops.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -635,8 +682,23 @@ def graph_backend() -> Any:
         return run
 
     return aot_autograd(
-        fw_compiler=keep, partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True
+        fw_compiler=keep,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+        decompositions=dict(decompositions or {}),
     )
+
+
+def inductor_backend(decompositions: Mapping[Op, Callable[..., Any]]) -> Any:
+    """What "inductor" does for `torch.compile`, with other decompositions for some ops."""
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.decomposition import select_decomp_table
+
+        return compile_fx(graph, inputs, decompositions={**select_decomp_table(), **decompositions})
+
+    return compile_graph
 
 
 def keep_compiler_out_of(package: str) -> None:
@@ -652,3 +714,28 @@ def compile_errors() -> tuple[type[Exception], ...]:
 def graph_breaks_raise() -> Any:
     """A context in which what dynamo cannot trace raises, where it would otherwise run between two graphs."""
     return torch._dynamo.error_on_graph_break(True)
+
+
+def innermost_mode() -> Any:
+    """The `TorchDispatchMode` that sees ops first, or None."""
+    return _get_current_dispatch_mode()
+
+
+@functools.cache
+def rebind_checkpointed(bind: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have activation checkpointing compute again what `bind(function)` computes, in the place of the function.
+
+    `bind` is called in forward. Both kinds keep the function for backward, where no mode of the forward is on any more.
+    """
+    from torch.utils import checkpoint
+
+    reentrant, otherwise = checkpoint.CheckpointFunction.forward, checkpoint._checkpoint_without_reentrant_generator
+
+    def forward(ctx: Any, function: Any, *args: Any) -> Any:
+        return reentrant(ctx, bind(function), *args)
+
+    def without_reentrant(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return otherwise(bind(function), *args, **kwargs)
+
+    checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
+    checkpoint._checkpoint_without_reentrant_generator = without_reentrant  # type: ignore[assignment]

@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, mesh
 from shardlib._plan import Plan, Row, plan
-from shardlib.engine import _torch, agree, batchnorm, borders, materialize, ops, optimizer, state
+from shardlib.engine import _torch, agree, batchnorm, borders, exact, materialize, ops, optimizer, state
 from shardlib.engine._torch import pytree
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.linear import compute_locally
-from shardlib.engine.randomness import agree_on_random_state
+from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.region import Root, install_region
 from shardlib.engine.regions import find_regions, inside
 from shardlib.errors import InputError, PlanError, ShardingError
@@ -59,6 +59,7 @@ def shard_model(
     init: Any = None,
     compile: str | None = "auto",
     check: bool = True,
+    rng: str = "fast",
     global_batch_norm: bool = True,
     bucket_mb: float = 25,
 ) -> nn.Module:
@@ -81,6 +82,10 @@ def shard_model(
             block that cannot be compiled runs eagerly. Without a split model axis nothing is compiled.
         check: compare plans, first weights and the first batch between the ranks that must agree, and give each data
             rank a random stream of its own.
+        rng: "exact" draws dropout, and what `init` draws, by global element index, so that they are bit for bit the
+            same on every mesh, and those of one device inside `exact_random`. All ranks then share one state of the
+            default CPU generator: draw your data from a generator of its own, and give each data rank as many
+            examples as any other. "fast" is PyTorch's own: another stream for each data rank.
         global_batch_norm: in training, BatchNorm uses the statistics of all data ranks' examples, as one device would.
         bucket_mb: megabytes of gradients that one all-reduce over the data axes carries.
 
@@ -100,6 +105,7 @@ def shard_model(
         torch.Size([2, 8])
     """
     check_backend(compile)
+    exact.check_mode(rng)
     if not bucket_mb > 0:
         raise ShardingError(f"bucket_mb={bucket_mb!r} was given; give a positive number of megabytes, such as 25.")
     device_mesh = mesh(mesh_)
@@ -112,6 +118,7 @@ def shard_model(
         init=init,
         compile=compile,
         check=check,
+        rng=rng,
         global_batch_norm=global_batch_norm,
         bucket_bytes=int(bucket_mb * 2**20),
     )
@@ -149,21 +156,24 @@ def apply_plan(
     init: Any = None,
     compile: str | None = None,
     check: bool = True,
+    rng: str = "fast",
     global_batch_norm: bool = True,
     bucket_bytes: int = 25 << 20,
 ) -> nn.Module:
     """Carry out a plan on a model, in place; on an error the model is as it was. Arguments as in `shard_model`."""
-    build = _Build(model, plan_, device_mesh)
+    build = _Build(model, plan_, device_mesh, exact_random=rng == "exact")
     build.refuse_what_is_not_built()
     build.warn_of_idle_axes()
     if check:
         build.check_ranks_agree()
     with ExitStack() as undo:
+        if build.exact_random:
+            share_random_state(build.group_of_all())
         build.replace_tensors(init, undo, check=check)
         reducer = build.install(undo, check=check, global_batch_norm=global_batch_norm, bucket_bytes=bucket_bytes)
-        report, uncompile = compile_blocks(model, compile if build.model_mesh is not None else None)
+        report, uncompile = compile_blocks(model, compile if build.model_mesh is not None else None, build.place())
         undo.callback(uncompile)
-        if check:
+        if check and not build.exact_random:
             build.share_random_state()
         _sharded[model] = Sharded(plan_, device_mesh, build.model_mesh, reducer, report)
         undo.pop_all()
@@ -173,8 +183,8 @@ def apply_plan(
 class _Build:
     """The steps of `apply_plan`; each leaves an undo on the stack it is given."""
 
-    def __init__(self, model: nn.Module, plan_: Plan, device_mesh: DeviceMesh) -> None:
-        self.model, self.plan, self.mesh = model, plan_, device_mesh
+    def __init__(self, model: nn.Module, plan_: Plan, device_mesh: DeviceMesh, *, exact_random: bool = False) -> None:
+        self.model, self.plan, self.mesh, self.exact_random = model, plan_, device_mesh, exact_random
         self.shape = MeshShape.of(device_mesh)
         self.model_axes = _active(self.shape, self.shape.model_axes)
         self.data_axes = _active(self.shape, self.shape.data_axes)
@@ -226,14 +236,27 @@ class _Build:
 
     def check_ranks_agree(self) -> None:
         group = self._group(self.shape.names)
-        agree.plans_agree(self.plan.lines(), group)
+        agree.plans_agree([*self.plan.lines(), *(['rng="exact"'] if self.exact_random else [])], group)
         agree.weights_agree(agree.all_tensors(self.model), group)
 
     def share_random_state(self) -> None:
+        agree_on_random_state(self._group(self.model_axes), self._data_index())
+
+    def group_of_all(self) -> dist.ProcessGroup | None:
+        return self._group(self.shape.names)
+
+    def place(self) -> exact.Place | None:
+        """Where this rank stands on the data axes, if random numbers are drawn by that."""
+        return exact.Place(self._data_index(), self._data_ranks()) if self.exact_random else None
+
+    def _data_index(self) -> int:
         index = 0
         for axis in self.data_axes:
             index = index * self.shape[axis] + self.coordinate[axis]
-        agree_on_random_state(self._group(self.model_axes), index)
+        return index
+
+    def _data_ranks(self) -> int:
+        return math.prod(self.shape[axis] for axis in self.data_axes)
 
     def replace_tensors(self, init: Any, undo: ExitStack, *, check: bool) -> None:
         """Every parameter and buffer becomes this rank's part of it, on this rank's device."""
@@ -267,8 +290,7 @@ class _Build:
         """Hooks on the model: regions, borders, gradients, state dicts, inputs."""
         optimizer.watch_optimizers()
         if self.model_axes or self.data_axes:
-            data_ranks = math.prod(self.shape[axis] for axis in self.data_axes)
-            optimizer.look_after(self.model.parameters(), data_ranks)
+            optimizer.look_after(self.model.parameters(), self._data_ranks())
         if self.model_mesh is not None:
             _torch.gather_uneven_splits_in_turn()
             ops.enable(self.model_mesh)
@@ -280,7 +302,9 @@ class _Build:
         reducer = GradientReducer(list(self.model.parameters()), self.mesh, self.data_axes, bucket_bytes=bucket_bytes)
         undo.callback(reducer.remove)
         root = Root(reducer, self._input_check(check))
-        for handle in (*root.install(self.model), state.accept_plain_state(self.model)):
+        place = self.place()
+        drawing = exact.draw_exactly(self.model, place) if place is not None else []
+        for handle in (*drawing, *root.install(self.model), state.accept_plain_state(self.model)):
             undo.callback(handle.remove)
         return reducer
 

@@ -6,6 +6,7 @@ program with its collectives.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib.engine import _torch
+from shardlib.engine import _torch, exact
 from shardlib.engine._torch import pytree
 from shardlib.engine.plain import plain
 from shardlib.errors import ShardingError
@@ -31,13 +32,14 @@ class CompileReport:
     """Which modules are compiled with which backend, and which of them fell back to eager, with the reason.
 
     `shapes`: by class of blocks, the shapes of inputs that they were compiled for; `varied`: what to say of those
-    that met more.
+    that met more. `rows`: how many examples the batch had, where random numbers depend on that.
     """
 
     backend: str | None
     blocks: list[str] = field(default_factory=list)
     eager: dict[str, str] = field(default_factory=dict)
     shapes: dict[type[nn.Module], set[tuple[torch.Size, ...]]] = field(default_factory=dict)
+    rows: dict[tuple[torch.Size, ...], int | None] = field(default_factory=dict)
     varied: dict[type[nn.Module], str] = field(default_factory=dict)
 
     def notes(self) -> tuple[str, ...]:
@@ -81,8 +83,12 @@ def check_backend(backend: str | None) -> None:
         )
 
 
-def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport, Callable[[], None]]:
+def compile_blocks(
+    model: nn.Module, backend: str | None, place: exact.Place | None = None
+) -> tuple[CompileReport, Callable[[], None]]:
     """Compile the repeated blocks of a model in place; returns a report that fills as blocks run, and what undoes it.
+
+    `place`: where this rank stands, if random numbers are to be drawn by element.
 
     Raises:
         ShardingError: an unknown backend.
@@ -94,13 +100,24 @@ def compile_blocks(model: nn.Module, backend: str | None) -> tuple[CompileReport
     if blocks:
         _torch.give_fused_splits_real_offsets()
         _torch.keep_compiler_out_of("shardlib.engine.ops")
-    compiler = _torch.graph_backend() if blocks and backend == "aot_eager" else backend
+    compiler = _compiler(backend, place) if blocks and backend is not None else backend
     for name, block in blocks.items():
         # One graph for each shape: layouts are decided by sizes, which a graph for all shapes leaves open.
         block.compile(backend=compiler, dynamic=False)
         _torch.set_compiled_call(block, _Call(name, blocks, _torch.compiled_call(block), report))
         report.blocks.append(name)
     return report, lambda: _undo(blocks.values())
+
+
+@functools.cache
+def _compiler(backend: str, place: exact.Place | None) -> Any:
+    """One object for all models that are compiled alike: dynamo keeps graphs by it.
+
+    Where a rank stands is written into the graphs of random calls.
+    """
+    if backend == "aot_eager":
+        return _torch.graph_backend(None if place is None else exact.DECOMPOSITIONS)
+    return backend if place is None else _torch.inductor_backend(exact.DECOMPOSITIONS)
 
 
 def _undo(blocks: Iterable[nn.Module]) -> None:
@@ -128,7 +145,7 @@ class _Call:
             return _torch.call_eagerly(self.block, *args, **kwargs)
         try:
             # Or none: what runs eagerly in the middle of a block would be told to nobody.
-            with self.in_one_graph:
+            with self.in_one_graph, exact.traced():
                 return _with_plain_gradients(self.compiled(*args, **kwargs))
         except self.failures as error:
             _give_up(self.name, self.alike, _reason(error), self.report)
@@ -141,6 +158,8 @@ class _Call:
         """
         seen = self.report.shapes.setdefault(type(self.block), set())
         key = tuple(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+        if self.report.rows.setdefault(key, exact.rows()) != exact.rows():
+            return False  # which of its tensors belong to the batch is written into a graph
         if key in seen:
             return True
         if len(seen) < MAX_SHAPES:

@@ -1,11 +1,14 @@
-"""Random state at the start: one stream for all ranks that share an example, another for each data rank."""
+"""Random state at the start: one stream for all ranks that share an example, another for each data rank.
+
+Unless random numbers are exact: then all ranks have one state, and examples have numbers of their own by their place.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["agree_on_random_state"]
+__all__ = ["agree_on_random_state", "share_random_state"]
 
 # Far apart, so that neighbouring user seeds and neighbouring data ranks do not meet.
 _STRIDE = 0x9E3779B97F4A7C15
@@ -17,10 +20,15 @@ def agree_on_random_state(model_group: dist.ProcessGroup | None, data_index: int
     Ranks that hold the same activation must draw the same dropout mask for it; ranks with different examples should
     not. The first data rank keeps its state, so that a run without data axes draws what a single device draws.
     """
-    if model_group is not None:
-        box = [torch.get_rng_state()]
-        dist.broadcast_object_list(box, group_src=0, group=model_group)
-        torch.set_rng_state(box[0])
+    share_random_state(model_group)
     if data_index:
         state = int.from_bytes(bytes(torch.get_rng_state()[:8].tolist()), "little")
         torch.manual_seed((state + data_index * _STRIDE) % (1 << 63))
+
+
+def share_random_state(group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of a group their first rank's generator state."""
+    if group is not None:
+        box = [torch.get_rng_state()]
+        dist.broadcast_object_list(box, group_src=0, group=group)
+        torch.set_rng_state(box[0])

@@ -19,7 +19,7 @@ from shardlib.engine._torch import (
 )
 from shardlib.engine.ops import _rules
 from shardlib.engine.ops._composite import install as replace_composites
-from shardlib.engine.ops._dispatch import forget_decisions, policy, remember_statics
+from shardlib.engine.ops._dispatch import drawing_by, forget_decisions, policy, remember_statics
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
 
@@ -30,6 +30,7 @@ __all__ = [
     "S",
     "ShardlibGatherWarning",
     "disable",
+    "drawing_by",
     "enable",
     "enabled",
     "record",

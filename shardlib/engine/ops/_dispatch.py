@@ -7,7 +7,8 @@ change data of which other DTensors hold a copy, are carried out here and never 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ from shardlib.engine.ops._gather import draw_whole, finished, gather, note
 from shardlib.engine.ops._operands import Operands, arguments_by_name, in_order, meta_of, spec_like, whole
 from shardlib.engine.ops._rows import Local, Meta, Op, Rule, rule_of
 
-__all__ = ["forget_decisions", "is_random", "policy", "remember_statics"]
+__all__ = ["drawing_by", "forget_decisions", "is_random", "policy", "remember_statics"]
 
 _PLACEMENTS = (Replicate, Partial, Shard, _StridedShard)
 _ONE_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
@@ -58,6 +59,8 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
     for tensor in operands.tensors:
         if isinstance(tensor, DTensor) and _alias.watched(tensor):
             _alias.catch_up(tensor)
+    if _draw_by is not None and is_random(op):
+        return _draw_by(op, args, kwargs)
     if _is_random(operands):
         return draw_whole(operands)
     if is_foreach(operands) and not operands.all_whole:
@@ -72,6 +75,20 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
     if first_time or not _cacheable(operands, decision):
         return _carry_out(operands, decision)
     return _output_sharding(operands, decision, info.schema)
+
+
+_draw_by: Callable[..., Any] | None = None
+
+
+@contextmanager
+def drawing_by(draw: Callable[..., Any]) -> Iterator[None]:
+    """Random ops on DTensors are drawn by `draw(op, args, kwargs)` inside this block."""
+    global _draw_by
+    before, _draw_by = _draw_by, draw
+    try:
+        yield
+    finally:
+        _draw_by = before
 
 
 def _is_random(operands: Operands) -> bool:

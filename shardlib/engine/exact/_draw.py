@@ -1,0 +1,154 @@
+"""Random values by element: a key, which elements, and a distribution make a local tensor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from shardlib.engine.exact._bits import Stream, bits
+from shardlib.engine.exact._held import Held
+from shardlib.engine.exact._normal import log, quantile
+
+__all__ = ["draw", "new_key", "traced_draw", "traced_key"]
+
+# From 64 bits, as int64 in a buffer that may be overwritten, to values.
+Distribution = Callable[[torch.Tensor], torch.Tensor]
+
+
+def new_key() -> int:
+    """The key of one random call: 63 bits of torch's default CPU generator, which `torch.manual_seed` seeds.
+
+    Whatever saves and restores that generator, as activation checkpointing does, makes the same calls draw the same.
+    """
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+def draw(
+    kind: str, params: Sequence[float], key: int, held: Held, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The held elements of a random tensor, contiguous.
+
+    Args:
+        kind: "chance" (of p: 1 or 0), "uniform" (low, high), "normal" (mean, std), "exponential" (rate), "geometric"
+            (p), "integer" (low, how many).
+        params: the distribution's numbers, as above.
+        key: which random tensor.
+        held: which of its elements.
+        dtype: of the result. Chances decide alike in every dtype; a uniform number has as many bits as its dtype holds.
+        device: of the result; the bits do not depend on it.
+    """
+    distribution = partial(_KINDS[kind], dtype, *params)
+    local = torch.empty(held.local_shape, dtype=dtype, device=device)
+    flat = local.view(-1)
+    for where, chunk in bits(Stream.of(key), held, device):
+        flat[where] = distribution(chunk)
+    return local
+
+
+def _chance(_dtype: torch.dtype, p: float, z: torch.Tensor) -> torch.Tensor:
+    """Whether a uniform number of 53 bits is below p: as integers, without making it."""
+    bound = math.ceil(min(max(p, 0.0), 1.0) * 2**53)
+    return (z >> 11) < bound - 2**52
+
+
+def _uniform(dtype: torch.dtype, low: float, high: float, z: torch.Tensor) -> torch.Tensor:
+    """Multiples of 2**-m in [low, high) where a number of this dtype holds m bits."""
+    m = round(1 - math.log2(torch.finfo(dtype).eps))
+    u = z.bitwise_right_shift_(64 - m).add_(1 << (m - 1)).to(torch.float64)
+    return u.mul_(2.0**-m).mul_(high - low).add_(low)
+
+
+def _normal(_dtype: torch.dtype, mean: float, std: float, z: torch.Tensor) -> torch.Tensor:
+    """By the quantile of an odd multiple of 2**-53 in (-1, 1), of which float64 holds every one."""
+    x = z.bitwise_right_shift_(11).mul_(2).add_(1).to(torch.float64).mul_(2.0**-53)
+    return quantile(x).mul_(std).add_(mean)
+
+
+def _minus_log(z: torch.Tensor) -> torch.Tensor:
+    """-log u for u an odd multiple of 2**-53 in (0, 1)."""
+    u = z.bitwise_right_shift_(12).add_(1 << 51).mul_(2).add_(1).to(torch.float64).mul_(2.0**-53)
+    return log(u).neg_()
+
+
+def _exponential(_dtype: torch.dtype, rate: float, z: torch.Tensor) -> torch.Tensor:
+    return _minus_log(z).div_(rate)
+
+
+def _geometric(_dtype: torch.dtype, p: float, z: torch.Tensor) -> torch.Tensor:
+    """How many trials until the first success: ceil(log u / log(1 - p))."""
+    if p == 1:
+        return torch.ones_like(z)
+    return _minus_log(z).div_(-math.log1p(-p)).ceil_().clamp_(min=1)
+
+
+def _integer(_dtype: torch.dtype, low: float, count: float, z: torch.Tensor) -> torch.Tensor:
+    """63 bits modulo `count`: uneven by at most count / 2**63."""
+    return z.bitwise_right_shift_(1).bitwise_and_((1 << 63) - 1).remainder_(int(count)).add_(int(low))
+
+
+_KINDS: dict[str, Callable[..., torch.Tensor]] = {
+    "chance": _chance,
+    "uniform": _uniform,
+    "normal": _normal,
+    "exponential": _exponential,
+    "geometric": _geometric,
+    "integer": _integer,
+}
+
+
+# --- as ops, for graphs that a compiler traces --------------------------------------------------------------------
+
+_library = torch.library.Library("shardlib", "DEF")
+_library.define("new_key(int serial) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_library.define(
+    "draw(str kind, Scalar[] params, Tensor key, int[] shape, int[] held, ScalarType dtype, Device device) -> Tensor"
+)
+_serial = itertools.count()
+
+
+def _new_key_op(serial: int) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu").random_()
+
+
+def _draw_op(
+    kind: str, params: Sequence[float], key: torch.Tensor, shape: Sequence[int], held: Sequence[int],
+    dtype: torch.dtype, device: torch.device,
+) -> torch.Tensor:  # fmt: skip
+    return draw(kind, params, int(key), Held.from_flat(shape, held), dtype, device)
+
+
+def _new_key_fake(serial: int) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _draw_fake(
+    kind: str, params: Sequence[float], key: torch.Tensor, shape: Sequence[int], held: Sequence[int],
+    dtype: torch.dtype, device: torch.device,
+) -> torch.Tensor:  # fmt: skip
+    return torch.empty(Held.from_flat(shape, held).local_shape, dtype=dtype, device=device)
+
+
+_library.impl("new_key", _new_key_op, "CompositeExplicitAutograd")
+_library.impl("draw", _draw_op, "CompositeExplicitAutograd")
+torch.library.register_fake("shardlib::new_key", _new_key_fake, lib=_library)
+torch.library.register_fake("shardlib::draw", _draw_fake, lib=_library)
+
+
+def traced_key() -> torch.Tensor:
+    """A node of the graph that draws a key whenever the graph runs.
+
+    Each has a number of its own, lest two of them be taken for one; the tag keeps them in order, and keeps the backward
+    graph from drawing again.
+    """
+    return torch.ops.shardlib.new_key(next(_serial))
+
+
+def traced_draw(
+    kind: str, params: Sequence[float], key: torch.Tensor, held: Held, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """`draw` as a node of the graph."""
+    return torch.ops.shardlib.draw(kind, list(params), key, held.shape, held.flat(), dtype, device)
