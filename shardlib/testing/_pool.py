@@ -1,46 +1,89 @@
 """A warm pool of real ranks: processes that keep torch imported and meet over gloo when they are given a function.
 
 Starting a process and importing torch costs seconds; a call on a warm pool costs some ten milliseconds. Every call
-gets a fresh process group, so that nothing of one call reaches the next. A rank that hangs or dies takes its pool
-with it, never the caller, and the error says where each rank stood.
+gets a fresh process group and starts from clean state, so that nothing of one call reaches the next. A rank that hangs
+or dies takes its pool with it, never the caller, and the error says where each rank stood.
+
+Nothing of a pool has a name that another could take: ranks meet on a port that the system chose, and files have been
+unlinked before they are used. No process outlives this one: ranks end with the fork server, and with their pipes.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from shardlib.errors import ShardlibError
+from shardlib.testing import _carry
+from shardlib.testing._standing import Standing, explain, lost_a_peer, table
+from shardlib.testing._worker import Call, Failure, serve
 
-__all__ = ["RankError", "Ranks", "ranks", "shared_pool"]
+__all__ = ["HangError", "RankDied", "RankError", "Ranks", "Spent", "ranks", "shared_pool", "spent"]
 
 _GRACE_SECONDS = 5.0  # after one rank failed, the others get so long to notice
-_PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.device_mesh", "shardlib.testing._pool"]
+_ASKED_SECONDS = 1.0  # to say where one stands
+_START_SECONDS = 300.0  # to import torch, on a machine however busy
+_PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+    "shardlib.engine._torch",
+    "shardlib.testing._worker",
+]
 
 
 class RankError(ShardlibError):
-    """Ranks that did not answer: a hang, a process that died, or an exception that cannot be carried over."""
+    """Ranks that did not do what they were given: see `HangError` and `RankDied`; or something that cannot be sent.
+
+    Attributes:
+        standing: where each rank stood, rank 0 first, where it is known.
+    """
+
+    def __init__(self, message: str, standing: Sequence[Standing] = ()) -> None:
+        super().__init__(message)
+        self.standing = list(standing)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.args[0], self.standing)
+
+
+class HangError(RankError):
+    """Ranks that did not answer in time. `standing` has the rank, module, collective, axis and shape of each.
+
+    Example:
+        >>> def skipped_by_one_rank():
+        ...     if torch.distributed.get_rank() != 1:
+        ...         torch.distributed.barrier()
+        >>> try:  # doctest: +SKIP
+        ...     ranks(2, timeout=5).run(skipped_by_one_rank)
+        ... except HangError as error:
+        ...     print([(s.rank, s.state, s.collective) for s in error.standing])
+        [(0, 'waiting', 'barrier'), (1, 'done', '')]
+    """
+
+
+class RankDied(RankError):
+    """A rank whose process ended: the message names the signal or exit code."""
 
 
 @dataclass
 class Ranks:
     """`world_size` processes that run functions together; made by `ranks` or `shared_pool`.
+
+    Called with another size it gives ranks of that size on the same processes: `pool(2).run(...)`.
 
     Example:
         >>> def hello(greeting):
@@ -52,24 +95,40 @@ class Ranks:
 
     world_size: int
     timeout: float
-    workers: _Workers
+    workers: _Workers = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
+            raise RankError(f"A pool of {self.world_size!r} ranks was asked for; give a positive integer.")
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank and return the results, rank 0 first.
 
-        On each rank the default process group is gloo, of this pool's world size. Function, arguments and results
-        must be picklable, the function by import; tensors travel by value.
+        On each rank the default process group is gloo, of this pool's world size; random numbers begin at the same
+        seed. What ranks can import travels by name; lambdas, closures and functions of test files by value; arguments
+        and results must be picklable, tensors travel by value.
+
+        Args:
+            fn: the function.
+            *args: its arguments.
+            timeout: seconds to wait, instead of the pool's.
+            **kwargs: its keyword arguments.
 
         Raises:
-            RankError: a rank did not answer within `timeout` seconds, or died; the message gives each rank's stack.
-            Exception: what a rank raised, with the rank and its traceback as a note.
+            HangError: a rank did not answer within `timeout` seconds.
+            RankDied: the process of a rank ended.
+            RankError: the function, an argument or a result cannot be sent.
+            Exception: what a rank raised, with the rank, its traceback and where the others stood as a note.
         """
-        self.workers.grow(self.world_size)
-        return self.workers.call(fn, args, kwargs, self.world_size, self.timeout if timeout is None else timeout)
+        limit = self.timeout if timeout is None else timeout
+        return self.workers.call(fn, args, kwargs, self.world_size, limit)
 
     def close(self) -> None:
         """End the processes; a later `run` starts new ones."""
         self.workers.stop()
+
+    def __call__(self, world_size: int) -> Ranks:
+        return Ranks(world_size, self.timeout, self.workers)
 
     def __enter__(self) -> Ranks:
         return self
@@ -89,206 +148,314 @@ def shared_pool(world_size: int, *, timeout: float = 120.0) -> Ranks:
 
 
 @dataclass
+class Spent:
+    """What calls on ranks took so far: calls by world size, their seconds, processes started, seconds of starting."""
+
+    calls: Counter[int] = field(default_factory=Counter)
+    seconds: float = 0.0
+    starts: int = 0
+    seconds_starting: float = 0.0
+
+
+_SPENT = Spent()
+
+
+def spent() -> Spent:
+    """What all pools of this process spent so far, as a copy."""
+    return Spent(Counter(_SPENT.calls), _SPENT.seconds, _SPENT.starts, _SPENT.seconds_starting)
+
+
+# --- the processes ------------------------------------------------------------------------------------------------
+
+
+@dataclass
 class _Worker:
     process: Any
-    pipe: Connection
-    stack_file: Path
+    calls: Connection
+    questions: Connection
+    stacks: Any  # a file without a name, to which the process writes its stack on SIGUSR1
+
+    def send(self, *messages: bytes) -> None:
+        """Send to a process that may be gone: whoever listens for its answer learns that."""
+        with contextlib.suppress(OSError):
+            for message in messages:
+                self.calls.send_bytes(message)
+
+    def ask(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            self.questions.send_bytes(_carry.dump(number))
+
+    def end(self) -> str:
+        """How its process ended."""
+        self.process.join(1.0)
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"its process was ended by {signal.Signals(-code).name}"
+        return f"its process ended with exit code {code}"
 
 
 @dataclass
 class _Workers:
-    """The processes themselves. Worker i is rank i of any world larger than i."""
+    """The processes themselves. Worker i is rank i of any world larger than i; worker 0 has the store they meet at."""
 
     alive: list[_Worker] = field(default_factory=list)
-    folder: tempfile.TemporaryDirectory[str] | None = None
     calls: int = 0
+    port: int = 0
+    owner: int = 0
+    lock: Any = field(default_factory=threading.Lock)
 
-    def grow(self, world_size: int) -> None:
-        if self.folder is None:
-            self.folder = tempfile.TemporaryDirectory(prefix="shardlib-ranks-")
-        for rank in range(len(self.alive), world_size):
-            self.alive.append(_start(rank, Path(self.folder.name)))
+    def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, world_size: int, timeout: float) -> list[Any]:
+        work = _packed_call(fn, args, kwargs)
+        with self.lock:
+            try:
+                self._grow(world_size)
+                begin = time.perf_counter()
+                outcome = self._carry_out(work, world_size, timeout)
+                _SPENT.calls[world_size] += 1
+                _SPENT.seconds += time.perf_counter() - begin
+            except BaseException:
+                self.stop()
+                raise
+            if outcome.broken:
+                self.stop()
+        outcome.throw(_carry.name_of(fn), timeout)
+        return [_carry.load(outcome.answers[rank]) for rank in range(world_size)]
+
+    def _carry_out(self, work: bytes, world_size: int, timeout: float) -> _Round:
+        self.calls += 1
+        workers = self.alive[:world_size]
+        path, folder = tuple(sys.path), os.getcwd()
+        for rank, worker in enumerate(workers):
+            call = Call(rank, world_size, self.calls, self.port, path, folder)
+            worker.send(pickle.dumps(call), work)
+        outcome = _Round(workers, self.calls, time.monotonic() + timeout)
+        outcome.collect()
+        return outcome
+
+    def _grow(self, world_size: int) -> None:
+        """Start what is missing of `world_size` processes, and wait until they are ready."""
+        if self.owner != os.getpid():  # a fork of the process that has the pool: its ranks are not ours
+            self.alive, self.owner = [], os.getpid()
+        if multiprocessing.current_process().daemon:
+            raise RankError("A rank asked for ranks of its own; run this where the pool was made.")
+        begin, missing = time.perf_counter(), range(len(self.alive), world_size)
+        for rank in missing:
+            self.alive.append(_start(rank))
+        for rank in missing:
+            self._await(rank)
+        if missing:
+            _SPENT.starts += len(missing)
+            _SPENT.seconds_starting += time.perf_counter() - begin
+
+    def _await(self, rank: int) -> None:
+        worker = self.alive[rank]
+        try:
+            if not worker.calls.poll(_START_SECONDS):
+                raise RankError(f"Rank {rank} did not start within {_START_SECONDS:g} s.")
+            port = _carry.load(worker.calls.recv_bytes())
+        except (EOFError, OSError):
+            raise RankDied(f"Rank {rank} died while it started: {worker.end()}.") from None
+        self.port = port or self.port
 
     def stop(self) -> None:
         alive, self.alive = self.alive, []
+        if self.owner != os.getpid():
+            return
         for worker in alive:
             worker.process.kill()
         for worker in alive:
             worker.process.join()
-            worker.pipe.close()
-        if self.folder is not None:
-            self.folder.cleanup()
-            self.folder = None
-
-    def call(self, fn: Callable[..., Any], args: Any, kwargs: Any, world_size: int, timeout: float) -> list[Any]:
-        assert self.folder is not None
-        self.calls += 1
-        store = Path(self.folder.name) / f"store-{self.calls}"
-        work = pickle.dumps((fn, args, kwargs))
-        workers = self.alive[:world_size]
-        try:
-            for rank, worker in enumerate(workers):
-                worker.pipe.send_bytes(pickle.dumps((sys.path, os.getcwd(), str(store), rank, world_size)))
-                worker.pipe.send_bytes(work)
-            answers, failures, waiting = _collect(workers, timeout)
-            hang = _hang_message(workers, waiting, timeout) if waiting and not failures else None
-        except BaseException:
-            self.stop()
-            raise
-        if waiting or any(failure.died for failure in failures):
-            self.stop()
-        store.unlink(missing_ok=True)
-        if failures:
-            _first_cause(failures).throw()
-        if hang is not None:
-            raise RankError(hang)
-        return [pickle.loads(answers[rank]) for rank in range(world_size)]
-
-
-def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, bytes], list[_Failure], list[int]]:
-    """Answers by rank, failures, and the ranks that are still silent when there is nothing left to wait for."""
-    answers: dict[int, bytes] = {}
-    failures: list[_Failure] = []
-    deadline = time.monotonic() + timeout
-    waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
-    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
-        for pipe in ready:
-            rank = waiting.pop(pipe)  # type: ignore[call-overload]
-            answer = _receive(pipe, rank, workers[rank])  # type: ignore[arg-type]
-            if isinstance(answer, bytes):
-                answers[rank] = answer
-                continue
-            failures.append(answer)
-            deadline = min(deadline, time.monotonic() + (0.0 if answer.died else _GRACE_SECONDS))
-    return answers, failures, sorted(waiting.values())
+            for end in (worker.calls, worker.questions, worker.stacks):
+                end.close()
 
 
 _SHARED = _Workers()
 atexit.register(_SHARED.stop)
 
 
+def _packed_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+    try:
+        return _carry.dump_call(fn, args, kwargs)
+    except TypeError as error:
+        raise RankError(str(error)) from error
+
+
+def _start(rank: int) -> _Worker:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    calls, their_calls = context.Pipe()
+    questions, their_questions = context.Pipe()
+    stacks = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the worker
+    their_stacks = Connection(os.dup(stacks.fileno()), readable=False)  # a Connection's descriptor can be sent
+    arguments = (their_calls, their_questions, their_stacks, rank == 0)
+    process = context.Process(target=serve, args=arguments, name=f"shardlib-rank-{rank}", daemon=True)  # type: ignore[attr-defined]
+    process.start()
+    for end in (their_calls, their_questions, their_stacks):
+        end.close()
+    return _Worker(process, calls, questions, stacks)
+
+
+# --- one call -----------------------------------------------------------------------------------------------------
+
+
 @dataclass
-class _Failure:
-    rank: int
-    when: float
-    text: str
-    pickled: bytes | None
-    died: bool = False
+class _Round:
+    """One call while it runs: what ranks answered, and where those stand that have not."""
 
-    def throw(self) -> None:
-        note = f"rank {self.rank} raised:\n{self.text}"
-        error: BaseException | None = None
-        if self.pickled is not None:
+    workers: list[_Worker]
+    number: int
+    deadline: float
+    answers: dict[int, bytes] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    standing: dict[int, Standing] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
+    late: tuple[int, ...] = ()
+    holding: bool = True  # ranks that failed hold their connections until the others were asked
+
+    def collect(self) -> None:
+        """Wait for every rank; after a failure only so long as the others may need to notice it."""
+        self.waiting = set(range(len(self.workers)))
+        while self.waiting and not self.failures and self._listen(self.deadline):
+            pass
+        self.late = () if self.failures else tuple(sorted(self.waiting))
+        if self.waiting:
+            self._ask_those_waiting()  # at once: those who lose a peer raise soon after
+        self._let_go()
+        patience = 0.0 if self.late or any(f.died for f in self.failures) else _GRACE_SECONDS
+        self.deadline = min(self.deadline, time.monotonic() + patience)
+        while self.waiting and self._listen(self.deadline):
+            pass
+
+    def _ask_those_waiting(self) -> None:
+        until = time.monotonic() + _ASKED_SECONDS
+        self.asked = set(self.waiting)
+        for rank in self.waiting:
+            self.workers[rank].ask(self.number)
+        while self.asked & self.waiting and self._listen(until):
+            pass
+        for rank in self.asked & self.waiting:
+            self.standing[rank] = Standing(rank, "silent")
+        if self.late:
+            self._dump_stacks()
+
+    def _dump_stacks(self) -> None:
+        """Have processes that do not answer write their stacks; faulthandler does that without Python's lock."""
+        silent = sorted(self.asked & self.waiting)
+        for rank in silent:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.workers[rank].process.pid, signal.SIGUSR1)
+        if silent:
+            time.sleep(0.5)
+        for rank in silent:
+            file = self.workers[rank].stacks
+            file.seek(0)
+            self.standing[rank] = Standing(rank, "silent", stack=file.read().decode(errors="replace"))
+
+    def _let_go(self) -> None:
+        """Let ranks that failed close their connections, and those that fail from now on."""
+        self.holding = False
+        for failure in self.failures:
+            self.workers[failure.rank].send(b"")
+
+    def _listen(self, until: float) -> bool:
+        """Take what comes next; False when nothing came until then."""
+        pipes = {self.workers[rank].calls: rank for rank in self.waiting}
+        questions = {self.workers[rank].questions: rank for rank in self.asked & self.waiting}
+        ready = wait([*pipes, *questions], max(0.0, until - time.monotonic()))
+        for pipe in ready:
+            if pipe in pipes:
+                self._take(pipes[pipe])  # type: ignore[index]
+            elif questions[pipe] in self.waiting:  # type: ignore[index]
+                self._take_standing(questions[pipe])  # type: ignore[index]
+        return bool(ready)
+
+    def _take(self, rank: int) -> None:
+        worker = self.workers[rank]
+        self.waiting.discard(rank)
+        try:
+            answer = _carry.load(worker.calls.recv_bytes())
+        except (EOFError, OSError):
+            said = worker.end()
+            answer = Failure(rank, 0.0, said, None, Standing(rank, "died", said=said), died=True)
+        if isinstance(answer, bytes):
+            self.answers[rank] = answer
+            return
+        self.failures.append(answer)
+        if not self.holding:
+            worker.send(b"")
+
+    def _take_standing(self, rank: int) -> None:
+        try:
+            number, standing = _carry.load(self.workers[rank].questions.recv_bytes())
+        except (EOFError, OSError):  # it died; its other pipe says so
+            self.asked.discard(rank)
+            return
+        if number == self.number:
+            self.asked.discard(rank)
+            self.standing[rank] = standing or Standing(rank, "idle")
+
+    def standings(self) -> list[Standing]:
+        """One for each rank: how it ended, or where it stood when it was asked, before it lost a peer."""
+        lost = {f.rank: f.standing for f in self.failures if lost_a_peer(f.text)}
+        own = {f.rank: f.standing for f in self.failures if f.rank not in lost and f.rank not in self.late}
+        done = {rank: Standing(rank, "done") for rank in self.answers if rank not in self.late}
+        known = {**lost, **self.standing, **done, **own}
+        return [known.get(rank, Standing(rank, "running")) for rank in range(len(self.workers))]
+
+    @property
+    def broken(self) -> bool:
+        """Whether the processes cannot be used again."""
+        return bool(self.waiting or self.late or any(failure.died for failure in self.failures))
+
+    def throw(self, name: str, timeout: float) -> None:
+        """Raise what went wrong, if anything."""
+        if self.late:
+            message = f"{_ranks(self.late)} did not answer within {timeout:g} s in {name}; new processes are started."
+            raise HangError("\n".join([message, *self._told(stacks=True)]), self.standings())
+        if self.answers and self.failures and all(lost_a_peer(failure.text) for failure in self.failures):
+            message = f"{_ranks(self.answers)} finished {name} while others waited for them in a collective."
+            raise HangError("\n".join([message, *self._told()]), self.standings())
+        if self.failures:
+            self._throw(_first_cause(self.failures), name)
+        elif self.waiting:
+            message = (
+                f"{_ranks(self.waiting)} did not answer within {timeout:g} s in {name}; new processes are started."
+            )
+            raise HangError("\n".join([message, *self._told(stacks=True)]), self.standings())
+
+    def _throw(self, cause: Failure, name: str) -> None:
+        error = None
+        if cause.error is not None:
             with contextlib.suppress(Exception):
-                error = pickle.loads(self.pickled)
+                error = _carry.load(cause.error)
         if isinstance(error, Exception):
-            error.add_note(note)
+            error.add_note("\n".join([f"rank {cause.rank} raised in {name}:", cause.text.rstrip(), *self._told()]))
             raise error
-        raise RankError(f"rank {self.rank} died\n{self.text}" if self.died else note)
+        if cause.died:
+            head = f"rank {cause.rank} died in {name}: {cause.text}; new processes are started."
+            raise RankDied("\n".join([head, *self._told()]), self.standings())
+        raise RankError(
+            "\n".join([f"rank {cause.rank} raised in {name}:", cause.text, *self._told()]), self.standings()
+        )
+
+    def _told(self, *, stacks: bool = False) -> list[str]:
+        """Where ranks stood, unless all of them raised the same."""
+        standings = self.standings()
+        if len(self.failures) == len(self.workers) and len({s.said for s in standings}) == 1:
+            return [f"All {len(standings)} ranks raised this."] if len(standings) > 1 else []
+        lines = ["Where the ranks stood:", table(standings), explain(standings)]
+        if stacks:
+            lines += [f"\nrank {s.rank}, innermost last:\n{s.stack.rstrip()}" for s in standings if s.stack]
+        return [line for line in lines if line]
 
 
-def _first_cause(failures: list[_Failure]) -> _Failure:
+def _first_cause(failures: list[Failure]) -> Failure:
     """The failure that came first, leaving aside those that only report that a peer went away."""
-    peers_left = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    own = [f for f in failures if not any(words in f.text for words in peers_left)]
+    own = [failure for failure in failures if not lost_a_peer(failure.text)]
     return min(own or failures, key=lambda failure: failure.when)
 
 
-def _receive(pipe: Connection, rank: int, worker: _Worker) -> bytes | _Failure:
-    try:
-        ok, when, *payload = pickle.loads(pipe.recv_bytes())
-    except (EOFError, OSError):
-        worker.process.join(1.0)
-        return _Failure(rank, 0.0, f"its process ended with exit code {worker.process.exitcode}", None, died=True)
-    return payload[0] if ok else _Failure(rank, when, *payload)
-
-
-def _hang_message(workers: list[_Worker], waiting: list[int], timeout: float) -> str:
-    for rank in waiting:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(workers[rank].process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
-    stacks = [f"rank {rank} stood at:\n{workers[rank].stack_file.read_text()}" for rank in waiting]
-    done = [rank for rank in range(len(workers)) if rank not in waiting]
-    head = f"ranks {waiting} did not answer within {timeout:g} s (ranks {done} did); their processes were ended."
-    return "\n".join([head, *stacks])
-
-
-def _start(rank: int, folder: Path) -> _Worker:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    ours, theirs = context.Pipe()
-    stack_file = folder / f"stack-{rank}"
-    stack_file.touch()
-    process = context.Process(target=_serve, args=(theirs, str(stack_file)), name=f"shardlib-rank-{rank}", daemon=True)
-    process.start()
-    theirs.close()
-    return _Worker(process, ours, stack_file)
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the parent is the fork server
-
-
-def _serve(pipe: Connection, stack_file: str) -> None:
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Kept open for the life of the process: the signal handler writes to it.
-    stacks = open(stack_file, "w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    import torch
-
-    torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays: collecting after each call need not look at it
-    while True:
-        try:
-            head, work = pipe.recv_bytes(), pipe.recv_bytes()
-        except (EOFError, OSError):
-            return
-        with contextlib.suppress(BrokenPipeError):  # the parent gave this call up; what ends us comes by another way
-            pipe.send_bytes(_answer(head, work))
-
-
-def _answer(head: bytes, work: bytes) -> bytes:
-    try:
-        path, folder, store, rank, world_size = pickle.loads(head)
-        sys.path[:] = path
-        os.chdir(folder)
-        with _process_group(store, rank, world_size):
-            fn, args, kwargs = pickle.loads(work)
-            result = pickle.dumps(fn(*args, **kwargs))
-        return pickle.dumps((True, time.monotonic(), result))
-    except BaseException as error:
-        return pickle.dumps((False, time.monotonic(), traceback.format_exc(), _pickled(error)))
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    try:
-        data = pickle.dumps(error)
-        return data if isinstance(pickle.loads(data), Exception) else None
-    except Exception:
-        return None
-
-
-@contextlib.contextmanager
-def _process_group(store: str, rank: int, world_size: int) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    from shardlib.engine._torch import forget_meshes
-
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-    dist.barrier()  # whoever is done before another has connected would close the door on it
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        forget_meshes()
-        gc.collect()  # a process group that a cycle keeps has threads, which go on asking for work
-        torch.set_grad_enabled(True)
-        torch.set_default_dtype(torch.float32)
+def _ranks(ranks: Iterable[int]) -> str:
+    *first, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

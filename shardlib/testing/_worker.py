@@ -1,0 +1,243 @@
+"""What runs in the process of one rank: it waits for calls, answers them, and says where it stands when asked."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from os import _exit
+from sys import _current_frames
+from typing import Any
+
+from shardlib.testing import _carry, _standing
+from shardlib.testing._standing import Standing
+
+__all__ = ["Call", "Failure", "serve"]
+
+_RECORDED = "64"  # collectives that torch's flight recorder keeps; writing one down takes it a microsecond
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank is told besides the work itself. Ranks of one call meet at `port`, under the prefix `number`."""
+
+    rank: int
+    world_size: int
+    number: int
+    port: int
+    path: tuple[str, ...]
+    folder: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a rank; `error` is how `_carry` packs it, or None where it cannot be packed."""
+
+    rank: int
+    when: float
+    text: str
+    error: bytes | None
+    standing: Standing
+    died: bool = False
+
+
+def serve(calls: Connection, questions: Connection, stacks: Connection, first: bool) -> None:
+    """The life of a rank. `stacks` is an open file without a name, for the stack of a process that cannot answer."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
+    import torch
+
+    torch.set_num_threads(1)
+    rank = _Rank(calls)
+    threading.Thread(target=rank.say_where_it_stands, args=(questions,), daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone, or gave this pool up
+        _collect(0)
+        calls.send_bytes(_carry.dump(rank.open_store() if first else None))
+        while True:
+            rank.answer(_carry.load(calls.recv_bytes()), calls.recv_bytes())
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; the parent is the fork server
+
+
+class _Rank:
+    """One rank between its first call and its end."""
+
+    def __init__(self, calls: Connection) -> None:
+        self.calls = calls
+        self.call: Call | None = None
+        self.begun_ns = 0
+        self.store: Any = None
+        self.clean = _Clean()
+
+    def open_store(self) -> int:
+        """Make the place where the ranks of a pool find each other, and return its port, which the system chose."""
+        import torch.distributed as dist
+
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self.store.port
+
+    def say_where_it_stands(self, questions: Connection) -> None:
+        """Runs on a thread of its own, which sleeps until the parent asks; it ends the process when the parent ends."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number = _carry.load(questions.recv_bytes())
+                questions.send_bytes(_carry.dump((number, self._standing(number))))
+        _exit(1)
+
+    def _standing(self, number: int) -> Standing | None:
+        call = self.call
+        if call is None or call.number != number:
+            return None
+        try:
+            return _standing.of_main_thread(call.rank, self.begun_ns)
+        except Exception:  # frames move while they are read; the stack alone is better than nothing
+            stack = traceback.format_exc() + _main_stack()
+            return Standing(call.rank, "running", stack=stack)
+
+    def answer(self, call: Call, work: bytes) -> None:
+        """Carry a call out, send what came of it, and clean up after that, while the parent goes on."""
+        sys.path[:] = call.path
+        os.chdir(call.folder)
+        with warnings.catch_warnings(), contextlib.ExitStack() as after:
+            after.callback(self.clean.restore)
+            outcome = self._outcome(call, work, after)
+            self.call = None
+            self.calls.send_bytes(_carry.dump(outcome))
+            if isinstance(outcome, Failure):
+                self.calls.recv_bytes()  # the peers are asked where they stand: until then their connections stay
+
+    def _outcome(self, call: Call, work: bytes, after: contextlib.ExitStack) -> bytes | Failure:
+        self.begun_ns, self.call = time.time_ns(), call
+        try:
+            self.clean.seed()
+            after.enter_context(self._process_group(call))
+            fn, args, kwargs = _carry.load(work)
+            return _result(fn(*args, **kwargs), fn, call)
+        except BaseException as error:
+            standing = _standing.of_traceback(call.rank, error, self.begun_ns)
+            return Failure(call.rank, time.monotonic(), traceback.format_exc(), _packed(error), standing)
+
+    @contextlib.contextmanager
+    def _process_group(self, call: Call) -> Iterator[None]:
+        import torch.distributed as dist
+
+        from shardlib.engine._torch import forget_meshes, process_groups
+
+        os.environ.update(RANK=str(call.rank), LOCAL_RANK=str(call.rank), WORLD_SIZE=str(call.world_size))
+        store = dist.PrefixStore(str(call.number), self._store_at(call))
+        dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size)
+        dist.barrier()  # whoever is done before another has connected would close the door on it
+        try:
+            yield
+        finally:
+            groups = process_groups()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            forget_meshes()
+            _collect(call.number)  # a process group that a cycle keeps has threads, which go on asking for work
+            # Each of gloo's groups waits some ten milliseconds for its threads: not here.
+            threading.Thread(target=groups.clear, daemon=True).start()
+
+    def _store_at(self, call: Call) -> Any:
+        import torch.distributed as dist
+
+        if self.store is None:
+            self.store = dist.TCPStore("127.0.0.1", call.port, is_master=False, wait_for_workers=False)
+        elif call.rank == 0 and call.number % _SPRING == 0:
+            for key in self.store.list_keys():
+                if not key.lstrip("/").startswith(f"{call.number}/"):
+                    self.store.delete_key(key)
+        return self.store
+
+
+_SPRING = 200  # calls from one thorough cleaning to the next: of old addresses in the store, of long-lived garbage
+
+
+def _collect(number: int) -> None:
+    """Free what a call left. What survives is mostly what it imported: most later collections need not look at that."""
+    if number % _SPRING == 0:
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def _result(value: Any, fn: Any, call: Call) -> bytes:
+    try:
+        return _carry.dump(value)
+    except Exception as error:
+        raise TypeError(
+            f"what {_carry.name_of(fn)} returned on rank {call.rank}, a {type(value).__name__}, cannot be sent back "
+            f"({type(error).__name__}: {error}). Return tensors, numbers and containers of these."
+        ) from error
+
+
+def _packed(error: BaseException) -> bytes | None:
+    try:
+        data = _carry.dump(error)
+        return data if isinstance(_carry.load(data), Exception) else None
+    except Exception:
+        return None
+
+
+def _main_stack() -> str:
+    frame = _current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame))
+
+
+class _Clean:
+    """The state of the process that a call may change for the next one; `restore` puts it back as it was at first.
+
+    Compiled code on disk and modules that were imported stay: they make the next call faster, not different. Dynamo's
+    caches in memory go, since they keep meshes.
+    """
+
+    def __init__(self) -> None:
+        self.environment = dict(os.environ)
+
+    def seed(self) -> None:
+        """Random numbers begin alike in every call and on every rank."""
+        import torch
+
+        torch.manual_seed(0)
+        random.seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
+
+    def restore(self) -> None:
+        import torch
+
+        from shardlib.engine._torch import forget_global_hooks
+
+        forget_global_hooks()
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("highest")
+        if torch.are_deterministic_algorithms_enabled():  # switching it imports the compiler
+            torch.use_deterministic_algorithms(False)
+        torch.autograd.set_detect_anomaly(False)
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = False, False
+        for name in os.environ.keys() - self.environment.keys():
+            del os.environ[name]
+        os.environ.update(self.environment)
