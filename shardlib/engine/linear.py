@@ -47,7 +47,7 @@ def compute_locally(module: nn.Linear, border: Border | None = None) -> Callable
         if not traced and isinstance(input, DTensor) and isinstance(weight, DTensor):
             want = None if border is None else border[input.ndim]
             way = _way(_torch.spec_of(input), _torch.spec_of(weight), want)
-            if way is not None:
+            if way is not None and (bias is None or _lies_as(bias, way.bias)):
                 return _Linear.apply(input, weight, bias, way)
         return F.linear(input, weight, bias)
 
@@ -59,7 +59,7 @@ def compute_locally(module: nn.Linear, border: Border | None = None) -> Callable
 class _Way:
     """How one call is computed: the specs of its results. The product is a partial sum where it is not the output.
 
-    `whole` is the output's gradient as the products of backward take it.
+    `whole` is the output's gradient as the products of backward take it, `bias` what a bias has to lie like.
     """
 
     product: DTensorSpec
@@ -68,6 +68,7 @@ class _Way:
     grad_input: DTensorSpec
     grad_weight: DTensorSpec
     grad_bias: DTensorSpec
+    bias: tuple[Placement, ...]
 
     @property
     def summed(self) -> bool:
@@ -94,7 +95,13 @@ def _way(x: DTensorSpec, weight: DTensorSpec, border: tuple[Placement, ...] | No
         grad_input=spec(grad_x, x.shape),
         grad_weight=spec(grad_weight, weight.shape),
         grad_bias=spec(grad_bias, weight.shape[:1]),
+        bias=tuple(Replicate() if place.is_partial() else place for place in grad_bias),
     )
+
+
+def _lies_as(bias: torch.Tensor, placements: tuple[Placement, ...]) -> bool:
+    """A rule may name the weight alone."""
+    return isinstance(bias, DTensor) and bias.placements == placements
 
 
 def _row(x: Placement, weight: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement, bool] | None:

@@ -35,7 +35,7 @@ class Case:
     steps: int = 3
     accumulate: int = 1
     no_sync: bool = False
-    clip: float | None = None
+    clip: float | Callable[[nn.Module], torch.Tensor] | None = None
     dtype: torch.dtype = torch.float64
     rng: Literal["exact", "fast"] = "exact"
     seed: int = 0
@@ -54,8 +54,11 @@ class Case:
             value = getattr(self, what)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(f"equivalent() was given {what}={value!r}; give a whole number from {least} up.")
-        if self.clip is not None and not self.clip > 0:
-            raise InputError(f"equivalent() was given clip={self.clip!r}; give a gradient norm above zero, or None.")
+        if self.clip is not None and not callable(self.clip) and not self.clip > 0:
+            raise InputError(
+                f"equivalent() was given clip={self.clip!r}; give a gradient norm above zero, a function (model) "
+                "-> norm that clips, or None."
+            )
         if self.dtype not in DTYPES:
             raise InputError(
                 f"equivalent() was given dtype={self.dtype!r}; give one of {', '.join(map(str, DTYPES))}. "

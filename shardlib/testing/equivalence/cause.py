@@ -64,7 +64,7 @@ def likely(evidence: Sequence[Evidence], case: Case, own: Mapping[str, torch.Ten
     mesh = case.mesh
     tests = (
         lambda: _nothing(pieces),
-        lambda: _missing_reduction(pieces, mesh),
+        lambda: _missing_reduction(pieces, mesh, own),
         lambda: _factor(pieces, case),
         lambda: _offset(pieces, mesh, own),
         lambda: _other_rank(pieces),
@@ -131,7 +131,19 @@ def _nothing(pieces: Pieces) -> str | None:
     return None
 
 
-def _missing_reduction(pieces: Pieces, mesh: MeshShape) -> str | None:
+def _missing_reduction(pieces: Pieces, mesh: MeshShape, own: Mapping[str, torch.Tensor]) -> str | None:
+    if (found := _reduced(pieces, mesh)) is not None:
+        return found
+    for name, value in own.items():
+        v = value.double()
+        if all(p.got.ndim and p.got.shape[-1:] == v.shape for p in pieces):
+            apart = [_Piece(p.coordinate, p.got - v, p.want - v) for p in pieces]
+            if (found := _reduced(apart, mesh)) is not None:
+                return f"without the {name}, which each rank has added, {found}"
+    return None
+
+
+def _reduced(pieces: Pieces, mesh: MeshShape) -> str | None:
     for axes in _subsets(mesh):
         groups = _groups(pieces, axes)
         if any(p.got.shape != group[0].got.shape for group in groups for p in group):
@@ -226,9 +238,7 @@ def _other_order(pieces: Pieces) -> str | None:
     p = next(p for p in pieces if p.wrong)
     for dim in range(p.got.ndim):
         if p.got.shape[dim] > 1 and _same_rows(p.got, p.want, dim):
-            return (
-                f"dim {dim} in another order: looks like a wrong cut of a fused or reordered dim"
-            )
+            return f"dim {dim} in another order: looks like a wrong cut of a fused or reordered dim"
     if _near(_all(p.got for p in pieces).sort().values, _all(p.want for p in pieces).sort().values):
         return "the right numbers in wrong places over all ranks: looks like a wrong cut of a fused or reordered dim"
     return None

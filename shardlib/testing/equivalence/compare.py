@@ -18,6 +18,7 @@ from shardlib._mesh import MeshShape
 from shardlib.engine import agree, plan_of
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import is_sharded
+from shardlib.errors import InputError
 from shardlib.layout import Layout
 from shardlib.testing.equivalence import measure, parts
 from shardlib.testing.equivalence.case import Case
@@ -69,6 +70,7 @@ def _train(both: Twins) -> _Notes:
             run.begin(step)
         for micro in range(both.case.accumulate):
             losses = [run.forward_backward(step, micro) for run in both.runs]
+            notes.batch(step * both.case.accumulate + micro)
             suffix = f" of pass {micro}" if both.case.accumulate > 1 else ""
             notes.loss(step, f"loss{suffix}", losses)
             notes.outputs(step, suffix)
@@ -89,6 +91,12 @@ class _Notes:
         self.measured = Measured()
         self.means: dict[Key, tuple[float, float]] = {}  # what is a mean over data ranks: here, on the single device
         self.prints: dict[Key, tuple[Any, int]] = {}
+        self.batches: dict[int, int] = {}
+
+    def batch(self, index: int) -> None:
+        leaves = pytree.tree_leaves(self.both.single.batch)
+        prints = [agree.fingerprint(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.batches[index] = hash(tuple(prints))
 
     def tensors(self, step: int) -> None:
         both = self.both
@@ -161,9 +169,11 @@ class _Notes:
     def exchanged(self) -> Measured:
         """The same on every rank: the largest distances, and what replicas disagree on."""
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (self.measured.errors, self.means, self.prints, self.measured.layouts))
+        mine = (self.measured.errors, self.means, self.prints, self.measured.layouts, self.batches)
+        dist.all_gather_object(every, mine)
+        _batches_agree([batches for *_, batches in every])
         merged = Measured(alone=self.measured.alone, tensors=self.measured.tensors)
-        for rank, (errors, _means, _prints, layouts) in enumerate(every):
+        for rank, (errors, _means, _prints, layouts, _batches) in enumerate(every):
             for key, error in errors.items():
                 merged.errors[key] = max(merged.errors.get(key, 0.0), error)
                 if error > 0:
@@ -172,8 +182,18 @@ class _Notes:
         for key, (_mine, want) in self.means.items():
             merged.errors[key] = _relative(math.fsum(other[1][key][0] for other in every) / len(every), want)
             merged.ranks[key] = list(range(len(every)))
-        merged.replicas = _unlike_replicas([prints for _, _, prints, _ in every])
+        merged.replicas = _unlike_replicas([prints for _, _, prints, *_ in every])
         return merged
+
+
+def _batches_agree(by_rank: list[dict[int, int]]) -> None:
+    for index in by_rank[0]:
+        if len({batches.get(index) for batches in by_rank}) > 1:
+            raise InputError(
+                f"batch({index}) made other values on some ranks than on others. It has to make the same global batch "
+                "everywhere, of which each data rank then gets its rows: draw it from a generator of its own, "
+                "torch.Generator().manual_seed(step), and let it not depend on the rank."
+            )
 
 
 def _relative(got: float, want: float) -> float:

@@ -23,6 +23,7 @@ from shardlib.testing.equivalence.train import Twins, named_tensors, twins
 __all__ = ["Origin", "locate"]
 
 MODEL = "(the model's own forward)"
+ALL = "(every module)"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Origin:
     """Where the sharded run leaves the single device's numbers.
 
     Attributes:
-        module: its dotted name; "" is the model itself.
+        module: its dotted name; "" is the model itself, "(every module)" where all gradients are wrong alike.
         what: the value that differs, in words.
         step: the training step; -1 is before the first.
         error: the largest difference on any rank, relative to the largest value.
@@ -82,8 +83,11 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
                 run.forward_backward(step, micro)
     limit = _limit(case)
     wrong = _Wrong(both, want, got, limit)
-    found = wrong.forward() or wrong.backward() or None
-    if found is not None:
+    if (found := wrong.forward()) is not None:
+        return found
+    if losses := [key for key in at_step if key[1] in ("loss", "output")]:
+        return _of_tensor(both, losses[0], measured)
+    if (found := wrong.backward()) is not None:
         return found
     gradients = [key for key in at_step if key[1] == "gradient"]
     if gradients:
@@ -120,12 +124,26 @@ class _Wrong:
         found = {}
         for where, whole in want.items():
             if where in got:
-                scale = measure.scale_of(whole, largest if want is self.want.gradients else 0.0)
-                mine, part = parts.pair(got[where], whole, self.both.place)
+                due = self._due(whole, got[where]) if want is self.want.gradients else whole
+                if due is None:
+                    continue
+                scale = measure.scale_of(due, largest if want is self.want.gradients else 0.0)
+                mine, part = parts.pair(got[where], due, self.both.place)
                 found[where] = measure.distance(mine, part, scale)
             elif want is self.want.gradients and where in self.got.values:
                 found[where] = 0.0 if not measure.size(whole) else math.inf
         return found
+
+    def _due(self, whole: torch.Tensor, got: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that this run should have of an activation of which a single device has the gradient `whole`.
+
+        Each data rank's loss is the mean over its own rows, of which there are so many times fewer. What does not
+        belong to rows (a position table) has on each rank a part of its gradient, which is not judged here.
+        """
+        count = self.both.place.data[1]
+        if count == 1:
+            return whole
+        return None if got.shape == whole.shape else whole * count
 
     def forward(self) -> Origin | None:
         for call in self.want.ended:
@@ -160,8 +178,10 @@ class _Wrong:
         self, call: Call | None, where: Where, errors: dict[Where, tuple[float, list[int]]], text: str
     ) -> Origin:
         is_value = errors is self.values
-        want = (self.want.values if is_value else self.want.gradients)[where]
+        want: torch.Tensor | None = (self.want.values if is_value else self.want.gradients)[where]
         got = (self.got.values if is_value else self.got.gradients).get(where)
+        if want is not None and got is not None and not is_value:
+            want = self._due(want, got)
         module = call.module if call is not None else ""
         if call is not None and call.index:
             text += f" (call {call.index + 1})"
@@ -198,12 +218,11 @@ def _of_gradients(both: Twins, trace: Trace, failed: list[Key], measured: Measur
     trained = [name for name, gradient in both.single.gradients().items() if gradient is not None]
     text = f"the gradient of {first}"
     if len(names) > 1:
-        which = "all" if len(names) == len(trained) else f"{len(names)} of"
-        text += f" ({which} {len(trained)} parameters' gradients differ, and no activation does)"
+        text += f" ({len(names)} of {len(trained)} parameters' gradients differ, and no activation does)"
     origin = _origin(both, _owner(first), text, want, got, _error(measured, key), step=key[0])
     if len(names) == len(trained) > 1:
-        alike = "every parameter's gradient alike: no single module is to blame"
-        origin = dataclasses.replace(origin, causes=(*origin.causes, alike))
+        text = f"the gradients of all {len(trained)} parameters, and no activation; the first is {first}"
+        return dataclasses.replace(origin, module=ALL, what=text)
     return origin
 
 
@@ -285,13 +304,12 @@ def _origin(
 
 
 def _own_tensors(both: Twins, module: str) -> dict[str, torch.Tensor]:
-    """The single device's values that a wrong result may have too much or too little of: the module's own bias."""
+    """The single device's values that a wrong result may have too much or too little of: the module's biases."""
     try:
         owner = both.single.model.get_submodule(module)
     except AttributeError:
         return {}
-    bias = getattr(owner, "bias", None)
-    return {"bias": bias.detach()} if isinstance(bias, torch.Tensor) else {}
+    return {name: p.detach() for name, p in owner.named_parameters() if p.ndim == 1 and name.endswith("bias")}
 
 
 def _lies(got: torch.Tensor | None) -> str:

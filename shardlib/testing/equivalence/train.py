@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardlib._mesh import mesh as make_mesh
-from shardlib.engine import no_sync, shard_model
+from shardlib.engine import exact, no_sync, shard_model
 from shardlib.engine._torch import pytree
+from shardlib.engine.exact import draw_exactly, exact_random
 from shardlib.errors import InputError
 from shardlib.testing.equivalence.case import Case, default_loss, rows_of
 from shardlib.testing.equivalence.parts import Place
@@ -52,6 +53,7 @@ class Run:
 
     Attributes:
         rows: (index, count) of the rows that this run sees of a global batch.
+        batch: the global batch that it was given last.
         output: what the last forward returned.
     """
 
@@ -59,6 +61,7 @@ class Run:
     model: nn.Module
     rows: tuple[int, int] = (0, 1)
     sharded: bool = False
+    batch: Any = None
     output: Any = None
 
     def __post_init__(self) -> None:
@@ -78,7 +81,8 @@ class Run:
         case = self.case
         index = step * case.accumulate + micro
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), case.dtype)
-        batch = _cast(case.batch(index), dtype)
+        self.batch = case.batch(index)
+        batch = _cast(self.batch, dtype)
         if self.rows[1] > 1:
             batch = (case.split or rows_of)(batch, *self.rows)
         torch.manual_seed(case.seed + index)
@@ -90,7 +94,7 @@ class Run:
         return loss.detach()
 
     def _randomness(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return exact_random() if self.case.rng == "exact" and not self.sharded else nullcontext()
 
     def _reducing(self, micro: int) -> AbstractContextManager[None]:
         waits = self.sharded and self.case.no_sync and micro < self.case.accumulate - 1
@@ -110,7 +114,10 @@ class Run:
         by_hand = self.case.shard is not None
         if not params or (self.case.clip is None and by_hand):
             return None
-        norm = nn.utils.clip_grad_norm_(params, self.case.clip or float("inf"))
+        if callable(self.case.clip):
+            norm = self.case.clip(self.model)
+        else:
+            norm = nn.utils.clip_grad_norm_(params, self.case.clip or float("inf"))
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -168,7 +175,7 @@ def twins(case: Case, *, options: Mapping[str, Any] | None = None) -> Twins:
     place = Place(case.mesh, case.mesh.coordinate(dist.get_rank()))
     single = single_device(case)
     exact = copy.deepcopy(single).to(torch.float64) if case.dtype is not torch.float64 else None
-    model = _sharded(case, copy.deepcopy(single), device_mesh, case.options if options is None else options)
+    model = _sharded(case, copy.deepcopy(single), device_mesh, place, case.options if options is None else options)
     return Twins(
         case,
         Run(case, single),
@@ -192,10 +199,15 @@ def single_device(case: Case) -> nn.Module:
     return model.to(case.dtype)
 
 
-def _sharded(case: Case, model: nn.Module, device_mesh: DeviceMesh, options: Mapping[str, Any]) -> nn.Module:
+def _sharded(
+    case: Case, model: nn.Module, device_mesh: DeviceMesh, place: Place, options: Mapping[str, Any]
+) -> nn.Module:
     if case.shard is None:
-        return shard_model(model, device_mesh, case.rules, transforms=case.transforms, **{"compile": None, **options})
+        chosen = {"compile": None, "rng": case.rng, **options}
+        return shard_model(model, device_mesh, case.rules, transforms=case.transforms, **chosen)
     made = case.shard(model, device_mesh)
     if not isinstance(made, nn.Module):
         raise InputError(f"shard= returned a {type(made).__name__}; it has to return the sharded nn.Module.")
+    if case.rng == "exact":
+        draw_exactly(made, exact.Place(*place.data))
     return made

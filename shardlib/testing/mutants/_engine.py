@@ -1,0 +1,397 @@
+"""Mistakes in an engine like ours: a sum left out, done twice, over the wrong ranks; a wrong cut; a stale value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardlib.engine import _torch, apply, batchnorm, borders, exact, gradients, linear, optimizer, region
+from shardlib.layout import Dim, Layout
+from shardlib.rules import Rules
+from shardlib.testing import models
+from shardlib.testing.mutants._mutant import Arguments, Mutant, after_sharding, replaced, transformer
+
+__all__ = ["ENGINE"]
+
+
+def _images(mesh: str, **options: Any) -> Arguments:
+    model = models.ConvNet()
+    return {
+        "model": models.ConvNet,
+        "batch": models.batch_for(model),
+        "mesh": mesh,
+        "rules": models.rules_for(model),
+        "steps": 2,
+        **options,
+    }
+
+
+def _relabelled(original: Any) -> Any:
+    """A gradient of one dim that is a partial sum is taken for the whole."""
+
+    def like_its_parameter(param: nn.Parameter, **kwargs: Any) -> torch.Tensor:
+        grad = param.grad
+        if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.ndim == 1:
+            return _torch.wrap(_torch.local_of(grad), _torch.spec_of(param))
+        result: torch.Tensor = original(param, **kwargs)
+        return result
+
+    return like_its_parameter
+
+
+def _row(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The table of linear layers with one line changed."""
+
+    def make(original: Any) -> Any:
+        def row(x: Any, weight: Any, last: int) -> Any:
+            found = original(x, weight, last)
+            return found if found is None else change(found)
+
+        return row
+
+    return make
+
+
+def _no_sum_in_forward(found: Any) -> Any:
+    return (*found[:4], False)
+
+
+def _no_sum_in_backward(found: Any) -> Any:
+    return (found[0], Replicate() if found[1].is_partial() else found[1], *found[2:])
+
+
+def _bias_on_every_rank(original: Any) -> Any:
+    def forward(ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, way: Any) -> torch.Tensor:
+        if bias is not None and way.summed:
+            bias = _torch.wrap(_torch.local_of(bias) * way.output.mesh.size(), _torch.spec_of(bias))
+        result: torch.Tensor = original(ctx, x, weight, bias, way)
+        return result
+
+    return staticmethod(forward)
+
+
+def _fused_cut_as_plain(original: Any) -> Any:
+    def cut(self: Any, name: str, whole: Any) -> torch.Tensor:
+        layout = self._on_model_axes(self.rows[name].compute)
+        if any(isinstance(dim, Dim) and dim.fused and dim.axes for dim in layout.dims):
+            layout = Layout.replicate(whole.ndim).with_axes(0, tuple(layout.axes))
+            return layout.take(whole.detach(), self.shape, self.coordinate).clone()
+        result: torch.Tensor = original(self, name, whole)
+        return result
+
+    return cut
+
+
+def _axes_in_the_wrong_order(original: Any) -> Any:
+    def cut(self: Any, name: str, whole: Any) -> torch.Tensor:
+        before = self.coordinate
+        swapped = {"tp": before["sp"], "sp": before["tp"]}
+        try:
+            self.coordinate = {**before, **swapped}
+            result: torch.Tensor = original(self, name, whole)
+            return result
+        finally:
+            self.coordinate = before
+
+    return cut
+
+
+def _handed_out(change: Callable[[nn.Parameter, torch.Tensor], None]) -> Callable[[Any], Any]:
+    """Gradients are changed when they come out of their bucket."""
+
+    def make(original: Any) -> Any:
+        def hand_out(self: Any, bucket: Any) -> None:
+            original(self, bucket)
+            for slot in bucket.slots:
+                change(slot.param, slot.view)
+
+        return hand_out
+
+    return make
+
+
+def _embedding_twice(param: nn.Parameter, grad: torch.Tensor) -> None:
+    if param.shape[0] == 16:  # the vocabulary
+        grad.mul_(2)
+
+
+def _last_rank_not_updated(original: Any) -> Any:
+    def local_view(param: torch.Tensor, outer: Any, inner: Any) -> torch.Tensor:
+        leaf: torch.Tensor = original(param, outer, inner)
+        if leaf is not param and leaf.ndim == 2 and leaf.shape[0] == 5:  # of a vocabulary of 11
+            leaf.grad = None
+        return leaf
+
+    return local_view
+
+
+def _moving_average(original: Any) -> Any:
+    def begin(self: Any) -> None:
+        if self.enabled and self._backward != _torch.backward_id():
+            for param in self.params:
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        original(self)
+
+    return begin
+
+
+def _not_sent(original: Any) -> Any:
+    class _Done:
+        def wait(self) -> None:
+            pass
+
+    def launch(self: Any, bucket: Any) -> None:
+        all_reduce = dist.all_reduce
+        try:
+            dist.all_reduce = lambda *_args, **_kwargs: _Done()
+            original(self, bucket)
+        finally:
+            dist.all_reduce = all_reduce
+
+    return launch
+
+
+def _blind_to_thawed(original: Any) -> Any:
+    def notice_unfrozen(self: Any) -> None:
+        if not self._laid_out:
+            original(self)
+
+    return notice_unfrozen
+
+
+def _thaw(model: nn.Module, step: int) -> None:
+    for name, param in model.named_parameters():
+        if "mlp.up" in name:
+            param.requires_grad_(step > 0)
+
+
+def _frozen() -> nn.Module:
+    model = models.Transformer()
+    for name, param in model.named_parameters():
+        param.requires_grad_("mlp.up" not in name)
+    return model
+
+
+def _cut_gradient(original: Any) -> Any:
+    return staticmethod(lambda ctx, grad: (_torch.local_of(grad) if isinstance(grad, DTensor) else grad, None))
+
+
+def _partial_taken_for_whole(original: Any) -> Any:
+    def moved(x: DTensor, placements: Any) -> DTensor:
+        spec = _torch.spec_of(x)
+        if any(p.is_partial() for p in spec.placements):
+            return _torch.wrap(_torch.local_of(x), _torch.spec_with(spec, placements))
+        result: DTensor = original(x, placements)
+        return result
+
+    return moved
+
+
+def _own_gradient(original: Any) -> Any:
+    return staticmethod(lambda ctx, grad: (grad, None))
+
+
+def _biased_variance(original: Any) -> Any:
+    def update(module: Any, mean: torch.Tensor, var: torch.Tensor) -> None:
+        original(module, mean, var * 0.97)
+
+    return update
+
+
+def _zero_buffers(model: nn.Module) -> None:
+    if dist.get_rank():
+        for _, buffer in model.named_buffers():
+            buffer.zero_()
+
+
+def _drift(model: nn.Module) -> None:
+    if dist.get_rank() == 1:
+        weight = model.get_submodule("blocks.0.norm1").weight
+        local = _torch.local_of(weight) if isinstance(weight, DTensor) else weight  # type: ignore[arg-type]
+        with torch.no_grad():
+            local.detach().mul_(1 + 1e-14)
+
+
+def _replicate_one(model: nn.Module) -> None:
+    up = model.get_submodule("blocks.0.mlp.up")
+    whole = up.weight.redistribute(placements=[Replicate()] * up.weight.device_mesh.ndim)  # type: ignore[operator]
+    up.weight = nn.Parameter(whole.detach())
+
+
+def _moments_lost(original: Any) -> Any:
+    def put_back(opt: torch.optim.Optimizer) -> None:
+        original(opt)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            for param, state in opt.state.items():
+                if isinstance(param, DTensor) and param.shape[0] == 4 * param.shape[-1] and "exp_avg" in state:
+                    _torch.local_of(state["exp_avg"]).zero_()
+
+    return put_back
+
+
+def _train_frozen(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.requires_grad_(True)
+
+
+def _one_place(original: Any) -> Any:
+    return lambda self: exact.Place(0, 1) if self.exact_random else None
+
+
+def _own_seed(model: nn.Module) -> None:
+    rank = dist.get_rank()
+    model.register_forward_pre_hook(lambda *_: torch.manual_seed(100 + rank) and None, prepend=True)
+
+
+def _sent_twice(original: Any) -> Any:
+    return lambda self, axes, partial=(): 1.0
+
+
+def _half_gradient(original: Any) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        found = original(ctx, grad)
+        return (found[0] / found[0].device_mesh.size(), None)
+
+    return staticmethod(backward)
+
+
+_SEQUENCE = "https://arxiv.org/abs/2205.05198"
+ENGINE = (
+    Mutant(
+        "norm gradient", "norm weights under the sequence split: their gradients are not summed over tp",
+        "NVIDIA/Megatron-LM#1446, #474; EleutherAI/gpt-neox#1257", r".*(norm|proj|down).*",
+        lambda: transformer("tp=2", sequence=True), replaced(gradients, "_like_its_parameter", _relabelled),
+    ),
+    Mutant(
+        "row bias", "the bias of a row-parallel layer is added on every rank before the sum",
+        "pytorch/torchtitan#2106", r"blocks\.0\.attn\.proj",
+        lambda: transformer("tp=2"), replaced(linear._Linear, "forward", _bias_on_every_rank),
+    ),
+    Mutant(
+        "row sum", "the output of a row-parallel layer is not summed",
+        "NVIDIA-NeMo/Automodel#1260", r"blocks\.0\.attn\.proj",
+        lambda: transformer("tp=2"), replaced(linear, "_row", _row(_no_sum_in_forward)),
+    ),
+    Mutant(
+        "column gradient", "the gradient of a column-parallel layer's input is not summed",
+        "pytorch/torchtitan#1805, #4054", r"head",
+        lambda: transformer("tp=2"), replaced(linear, "_row", _row(_no_sum_in_backward)),
+    ),
+    Mutant(
+        "region gradient", "what enters the sharded part is replicated, its gradient is taken as whole there too",
+        "pytorch/torchtitan#1805, #2416", r"head",
+        lambda: transformer("tp=2"), replaced(region._ToGlobal, "backward", _cut_gradient),
+    ),
+    Mutant(
+        "exit gradient", "the gradient that enters the sharded part is divided by the number of its ranks",
+        "meta-pytorch/torchtune#2641", r"head",
+        lambda: transformer("tp=2"), replaced(region._ToPlain, "backward", _half_gradient),
+    ),
+    Mutant(
+        "vocabulary sum", "rows that other ranks looked up in a vocabulary-parallel embedding are not added",
+        "hpcaitech/ColossalAI#5110", r"embed",
+        lambda: transformer("tp=2"), replaced(borders, "_moved_locally", _partial_taken_for_whole),
+    ),
+    Mutant(
+        "fused qkv", "q, k and v in one weight are cut like one dim",
+        "pytorch/pytorch#140069; tenstorrent/tt-metal#52818", r"blocks\.0\.attn\.qkv",
+        lambda: transformer("tp=2"), replaced(apply._Build, "_cut", _fused_cut_as_plain),
+    ),
+    Mutant(
+        "axis order", "a dim that two axes split is cut by the inner one first",
+        "pytorch/pytorch#129206, #129229", r"(up|blocks\.0\.mlp\.up)",
+        lambda: {
+            "model": models.MLP, "batch": models.batch_for(models.MLP()), "mesh": "tp=2,sp=2",
+            "rules": Rules({"up.weight": "out@(tp,sp) in"}, unmatched="replicate"), "steps": 1,
+        },
+        replaced(apply._Build, "_cut", _axes_in_the_wrong_order),
+    ),
+    Mutant(
+        "data sum", "gradients are summed over data ranks, not averaged",
+        "NVIDIA-NeMo/Automodel#3830; pytorch/torchtitan#2318", r"\(every module\)",
+        lambda: transformer("dp=2"), replaced(gradients.GradientReducer, "_scale", _sent_twice),
+    ),
+    Mutant(
+        "data reduction", "gradients never leave their rank",
+        "pytorch/pytorch#88621", r"\(every module\)",
+        lambda: transformer("dp=2"), replaced(gradients.GradientReducer, "_launch", _not_sent),
+    ),
+    Mutant(
+        "tied twice", "the gradient of a tied weight is reduced once for each of its names",
+        "pytorch/pytorch#176076", r"embed",
+        lambda: transformer("dp=2", tied=True),
+        replaced(gradients.GradientReducer, "_hand_out", _handed_out(_embedding_twice)),
+    ),
+    Mutant(
+        "uneven last rank", "the last, smaller shard of an uneven weight is never updated",
+        "pytorch/pytorch#176076", r"(embed|head)",
+        lambda: transformer("tp=2", vocab=11), replaced(optimizer, "_local_view", _last_rank_not_updated),
+    ),
+    Mutant(
+        "moving average", "each accumulated pass averages what was there with what it adds",
+        "pytorch/torchtitan#1732", r"\(every module\)",
+        lambda: transformer("dp=2", accumulate=2), replaced(gradients.GradientReducer, "begin", _moving_average),
+    ),
+    Mutant(
+        "thawed parameter", "a parameter that begins to train later is in no bucket",
+        "pytorch/pytorch#96225", r"blocks\.0\.mlp\.up",
+        lambda: transformer("dp=2", before_step=_thaw, steps=3),
+        replaced(gradients.GradientReducer, "notice_unfrozen", _blind_to_thawed),
+    ),
+    Mutant(
+        "frozen parameter", "sharding forgets that a parameter is frozen",
+        "huggingface/peft#1142", r"blocks\.0\.mlp\.up",
+        lambda: {**transformer("tp=2"), "model": _frozen}, after_sharding(_train_frozen),
+    ),
+    Mutant(
+        "batch statistics", "BatchNorm normalises with each rank's own examples",
+        "hpcaitech/ColossalAI#5855", r"norm",
+        lambda: _images("dp=2"), mistaken=lambda: _images("dp=2", global_batch_norm=False),
+    ),
+    Mutant(
+        "statistics gradient", "the gradient of BatchNorm's statistics stays on its rank",
+        "NVIDIA/apex#1686", r"norm",
+        lambda: _images("dp=2"), replaced(batchnorm._SumOverRanks, "backward", _own_gradient),
+    ),
+    Mutant(
+        "running variance", "BatchNorm's running variance lacks its correction",
+        "pytorch/pytorch#1410", r"norm",
+        lambda: _images("dp=2"), replaced(batchnorm, "_update_running", _biased_variance),
+    ),
+    Mutant(
+        "buffers not made", "buffers that no checkpoint holds are zero on all ranks but the first",
+        "huggingface/transformers#45902; pytorch/torchtitan#110", r"position",
+        lambda: transformer("dp=2", position="rotary"), after_sharding(_zero_buffers),
+    ),
+    Mutant(
+        "replicas drift", "one rank's copy of a norm weight is off by rounding",
+        "NVIDIA/Megatron-LM#1446", r"blocks\.0\.norm1",
+        lambda: transformer("tp=2", steps=1), after_sharding(_drift),
+    ),
+    Mutant(
+        "layout not the plan's", "a weight that the plan splits is whole on every rank",
+        "pytorch/pytorch#157182", r"blocks\.0\.mlp\.up",
+        lambda: transformer("tp=2"), after_sharding(_replicate_one),
+    ),
+    Mutant(
+        "moments lost", "the last rank's optimizer state of some weights begins anew each step",
+        "areal-project/AReaL#1468; huggingface/transformers#48569", r"blocks\.0\.(mlp\.up|attn\..*)",
+        lambda: transformer("tp=2"), replaced(optimizer, "_put_back", _moments_lost),
+    ),
+    Mutant(
+        "one mask for all", "all data ranks draw the same dropout mask for their different examples",
+        "tenstorrent/tt-metal#55947; awslabs/slapo#21", r"blocks\.0\.(dropout1|attn)",
+        lambda: transformer("dp=2", dropout=0.5), replaced(apply._Build, "place", _one_place),
+    ),
+    Mutant(
+        "a mask for each", "ranks of one tensor-parallel group draw different masks for what they all hold",
+        "ecmwf/anemoi-core#595; PaddlePaddle/PaddleFleetX#1005", r"blocks\.0\.(dropout1|attn)",
+        lambda: transformer("tp=2", dropout=0.5, rng="fast"), after_sharding(_own_seed),
+    ),
+)  # fmt: skip
