@@ -1,16 +1,14 @@
-"""What every test may use: hypothesis profiles, ranks, torchvision."""
+"""What every test may use besides the fixture `ranks` of our own plugin: hypothesis profiles, torchvision."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from shardlib.testing._pool import Ranks, shared_pool
 from tests.torchvision_on_cpu import import_torchvision
 
 # No clock decides about a test (deadline, too_slow): ranks share cores with whatever else runs. The default draws the
@@ -22,12 +20,6 @@ _TIMELESS: dict[str, Any] = {
 settings.register_profile("default", derandomize=True, max_examples=50, database=None, **_TIMELESS)
 settings.register_profile("deep", max_examples=1000, print_blob=True, **_TIMELESS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Callable[[int], Ranks]:
-    """`ranks(4).run(fn, *args)` calls `fn` on four gloo ranks and returns their results, rank 0 first."""
-    return shared_pool
 
 
 @pytest.fixture(scope="session")

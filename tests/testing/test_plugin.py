@@ -1,0 +1,214 @@
+"""The pytest plugin, as suites of other people use it: pytest runs pytest, in a folder that is on no path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+HEAD = """
+import os, time
+import pytest, torch
+import torch.distributed as dist
+"""
+Run = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+
+    def run(source: str, *options: str) -> pytest.RunResult:
+        pytester.makepyfile(test_theirs=HEAD + source)
+        return pytester.runpytest_subprocess("--import-mode=importlib", "-p", "no:cacheprovider", *options, timeout=100)
+
+    return run
+
+
+USUAL = """
+class Answer:
+    def __init__(self, number):
+        self.number = number
+
+def total():
+    x = torch.ones(())
+    dist.all_reduce(x)
+    return x.item()
+
+def test_the_command_line_says_how_many(ranks):
+    assert ranks.run(total) == [3.0] * 3
+    assert ranks(2).run(total) == [2.0] * 2
+
+@pytest.mark.shardlib(world_size=2)
+class TestMarked:
+    def test_the_mark_of_the_class(self, ranks):
+        assert ranks.run(lambda: Answer(dist.get_rank()))[1].number == 1
+
+    @pytest.mark.shardlib(timeout=50)
+    def test_the_nearest_mark_adds_to_it(self, ranks):
+        assert (ranks.world_size, ranks.timeout) == (2, 50)
+
+@pytest.fixture
+def answer():
+    return Answer(2)
+
+@pytest.mark.shardlib(world_size=2, on_ranks=True)
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_inside(answer, scale, tmp_path):
+    assert isinstance(answer, Answer)
+    assert dist.get_world_size() == answer.number == total()
+    (tmp_path / str(dist.get_rank())).touch()
+
+@pytest.mark.shardlib(world_size=2, on_ranks=True)
+def test_all_skip():
+    pytest.skip("not here")
+
+def test_plain():
+    pass
+"""
+
+
+@pytest.mark.parametrize("workers", [("-p", "no:xdist"), ("-n", "2")], ids=" ".join)
+def test_marks_fixtures_parameters_and_the_summary(run: Run, workers: tuple[str, str], pytester: pytest.Pytester):
+    result = run(USUAL, *workers, "--shardlib-world-size", "3", "--junitxml", "out.xml", "--strict-markers")
+    result.assert_outcomes(passed=6, skipped=1)
+    starts = 3 if workers[0] == "-p" else r"\d"
+    result.stdout.re_match_lines(
+        [rf"shardlib: 5 tests on ranks \(4 on 2, 1 on 3\), 6 calls in [\d.]+ s, {starts} processes started in [\d.]+ s"]
+    )
+    junit = (pytester.path / "out.xml").read_text()
+    assert junit.count('name="shardlib_seconds"') == 5
+
+
+FAILING = """
+@pytest.mark.shardlib(world_size=3, on_ranks=True)
+def test_fails_on_one():
+    x = torch.ones(2) * dist.get_rank()
+    assert x.tolist() != [2.0, 2.0]
+    dist.barrier()
+
+@pytest.mark.shardlib(world_size=2, timeout=4, on_ranks=True)
+def test_hangs():
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(5))
+
+@pytest.mark.shardlib(world_size=2, on_ranks=True)
+def test_dies():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+
+@pytest.mark.shardlib(world_size=2, on_ranks=True)
+def test_some_skip():
+    if dist.get_rank() == 1:
+        pytest.skip("only here")
+
+@pytest.mark.shardlib(world_size=2, on_ranks=True)
+def test_cannot_be_sent(request):
+    pass
+
+@pytest.mark.shardlib(world_size=2, on_ranks=True)
+def test_still_works():
+    dist.barrier()
+"""
+
+
+def test_failures_name_the_rank_and_the_next_test_runs(run: Run):
+    result = run(FAILING)
+    result.assert_outcomes(passed=1, failed=5)
+    text = result.stdout.str()
+    for words in (
+        r"rank 2 raised in test_fails_on_one:",
+        r"AssertionError: assert \[2\.0, 2\.0\] != \[2\.0, 2\.0\]",
+        r"where \[2\.0, 2\.0\] = .*tolist",  # pytest's own introspection, from the rank
+        r"HangError: ranks 0 and 1 did not answer within 4 s in test_hangs",
+        r"rank 0  +all_reduce over world  float32 \[5\]  test_theirs\.py:\d+ in test_hangs",
+        r"rank 0 waits in all_reduce over world: rank 1 has not entered it",
+        r"RankDied: rank 1 died in test_dies: its process was ended by SIGKILL",
+        r"Ranks must skip or run a test together: rank 0 ran on, rank 1 skip\.",
+        r'test_cannot_be_sent cannot be sent to the ranks: argument "request"',
+    ):
+        assert re.search(words, text), f"{words} is not in\n{text}"
+
+
+GIVEN = """
+from hypothesis import given, settings, strategies as st
+
+@pytest.mark.shardlib(world_size=2, on_ranks=True)
+@settings(max_examples=7, deadline=None, database=None)
+@given(n=st.integers(0, 3))
+def test_examples(n):
+    x = torch.tensor(n)
+    dist.all_reduce(x)
+    assert x == 2 * n
+
+@pytest.mark.shardlib(world_size=2, on_ranks=True)
+@settings(deadline=None, database=None)
+@given(n=st.integers(0, 1000))
+def test_shrinks(n):
+    assert n < 17 or dist.get_rank() == 0
+"""
+
+
+def test_each_example_of_hypothesis_runs_on_the_ranks(run: Run):
+    result = run(GIVEN)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.re_match_lines([r".*Failed: .*|.*test_shrinks\($"])
+    assert "n=17," in result.stdout.str()
+    calls = re.search(r"(\d+) calls", result.stdout.str())
+    assert calls is not None and int(calls[1]) > 4 + 1
+
+
+@pytest.mark.parametrize(
+    ("mark", "says"),
+    [
+        ("world_size=0", "world_size=0 is no positive integer"),
+        ('world_size="4"', "world_size='4' is no positive integer"),
+        ("world_size=True", "world_size=True is no positive integer"),
+        ("timeout=-1", "timeout=-1 is no positive number of seconds"),
+        ("on_ranks=1", "on_ranks=1 is no True or False"),
+        ("ranks=2", "got an unexpected keyword argument 'ranks'; it takes world_size, timeout and on_ranks"),
+    ],
+)
+def test_a_wrong_mark_is_refused_at_collection(run: Run, mark: str, says: str):
+    result = run(f"@pytest.mark.shardlib({mark})\ndef test_marked():\n    raise SystemExit\n")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: test_theirs.py::test_marked: @pytest.mark.shardlib: {says}"])
+
+
+def test_an_async_test_is_refused(run: Run):
+    result = run("@pytest.mark.shardlib(on_ranks=True)\nasync def test_async():\n    pass\n")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*on_ranks=True takes a plain test function, not an async one*"])
+
+
+@pytest.mark.parametrize("option", ["--shardlib-world-size=0", "--shardlib-timeout=0"])
+def test_a_wrong_option_is_refused(run: Run, option: str):
+    assert run("def test_plain(): pass", option).ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_a_suite_that_does_not_use_it_never_imports_it(pytester: pytest.Pytester):
+    pytester.makepyfile(
+        """
+        import sys
+        def test_nothing_was_imported():
+            assert not {"torch", "shardlib"} & set(sys.modules)
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+    assert "shardlib: " not in result.stdout.str()
+
+
+def test_the_mark_is_described(run: Run):
+    run("", "--markers").stdout.fnmatch_lines(["@pytest.mark.shardlib(world_size=4, timeout=60, on_ranks=False): *"])
+
+
+@pytest.mark.shardlib(world_size=2, on_ranks=True)
+def test_our_own_tests_may_run_on_ranks():
+    import torch.distributed as dist
+
+    assert dist.get_world_size() == 2
