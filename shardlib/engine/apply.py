@@ -277,14 +277,34 @@ class _Build:
         drawn: dict[str, int] = {}
 
         def cut(name: str, whole: Any) -> torch.Tensor:
+            if isinstance(whole, DTensor):
+                return _torch.local_of(whole)
             if check and isinstance(whole, torch.Tensor):
                 drawn[name] = agree.fingerprint(whole)
             return self._cut(name, whole)
 
-        values = materialize.initial_values(self.model, init, cut)
+        if self.exact_random:
+            with exact.ExactMode(exact.Place()), _torch.implicit_replication():
+                values = materialize.initial_values(self.model, init, cut, self._own_part)
+        else:
+            values = materialize.initial_values(self.model, init, cut)
         if check:
             agree.draws_agree(drawn, self._group(self.shape.names))
         return values
+
+    def _own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory for a tensor: of this rank's part of it where it is split and DTensor cuts it as the layout does."""
+        layout = self._layout(name, tensor)
+        if self.model_mesh is None or not self._is_split(layout):
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        ops.enable(self.model_mesh)
+        placements = tuple(layout.placements(self.model_mesh))
+        slices = layout.local_slices(tuple(tensor.shape), self.shape, self.coordinate)
+        if not exact.is_cut_so(tuple(tensor.shape), self.model_mesh, placements, slices):
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        shape = [sum(part.stop - part.start for part in parts) for parts in slices]
+        local = torch.empty(shape, dtype=tensor.dtype, device=self.device)
+        return _torch.wrap(local, _torch.spec(self.model_mesh, placements, tensor.shape, tensor.dtype))
 
     def install(self, undo: ExitStack, *, check: bool, global_batch_norm: bool, bucket_bytes: int) -> GradientReducer:
         """Hooks on the model: regions, borders, gradients, state dicts, inputs."""

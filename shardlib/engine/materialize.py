@@ -1,12 +1,14 @@
 """Models on `meta` become real one module, or one slice, at a time; no rank ever holds the whole model.
 
 From a checkpoint, each rank reads only the slices that the plan gives it. From an initialiser, one module's own tensors
-are made whole, initialised and cut before the next module's turn.
+are made whole, initialised and cut before the next module's turn. Where random numbers are exact, split tensors are
+initialised in parts: the initialiser runs on DTensors, of which each rank has its shard.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -18,11 +20,15 @@ from safetensors import safe_open
 from torch import nn
 
 from shardlib.engine._torch import own_tensors
+from shardlib.engine.ops import ShardlibGatherWarning
+from shardlib.engine.plain import plain
 from shardlib.errors import CheckpointError, ShardingError, nearest
 
 __all__ = ["Source", "initial_values"]
 
 Init = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], Any]
+# What makes a tensor without values for the tensor of that name, whole or in parts.
+Make = Callable[[str, torch.Tensor], torch.Tensor]
 # What cuts a whole tensor, or anything that can be sliced like one, to this rank's shard of the tensor of that name.
 Cut = Callable[[str, Any], torch.Tensor]
 
@@ -57,7 +63,9 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def initial_values(model: nn.Module, init: Init | tuple[Init, ...] | None, cut: Cut) -> dict[str, torch.Tensor]:
+def initial_values(
+    model: nn.Module, init: Init | tuple[Init, ...] | None, cut: Cut, make: Make | None = None
+) -> dict[str, torch.Tensor]:
     """This rank's shard of every tensor of `model` that is on `meta`, by its first name.
 
     Args:
@@ -65,7 +73,9 @@ def initial_values(model: nn.Module, init: Init | tuple[Init, ...] | None, cut: 
         init: a checkpoint (safetensors file, folder, or mapping from name to whole tensor), an initialiser called with
             each module that owns such tensors, "reset_parameters" for the method of that name, or several in order:
             each fills what those before it left out.
-        cut: takes a name and something sliceable of global shape, returns the local shard.
+        cut: takes a name and something sliceable of global shape, or what `make` made, and returns the local shard.
+        make: makes the memory that an initialiser writes to, from a name and a meta tensor; by default all of it. Where
+            the initialiser raises on that, it is run again on whole tensors, with the random state that it began with.
 
     Raises:
         ShardingError: no `init`, or tensors that no `init` filled; they are named.
@@ -77,7 +87,7 @@ def initial_values(model: nn.Module, init: Init | tuple[Init, ...] | None, cut: 
         for name in values:
             missing.pop(name, None)
         if callable(source) or source == RESET:
-            values |= _from_initialiser(model, source, missing, cut)
+            values |= _from_initialiser(model, source, missing, cut, make)
         else:
             values |= _from_checkpoint(source, missing, cut)
     left = [name for name in missing if name not in values]
@@ -119,24 +129,44 @@ def _check_shape(name: str, expected: torch.Tensor, whole: Any, init: Any) -> No
 
 
 def _from_initialiser(
-    model: nn.Module, init: Any, missing: Mapping[str, torch.Tensor], cut: Cut
+    model: nn.Module, init: Any, missing: Mapping[str, torch.Tensor], cut: Cut, make: Make | None
 ) -> dict[str, torch.Tensor]:
     values: dict[str, torch.Tensor] = {}
     by_id = {id(tensor): name for name, tensor in missing.items()}
     for module in model.modules():
         own = {key: by_id[id(t)] for key, t in _own_tensors(module) if id(t) in by_id and by_id[id(t)] not in values}
         if own:
-            values |= _initialise(module, init, own, cut)
+            values |= (
+                _initialise_in_parts(module, init, own, cut, make) if make else _initialise(module, init, own, cut)
+            )
     return values
 
 
-def _initialise(module: nn.Module, init: Any, own: Mapping[str, str], cut: Cut) -> dict[str, torch.Tensor]:
+def _initialise_in_parts(
+    module: nn.Module, init: Any, own: Mapping[str, str], cut: Cut, make: Make
+) -> dict[str, torch.Tensor]:
+    """On a rank's parts if the initialiser takes them: it does on all ranks or on none."""
+    state = torch.get_rng_state()
+    try:
+        with warnings.catch_warnings():
+            # Gathering costs little here; and where warnings are errors, it would stop the one rank that warns.
+            warnings.simplefilter("ignore", ShardlibGatherWarning)
+            return _initialise(module, init, own, cut, make)
+    except Exception:
+        torch.set_rng_state(state)
+        return _initialise(module, init, own, cut)
+
+
+def _initialise(
+    module: nn.Module, init: Any, own: Mapping[str, str], cut: Cut, make: Make | None = None
+) -> dict[str, torch.Tensor]:
     """Fill one module's own meta tensors with real memory, run the initialiser on it, cut, and put meta back."""
     meta = dict(_own_tensors(module))
     try:
         for key, tensor in meta.items():
             if tensor.is_meta:
-                _set_own(module, key, _unfilled(tensor))
+                part = make(own[key], tensor) if make is not None and key in own else _empty(tensor)
+                _set_own(module, key, _unfilled(tensor, part))
         _run(init, module)
         made = {key: tensor for key, tensor in _own_tensors(module) if key in own}
         return {own[key]: cut(own[key], t.detach()) for key, t in made.items() if not _is_unfilled(t)}
@@ -168,8 +198,12 @@ def _mark(dtype: torch.dtype) -> float | int:
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _unfilled(tensor: torch.Tensor) -> torch.Tensor:
-    real = torch.full(tensor.shape, _mark(tensor.dtype), dtype=tensor.dtype, device="cpu")
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _unfilled(tensor: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    real.fill_(_mark(tensor.dtype))
     return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 
 
@@ -178,7 +212,7 @@ def _is_unfilled(tensor: torch.Tensor) -> bool:
         return tensor.is_meta
     mark = torch.full((), _mark(tensor.dtype), dtype=tensor.dtype)
     same = torch.isnan(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor == mark
-    return tensor.numel() > 0 and bool(same.all())
+    return tensor.numel() > 0 and bool(plain(same.all()))
 
 
 def _files(path: Path) -> list[Path]:

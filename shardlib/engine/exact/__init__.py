@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from shardlib.engine.exact._compile import DECOMPOSITIONS, traced
 from shardlib.engine.exact._forward import check_mode, draw_exactly
+from shardlib.engine.exact._held import is_cut_so
 from shardlib.engine.exact._mode import ExactMode, exact_random, rows
 from shardlib.engine.exact._place import Place
 
-__all__ = ["DECOMPOSITIONS", "ExactMode", "Place", "check_mode", "draw_exactly", "exact_random", "rows", "traced"]
+__all__ = [
+    "DECOMPOSITIONS",
+    "ExactMode",
+    "Place",
+    "check_mode",
+    "draw_exactly",
+    "exact_random",
+    "is_cut_so",
+    "rows",
+    "traced",
+]

@@ -37,10 +37,13 @@ class Caller:
     traced: bool = False
 
     def __call__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Carry out an op of `RANDOM`. With a generator of the caller's own, or on meta, it is left as it is."""
+        """Carry out an op of `RANDOM`; `NotImplemented` where it is to be left as it is.
+
+        That is: with a generator of the caller's own, on meta, or where an op that may draw does not.
+        """
         named = arguments_by_name(op, args, kwargs)
         if named.get("generator") is not None or _on_meta(named):
-            return op(*args, **kwargs)
+            return NotImplemented
         return RANDOM[op](self, named)
 
     def values(self, kind: str, params: Sequence[float], held: Held, dtype: torch.dtype, device: Any) -> torch.Tensor:
@@ -82,8 +85,8 @@ class Caller:
         assert isinstance(values, DTensor)
         if _alias.watched(tensor):
             _alias.catch_up(tensor)
-        spec = _torch.spec_of(tensor)
-        _torch.local_of(tensor).copy_(redistributed(_torch.local_of(values), _torch.spec_of(values), spec.placements))
+        own = _torch.local_of(values)
+        _torch.local_of(tensor).copy_(own if _is_summand(_torch.spec_of(tensor)) else torch.zeros_like(own))
         _alias.after_write([tensor] if _alias.watched(tensor) else [])
         return tensor
 
@@ -95,6 +98,12 @@ def _on_meta(named: Named) -> bool:
 
 def _without_sums(spec: Any) -> Any:
     return _torch.spec_with(spec, tuple(Replicate() if p.is_partial() else p for p in spec.placements))
+
+
+def _is_summand(spec: Any) -> bool:
+    """Whether this rank is the one that has the value where ranks hold summands; the others have zeros."""
+    at = spec.mesh.get_coordinate()
+    return all(index == 0 or not place.is_partial("sum") for index, place in zip(at, spec.placements, strict=True))
 
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,7 +281,7 @@ def _attention(op: Op) -> Handler:
 
     def attend(_caller: Caller, named: Named) -> Any:
         if not named.get("dropout_p"):
-            return op(**_keywords(op, named))
+            return NotImplemented
         raise ShardingError(
             f'{op} was called with dropout_p={named["dropout_p"]}: it draws its own masks, which rng="exact" cannot. '
             "Run the model inside torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), whose dropout is "
@@ -283,16 +292,10 @@ def _attention(op: Op) -> Handler:
 
 
 def _recurrent(op: Op) -> Handler:
-    def run(_caller: Caller, named: Named) -> Any:
-        if not (named.get("train") and named.get("dropout")):
-            return op(**_keywords(op, named))
-        return _refused(op)(_caller, named)
+    def run(caller: Caller, named: Named) -> Any:
+        return _refused(op)(caller, named) if named.get("train") and named.get("dropout") else NotImplemented
 
     return run
-
-
-def _keywords(op: Op, named: Named) -> dict[str, Any]:
-    return dict(named)
 
 
 def _others() -> Iterable[tuple[Op, Handler]]:

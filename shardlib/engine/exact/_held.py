@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement
 
 from shardlib.engine import _torch
 
-__all__ = ["Held", "held_by"]
+__all__ = ["Held", "held_by", "is_cut_so"]
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -97,7 +97,7 @@ def _blocks(held: Held) -> tuple[Sequence[int], int]:
         inner *= stop - first
     starts = torch.tensor([start])
     for dim in reversed(range(cut)):
-        places = torch.tensor([at for run in held.runs[dim] for at in range(*run)], dtype=torch.int64)
+        places = torch.tensor(_places(held.runs[dim]), dtype=torch.int64)
         starts = (places.unsqueeze(1) * strides[dim] + starts).flatten()
     return starts.tolist(), inner
 
@@ -117,6 +117,18 @@ def held_by(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placemen
             if _torch.splits(placement, dim):
                 runs[dim] = _cut(runs[dim], index, count, _factor(placement))
     return Held(shape, tuple(runs))
+
+
+def is_cut_so(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], slices: Sequence[Sequence[slice]]
+) -> bool:
+    """Whether this rank holds these slices of a DTensor: layouts and DTensor differ on some uneven splits."""
+    runs = held_by(shape, mesh, placements).runs
+    return [_places(held) for held in runs] == [_places([(s.start, s.stop) for s in each]) for each in slices]
+
+
+def _places(runs: Iterable[tuple[int, int]]) -> list[int]:
+    return [place for run in runs for place in range(*run)]
 
 
 def _factor(placement: Any) -> int:

@@ -25,8 +25,8 @@ class ExactMode(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op in RANDOM:
-            return self.caller(op, args, kwargs)
+        if op in RANDOM and (drawn := self.caller(op, args, kwargs)) is not NotImplemented:
+            return drawn
         if torch.is_inference_mode_enabled() and _torch.is_composite(op):
             with self:  # autograd would have taken it apart
                 return op.decompose(*args, **kwargs)

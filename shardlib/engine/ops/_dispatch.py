@@ -59,8 +59,8 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
     for tensor in operands.tensors:
         if isinstance(tensor, DTensor) and _alias.watched(tensor):
             _alias.catch_up(tensor)
-    if _draw_by is not None and is_random(op):
-        return _draw_by(op, args, kwargs)
+    if _draw_by is not None and is_random(op) and (drawn := _draw_by(op, args, kwargs)) is not NotImplemented:
+        return drawn
     if _is_random(operands):
         return draw_whole(operands)
     if is_foreach(operands) and not operands.all_whole:
@@ -82,7 +82,7 @@ _draw_by: Callable[..., Any] | None = None
 
 @contextmanager
 def drawing_by(draw: Callable[..., Any]) -> Iterator[None]:
-    """Random ops on DTensors are drawn by `draw(op, args, kwargs)` inside this block."""
+    """Random ops on DTensors are drawn by `draw(op, args, kwargs)` inside this block, unless it is NotImplemented."""
     global _draw_by
     before, _draw_by = _draw_by, draw
     try:

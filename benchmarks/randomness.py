@@ -1,0 +1,116 @@
+"""What exact randomness costs: single calls on one core, and training steps with dropout on two tensor-parallel ranks.
+
+    python benchmarks/randomness.py                       # both sizes, some minutes on two cores
+    python benchmarks/randomness.py --size tiny --quick
+
+Calls are alternated too: each round makes every call once with PyTorch's own numbers and once exactly. A step is that
+of the GPT of `examples/`, with dropout 0.1 in attention and on the residual stream; 1.00 is `rng="fast"`, eager. The
+masks of the two kinds differ, so that losses do too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _harness import Variant, console, is_rank, parser, run_variants, start_ranks, summary, table, write
+from _models import SIZES, Size
+from gpt import GPT, GPTConfig
+from rich.table import Table
+from torch import nn
+
+import shardlib as sl
+
+
+def model(size: Size, dropout: float) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(size.vocab, size.seq, size.layers, size.heads, size.embed, dropout=dropout))
+
+
+def sharded(size: Size, *, rng: str, compile: str | None, dropout: float = 0.1) -> nn.Module:
+    rules = sl.layouts.load("example_gpt")
+    return sl.shard_model(model(size, dropout), sl.mesh(tp=-1), rules, compile=compile, rng=rng)
+
+
+VARIANTS = [
+    Variant(f"{rng}, {backend or 'eager'}", partial(sharded, rng=rng, compile=backend), trains_alike=False)
+    for backend in (None, "aot_eager", "inductor")
+    for rng in ("fast", "exact")
+]
+VARIANTS += [
+    Variant("no dropout, fast, eager", partial(sharded, rng="fast", compile=None, dropout=0.0), trains_alike=False),
+    Variant("no dropout, exact, eager", partial(sharded, rng="exact", compile=None, dropout=0.0), trains_alike=False),
+]
+
+LARGE, SMALL = 1 << 20, 64
+
+
+def _calls() -> dict[str, Callable[[], Any]]:
+    large, small, weight = torch.ones(LARGE), torch.ones(SMALL), torch.empty(1024, 1024)
+    return {
+        "add (nothing random), 64 elements": lambda: small + small,
+        "dropout, 64 elements": lambda: F.dropout(small, 0.1),
+        "dropout, 1M elements": lambda: F.dropout(large, 0.1),
+        "uniform_, 1M elements": lambda: weight.uniform_(-1, 1),
+        "normal_, 1M elements": lambda: weight.normal_(),
+        "trunc_normal_, 1M elements": lambda: nn.init.trunc_normal_(weight),
+    }
+
+
+def measure_calls(rounds: int) -> list[dict[str, Any]]:
+    """Median microseconds of each call, fast and exact."""
+    kinds: dict[str, Callable[[], AbstractContextManager[None]]] = {"fast": nullcontext, "exact": sl.exact_random}
+    calls = _calls()
+    taken: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds} for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for kind, context in kinds.items():
+                with context():
+                    call()
+                    start = time.perf_counter()
+                    repeats = 100 if str(SMALL) in name else 1
+                    for _ in range(repeats):
+                        call()
+                    taken[name][kind].append(1e6 * (time.perf_counter() - start) / repeats)
+    return [{"call": name, **{k: statistics.median(v) for k, v in kinds_.items()}} for name, kinds_ in taken.items()]
+
+
+def table_of_calls(rows: list[dict[str, Any]]) -> Table:
+    made = Table("", "fast us", "exact us", "ratio", title="calls, one core", title_justify="left")
+    for row in rows:
+        ratio = row["exact"] / row["fast"]
+        made.add_row(row["call"], f"{row['fast']:,.1f}", f"{row['exact']:,.1f}", f"{ratio:.2f}")
+    return made
+
+
+def main() -> None:
+    args = parser(__doc__.splitlines()[0]).parse_args()
+    if not is_rank():
+        sys.exit(start_ranks(2, sys.argv[1:]))
+    sl.mesh(tp=-1)
+    results: dict[str, list[dict[str, Any]]] = {"calls": []}
+    if dist.get_rank() == 0:
+        results["calls"] = measure_calls(5 if args.quick else 31)
+        console().print(table_of_calls(results["calls"]))
+    dist.barrier()
+    chosen = [v for v in VARIANTS if v.name in args.only] if args.only else VARIANTS
+    for name in SIZES if args.size == "all" else [args.size]:
+        rounds = args.rounds or (SIZES[name].rounds // 10 if args.quick else SIZES[name].rounds)
+        results[name] = summary(run_variants(chosen, SIZES[name], rounds=rounds, seed=args.seed))
+        title = f"{name}: {rounds} rounds, {dist.get_world_size()} ranks, {chosen[0].name} = 1"
+        console().print(table(title, results[name]))
+    if args.json and dist.get_rank() == 0:
+        write(args.json, results)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
