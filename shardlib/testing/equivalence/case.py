@@ -44,7 +44,7 @@ class Case:
 
     def __post_init__(self) -> None:
         for what in ("model", "batch"):
-            if not callable(getattr(self, what)):
+            if not callable(getattr(self, what)) or isinstance(getattr(self, what), nn.Module):
                 raise InputError(
                     f"equivalent() was given {what}={_shown(getattr(self, what))}; give a function that makes one, "
                     "such "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,13 @@ from shardlib.errors import InputError
 from shardlib.layout import Layout
 from shardlib.testing.equivalence import measure, parts
 from shardlib.testing.equivalence.case import Case
+from shardlib.testing.equivalence.precision import Coarsest
 from shardlib.testing.equivalence.train import Run, Twins, named_tensors, single_device, twins
 
-__all__ = ["KINDS", "START", "Key", "Measured", "compare", "limits"]
+__all__ = ["KINDS", "START", "Key", "Measured", "compare", "in_order", "limits", "wrong"]
 
 # In the order in which a training step makes them: the first that differs is nearest to the cause.
-KINDS = ("parameter", "buffer", "output", "loss", "gradient", "norm", "state")
+KINDS = ("output", "loss", "buffer", "gradient", "norm", "state", "parameter")
 START = -1  # the "step" of the values that training starts from
 
 Key = tuple[int, str, str]  # step, kind, name
@@ -92,6 +93,7 @@ class _Notes:
         self.means: dict[Key, tuple[float, float]] = {}  # what is a mean over data ranks: here, on the single device
         self.prints: dict[Key, tuple[Any, int]] = {}
         self.batches: dict[int, int] = {}
+        self.placed = _placements(both.sharded)
 
     def batch(self, index: int) -> None:
         leaves = pytree.tree_leaves(self.both.single.batch)
@@ -163,8 +165,14 @@ class _Notes:
                 self.prints[key] = (parts.held(got, self.place), agree.fingerprint(mine))
 
     def layouts(self) -> None:
-        if is_sharded(self.both.sharded.model):
-            self.measured.layouts = _off_plan(self.both.sharded, self.both)
+        """What lies otherwise than planned; without a plan, otherwise than when training began."""
+        run = self.both.sharded
+        if is_sharded(run.model):
+            self.measured.layouts = _off_plan(run, self.both)
+            return
+        for name, placements in _placements(run).items():
+            if (before := self.placed[name]) != placements:
+                self.measured.layouts[name] = f"lies as {placements} after training, as {before} before"
 
     def exchanged(self) -> Measured:
         """The same on every rank: the largest distances, and what replicas disagree on."""
@@ -225,6 +233,12 @@ def _unlike_replicas(by_rank: list[dict[Key, tuple[Any, int]]]) -> dict[str, str
     return unlike
 
 
+def _placements(run: Run) -> dict[str, Any]:
+    params, buffers = named_tensors(run.model)
+    held = {**params, **buffers}.items()
+    return {name: t.placements if isinstance(t, DTensor) else "a plain tensor" for name, t in held}
+
+
 def _off_plan(run: Run, both: Twins) -> dict[str, str]:
     """Parameters, gradients, buffers and optimizer state that lie otherwise than the plan's rows say."""
     plan, shape = plan_of(run.model), both.place.mesh
@@ -268,30 +282,50 @@ def limits(case: Case, measured: Measured) -> dict[Key, float]:
             limit = _widened(limit, _moved_by_rounding(case))
         return limit
     unit = torch.finfo(case.dtype).eps
+    return _beside({key: measured.alone.get(key, 0.0) for key in measured.errors}, unit)
+
+
+def _beside(errors: Mapping[Key, float], unit: float) -> dict[Key, float]:
     found: dict[Key, float] = {}
     for kind in KINDS:
-        errors = {str(key): measured.alone.get(key, 0.0) for key in measured.errors if key[1] == kind}
-        beside = measure.limits_beside(errors, unit)
-        found |= {key: beside[str(key)] for key in measured.errors if key[1] == kind}
+        found |= measure.limits_beside({key: error for key, error in errors.items() if key[1] == kind}, unit)
     return found
 
 
-def _widened(limit: dict[Key, float], moved: Mapping[Key, float]) -> dict[Key, float]:
-    beside: dict[str, float] = {}
-    for kind in KINDS:
-        errors = {str(key): moved.get(key, 0.0) for key in limit if key[1] == kind}
-        beside |= measure.limits_beside(errors, 0.0)
-    return {key: min(max(least, beside[str(key)]), max(least, measure.CEILING)) for key, least in limit.items()}
+def wrong(measured: Measured, limit: Mapping[Key, float]) -> list[Key]:
+    """What is beyond its limit, in the order of a training step."""
+    return [key for key in in_order(measured.errors) if not measured.errors[key] <= limit[key]]
 
 
-def _moved_by_rounding(case: Case) -> dict[Key, float]:
-    """How far every value moves on one device if each parameter moves by one unit in its last place."""
+def in_order(keys: Iterable[Key]) -> list[Key]:
+    """In the order of a training step: forward, backward, norm, update."""
+    return sorted(keys, key=lambda key: (key[0], KINDS.index(key[1])))
+
+
+def _widened(limit: dict[Key, float], moved: Mapping[Key, float] | None) -> dict[Key, float]:
+    if moved is None:
+        return limit
+    beside = _beside({key: moved.get(key, 0.0) for key in limit}, 0.0)
+    return {key: min(max(least, beside[key]), measure.CEILING) for key, least in limit.items()}
+
+
+def _moved_by_rounding(case: Case) -> dict[Key, float] | None:
+    """How far every value moves on one device if parameters move by a unit of the coarsest dtype it computes in.
+
+    None if it computes in float64 throughout.
+    """
+    model = single_device(case)
+    single = Run(case, model)
+    with Coarsest() as seen:
+        single.forward_backward(0, 0)
+    if seen.dtype is torch.float64:
+        return None
     model = single_device(case)
     moved = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(case.seed + 1)
     with torch.no_grad():
         for p in moved.parameters():
             sign = torch.randint(0, 2, p.shape, generator=generator).to(p.dtype) * 2 - 1
-            p.mul_(1 + sign * torch.finfo(p.dtype).eps)
+            p.mul_(1 + sign * torch.finfo(seen.dtype).eps)
     notes = _train(Twins(case, Run(case, model), Run(case, moved), None, None, parts.Place(case.mesh, {})))
     return notes.measured.errors | {key: _relative(got, want) for key, (got, want) in notes.means.items()}

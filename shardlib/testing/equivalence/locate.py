@@ -16,9 +16,9 @@ from shardlib.engine.apply import is_sharded
 from shardlib.testing.equivalence import cause, measure, parts
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.cause import Evidence
-from shardlib.testing.equivalence.compare import START, Key, Measured
+from shardlib.testing.equivalence.compare import START, Key, Measured, compare, limits, wrong
 from shardlib.testing.equivalence.trace import Call, Trace, Where, tracing
-from shardlib.testing.equivalence.train import Twins, named_tensors, twins
+from shardlib.testing.equivalence.train import Run, Twins, named_tensors, twins
 
 __all__ = ["Origin", "locate"]
 
@@ -67,8 +67,15 @@ class Origin:
 
 
 def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
-    """Called on every rank with the same `failed`, in the order of `KINDS`; gives the same on all."""
+    """Called on every rank with the same `failed`, in the order of a training step; gives the same on all."""
     step = min(key[0] for key in failed)
+    if case.options.get("compile") is not None:
+        case = dataclasses.replace(case, options={**case.options, "compile": None})
+        measured = compare(case)
+        failed = wrong(measured, limits(case, measured))
+        if not failed:
+            return Origin("", "compiled blocks alone: with compile=None everything agrees", step, math.inf)
+        step = min(key[0] for key in failed)
     at_step = [key for key in failed if key[0] == step]
     both = twins(case)
     if step == START:
@@ -81,17 +88,18 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
         for micro in range(case.accumulate):
             for run in both.runs:
                 run.forward_backward(step, micro)
-    limit = _limit(case)
-    wrong = _Wrong(both, want, got, limit)
-    if (found := wrong.forward()) is not None:
+    watched = _Watched(both, want, got, step, _limit(case))
+    if (found := watched.forward()) is not None:
         return found
     if losses := [key for key in at_step if key[1] in ("loss", "output")]:
         return _of_tensor(both, losses[0], measured)
-    if (found := wrong.backward()) is not None:
+    if (found := watched.backward()) is not None:
         return found
     gradients = [key for key in at_step if key[1] == "gradient"]
     if gradients:
         return _of_gradients(both, want, gradients, measured)
+    if at_step[0][1] == "norm":
+        return _of_norm(both, at_step[0], measured)
     for run in both.runs:
         run.clip()
         run.optimizer.step()
@@ -111,11 +119,11 @@ def _train_step(both: Twins, step: int) -> None:
         run.optimizer.step()
 
 
-class _Wrong:
+class _Watched:
     """The places in a trace where any rank differs."""
 
-    def __init__(self, both: Twins, want: Trace, got: Trace, limit: float) -> None:
-        self.both, self.want, self.got = both, want, got
+    def __init__(self, both: Twins, want: Trace, got: Trace, step: int, limit: float) -> None:
+        self.both, self.want, self.got, self.step = both, want, got, step
         self.values = _everywhere(self._off(want.values, got.values), limit)
         self.gradients = _everywhere(self._off(want.gradients, got.gradients), limit)
 
@@ -185,7 +193,7 @@ class _Wrong:
         module = call.module if call is not None else ""
         if call is not None and call.index:
             text += f" (call {call.index + 1})"
-        return _origin(self.both, module, text, want, got, errors[where])
+        return _origin(self.both, self.step, module, text, want, got, errors[where])
 
 
 def _everywhere(errors: dict[Where, float], limit: float) -> dict[Where, tuple[float, list[int]]]:
@@ -194,8 +202,8 @@ def _everywhere(errors: dict[Where, float], limit: float) -> dict[Where, tuple[f
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     found: dict[Where, tuple[float, list[int]]] = {}
-    for rank, wrong in enumerate(every):
-        for where, error in wrong.items():
+    for rank, off in enumerate(every):
+        for where, error in off.items():
             before, ranks = found.get(where, (0.0, []))
             found[where] = (max(before, error), [*ranks, rank])
     return found
@@ -219,7 +227,7 @@ def _of_gradients(both: Twins, trace: Trace, failed: list[Key], measured: Measur
     text = f"the gradient of {first}"
     if len(names) > 1:
         text += f" ({len(names)} of {len(trained)} parameters' gradients differ, and no activation does)"
-    origin = _origin(both, _owner(first), text, want, got, _error(measured, key), step=key[0])
+    origin = _origin(both, key[0], _owner(first), text, want, got, _error(measured, key))
     if len(names) == len(trained) > 1:
         text = f"the gradients of all {len(trained)} parameters, and no activation; the first is {first}"
         return dataclasses.replace(origin, module=ALL, what=text)
@@ -230,12 +238,9 @@ def _of_tensor(both: Twins, key: Key, measured: Measured) -> Origin:
     step, kind, name = key
     error = _error(measured, key)
     tensor_name = name.split(": ")[0]
-    if kind in ("output", "loss", "norm"):
-        what = {"norm": "the norm of all gradients", "loss": "the loss, of outputs that are right"}.get(
-            kind, f"the {name}"
-        )
-        origin = Origin("", what, step, error[0], tuple(error[1]))
-        return dataclasses.replace(origin, causes=_causes_of_norm(both)) if kind == "norm" else origin
+    if kind in ("output", "loss"):
+        what = "the loss, of outputs that are right" if kind == "loss" else f"the {name}, a mean over rows"
+        return Origin("", what, step, error[0], tuple(error[1]))
     tables = [_tensors_of(run, kind) for run in (both.single, both.sharded)]
     text = {
         "parameter": f"the parameter {name}"
@@ -243,25 +248,27 @@ def _of_tensor(both: Twins, key: Key, measured: Measured) -> Origin:
         "buffer": f"the buffer {name}",
         "state": f"the optimizer's state {name}",
     }[kind]
-    return _origin(both, _owner(tensor_name), text, tables[0].get(name), tables[1].get(name), error, step=step)
+    return _origin(both, step, _owner(tensor_name), text, tables[0].get(name), tables[1].get(name), error)
 
 
-def _tensors_of(run: Any, kind: str) -> dict[str, torch.Tensor]:
+def _tensors_of(run: Run, kind: str) -> dict[str, torch.Tensor]:
     if kind == "state":
-        found: dict[str, torch.Tensor] = run.state()
-        return found
+        return run.state()
     params, buffers = named_tensors(run.model)
     return {**params, **buffers}
 
 
-def _causes_of_norm(both: Twins) -> tuple[str, ...]:
-    return cause.of_norm(
-        {n: g.detach() for n, g in both.single.gradients().items() if g is not None},
-        {n: g.detach() for n, g in both.sharded.gradients().items() if g is not None},
-        both.single.clip(),
-        both.sharded.clip(),
-        both.place,
-    )
+def _of_norm(both: Twins, key: Key, measured: Measured) -> Origin:
+    """Gradients are right, and their norm is not."""
+    tables = [{n: g.detach().clone() for n, g in run.gradients().items() if g is not None} for run in _two(both)]
+    norms = [run.clip() for run in _two(both)]
+    causes = cause.of_norm(tables[0], tables[1], norms[0], norms[1], both.place)
+    error, ranks = _error(measured, key)
+    return Origin("", "the norm of all gradients; each of them is right", key[0], error, tuple(ranks), causes=causes)
+
+
+def _two(both: Twins) -> tuple[Run, Run]:
+    return both.single, both.sharded
 
 
 def _error(measured: Measured, key: Key) -> tuple[float, list[int]]:
@@ -277,13 +284,12 @@ def _owner(tensor: str) -> str:
 
 def _origin(
     both: Twins,
+    step: int,
     module: str,
     text: str,
     want: torch.Tensor | None,
     got: torch.Tensor | None,
     error: tuple[float, list[int]],
-    *,
-    step: int | None = None,
 ) -> Origin:
     """Exchange what every rank holds of the value, and say what the difference looks like. Called on all ranks."""
     mine, part = (None, None) if got is None or want is None else parts.pair(got, want, both.place)
@@ -293,7 +299,7 @@ def _origin(
     return Origin(
         module,
         text,
-        both.case.steps - 1 if step is None else step,
+        step,
         error[0],
         tuple(error[1]),
         () if want is None else tuple(want.shape),

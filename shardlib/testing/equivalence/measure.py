@@ -11,9 +11,9 @@ dozen layers: 1.1e-16 * 100 * 36 = 4e-13. The limit is 1e-10. That leaves two di
 a mistake misses it by many more, since one wrong element among millions shows in the largest difference.
 
 Models may compute in float32 inside (normalisation and loss of many transformers do) and then round more coarsely.
-What a model does with rounding is measured, not guessed: where float64 misses its limit, the single device runs once
-more with every parameter moved by one unit in its last place, and a difference counts as rounding if it is at most
-`RATIO` times what that moved, and under `CEILING`.
+Where float64 misses its limit, the single device's ops are watched. If all of them compute in float64, the limit
+stands. If some compute in a coarser dtype, the single device runs once more with every parameter moved by one unit of
+that dtype, and a difference counts as rounding if it is at most `RATIO` times what that moved, and under `CEILING`.
 
 float32, bfloat16, float16: the single device also runs in float64, from the same rounded parameters. Both runs' error
 against that is measured, and the sharded one may be `RATIO` times the single device's. Two sums of the same numbers in
@@ -27,10 +27,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 
 __all__ = ["CEILING", "FLOAT64_LIMIT", "RATIO", "distance", "limits_beside", "size"]
+
+K = TypeVar("K")
 
 FLOAT64_LIMIT = 1e-10
 RATIO = 10.0
@@ -77,7 +80,7 @@ def scale_of(want: torch.Tensor, largest: float) -> float:
     return max(size(want), _NOISE * largest)
 
 
-def limits_beside(errors: Mapping[str, float], unit: float) -> dict[str, float]:
+def limits_beside(errors: Mapping[K, float], unit: float) -> dict[K, float]:
     """How far tensors of one kind may be from float64, given how far the single device's are."""
     finite = [error for error in errors.values() if math.isfinite(error)]
     usual = statistics.median(finite) if finite else 0.0

@@ -16,7 +16,7 @@ from shardlib._plan import Plan
 from shardlib.errors import MeshError
 from shardlib.testing._pool import shared_pool
 from shardlib.testing.equivalence.case import Case
-from shardlib.testing.equivalence.compare import KINDS, Key, Measured, compare, limits
+from shardlib.testing.equivalence.compare import Key, Measured, compare, in_order, limits, wrong
 from shardlib.testing.equivalence.locate import Origin, locate
 from shardlib.testing.equivalence.measure import FLOAT64_LIMIT
 from shardlib.testing.equivalence.report import NotEquivalentError, Report, differences
@@ -141,13 +141,13 @@ def prove(case: Case) -> Report:
     begun = time.perf_counter()
     measured = compare(case)
     limit = limits(case, measured)
-    failed = [key for key in _in_order(measured.errors) if not measured.errors[key] <= limit[key]]
+    failed = wrong(measured, limit)
     origin = locate(case, measured, failed) if failed else _of_replicas(measured)
     return Report(
         case.mesh,
         case.steps,
         case.dtype,
-        differences({key: measured.errors[key] for key in _in_order(measured.errors)}, limit, measured.alone),
+        differences({key: measured.errors[key] for key in in_order(measured.errors)}, limit, measured.alone),
         measured.replicas,
         measured.layouts,
         origin,
@@ -155,13 +155,6 @@ def prove(case: Case) -> Report:
         _notes(case, measured, limit),
         time.perf_counter() - begun,
     )
-
-
-def _in_order(errors: dict[Key, float]) -> list[Key]:
-    """In the order of a training step: forward, backward, norm, update."""
-    order = {kind: i for i, kind in enumerate(("output", "loss", "buffer", "gradient", "norm", "state", "parameter"))}
-    assert set(order) == set(KINDS)
-    return sorted(errors, key=lambda key: (key[0], order[key[1]]))
 
 
 def _of_replicas(measured: Measured) -> Origin | None:
@@ -177,7 +170,7 @@ def _notes(case: Case, measured: Measured, limit: dict[Key, float]) -> tuple[str
     spared = any(FLOAT64_LIMIT < error <= limit[key] for key, error in measured.errors.items())
     if case.dtype is torch.float64 and spared:
         return (
-            f"differences above {FLOAT64_LIMIT:g} are allowed where one unit in the last place of the parameters moves a "
-            "single device's numbers as far: the model computes in less than float64 somewhere",
+            f"the model computes in less than float64 somewhere: differences above {FLOAT64_LIMIT:g} are allowed where "
+            "one unit of that dtype in the parameters moves a single device's numbers as far",
         )
     return ()

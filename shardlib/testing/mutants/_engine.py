@@ -219,8 +219,8 @@ def _drift(model: nn.Module) -> None:
 
 
 def _replicate_one(model: nn.Module) -> None:
-    up = model.get_submodule("blocks.0.mlp.up")
-    whole = up.weight.redistribute(placements=[Replicate()] * up.weight.device_mesh.ndim)  # type: ignore[operator]
+    up: Any = model.get_submodule("blocks.0.mlp.up")
+    whole = up.weight.redistribute(placements=[Replicate()] * up.weight.device_mesh.ndim)
     up.weight = nn.Parameter(whole.detach())
 
 
@@ -245,8 +245,10 @@ def _one_place(original: Any) -> Any:
 
 
 def _own_seed(model: nn.Module) -> None:
-    rank = dist.get_rank()
-    model.register_forward_pre_hook(lambda *_: torch.manual_seed(100 + rank) and None, prepend=True)
+    def reseed(*_: Any) -> None:
+        torch.manual_seed(100 + dist.get_rank())
+
+    model.register_forward_pre_hook(reseed, prepend=True)
 
 
 def _sent_twice(original: Any) -> Any:

@@ -220,6 +220,7 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def shard_fully_and_sum(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     model = shard_fully(model, mesh)
+    module: Any
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)

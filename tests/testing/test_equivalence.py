@@ -1,0 +1,313 @@
+"""`equivalent` passes what is right, fails what is wrong, and says where it begins."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardlib import Rules
+from shardlib.errors import InputError, MeshError, RuleError
+from shardlib.testing import models
+from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equivalent, equivalent
+from shardlib.testing.mutants import prove
+from shardlib.testing.mutants._mutant import after_sharding, transformer
+
+RULES = {"0": "colwise", "2": "rowwise"}
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def rows(step: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("mesh", ["tp=1", "tp=2", "dp=2", "dp=2,tp=2", "tp=2,dp=2"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_sharded_run_is_equivalent(mesh: str, dtype: torch.dtype):
+    report = assert_equivalent(**transformer(mesh, dropout=0.2, tied=True, accumulate=2, clip=0.5), dtype=dtype)
+    assert set(report.worst()) == {"parameter", "output", "loss", "gradient", "norm", "state"}
+    assert report.tensors == 17 and report.origin is None and not report.failures
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_compiled_blocks_with_dropout(sequence: bool):
+    arguments = transformer("dp=2,tp=2", layers=2, dropout=0.2, sequence=sequence, steps=2)
+    assert_equivalent(**arguments, compile="aot_eager", no_sync=False)
+
+
+def test_passes_under_no_sync():
+    assert_equivalent(**transformer("dp=2,tp=2", accumulate=3), no_sync=True)
+
+
+def test_functions_may_be_local_to_the_test():
+    width = 24
+    report = equivalent(
+        lambda: nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3)),
+        lambda step: (rows(step), torch.arange(4) % 3),
+        "dp=2,tp=2",
+        RULES,
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    )
+    assert report.ok and report
+
+
+def test_batches_of_every_form():
+    for batch in (rows(0), (rows(0),), {"input": rows(0)}, ((), {"input": rows(0)}), ((rows(0),), {})):
+        assert equivalent(mlp, lambda step, batch=batch: batch, "dp=2", {"**": None}, steps=1)
+
+
+def _on_the_ranks() -> Report:
+    return equivalent(mlp, rows, "tp=2", RULES, steps=1)
+
+
+def test_runs_on_ranks_that_are_there_already(ranks):
+    first, second = ranks(2).run(_on_the_ranks)
+    assert first and first.differences == second.differences
+
+
+def _on_too_many_ranks() -> str:
+    with pytest.raises(MeshError) as raised:
+        _on_the_ranks()
+    return str(raised.value)
+
+
+def test_ranks_of_another_number_than_the_mesh(ranks):
+    message = ranks(3).run(_on_too_many_ranks)[0]
+    assert message.startswith('equivalent() was called on 3 ranks with mesh "tp=2", which has 2.')
+
+
+# --- what is wrong is found, and where ------------------------------------------------------------------------------
+
+
+def _spoilt(plant: Callable[[], AbstractContextManager[Any]], arguments: dict[str, Any]) -> Report:
+    with plant():
+        return equivalent(**arguments)
+
+
+def _scale_output(name: str, model: nn.Module) -> None:
+    module = model.get_submodule(name)
+    module.register_forward_hook(lambda _module, _args, output: output * 1.001)
+
+
+def _scale_gradient(name: str, model: nn.Module) -> None:
+    module = model.get_submodule(name)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 1.001
+
+    module.register_forward_pre_hook(lambda _module, args: (Scaled.apply(args[0]), *args[1:]))
+
+
+def _scale_parameter_gradient(name: str, model: nn.Module) -> None:
+    model.get_parameter(name).register_hook(lambda grad: grad * 1.001)
+
+
+MODULES = ["embed", "position", "norm", "head"] + [
+    f"blocks.{i}.{name}"
+    for i in (0, 1)
+    for name in ("norm1", "attn", "attn.qkv", "attn.proj", "norm2", "mlp", "mlp.up", "mlp.down")
+]
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
+@pytest.mark.parametrize("name", MODULES)
+def test_the_module_whose_output_is_spoilt_is_named(ranks, name: str, mesh: str):
+    spoil = after_sharding(functools.partial(_scale_output, name))
+    report = ranks(2).run(_spoilt, spoil, transformer(mesh, layers=2, steps=1))[0]
+    assert report.origin is not None
+    assert (report.origin.module, report.origin.what) == (name, f"the output of {name}")
+    assert report.origin.causes[0].startswith("1.001 times a single device's")
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("embed", "position")])
+def test_the_module_whose_gradient_is_spoilt_is_named(ranks, name: str, mesh: str):
+    spoil = after_sharding(functools.partial(_scale_gradient, name))
+    report = ranks(2).run(_spoilt, spoil, transformer(mesh, layers=2, steps=1))[0]
+    assert report.origin is not None
+    assert report.origin.module == name
+    assert report.origin.what == f"the gradient that {name} passes on to its input"
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
+@pytest.mark.parametrize(
+    "name",
+    ["embed.weight", "position.weight", "blocks.1.norm1.bias", "blocks.0.attn.qkv.bias", "blocks.1.mlp.up.weight"],
+)
+def test_the_parameter_whose_gradient_is_spoilt_is_named(ranks, name: str, mesh: str):
+    spoil = after_sharding(functools.partial(_scale_parameter_gradient, name))
+    report = ranks(2).run(_spoilt, spoil, transformer(mesh, layers=2, steps=1))[0]
+    assert report.origin is not None
+    assert report.origin.module == name.rpartition(".")[0] and report.origin.what == f"the gradient of {name}"
+
+
+def _spoil_at_second_step(model: nn.Module) -> None:
+    calls = []
+
+    def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return output * 1.001 if len(calls) > 1 else output
+
+    model.get_submodule("blocks.0.mlp").register_forward_hook(hook)
+
+
+def test_a_difference_of_a_later_step_is_found_there(ranks):
+    report = ranks(2).run(_spoilt, after_sharding(_spoil_at_second_step), transformer("tp=2", steps=3))[0]
+    assert report.origin is not None
+    assert (report.origin.module, report.origin.step) == ("blocks.0.mlp", 1)
+
+
+def _spoil_when_compiled(model: nn.Module) -> None:
+    from shardlib import plan_of
+
+    if any(note.startswith("Compiled with") for note in plan_of(model).notes):
+        _scale_output("norm", model)
+
+
+def test_a_difference_of_compiled_blocks_alone(ranks):
+    arguments = {**transformer("tp=2", layers=2, steps=1), "compile": "aot_eager"}
+    report = ranks(2).run(_spoilt, after_sharding(_spoil_when_compiled), arguments)[0]
+    assert report.origin is not None
+    assert report.origin.what == "compiled blocks alone: with compile=None everything agrees"
+
+
+def test_the_report_says_what_a_reader_needs():
+    report = prove("row bias", planted=True)
+    text = str(report)
+    assert not report and text.startswith(
+        "NOT equivalent to a single device: mesh tp=2, 2 steps, float64, 18 tensors, "
+    )
+    assert "First difference, step 0: the output of blocks.0.attn.proj\n  global shape   (8, 5, 8), off by " in text
+    assert (
+        "  on ranks       0, 1\n"
+        '  lies as        "_ _ _" of local shape (8, 5, 8); on a single device it is whole\n'
+        '  rule           "attn.proj": weight "out in@tp"\n'
+        '                 "attn.proj": bias "out"\n' in text
+    )
+    assert "  looks like     the bias is in it 2 times (tp=2): it was added on every rank before the sum\n" in text
+
+
+def test_the_error_is_an_assertion_with_the_report():
+    class Lossy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.distributed.get_world_size() ** 0.001 * (1 + 0.1 * len(x))
+
+    with pytest.raises(NotEquivalentError) as raised:
+        assert_equivalent(lambda: Lossy(8, 8), rows, "dp=2", {"**": None}, steps=1)
+    assert isinstance(raised.value, AssertionError)
+    assert raised.value.report.origin is not None and str(raised.value) == str(raised.value.report)
+
+
+class InFloat32(nn.Module):
+    """As many transformers make their logits; the loss is then a mean in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x))).float()
+
+
+IN_FLOAT32 = {"model": InFloat32, "batch": rows, "mesh": "dp=2,tp=2", "rules": {"up": "colwise", "down": "rowwise"}}
+
+
+def test_a_model_that_computes_in_float32_inside_passes_by_what_rounding_does_to_it():
+    report = equivalent(**IN_FLOAT32)
+    assert report and any("less than float64" in note for note in report.notes)
+    assert max(d.error for d in report.differences) > 1e-10
+
+
+def test_float32_inside_hides_no_mistake(ranks):
+    spoil = after_sharding(functools.partial(_scale_output, "down"))
+    report = ranks(4).run(_spoilt, spoil, IN_FLOAT32)[0]
+    assert not report and report.origin.module == "down"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_finds_mistakes_larger_than_its_rounding(ranks, dtype: torch.dtype):
+    def double(model: nn.Module) -> None:
+        model.get_submodule("blocks.0.mlp").register_forward_hook(lambda _m, _a, output: output * 3)
+
+    report = ranks(2).run(_spoilt, after_sharding(double), {**transformer("tp=2"), "dtype": dtype})[0]
+    assert not report and report.origin.module == "blocks.0.mlp"
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": mlp()}, InputError, "equivalent() was given model=a Sequential; give a function that makes one"),
+        ({"batch": rows(0)}, InputError, "equivalent() was given batch=a Tensor; give a function that makes one"),
+        ({"steps": -1}, InputError, "equivalent() was given steps=-1; give a whole number from 0 up."),
+        ({"accumulate": 0}, InputError, "equivalent() was given accumulate=0; give a whole number from 1 up."),
+        ({"clip": 0.0}, InputError, "equivalent() was given clip=0.0; give a gradient norm above zero"),
+        ({"dtype": torch.int64}, InputError, "equivalent() was given dtype=torch.int64; give one of torch.float64"),
+        ({"rng": "slow"}, InputError, 'equivalent() was given rng=\'slow\'; give "exact" or "fast".'),
+        ({"shard": print}, InputError, "equivalent() was given shard= together with rules."),
+        ({"mesh": "dp=2,tp=-1"}, MeshError, 'equivalent() was given mesh "dp=2,tp=-1"; give every size'),
+        ({"rules": {"3": "colwise"}}, RuleError, 'Rule "3": "colwise" matches nothing'),
+        ({"model": lambda: 3}, InputError, "model= returned a int; it has to make an nn.Module."),
+        ({"loss": lambda model, batch: model(batch)}, InputError, "The loss is (4, 8); loss= has to return a scalar"),
+        ({"mesh": "dp=3", "rules": {"**": None}}, InputError, "The batch has 4 rows, which 3 data ranks cannot share"),
+        ({"colour": "red"}, TypeError, "colour"),
+    ],
+)
+def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], message: str):
+    arguments: dict[str, Any] = {"model": mlp, "batch": rows, "mesh": "tp=2", "rules": RULES, "steps": 1}
+    with pytest.raises(error) as raised:
+        equivalent(**{**arguments, **changes})
+    assert message in str(raised.value)
+
+
+def test_a_model_on_meta():
+    def made() -> nn.Module:
+        with torch.device("meta"):
+            return mlp()
+
+    with pytest.raises(InputError, match="model= made a model on the meta device"):
+        equivalent(made, rows, "tp=2", RULES)
+
+
+def test_batches_that_depend_on_the_rank():
+    def batch(step: int) -> torch.Tensor:
+        return rows(step) + torch.distributed.get_rank()
+
+    with pytest.raises(InputError, match=r"batch\(0\) made other values on some ranks than on others"):
+        equivalent(mlp, batch, "dp=2", {"**": None}, steps=1)
+
+
+def test_fast_random_numbers_of_data_ranks_cannot_be_compared():
+    with pytest.raises(InputError, match='with rng="fast" each data rank draws its own'):
+        equivalent(**transformer("dp=2", dropout=0.5, rng="fast"))
+    assert equivalent(**transformer("tp=2", dropout=0.5, rng="fast"))
+
+
+def test_a_plan_in_place_of_rules():
+    import shardlib as sl
+
+    assert equivalent(mlp, rows, "tp=2", sl.plan(mlp(), "tp=2", Rules(RULES)), steps=1)
+
+
+def test_models_of_the_library_have_rules_that_are_equivalent():
+    for make in (models.MLP, models.ConvNet):
+        model = make()
+        assert_equivalent(make, models.batch_for(model), "dp=2,tp=2", models.rules_for(model), steps=2)
