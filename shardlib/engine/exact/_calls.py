@@ -5,6 +5,7 @@ Ops are met below autograd, where dropout, attention and initialisers have come 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from shardlib.engine.exact._draw import draw, new_key, traced_draw, traced_key
 from shardlib.engine.exact._held import Held
 from shardlib.engine.exact._place import Place
 from shardlib.engine.ops import _alias
-from shardlib.engine.ops._operands import arguments_by_name, in_order, meta_of, redistributed
+from shardlib.engine.ops._operands import in_order, meta_of, redistributed
 from shardlib.errors import ShardingError
 
 __all__ = ["FUNCTIONAL", "RANDOM", "Caller"]
@@ -41,7 +42,10 @@ class Caller:
 
         That is: with a generator of the caller's own, on meta, or where an op that may draw does not.
         """
-        named = arguments_by_name(op, args, kwargs)
+        named = {
+            name: args[i] if i < len(args) else kwargs.get(name, default)
+            for i, (name, default) in enumerate(_arguments(op))
+        }
         if named.get("generator") is not None or _on_meta(named):
             return NotImplemented
         return RANDOM[op](self, named)
@@ -76,6 +80,11 @@ class Caller:
 
     def fill(self, tensor: torch.Tensor, kind: str, params: Sequence[float]) -> torch.Tensor:
         """Overwrite a tensor with random values."""
+        own = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        plain = not isinstance(tensor, DTensor) or not (_alias.watched(tensor) or _has_sums(_torch.spec_of(tensor)))
+        if plain and own.is_contiguous() and not own.is_complex() and not self.traced:
+            draw(kind, params, new_key(), self.place.held_by(tensor), own.dtype, own.device, own)
+            return tensor
         return self.write(tensor, self.like(tensor, kind, params))
 
     def write(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -91,9 +100,19 @@ class Caller:
         return tensor
 
 
+@functools.cache
+def _arguments(op: Op) -> tuple[tuple[str, Any], ...]:
+    """Names and defaults; reading a schema costs as much as a small draw."""
+    return tuple((argument.name, argument.default_value) for argument in _torch.schema_of(op).arguments)
+
+
 def _on_meta(named: Named) -> bool:
     tensor = named.get("self", named.get("input"))
     return isinstance(tensor, torch.Tensor) and tensor.is_meta
+
+
+def _has_sums(spec: Any) -> bool:
+    return any(p.is_partial() for p in spec.placements)
 
 
 def _without_sums(spec: Any) -> Any:
@@ -108,9 +127,8 @@ def _is_summand(spec: Any) -> bool:
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose partial sums are added up."""
-    if not isinstance(tensor, DTensor) or not any(p.is_partial() for p in tensor.placements):
+    if not isinstance(tensor, DTensor) or not _has_sums(spec := _torch.spec_of(tensor)):
         return tensor
-    spec = _torch.spec_of(tensor)
     now = _without_sums(spec)
     return _torch.wrap(redistributed(_torch.local_of(tensor), spec, now.placements), now)
 

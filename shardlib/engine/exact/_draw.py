@@ -28,7 +28,13 @@ def new_key() -> int:
 
 
 def draw(
-    kind: str, params: Sequence[float], key: int, held: Held, dtype: torch.dtype, device: torch.device
+    kind: str,
+    params: Sequence[float],
+    key: int,
+    held: Held,
+    dtype: torch.dtype,
+    device: torch.device,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The held elements of a random tensor, contiguous.
 
@@ -40,9 +46,10 @@ def draw(
         held: which of its elements.
         dtype: of the result. Chances decide alike in every dtype; a uniform number has as many bits as its dtype holds.
         device: of the result; the bits do not depend on it.
+        out: a contiguous tensor of that kind to write to.
     """
     distribution = partial(_KINDS[kind], dtype, *params)
-    local = torch.empty(held.local_shape, dtype=dtype, device=device)
+    local = torch.empty(held.local_shape, dtype=dtype, device=device) if out is None else out
     flat = local.view(-1)
     for where, chunk in bits(Stream.of(key), held, device):
         flat[where] = distribution(chunk)
@@ -51,8 +58,8 @@ def draw(
 
 def _chance(_dtype: torch.dtype, p: float, z: torch.Tensor) -> torch.Tensor:
     """Whether a uniform number of 53 bits is below p: as integers, without making it."""
-    bound = math.ceil(min(max(p, 0.0), 1.0) * 2**53)
-    return (z >> 11) < bound - 2**52
+    bound = (math.ceil(min(max(p, 0.0), 1.0) * 2**53) - 2**52) << 11
+    return z < bound if bound < 2**63 else torch.ones_like(z, dtype=torch.bool)
 
 
 def _uniform(dtype: torch.dtype, low: float, high: float, z: torch.Tensor) -> torch.Tensor:
