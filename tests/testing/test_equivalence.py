@@ -230,7 +230,7 @@ IN_FLOAT32 = {"model": InFloat32, "batch": rows, "mesh": "dp=2,tp=2", "rules": {
 
 def test_a_model_that_computes_in_float32_inside_passes_by_what_rounding_does_to_it():
     report = equivalent(**IN_FLOAT32)
-    assert report and any("less than float64" in note for note in report.notes)
+    assert report and any("one unit of float32" in note for note in report.notes)
     assert max(d.error for d in report.differences) > 1e-10
 
 

@@ -44,7 +44,7 @@ class Measured:
         ranks: the ranks whose distance is above zero, for each key.
         replicas: what ranks hold alike but with other bits: a sentence each.
         layouts: what lies otherwise than the plan says: a sentence each.
-        parameters: how many parameters and buffers were compared.
+        tensors: how many parameters and buffers were compared.
     """
 
     errors: dict[Key, float] = field(default_factory=dict)
@@ -53,6 +53,7 @@ class Measured:
     replicas: dict[str, str] = field(default_factory=dict)
     layouts: dict[str, str] = field(default_factory=dict)
     tensors: int = 0
+    coarsest: torch.dtype = torch.float64
 
 
 def compare(case: Case) -> Measured:
@@ -227,7 +228,7 @@ def _unlike_replicas(by_rank: list[dict[Key, tuple[Any, int]]]) -> dict[str, str
                 marks[where][mark].append(rank)
         groups = next((list(found.values()) for found in marks.values() if len(found) > 1), None)
         if groups is not None:
-            sides = " and ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in groups)
+            sides = " and ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in groups)
             when = "before the first step" if step == START else f"at step {step}"
             unlike.setdefault(f"{kind} {name}", f"{sides} hold the same elements with different bits, {when}")
     return unlike
@@ -276,13 +277,14 @@ def _unlike(value: torch.Tensor, planned: Layout, shape: MeshShape) -> str | Non
 
 def limits(case: Case, measured: Measured) -> dict[Key, float]:
     """The limit of each difference; see `measure.py` for where they come from."""
-    if case.dtype is torch.float64:
-        limit = dict.fromkeys(measured.errors, measure.FLOAT64_LIMIT)
-        if any(measure.FLOAT64_LIMIT < error < measure.CEILING for error in measured.errors.values()):
-            limit = _widened(limit, _moved_by_rounding(case))
-        return limit
-    unit = torch.finfo(case.dtype).eps
-    return _beside({key: measured.alone.get(key, 0.0) for key in measured.errors}, unit)
+    if case.dtype is not torch.float64:
+        return _beside({key: measured.alone.get(key, 0.0) for key in measured.errors}, torch.finfo(case.dtype).eps)
+    limit = dict.fromkeys(measured.errors, measure.FLOAT64_LIMIT)
+    if any(measure.FLOAT64_LIMIT < error < measure.CEILING for error in measured.errors.values()):
+        measured.coarsest, moved = _moved_by_rounding(case)
+        beside = _beside({key: moved.get(key, 0.0) for key in limit}, 0.0)
+        limit = {key: min(max(least, beside[key]), measure.CEILING) for key, least in limit.items()}
+    return limit
 
 
 def _beside(errors: Mapping[Key, float], unit: float) -> dict[Key, float]:
@@ -302,24 +304,12 @@ def in_order(keys: Iterable[Key]) -> list[Key]:
     return sorted(keys, key=lambda key: (key[0], KINDS.index(key[1])))
 
 
-def _widened(limit: dict[Key, float], moved: Mapping[Key, float] | None) -> dict[Key, float]:
-    if moved is None:
-        return limit
-    beside = _beside({key: moved.get(key, 0.0) for key in limit}, 0.0)
-    return {key: min(max(least, beside[key]), measure.CEILING) for key, least in limit.items()}
-
-
-def _moved_by_rounding(case: Case) -> dict[Key, float] | None:
-    """How far every value moves on one device if parameters move by a unit of the coarsest dtype it computes in.
-
-    None if it computes in float64 throughout.
-    """
-    model = single_device(case)
-    single = Run(case, model)
+def _moved_by_rounding(case: Case) -> tuple[torch.dtype, dict[Key, float]]:
+    """The coarsest dtype that the model computes in, and how far each value moves on one device if every parameter
+    moves by one unit of it."""
+    single = Run(case, single_device(case))
     with Coarsest() as seen:
         single.forward_backward(0, 0)
-    if seen.dtype is torch.float64:
-        return None
     model = single_device(case)
     moved = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(case.seed + 1)
@@ -328,4 +318,5 @@ def _moved_by_rounding(case: Case) -> dict[Key, float] | None:
             sign = torch.randint(0, 2, p.shape, generator=generator).to(p.dtype) * 2 - 1
             p.mul_(1 + sign * torch.finfo(seen.dtype).eps)
     notes = _train(Twins(case, Run(case, model), Run(case, moved), None, None, parts.Place(case.mesh, {})))
-    return notes.measured.errors | {key: _relative(got, want) for key, (got, want) in notes.means.items()}
+    means = {key: _relative(got, want) for key, (got, want) in notes.means.items()}
+    return seen.dtype, notes.measured.errors | means

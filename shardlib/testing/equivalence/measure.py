@@ -11,9 +11,10 @@ dozen layers: 1.1e-16 * 100 * 36 = 4e-13. The limit is 1e-10. That leaves two di
 a mistake misses it by many more, since one wrong element among millions shows in the largest difference.
 
 Models may compute in float32 inside (normalisation and loss of many transformers do) and then round more coarsely.
-Where float64 misses its limit, the single device's ops are watched. If all of them compute in float64, the limit
-stands. If some compute in a coarser dtype, the single device runs once more with every parameter moved by one unit of
-that dtype, and a difference counts as rounding if it is at most `RATIO` times what that moved, and under `CEILING`.
+And optimizers that divide by the size of a gradient blow rounding up where a gradient is zero in exact arithmetic (the
+bias of a key). What a model does with rounding is measured, not guessed: where float64 misses its limit, the single
+device runs once more with every parameter moved by one unit of the coarsest dtype that its ops compute in, and a
+difference counts as rounding if it is at most `RATIO` times what that moved, and under `CEILING`.
 
 float32, bfloat16, float16: the single device also runs in float64, from the same rounded parameters. Both runs' error
 against that is measured, and the sharded one may be `RATIO` times the single device's. Two sums of the same numbers in

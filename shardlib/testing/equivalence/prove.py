@@ -167,10 +167,11 @@ def _of_replicas(measured: Measured) -> Origin | None:
 
 
 def _notes(case: Case, measured: Measured, limit: dict[Key, float]) -> tuple[str, ...]:
-    spared = any(FLOAT64_LIMIT < error <= limit[key] for key, error in measured.errors.items())
-    if case.dtype is torch.float64 and spared:
-        return (
-            f"the model computes in less than float64 somewhere: differences above {FLOAT64_LIMIT:g} are allowed where "
-            "one unit of that dtype in the parameters moves a single device's numbers as far",
-        )
-    return ()
+    spared = sum(FLOAT64_LIMIT < error <= limit[key] for key, error in measured.errors.items())
+    if case.dtype is not torch.float64 or not spared:
+        return ()
+    dtype = str(measured.coarsest).removeprefix("torch.")
+    return (
+        f"{spared} values differ by more than {FLOAT64_LIMIT:g}, and by no more than ten times what one unit of "
+        f"{dtype}, the coarsest dtype that the model computes in, in every parameter moves them on a single device",
+    )

@@ -212,8 +212,8 @@ def _zero_buffers(model: nn.Module) -> None:
 
 def _drift(model: nn.Module) -> None:
     if dist.get_rank() == 1:
-        weight = model.get_submodule("blocks.0.norm1").weight
-        local = _torch.local_of(weight) if isinstance(weight, DTensor) else weight  # type: ignore[arg-type]
+        norm: Any = model.get_submodule("blocks.0.norm1")
+        local = _torch.local_of(norm.weight) if isinstance(norm.weight, DTensor) else norm.weight
         with torch.no_grad():
             local.detach().mul_(1 + 1e-14)
 
