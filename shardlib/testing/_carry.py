@@ -26,12 +26,12 @@ def load(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def dump(value: Any) -> bytes:
-    """The value as bytes that `load` turns back, here or on a rank."""
+def dump(value: Any, *, whole: str = "") -> bytes:
+    """The value as bytes that `load` turns back, here or on a rank. What the module `whole` has goes by value."""
     if cloudpickle is None:
         return pickle.dumps(value)
     buffer = io.BytesIO()
-    pickler = _pickler(buffer)
+    pickler = _pickler(buffer, whole)
     try:
         pickler.dump(value)
     finally:
@@ -40,14 +40,16 @@ def dump(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """A call as bytes.
+def dump_call(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, by_value: bool = False
+) -> bytes:
+    """A call as bytes; `by_value` sends the function as it is here, with whatever was done to its module.
 
     Raises:
         TypeError: one of the three cannot be sent; the message says which argument.
     """
     try:
-        return dump((fn, tuple(args), dict(kwargs)))
+        return dump((fn, tuple(args), dict(kwargs)), whole=fn.__module__ if by_value else "")
     except Exception as error:
         raise TypeError(_culprit(fn, args, kwargs, error)) from error
 
@@ -80,7 +82,7 @@ def name_of(fn: Any) -> str:
     return getattr(fn, "__qualname__", None) or type(fn).__name__
 
 
-def _pickler(buffer: io.BytesIO) -> Any:
+def _pickler(buffer: io.BytesIO, whole: str) -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined, misc]
         """Sends by value what the ranks cannot import."""
 
@@ -89,7 +91,9 @@ def _pickler(buffer: io.BytesIO) -> Any:
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, FunctionType | type):
                 module = sys.modules.get(getattr(value, "__module__", None) or "")
-                if module is not None and module not in self.by_value and not _importable(module):
+                if module is None or module in self.by_value:
+                    pass
+                elif module.__name__ == whole or not _importable(module):
                     cloudpickle.register_pickle_by_value(module)
                     self.by_value.append(module)
             return super().reducer_override(value)

@@ -238,6 +238,8 @@ class _Workers:
             self.alive, self.owner = [], os.getpid()
         if multiprocessing.current_process().daemon:
             raise RankError("A rank asked for ranks of its own; run this where the pool was made.")
+        if any(worker.calls.poll() for worker in self.alive):  # between calls they say nothing: one ended
+            self.stop()
         begin, missing = time.perf_counter(), range(len(self.alive), world_size)
         for rank in missing:
             self.alive.append(_start(rank))
@@ -442,7 +444,7 @@ class _Round:
     def _told(self, *, stacks: bool = False) -> list[str]:
         """Where ranks stood, unless all of them raised the same."""
         standings = self.standings()
-        if len(self.failures) == len(self.workers) and len({s.said for s in standings}) == 1:
+        if len({(s.state, s.said) for s in standings}) == 1 and standings[0].state == "raised":
             return [f"All {len(standings)} ranks raised this."] if len(standings) > 1 else []
         lines = ["Where the ranks stood:", table(standings), explain(standings)]
         if stacks:

@@ -64,13 +64,13 @@ def _arguments(world_size: int = ..., *, timeout: float = ..., on_ranks: bool = 
     """The arguments of the mark."""
 
 
-def _number(value: Any, *types: type) -> bool:
-    return isinstance(value, types) and not isinstance(value, bool) and value > 0
+def _number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and value > 0
 
 
 _GOOD: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "world_size": ("positive integer", lambda value: _number(value, int)),
-    "timeout": ("positive number of seconds", lambda value: _number(value, int, float)),
+    "timeout": ("positive number of seconds", lambda value: _number(value, int | float)),
     "on_ranks": ("True or False", lambda value: isinstance(value, bool)),
 }
 
@@ -194,8 +194,10 @@ def _agree(ended: list[tuple[str, str]]) -> None:
     if len(set(ends)) > 1:
         told = ", ".join(f"rank {rank} {end or 'ran on'}" for rank, end in enumerate(ends))
         pytest.fail(f"Ranks must skip or run a test together: {told}.", pytrace=False)
-    if ends[0]:
-        {"skip": pytest.skip, "xfail": pytest.xfail}[ends[0]](ended[0][1])
+    if ends[0] == "skip":
+        pytest.skip(ended[0][1])
+    if ends[0] == "xfail":
+        pytest.xfail(ended[0][1])
 
 
 # --- what it took -------------------------------------------------------------------------------------------------

@@ -1,0 +1,525 @@
+"""The pool of ranks: what it carries, what it forgets, what it says of ranks that hang, die or raise."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardlib.testing._pool import HangError, RankDied, RankError, Ranks
+from shardlib.testing._pool import ranks as own_pool
+from shardlib.testing._standing import Standing, explain
+
+# --- carrying ------------------------------------------------------------------------------------------------------
+
+
+class Box:
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def test_lambdas_closures_and_classes_of_this_file_travel(ranks: Ranks):
+    factor = 3
+
+    class Local(Box):
+        pass
+
+    found = ranks(2).run(lambda x, box: (x * factor + dist.get_rank(), box, Local(1)), 2, box=Box([5]))
+    assert [value for value, _, _ in found] == [6, 7]
+    assert all(isinstance(box, Box) and box.content == [5] for _, box, _ in found)
+    assert all(type(local) is Local for _, _, local in found)
+
+
+def test_what_cannot_be_sent_is_named(ranks: Ranks, tmp_path: Path):
+    with open(tmp_path / "file", "w") as file:
+        with pytest.raises(
+            RankError, match=r'^len cannot be sent to the ranks: argument "x", a TextIOWrapper, cannot be'
+        ):
+            ranks(2).run(len, 1, x=file)
+        with pytest.raises(RankError, match="argument 1, a TextIOWrapper, cannot be pickled"):
+            ranks(2).run(len, 1, file)
+        with pytest.raises(RankError, match="the function itself cannot be pickled"):
+            ranks(2).run(lambda: file)
+    with pytest.raises(TypeError, match=r"returned on rank \d, a generator, cannot be sent back"):
+        ranks(2).run(lambda: (i for i in range(3)))
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "4", 2.0])
+def test_a_size_that_is_none_is_refused(size: Any):
+    with pytest.raises(RankError, match="give a positive integer"):
+        own_pool(size)
+
+
+def test_a_pool_serves_every_smaller_world(ranks: Ranks):
+    first = ranks(4).run(os.getpid)
+    assert len(set(first)) == 4
+    assert ranks(2).run(os.getpid) == first[:2]
+    assert ranks(3).run(dist.get_world_size) == [3] * 3
+    assert ranks(4).run(os.getpid) == first
+
+
+# --- clean state ---------------------------------------------------------------------------------------------------
+
+
+def _leave_everything_behind(folder: str) -> None:
+    torch.rand(3), random.random(), np.random.rand()
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)
+    nn.modules.module.register_module_forward_hook(lambda *_: 1 / 0)
+    nn.modules.module.register_module_forward_pre_hook(lambda *_: 1 / 0)
+    nn.modules.module.register_module_full_backward_hook(lambda *_: 1 / 0)
+    nn.modules.module.register_module_parameter_registration_hook(lambda *_: 1 / 0)
+    register_optimizer_step_pre_hook(lambda *_: 1 / 0)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    torch.autograd.set_detect_anomaly(True)
+    torch.use_deterministic_algorithms(True)
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_float32_matmul_precision("medium")
+    os.environ["LEFT_BEHIND"] = "1"
+    os.environ.pop("PATH")
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    warnings.simplefilter("error")
+
+
+def _state() -> dict[str, Any]:
+    linear = nn.Linear(2, 2)
+    linear(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(linear.parameters()).step()
+    return {
+        "drawn": (torch.rand(1).item(), random.random(), np.random.rand()),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "grad": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "precision": torch.get_float32_matmul_precision(),
+        # torch sets the one left out when its compiler is imported, as switching deterministic algorithms does
+        "environment": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
+        "cwd": os.getcwd(),
+        "path": list(sys.path),
+        "filters": [repr(f) for f in warnings.filters],
+    }
+
+
+def test_nothing_of_one_call_reaches_the_next(ranks: Ranks, tmp_path: Path):
+    before = ranks(2).run(_state)
+    ranks(2).run(_leave_everything_behind, str(tmp_path))
+    after = ranks(2).run(_state)
+    changed = {key: (before[0][key], after[0][key]) for key in before[0] if after[0][key] != before[0][key]}
+    assert changed == {}
+    assert before[0]["drawn"] == before[1]["drawn"]
+
+
+def _use_a_mesh(dim: int) -> list[float]:
+    """Equal meshes have other process groups in each call: a cached one would hang, or fail."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, [Shard(dim), Replicate()])
+    return (x @ x.redistribute(mesh, [Replicate(), Shard(1 - dim)])).full_tensor().sum(0).tolist()
+
+
+def test_meshes_and_the_caches_of_dtensor_are_new_in_each_call(ranks: Ranks):
+    x = torch.arange(16.0).reshape(4, 4)
+    whole = (x @ x).sum(0).tolist()
+    assert [ranks(4).run(_use_a_mesh, 0) for _ in range(3)] == [[whole] * 4] * 3
+
+
+def _leave_groups(destroyed: bool) -> int:
+    init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(3), async_op=True)
+    if destroyed:
+        dist.barrier()
+        dist.destroy_process_group()
+    return dist.is_initialized()
+
+
+@pytest.mark.parametrize("destroyed", [False, True])
+def test_groups_that_a_call_left_or_destroyed_do_no_harm(ranks: Ranks, destroyed: bool):
+    assert ranks(2).run(_leave_groups, destroyed) == [not destroyed] * 2
+    assert ranks(2).run(dist.get_world_size) == [2, 2]
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
+
+
+def test_groups_that_are_gone_leave_no_threads(ranks: Ranks):
+    ranks(4).run(_use_a_mesh, 0)
+    time.sleep(0.5)
+    before = ranks(4).run(_threads)
+    for _ in range(5):
+        ranks(4).run(_use_a_mesh, 0)
+    time.sleep(0.5)  # groups end beside the next call
+    assert ranks(4).run(_threads) == before
+
+
+# --- ranks that raise, hang or die ---------------------------------------------------------------------------------
+
+
+class Projection(nn.Module):
+    def __init__(self, late: int) -> None:
+        super().__init__()
+        self.linear, self.late = nn.Linear(6, 6), late
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = DTensor.from_local(self.linear(x), self.mesh["tp"], [Partial()])
+        if dist.get_rank() == self.late:
+            time.sleep(60)
+        return y.full_tensor()  # the line where ranks wait
+
+
+class Net(nn.Module):
+    def __init__(self, late: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), Projection(late))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x)
+
+
+def _forward(late: int) -> None:
+    net = Net(late)
+    net.blocks[0][1].mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net(torch.ones(4, 6))
+
+
+def _backward() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+
+    def reduce(parameter: nn.Parameter) -> None:
+        if dist.get_rank() == 0:
+            dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
+        else:
+            time.sleep(60)
+
+    model[0].weight.register_post_accumulate_grad_hook(reduce)
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def _line(text: str) -> int:
+    return next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line)
+
+
+@pytest.fixture(scope="module")
+def own():
+    with own_pool(4, timeout=4.0) as pool:
+        yield pool
+
+
+def _import_this() -> None:
+    """A first call on new processes imports this file, which may take longer than a hang is given."""
+
+
+@pytest.fixture
+def warm(own: Ranks) -> Ranks:
+    own.run(_import_this, timeout=100.0)
+    return own
+
+
+def test_a_hang_is_told_for_every_rank_and_the_pool_is_rebuilt(warm: Ranks):
+    begin = time.monotonic()
+    with pytest.raises(HangError) as caught:
+        warm.run(_forward, 3)
+    assert time.monotonic() - begin < 4.0 + 5.0
+    by_rank = caught.value.standing
+    assert [(s.rank, s.state) for s in by_rank] == [(0, "done"), (1, "done"), (2, "waiting"), (3, "running")]
+    waiting, late = by_rank[2:]
+    assert (waiting.phase, waiting.module) == (late.phase, late.module) == ("forward", "blocks.0.1")
+    assert (waiting.collective, waiting.axis, waiting.dtype, waiting.shape) == ("all_reduce", "tp", "float32", (4, 6))
+    assert waiting.where == f"test_pool.py:{_line('the line where ranks wait')} in forward"
+    assert (waiting.group, late.collective) == ((2, 3), "")
+    text = str(caught.value)
+    assert text.startswith("ranks 2 and 3 did not answer within 4 s in _forward; new processes are started.\n")
+    assert "rank 2 waits in all_reduce over tp: rank 3 has not entered it" in text
+    assert "rank 3, innermost last:" in text and "time.sleep(60)" in text
+    assert warm.run(dist.get_rank) == [0, 1, 2, 3]
+
+
+def test_a_hang_in_backward_names_the_parameter(warm: Ranks):
+    with pytest.raises(HangError) as caught:
+        warm(2).run(_backward)
+    first, second = caught.value.standing
+    assert (first.phase, first.module) == (second.phase, second.module) == ("backward", "0.weight")
+    assert (first.collective, first.axis, first.shape, first.state) == ("all_reduce", "dp", (4, 3), "waiting")
+    assert second.state == "running"
+
+
+def _flattened() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat = mesh._flatten("both")
+    if dist.get_rank() != 2:
+        dist.broadcast(torch.ones(2, dtype=torch.int64), 0, group=flat.get_group())
+    else:
+        time.sleep(60)
+
+
+def test_the_axis_of_a_flattened_mesh_is_named(warm: Ranks):
+    with pytest.raises(HangError) as caught:
+        warm.run(_flattened)
+    stuck = [s for s in caught.value.standing if s.state == "waiting"]
+    assert {(s.collective, s.axis, s.dtype) for s in stuck} == {("broadcast", "both", "int64")}
+
+
+def _finish_early() -> None:
+    if dist.get_rank() != 1:
+        dist.barrier()
+
+
+def test_a_rank_that_finished_while_others_wait_is_found_at_once(warm: Ranks):
+    begin = time.monotonic()
+    with pytest.raises(HangError, match="rank 1 finished _finish_early while others waited") as caught:
+        warm(2).run(_finish_early)
+    assert [s.state for s in caught.value.standing] == ["waiting", "done"]
+    assert caught.value.standing[0].collective == "barrier"
+    assert time.monotonic() - begin < 4.0
+
+
+def _hold_the_lock() -> None:
+    import ctypes
+
+    if dist.get_rank() == 1:
+        ctypes.PyDLL(None).sleep(60)  # holds Python's lock: no thread of this process can say anything
+
+
+def test_a_rank_that_cannot_answer_gives_its_stack(warm: Ranks):
+    with pytest.raises(HangError) as caught:
+        warm(2).run(_hold_the_lock)
+    assert [s.state for s in caught.value.standing] == ["done", "silent"]
+    assert "in _hold_the_lock" in caught.value.standing[1].stack
+
+
+def _raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(0.3)  # until the others wait
+        raise LookupError(f"only {rank}")
+    dist.all_reduce(torch.ones(3))
+
+
+def test_an_exception_keeps_its_type_and_tells_of_the_others(warm: Ranks):
+    pids = warm.run(os.getpid)
+    begin = time.monotonic()
+    with pytest.raises(LookupError, match="only 2") as caught:
+        warm.run(_raise_on, 2)
+    assert time.monotonic() - begin < 4.0
+    (note,) = caught.value.__notes__
+    assert note.startswith("rank 2 raised in _raise_on:\nTraceback")
+    assert "rank 2  raised LookupError: only 2" in note
+    assert "ranks 0, 1, 3 wait in all_reduce over world: rank 2 raised LookupError" in note
+    assert warm.run(os.getpid) == pids  # no process was lost
+
+
+class Unpicklable(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def test_an_exception_that_cannot_travel_is_told_as_text(warm: Ranks):
+    def fail() -> None:
+        raise Unpicklable(1, 2)
+
+    with pytest.raises(RankError, match="Unpicklable: 1 and 2"):
+        warm(2).run(fail)
+
+
+def test_an_exception_on_all_ranks_is_quick(warm: Ranks):
+    def fail() -> None:
+        raise KeyError("same")
+
+    with pytest.raises(KeyError):
+        warm.run(fail)
+    begin = time.monotonic()
+    for _ in range(5):
+        with pytest.raises(KeyError) as caught:
+            warm.run(fail)
+    assert (time.monotonic() - begin) / 5 < 1.0
+    assert "raised KeyError: 'same'" in caught.value.__notes__[0] or "All 4 ranks" in caught.value.__notes__[0]
+
+
+def _kill(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3))
+
+
+def test_a_killed_rank_is_named_with_its_signal(warm: Ranks):
+    with pytest.raises(RankDied, match=r"^rank 1 died in _kill: its process was ended by SIGKILL") as caught:
+        warm.run(_kill, 1)
+    states = {s.rank: s.state for s in caught.value.standing}
+    assert states[1] == "died" and set(states) == {0, 1, 2, 3}
+    assert warm.run(dist.get_rank) == [0, 1, 2, 3]
+
+
+def test_a_rank_that_exits_is_named_with_its_code(warm: Ranks):
+    with pytest.raises(RankDied, match="exit code 3"):
+        warm(2).run(os._exit, 3)
+
+
+def test_ranks_cannot_start_ranks(ranks: Ranks):
+    def nested() -> None:
+        own_pool(2).run(os.getpid)
+
+    with pytest.raises(RankError, match="A rank asked for ranks of its own"):
+        ranks(2).run(nested)
+
+
+def test_who_waits_for_whom():
+    def stands(rank: int, op: str, sequence: int, **more: Any) -> Standing:
+        return Standing(rank, "waiting", collective=op, axis="tp", group=(0, 1, 2), sequence=sequence, **more)
+
+    assert explain([stands(0, "all_reduce", 5), stands(1, "all_reduce", 5), stands(2, "all_gather", 4)]) == (
+        "ranks 0, 1 wait in all_reduce over tp: rank 2 has not entered it, it waits in all_gather over tp"
+    )
+    shapes = [stands(r, "all_reduce", 5, dtype="float32", shape=(2 + (r == 1),)) for r in range(3)]
+    assert explain(shapes) == "rank 1 entered all_reduce float32 [3] where rank 0 entered all_reduce float32 [2]"
+    assert explain([Standing(0, "running"), Standing(1, "done")]) == ""
+
+
+# --- no process outlives its parent --------------------------------------------------------------------------------
+
+PARENT = """
+import os, signal, sys, time
+import torch.distributed as dist
+from shardlib.testing._pool import ranks, shared_pool
+
+def stay(path):
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(60) if "wait" in sys.argv else None
+
+if __name__ == "__main__":
+    pool = ranks(2) if "own" in sys.argv else shared_pool(2)
+    try:
+        pool.run(lambda: (stay(sys.argv[1]), None)[1]) if "lambda" in sys.argv else pool.run(stay, sys.argv[1])
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        raise
+    if "raise" in sys.argv:
+        raise ValueError
+    print("ran", flush=True)
+"""
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def _start(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], Path]:
+    script, pids = tmp_path / "parent.py", tmp_path / "pids"
+    script.write_text(PARENT)
+    pids.touch()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, str(script), str(pids), *words]
+    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return process, pids
+
+
+def _wait_for(condition: Any, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _both(pids: Path) -> list[int]:
+    return [int(line) for line in pids.read_text().split()]
+
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_ranks_end_with_a_parent_that_is_ended(tmp_path: Path, sent: signal.Signals):
+    process, pids = _start(tmp_path, "wait")
+    _wait_for(lambda: len(_both(pids)) == 2)
+    process.send_signal(sent)
+    out, err = process.communicate(timeout=60)
+    _wait_for(lambda: not any(map(_alive, _both(pids))), 10.0)
+    assert process.returncode == -sent
+    if sent is signal.SIGINT:
+        assert "interrupted" in out and "KeyboardInterrupt" in err
+    assert _left(tmp_path) == []
+
+
+@needs_proc
+@pytest.mark.parametrize("words", [(), ("own",), ("raise",), ("own", "raise")], ids=" ".join)
+def test_ranks_end_with_a_parent_that_ends(tmp_path: Path, words: tuple[str, ...]):
+    process, pids = _start(tmp_path, *words)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == ("raise" in words), err
+    assert len(_both(pids)) == 2
+    _wait_for(lambda: not any(map(_alive, _both(pids))), 10.0)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def _left(tmp_path: Path) -> list[Path]:
+    """Files in the system's temporary folder, but for Python's own socket of a fork server that was killed."""
+    return [f for f in (tmp_path / "tmp").rglob("*") if f.is_file() or not f.name.startswith(("pymp-", "listener-"))]
+
+
+@needs_proc
+def test_ranks_end_with_their_fork_server(own: Ranks):
+    pids = own(2).run(os.getpid)
+    server = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    os.kill(server, signal.SIGKILL)
+    _wait_for(lambda: not any(map(_alive, pids)), 10.0)
+    time.sleep(0.5)  # the pipes of a process close with its last thread
+    assert own(2).run(dist.get_rank, timeout=100.0) == [0, 1]
+
+
+def test_two_pools_at_the_same_time_do_not_meet(ranks: Ranks, own: Ranks):
+    from concurrent.futures import ThreadPoolExecutor
+
+    def gathered(of: int) -> list[int]:
+        found = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(found, torch.tensor([10 * of + dist.get_rank()]))
+        return [int(x) for x in found]
+
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(5):
+            answers = [threads.submit(pool(2).run, gathered, of, timeout=100.0) for of, pool in enumerate((ranks, own))]
+            assert [a.result() for a in answers] == [[[0, 1]] * 2, [[10, 11]] * 2]
+
+
+def test_a_fork_of_this_process_leaves_the_ranks_alone(own: Ranks):
+    pids = own(2).run(os.getpid)
+    child = os.fork()
+    if child == 0:
+        own.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert own(2).run(os.getpid) == pids
+
+
+def test_no_file_has_a_name(own: Ranks):
+    before = set(os.listdir(tempfile.gettempdir()))
+    own.run(os.getpid)
+    new = set(os.listdir(tempfile.gettempdir())) - before
+    assert not [name for name in new if "shardlib" in name]
