@@ -64,11 +64,12 @@ class HangError(RankError):
     """Ranks that did not answer in time. `standing` has the rank, module, collective, axis and shape of each.
 
     Example:
+        >>> from torch import distributed as dist
         >>> def skipped_by_one_rank():
-        ...     if torch.distributed.get_rank() != 1:
-        ...         torch.distributed.barrier()
-        >>> try:  # doctest: +SKIP
-        ...     ranks(2, timeout=5).run(skipped_by_one_rank)
+        ...     if dist.get_rank() != 1:
+        ...         dist.barrier()
+        >>> try:
+        ...     shared_pool(2).run(skipped_by_one_rank)
         ... except HangError as error:
         ...     print([(s.rank, s.state, s.collective) for s in error.standing])
         [(0, 'waiting', 'barrier'), (1, 'done', '')]
@@ -86,11 +87,14 @@ class Ranks:
     Called with another size it gives ranks of that size on the same processes: `pool(2).run(...)`.
 
     Example:
+        >>> from torch import distributed as dist
         >>> def hello(greeting):
-        ...     return greeting, torch.distributed.get_rank()
-        >>> with ranks(2) as pool:  # doctest: +SKIP
-        ...     pool.run(hello, "hi")
-        [('hi', 0), ('hi', 1)]
+        ...     return greeting, dist.get_rank()
+        >>> pool = shared_pool(3)
+        >>> pool.run(hello, "hi")
+        [('hi', 0), ('hi', 1), ('hi', 2)]
+        >>> pool(2).run(lambda: dist.get_world_size())
+        [2, 2]
     """
 
     world_size: int

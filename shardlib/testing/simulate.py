@@ -7,7 +7,8 @@ For what needs no processes: laws of layouts and prices, at a fraction of a mill
   does not hold up: all ranks run the same Python lines there, and code that asks for its rank gets a symbolic number
   for all of them, with which `shard_model` fails at once; and a plain tensor that is distributed to a fused layout is
   silently cut wrong. A warm call on four real ranks costs some ten milliseconds: `shardlib.testing.ranks`.
-- Partial layouts may be sums, means, maxima and minima.
+- Partial layouts may be sums and means, or maxima, or minima: a sum of maxima is no maximum of sums, and a layout does
+  not say which is meant.
 
 >>> stored, compute = Layout.parse("a@(tp,fsdp) b"), Layout.parse("a@tp b")
 >>> t = torch.arange(24.0).reshape(8, 3)
@@ -22,7 +23,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import product
+from itertools import permutations, product
 
 import torch
 
@@ -55,13 +56,14 @@ def cut(tensor: torch.Tensor, layout: Layout, mesh: MeshLike) -> list[torch.Tens
     >>> cut(torch.arange(3), Layout.parse("a + sum@tp"), "tp=2")
     [tensor([ 0, -1, -2]), tensor([0, 2, 4])]
     """
+    _check(layout)
     shape = MeshShape.of(mesh)
     shards = []
     for coordinate in _coordinates(shape):
         local = layout.take(tensor, shape, coordinate).clone()
         for axis, op in layout.partials:
             if shape[axis] > 1:
-                local = _known(_UNLIKE, op, layout)(local, coordinate[axis], shape[axis])
+                local = _UNLIKE[op](local, coordinate[axis], shape[axis])
         shards.append(local)
     return shards
 
@@ -72,11 +74,12 @@ def whole(shards: Sequence[torch.Tensor], layout: Layout, global_shape: Sequence
     Raises:
         LayoutError: ranks that hold the same elements do not agree; or the shards do not fit the layout.
     """
+    _check(layout)
     shape = MeshShape.of(mesh)
     reduced = list(shards)
     for axis, op in layout.partials:
         for group in _groups(shape, (axis,)):
-            total = _known(_REDUCE, op, layout)(torch.stack([reduced[rank] for rank in group]))
+            total = _REDUCE[op](torch.stack([reduced[rank] for rank in group]))
             for rank in group:
                 reduced[rank] = total.to(shards[0].dtype)
     plain = replace(layout, partials=())
@@ -100,6 +103,8 @@ def carry_out(
     Raises:
         LayoutError: the listed collectives do not lead there: an element is missing, or the bytes are others.
     """
+    _check(src)
+    _check(dst)
     shape, size = MeshShape.of(mesh), tuple(global_shape)
     steps = transition(src, dst, size, shards[0].dtype, shape)
     problem = ""
@@ -117,10 +122,11 @@ _Place = int | None
 
 
 def _scatter_choices(steps: Sequence[Collective], ndim: int) -> Iterator[Mapping[str, _Place]]:
-    """A list of collectives does not say where a reduction scatters to; every way is tried."""
-    axes = [axis for step in steps if step.kind == "reduce_scatter" for axis in step.axes]
-    for places in product((None, *range(ndim)), repeat=len(axes)):
-        yield dict(zip(axes, places, strict=True))
+    """A list of collectives does not say where a reduction scatters to; every place and order of axes is tried."""
+    scattered = [axis for step in steps if step.kind == "reduce_scatter" for axis in step.axes]
+    for axes in permutations(scattered):
+        for places in product((None, *range(ndim)), repeat=len(axes)):
+            yield dict(zip(axes, places, strict=True))
 
 
 @dataclass
@@ -162,7 +168,7 @@ class _Ranks:
                 return f"rank {rank} does not get all that it needs"
         for axis, op in fresh.items():
             for rank, coordinate in enumerate(_coordinates(self.mesh)):
-                self.values[rank] = _known(_UNLIKE, op, self.dst)(self.values[rank], coordinate[axis], self.mesh[axis])
+                self.values[rank] = _UNLIKE[op](self.values[rank], coordinate[axis], self.mesh[axis])
         return ""
 
     def _perform(self, step: Collective, places: Mapping[str, _Place]) -> Fraction:
@@ -180,14 +186,14 @@ class _Ranks:
         held = Fraction(sum(int(has.sum()) for has in self.holds), len(self.holds))
         op = self.src.partial[step.axes[0]]
         for group in _groups(self.mesh, step.axes):
-            total = _known(_REDUCE, op, self.src)(torch.stack([self.values[rank] for rank in group]))
+            total = _REDUCE[op](torch.stack([self.values[rank] for rank in group]))
             for rank in group:
                 self.values[rank] = total.to(self.values[rank].dtype)
         n = math.prod(self.mesh[axis] for axis in step.axes)
         sent = held * Fraction(n - 1, n)
         if step.kind == "all_reduce":
             return 2 * sent
-        for axis in step.axes:
+        for axis in (axis for axis in places if axis in step.axes):
             self._keep(axis, places[axis])
         return sent
 
@@ -238,7 +244,11 @@ def _groups(mesh: MeshShape, axes: Sequence[str]) -> list[list[int]]:
     return list(found.values())
 
 
-def _known(table: Mapping[str, Callable[..., torch.Tensor]], op: str, layout: Layout) -> Callable[..., torch.Tensor]:
-    if op not in table:
-        raise LayoutError(f'Layout "{layout}": "{op}" cannot be simulated; known are {", ".join(sorted(table))}.')
-    return table[op]
+def _check(layout: Layout) -> None:
+    ops = set(layout.partial.values())
+    if unknown := sorted(ops - set(_REDUCE)):
+        raise LayoutError(f'Layout "{layout}": "{unknown[0]}" cannot be simulated; known are {", ".join(_REDUCE)}.')
+    if len(ops) > 1 and not ops <= {"sum", "avg"}:
+        raise LayoutError(
+            f'Layout "{layout}" mixes {" and ".join(sorted(ops))}, whose order changes the value. Reduce one first.'
+        )
