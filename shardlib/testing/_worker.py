@@ -237,7 +237,8 @@ class _Clean:
         torch.autograd.set_detect_anomaly(False)
         torch.set_autocast_enabled("cpu", False)
         torch.set_autocast_dtype("cpu", torch.bfloat16)
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = False, False
+        if not torch.backends.flags_frozen():  # PyTorch's own test helpers freeze them when they are imported
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = False, False
         for name in os.environ.keys() - self.environment.keys():
             del os.environ[name]
         os.environ.update(self.environment)
