@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -41,7 +42,6 @@ from shardlib.engine._torch import pytree
 from shardlib.errors import InputError, MeshError
 from shardlib.layout import Dim, Factor, Layout
 from shardlib.rules import Rules
-from shardlib.rules._model import folded
 from shardlib.rules.dims import ModuleDims, dims_of
 from shardlib.rules.patterns import compile_pattern
 from shardlib.testing.equivalence.case import as_call
@@ -63,9 +63,7 @@ __all__ = [
     "transforms",
 ]
 
-# Dropout under rng="exact" is the same on any mesh. Until it is there, dropout is drawn where all ranks see the whole
-# batch, and so draw the random numbers of one device.
-EXACT_DROPOUT = False
+_often, _seldom = st.sampled_from([False, True, True, True]), st.sampled_from([False, False, True])
 
 
 # --- meshes ---------------------------------------------------------------------------------------------------------
@@ -114,20 +112,22 @@ def mesh_shapes(
 def _mesh_shapes(
     draw: st.DrawFn, max_world: int, model: tuple[str, ...], data: tuple[str, ...], rows: int | None
 ) -> MeshShape:
-    # Axes are there or not each by itself, so that each can shrink away by itself.
-    axes = [axis for axis in (*model, *data) if draw(st.booleans())] or [(*model, *data)[0]]
+    # As many draws whatever is drawn, the last axes first: each axis shrinks away by itself, and the first ones stay.
+    every = (*model, *data)
+    there = {axis: draw(st.booleans()) for axis in reversed(every)}
+    which = [draw(st.integers(0, 11)) for _ in every]
+    order = draw(st.permutations(every))
+    axes = [axis for axis in every if there[axis]] or [every[0]]
     sizes: dict[str, int] = {}
     for at, axis in enumerate(axes):
-        taken = math.prod(sizes.values())
-        most = max_world // taken // 2 ** (len(axes) - at - 1)
+        most = max_world // math.prod(sizes.values()) // 2 ** (len(axes) - at - 1)
         allowed = [size for size in range(2, most + 1) if axis in model or _shared(rows, data, sizes, size)]
-        sizes[axis] = draw(_among((*allowed * 3, 1)))
+        sizes[axis] = allowed[which[at] * len(allowed) // 11] if allowed and which[at] < 11 else 1
     if math.prod(sizes.values()) == 1:
-        axis = next((a for a in axes if a in model or _shared(rows, data, sizes, 2)), (*model, *data)[0])
+        axis = next((a for a in axes if a in model or _shared(rows, data, sizes, 2)), every[0])
         least = (n for n in range(2, max_world + 1) if axis in model or _shared(rows, data, sizes, n))
         sizes = {**sizes, axis: next(least)}
-    order = draw(st.permutations(list(sizes))) if len(sizes) > 1 else list(sizes)
-    return MeshShape({axis: sizes[axis] for axis in order})
+    return MeshShape({axis: sizes[axis] for axis in order if axis in sizes})
 
 
 def _shared(rows: int | None, data: Sequence[str], sizes: Mapping[str, int], size: int) -> bool:
@@ -179,7 +179,7 @@ def _shapes(draw: st.DrawFn, mesh: MeshShape, min_dims: int, max_dims: int, unev
         kind = draw(st.sampled_from(["small", "multiple"] if uneven else ["multiple"]))
         if kind == "small":
             return draw(st.integers(0, 14))
-        pieces = math.prod(each if draw(st.booleans()) else 1 for each in mesh.sizes)
+        pieces = math.prod(each if draw(_often) else 1 for each in mesh.sizes)
         return pieces * draw(st.integers(1, 3)) * draw(st.integers(1, 3))
 
     return tuple(size() for _ in range(draw(st.integers(min_dims, max_dims))))
@@ -228,9 +228,8 @@ def layouts(
         raise InputError(f"layouts({sizes}, dims={tuple(dims)}): give one name for each of the {len(sizes)} dims.")
     names = tuple(dims) if dims is not None else tuple(f"d{at}" for at in range(len(sizes)))
     within = mesh_shape.names if axes is None else tuple(axes)
-    return _layouts(
-        sizes, mesh_shape, within, names, uneven=uneven, fused=len(within) if fused else -1, partial=partial
-    )
+    most = len(within) if fused else -1
+    return _layouts(sizes, mesh_shape, within, names, uneven=uneven, fused=most, fuse_whole=fused, partial=partial)
 
 
 def _layout(
@@ -279,18 +278,18 @@ def _dividing(axes: Iterable[str], size: int, mesh: MeshShape) -> list[str]:
 def _dim(draw: st.DrawFn, name: str, stem: str, size: int, axes: tuple[str, ...], mesh: MeshShape, fused: int) -> Dim:
     """A dim that these axes split: plain, or the product of factors that they divide."""
     pieces = math.prod(mesh[axis] for axis in axes)
-    may_fuse = len(axes) <= fused and size and size % pieces == 0
-    if not (may_fuse and draw(st.booleans())):
+    # Drawn where it decides nothing, too: an axis that goes away takes no draws with it, and so can go away.
+    wanted = fused >= 0 and draw(st.booleans())
+    if not wanted or len(axes) > fused or not size or size % pieces:
         return Dim((Factor(name, axes),))
     count = draw(st.integers(2, 3))
-    held: list[list[str]] = [[] for _ in range(count)]
-    for axis in axes:
-        held[draw(st.integers(0, count - 1))].append(axis)
+    at = {axis: draw(st.integers(0, count - 1)) for axis in mesh.names}
+    held = [[axis for axis in axes if at[axis] == factor] for factor in range(count)]
     left, factors = size // pieces, []
-    for at, mine in enumerate(held):
-        more = draw(_among(_divisors(left))) if at < count - 1 else left
+    for factor, mine in enumerate(held):
+        more = draw(_among(_divisors(left))) if factor < count - 1 else left
         left //= more
-        factors.append(Factor(f"{stem}{at}", tuple(mine), more * math.prod(mesh[a] for a in mine)))
+        factors.append(Factor(f"{stem}{factor}", tuple(mine), more * math.prod(mesh[a] for a in mine)))
     return Dim(tuple(factors))
 
 
@@ -384,8 +383,13 @@ def _units(model: nn.Module, by_pattern: bool) -> Iterator[_Unit]:
 def _groups(modules: Iterable[str], by_pattern: bool) -> list[list[str]]:
     groups: dict[str, list[str]] = {}
     for name in modules:
-        groups.setdefault(folded(name) if by_pattern else name, []).append(name)
+        groups.setdefault(_by_pattern(name) if by_pattern else name, []).append(name)
     return list(groups.values())
+
+
+def _by_pattern(name: str) -> str:
+    """A name for the modules like it in all blocks; blocks are what the first number counts."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=1)
 
 
 def _own(name: str, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -408,9 +412,12 @@ def _alike(
     shapes = {tuple((attr, tuple(t.shape)) for attr, t in each.items()) for each in own}
     if len(shapes) > 1 or any(len(names[id(t)]) > 1 for each in own for t in each.values()):
         return False
-    found = {name for name in known if compile_pattern(f"^{folded(group[0])}").matches(name)}
+    found = {name for name in known if compile_pattern(f"^{_by_pattern(group[0])}").matches(name)}
     found |= {
-        name for attr in own[0] for name in known if compile_pattern(f"^{folded(f'{group[0]}.{attr}')}").matches(name)
+        name
+        for attr in own[0]
+        for name in known
+        if compile_pattern(f"^{_by_pattern(f'{group[0]}.{attr}')}").matches(name)
     }
     return found == set(group) | {f"{name}.{attr}" for name in group for attr in own[0]}
 
@@ -425,11 +432,15 @@ def _unit(
     own = _own(group[0], module, tensors)
     if not own:
         return
-    key = "^" + (folded(group[0]) if len(group) > 1 else group[0])
+    key = "^" + (_by_pattern(group[0]) if len(group) > 1 else group[0])
     registered = dims_of(module)
     prefix = f"{key}." if group[0] else "^"
     named = {attr: registered and registered.dims(attr, t.ndim) for attr, t in own.items()}
-    found = [_Tensor(f"{prefix}{attr}", tuple(t.shape), named[attr] or ("_",) * t.ndim) for attr, t in own.items()]
+
+    def dims(attr: str, tensor: torch.Tensor) -> tuple[str, ...]:
+        return tuple(name if name.isidentifier() else "_" for name in named[attr] or ("_",) * tensor.ndim)
+
+    found = [_Tensor(f"{prefix}{attr}", tuple(t.shape), dims(attr, t)) for attr, t in own.items()]
     every = {*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))}
     tied = every != set(own) or any(len(names[id(t)]) > 1 for t in own.values())
     as_module = registered is not None and bool(group[0]) and not tied
@@ -438,11 +449,13 @@ def _unit(
         return
     primary = next(attr for attr in registered.tensors if named.get(attr))
     found.sort(key=lambda tensor: not tensor.key.endswith(f".{primary}"))
-    yield _Unit(key, tuple(found), _roles(registered))
+    yield _Unit(key, tuple(found), _roles(registered, named[primary] or ()))
 
 
-def _roles(registered: ModuleDims) -> tuple[str, ...]:
-    return ("colwise",) * (registered.output is not None) + ("rowwise",) * (len(registered.contracted) == 1)
+def _roles(registered: ModuleDims, primary: Sequence[str]) -> tuple[str, ...]:
+    """Roles that split a plain dim; one that splits a factor of a fused dim is refused where it does not divide."""
+    plain = registered.output in primary, len(registered.contracted) == 1 and registered.contracted[0] in primary
+    return ("colwise",) * plain[0] + ("rowwise",) * plain[1]
 
 
 def _activations(model: nn.Module, batch: Any) -> dict[tuple[str, str], set[tuple[int, ...]]]:
@@ -482,7 +495,7 @@ def _borders(
         found = set().union(*(seen.get((name, side), set()) for name in group))
         if len({len(shape) for shape in found}) != 1 or not all(seen.get((name, side)) for name in group):
             continue
-        pattern = f"^{folded(group[0])}" if len(group) > 1 else f"^{group[0]}"
+        pattern = f"^{_by_pattern(group[0])}" if len(group) > 1 else f"^{group[0]}"
         if len(group) > 1 and [n for n in modules if compile_pattern(pattern).matches(n)] != list(group):
             continue
         shape = min(found)
@@ -516,7 +529,7 @@ def rule_sets(model: nn.Module, mesh: MeshLike, batch: Any = None) -> st.SearchS
     >>> find(rule_sets(model, "tp=2"), lambda rules: True)
     Rules({}, unmatched='replicate')
     >>> find(rule_sets(model, "tp=2"), lambda rules: rules.resolve(model, "tp=2").tensors["2.bias"].layout.axes)
-    Rules({"^2": "out@tp in"}, unmatched='replicate')
+    Rules({"^2": "colwise"}, unmatched='replicate')
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"rule_sets() was given a {type(model).__name__}; give a torch.nn.Module.")
@@ -526,7 +539,9 @@ def rule_sets(model: nn.Module, mesh: MeshLike, batch: Any = None) -> st.SearchS
 @st.composite
 def _rule_sets(draw: st.DrawFn, facts: _Facts, mesh: MeshShape) -> Rules:
     axes = mesh.model_axes
-    if not axes:
+    # Drawn where it decides nothing, too: hypothesis takes what needs fewer draws for simpler, and a mesh without model
+    # axes is no simpler than one with nothing split.
+    if not (draw(_often) and axes):
         return Rules({}, unmatched="replicate")
     by_pattern = not draw(st.booleans())
     rules: dict[str, str] = {}
@@ -764,9 +779,6 @@ def _factory(
     return ModelFactory(cls, factory.arguments, tuple(frozen), draw(st.booleans()))
 
 
-_often, _seldom = st.sampled_from([False, True, True, True]), st.sampled_from([False, False, True])
-
-
 @lru_cache(maxsize=256)
 def _parameters(factory: Callable[[], nn.Module]) -> tuple[str, ...]:
     with torch.random.fork_rng(devices=[]):
@@ -896,13 +908,13 @@ def _rows(batch: Callable[[int], Any]) -> int:
 @st.composite
 def _cases(draw: st.DrawFn, model: Any, batch: Callable[[int], Any] | None, meshes: Any) -> Case:
     mesh = draw(meshes)
-    dropout = EXACT_DROPOUT or _data_ranks(mesh) == 1
     if model is None:
-        model = st.one_of(mlps(dropout=dropout), convnets(dropout=dropout), transformers(dropout=dropout))
+        model = st.one_of(mlps(dropout=True), convnets(dropout=True), transformers(dropout=True))
     factory = draw(model) if isinstance(model, st.SearchStrategy) else model
     made = batch or draw(_batches(*_batch_sizes(factory), _data_ranks(mesh)))
     rules = draw(_rule_sets(_facts(factory, made), mesh))
     accumulate = draw(st.integers(1, 2))
+    rng = draw(_among(("exact", "fast")))
     return Case(
         factory,
         made,
@@ -912,7 +924,8 @@ def _cases(draw: st.DrawFn, model: Any, batch: Callable[[int], Any] | None, mesh
         accumulate,
         no_sync=accumulate > 1 and draw(st.booleans()),
         clip=draw(st.sampled_from([None, 0.5])),
-        rng="exact" if EXACT_DROPOUT else "fast",
+        # With rng="fast" each data rank draws a dropout of its own, which is that of no single device.
+        rng=rng if _data_ranks(mesh) == 1 else "exact",
     )
 
 
