@@ -22,8 +22,9 @@ import shardlib as sl
 from shardlib.engine import _torch, ops
 from shardlib.engine.exact import _bits as _bits_module
 from shardlib.engine.exact import _normal
-from shardlib.engine.exact._bits import Stream, bits
+from shardlib.engine.exact._bits import GOLDEN, Stream, bits
 from shardlib.engine.exact._calls import RANDOM
+from shardlib.engine.exact._draw import _normal as _normal_numbers
 from shardlib.engine.exact._draw import draw
 from shardlib.engine.exact._held import Held
 from shardlib.engine.exact._mode import ExactMode
@@ -123,6 +124,18 @@ def test_streams_of_neighbouring_keys_do_not_depend_on_each_other(key: int, step
     flipped = _bits(Stream.of(key), Held.all_of((4096,))) ^ _bits(Stream.of(key + step), Held.all_of((4096,)))
     ones = statistics.fmean((word % 2**64).bit_count() for word in flipped.tolist())
     assert abs(ones - 32) < 5 * 4 / math.sqrt(4096)  # 64 fair bits have a standard deviation of 4
+
+
+def test_streams_are_not_one_stream_shifted():
+    """SplitMix64 walks by GOLDEN: keys that differ by it would give the same numbers, one element on."""
+    a, b = (_bits(Stream.of(key), Held.all_of((64,))) for key in (5, 5 + GOLDEN))
+    assert not set(a.tolist()) & set(b.tolist())
+
+
+def test_the_most_extreme_bits_give_finite_and_symmetric_normal_numbers():
+    low, high = (_normal_numbers(torch.float64, 0.0, 1.0, torch.tensor([z])) for z in (-(2**63), 2**63 - 1))
+    assert low == -high
+    assert 8 < high < 9
 
 
 def test_the_first_elements_of_many_keys_are_uniform():
