@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from shardlib.engine import _torch
+from shardlib.engine._torch import _StridedShard
 
 __all__ = ["Held", "held_by", "is_cut_so"]
 
@@ -132,7 +133,7 @@ def _places(runs: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _factor(placement: Any) -> int:
-    return int(placement.split_factor) if isinstance(placement, _torch._StridedShard) else 1
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 def _cut(runs: Runs, index: int, count: int, factor: int) -> Runs:
