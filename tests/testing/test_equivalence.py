@@ -311,3 +311,14 @@ def test_models_of_the_library_have_rules_that_are_equivalent():
     for make in (models.MLP, models.ConvNet):
         model = make()
         assert_equivalent(make, models.batch_for(model), "dp=2,tp=2", models.rules_for(model), steps=2)
+
+
+def test_models_that_depend_on_the_rank():
+    def made() -> nn.Module:
+        model = mlp()
+        with torch.no_grad():
+            model[0].bias.add_(torch.distributed.get_rank())
+        return model
+
+    with pytest.raises(InputError, match="The single device's loss at step 0 is another one on some ranks"):
+        equivalent(made, rows, "dp=2", {"**": None}, steps=1, check=False)

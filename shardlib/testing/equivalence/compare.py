@@ -93,7 +93,8 @@ class _Notes:
         self.measured = Measured()
         self.means: dict[Key, tuple[float, float]] = {}  # what is a mean over data ranks: here, on the single device
         self.prints: dict[Key, tuple[Any, int]] = {}
-        self.batches: dict[int, int] = {}
+        self.batches: dict[int, int] = {}  # fingerprints of what has to be the same on every rank
+        self.references: dict[Key, int] = {}
         self.placed = _placements(both.sharded)
 
     def batch(self, index: int) -> None:
@@ -126,6 +127,7 @@ class _Notes:
     def loss(self, step: int, name: str, values: list[torch.Tensor], *, kind: str = "loss") -> None:
         single, sharded = values[0], values[-1]
         key = (step, kind, name)
+        self.references[key] = agree.fingerprint(single)
         sharded = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
         if sharded.is_floating_point():
             self.means[key] = (sharded.item(), values[-2].item() if len(values) > 2 else single.item())
@@ -178,11 +180,12 @@ class _Notes:
     def exchanged(self) -> Measured:
         """The same on every rank: the largest distances, and what replicas disagree on."""
         every: list[Any] = [None] * dist.get_world_size()
-        mine = (self.measured.errors, self.means, self.prints, self.measured.layouts, self.batches)
-        dist.all_gather_object(every, mine)
-        _batches_agree([batches for *_, batches in every])
+        mine = (self.measured.errors, self.means, self.prints, self.measured.layouts)
+        dist.all_gather_object(every, (*mine, self.batches, self.references))
+        _batches_agree([batches for *_, batches, _ in every])
+        _references_agree([references for *_, references in every])
         merged = Measured(alone=self.measured.alone, tensors=self.measured.tensors)
-        for rank, (errors, _means, _prints, layouts, _batches) in enumerate(every):
+        for rank, (errors, _means, _prints, layouts, *_) in enumerate(every):
             for key, error in errors.items():
                 merged.errors[key] = max(merged.errors.get(key, 0.0), error)
                 if error > 0:
@@ -202,6 +205,16 @@ def _batches_agree(by_rank: list[dict[int, int]]) -> None:
                 f"batch({index}) made other values on some ranks than on others. It has to make the same global batch "
                 "everywhere, of which each data rank then gets its rows: draw it from a generator of its own, "
                 "torch.Generator().manual_seed(step), and let it not depend on the rank."
+            )
+
+
+def _references_agree(by_rank: list[dict[Key, int]]) -> None:
+    for key in by_rank[0]:
+        if len({references.get(key) for references in by_rank}) > 1:
+            raise InputError(
+                f"The single device's {key[2]} at step {key[0]} is another one on some ranks than on others. model=, "
+                "loss= and before_step= have to do the same on every rank: let them not depend on the rank, and draw random "
+                "numbers from torch's default generator or one of their own."
             )
 
 
@@ -278,7 +291,7 @@ def _unlike(value: torch.Tensor, planned: Layout, shape: MeshShape) -> str | Non
 def limits(case: Case, measured: Measured) -> dict[Key, float]:
     """The limit of each difference; see `measure.py` for where they come from."""
     if case.dtype is not torch.float64:
-        return _beside({key: measured.alone.get(key, 0.0) for key in measured.errors}, torch.finfo(case.dtype).eps)
+        return _low_precision(case, measured)
     limit = dict.fromkeys(measured.errors, measure.FLOAT64_LIMIT)
     if any(measure.FLOAT64_LIMIT < error < measure.CEILING for error in measured.errors.values()):
         measured.coarsest, moved = _moved_by_rounding(case)
@@ -287,10 +300,22 @@ def limits(case: Case, measured: Measured) -> dict[Key, float]:
     return limit
 
 
+def _low_precision(case: Case, measured: Measured) -> dict[Key, float]:
+    """Against the single device's own error; where that is exceeded, against the larger of two draws of it."""
+    unit = torch.finfo(case.dtype).eps
+    alone = {key: measured.alone.get(key, 0.0) for key in measured.errors}
+    limit = _beside(alone, unit)
+    if any(measured.errors[key] > limit[key] for key in limit):
+        _, moved = _moved_by_rounding(case)
+        limit = _beside({key: max(error, moved.get(key, 0.0)) for key, error in alone.items()}, unit)
+    return limit
+
+
 def _beside(errors: Mapping[Key, float], unit: float) -> dict[Key, float]:
     found: dict[Key, float] = {}
     for kind in KINDS:
-        found |= measure.limits_beside({key: error for key, error in errors.items() if key[1] == kind}, unit)
+        of_kind = {key: error for key, error in errors.items() if key[1] == kind}
+        found |= measure.limits_beside(of_kind, unit, together=kind in ("parameter", "state"))
     return found
 
 

@@ -20,7 +20,11 @@ float32, bfloat16, float16: the single device also runs in float64, from the sam
 against that is measured, and the sharded one may be `RATIO` times the single device's. Two sums of the same numbers in
 different order err alike, not equally: the largest error over a tensor is one draw from a distribution with a common
 scale. Tensors of a few elements may be lucky in one of the two draws; so the single device's error counts at least as
-the median over tensors of its kind, and as one unit of rounding.
+the median over tensors of its kind, and as one unit of rounding. After an optimizer's step luck is coarser: Adam moves
+an element whose gradient is smaller than its rounding by the learning rate, up in one run and down in the other.
+Whether a tensor has such an element is chance; parameters and optimizer state share the largest error of their kind.
+Where a limit is still exceeded, the single device runs once more with its parameters moved by one unit, for a second
+draw.
 """
 
 from __future__ import annotations
@@ -81,8 +85,14 @@ def scale_of(want: torch.Tensor, largest: float) -> float:
     return max(size(want), _NOISE * largest)
 
 
-def limits_beside(errors: Mapping[K, float], unit: float) -> dict[K, float]:
-    """How far tensors of one kind may be from float64, given how far the single device's are."""
+def limits_beside(errors: Mapping[K, float], unit: float, *, together: bool = False) -> dict[K, float]:
+    """How far tensors of one kind may be from float64, given how far the single device's are.
+
+    Args:
+        errors: the single device's, by name.
+        unit: the least that counts as one.
+        together: all tensors have the limit of the one with the largest error; else of their own, or the median.
+    """
     finite = [error for error in errors.values() if math.isfinite(error)]
-    usual = statistics.median(finite) if finite else 0.0
+    usual = (max(finite) if together else statistics.median(finite)) if finite else 0.0
     return {name: RATIO * max(error, usual, unit) for name, error in errors.items()}

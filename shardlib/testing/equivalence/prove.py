@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -139,10 +140,12 @@ def _shape(mesh: MeshLike) -> MeshShape:
 def prove(case: Case) -> Report:
     """`equivalent` on the ranks of a case's mesh; every rank returns the same report."""
     begun = time.perf_counter()
-    measured = compare(case)
-    limit = limits(case, measured)
-    failed = wrong(measured, limit)
-    origin = locate(case, measured, failed) if failed else _of_replicas(measured)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        measured = compare(case)
+        limit = limits(case, measured)
+        failed = wrong(measured, limit)
+        origin = locate(case, measured, failed) if failed else _of_replicas(measured)
     return Report(
         case.mesh,
         case.steps,
@@ -153,6 +156,7 @@ def prove(case: Case) -> Report:
         origin,
         measured.tensors,
         _notes(case, measured, limit),
+        tuple(dict.fromkeys(str(warning.message) for warning in heard)),
         time.perf_counter() - begun,
     )
 

@@ -58,6 +58,7 @@ class Report:
         origin: where it broke; None where it did not.
         tensors: how many parameters and buffers the model has.
         notes: what the verdict rests on.
+        warnings: what the sharded run warned of, on the first rank, each once.
         seconds: that the ranks took.
     """
 
@@ -70,6 +71,7 @@ class Report:
     origin: Origin | None
     tensors: int
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     seconds: float = 0.0
 
     @property
@@ -108,7 +110,7 @@ class Report:
             if found:
                 lines += ["", f"{title}: {len(found)}"]
                 lines += [f"  {name}: {text}" for name, text in list(found.items())[:5]]
-        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes), *(f"Warning: {w}" for w in self.warnings)])
 
     def _table(self) -> list[str]:
         rows = [("", "worst", "error", "limit", "wrong of")]
