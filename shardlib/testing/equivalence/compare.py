@@ -213,8 +213,8 @@ def _references_agree(by_rank: list[dict[Key, int]]) -> None:
         if len({references.get(key) for references in by_rank}) > 1:
             raise InputError(
                 f"The single device's {key[2]} at step {key[0]} is another one on some ranks than on others. model=, "
-                "loss= and before_step= have to do the same on every rank: let them not depend on the rank, and draw random "
-                "numbers from torch's default generator or one of their own."
+                "loss= and before_step= have to do the same on every rank: let them not depend on the rank, and draw "
+                "random numbers from the default generator of torch or one of their own."
             )
 
 
