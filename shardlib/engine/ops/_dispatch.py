@@ -156,7 +156,7 @@ def _decide(operands: Operands, schema: OpSchema) -> _Decision | str:
 def _decided(operands: Operands, schema: OpSchema) -> _Decision | str:
     rule = rule_of(operands.op)
     try:
-        metas = (rule and rule.metas and rule.metas(_values(operands))) or global_metas(schema)
+        metas = (rule and rule.metas and rule.metas(_values(operands))) or _metas(operands, schema)
     except Exception as error:
         return f"its output shapes are not known beforehand ({type(error).__name__})"
     flat, tree = pytree.tree_flatten(metas, is_leaf=lambda m: m is None or isinstance(m, TensorMeta))
@@ -168,6 +168,27 @@ def _decided(operands: Operands, schema: OpSchema) -> _Decision | str:
         for meta, places in zip(flat, choice.outputs, strict=True)
     ]
     return _Decision(choice, pytree.tree_unflatten(specs, tree), rule)
+
+
+_METAS: dict[Any, Any] = {}
+_MOST_METAS = 1 << 14
+
+
+def _metas(operands: Operands, schema: OpSchema) -> Any:
+    """`global_metas`, which takes a millisecond, remembered: no mesh is in them, so that they outlive all meshes."""
+    others = tuple(x for x in operands.leaves if not isinstance(x, torch.Tensor))
+    inputs = tuple(map(meta_of, operands.specs))
+    key = (operands.op, inputs, operands.at, others, tuple(map(type, others)), str(operands.tree))
+    key = (*key, operands.mesh.device_type, torch.get_default_dtype())
+    try:
+        known = _METAS.get(key)
+    except TypeError:  # symbolic sizes cannot be hashed
+        return global_metas(schema)
+    if known is None:
+        if len(_METAS) >= _MOST_METAS:
+            _METAS.clear()
+        known = _METAS[key] = global_metas(schema)
+    return known
 
 
 def _pending(operands: Operands, outputs: Sequence[TensorMeta | None]) -> Pending:

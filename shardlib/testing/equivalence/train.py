@@ -116,8 +116,10 @@ class Run:
             return None
         if callable(self.case.clip):
             norm = self.case.clip(self.model)
+        elif self.case.clip is None:
+            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         else:
-            norm = nn.utils.clip_grad_norm_(params, self.case.clip or float("inf"))
+            norm = nn.utils.clip_grad_norm_(params, self.case.clip)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
