@@ -243,6 +243,7 @@ def _layout(
     fused: int = -1,
     fuse_whole: bool = False,
     partial: bool = False,
+    any_order: bool = True,
 ) -> Layout:
     """`fused` is how many axes may split a fused dim, -1 for no such dim; `fuse_whole` says whether none may, too."""
     held: list[list[str]] = [[] for _ in shape]
@@ -252,7 +253,7 @@ def _layout(
             held[at - 1].append(axis)
     dims = []
     for at, (name, size, mine) in enumerate(zip(names, shape, held, strict=True)):
-        order = list(draw(st.permutations(mine))) if len(mine) > 1 else mine
+        order = list(draw(st.permutations(mine))) if len(mine) > 1 and any_order else mine
         kept = order if uneven else _dividing(order, size, mesh)
         most = fused if kept or fuse_whole else -1
         stem = f"d{at}f" if name == "_" else name
@@ -552,12 +553,13 @@ def _rule_sets(draw: st.DrawFn, facts: _Facts, mesh: MeshShape) -> Rules:
     if draw(st.booleans()) if borders.keys else False:
         for key in draw(st.lists(_among(borders.keys), min_size=1, max_size=2, unique=True)):
             shape = borders.shapes[key]
-            activations[key] = _layout(draw, shape, mesh, axes, ("_",) * len(shape)).text
+            activations[key] = _layout(draw, shape, mesh, axes, ("_",) * len(shape), any_order=False).text
     # Roles speak of one axis.
     axis = draw(_among(axes)) if set(rules.values()) & {"colwise", "rowwise"} else axes[0]
     return Rules(rules, activations=activations, unmatched="replicate", axis=axis)
 
 
+# Axes that split one dim stand in the mesh's order: torch fails on others where the dim is uneven.
 def _unit_rules(draw: st.DrawFn, unit: _Unit, mesh: MeshShape) -> dict[str, str]:
     kind = draw(_among(("whole", *["module"] * bool(unit.key), *unit.roles, "tensors")))
     if kind == "whole":
@@ -565,7 +567,7 @@ def _unit_rules(draw: st.DrawFn, unit: _Unit, mesh: MeshShape) -> dict[str, str]
     if kind in unit.roles:
         return {unit.key: kind}
     tensors = unit.tensors if kind == "tensors" else unit.tensors[:1]
-    drawn = {t.key: _layout(draw, t.shape, mesh, mesh.model_axes, t.dims, fused=1) for t in tensors}
+    drawn = {t.key: _layout(draw, t.shape, mesh, mesh.model_axes, t.dims, fused=1, any_order=False) for t in tensors}
     if kind == "module":
         drawn = {unit.key: drawn[tensors[0].key]}
     return {key: layout.text for key, layout in drawn.items() if layout.axes}
