@@ -23,11 +23,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _harness import Variant, console, is_rank, parser, run_variants, start_ranks, summary, table, write
 from _models import SIZES, Size
-from gpt import GPT, GPTConfig
 from rich.table import Table
 from torch import nn
 
 import shardlib as sl
+from examples.gpt import GPT, GPTConfig
 
 
 def model(size: Size, dropout: float) -> nn.Module:
