@@ -10,6 +10,7 @@ masks of the two kinds differ, so that losses do too.
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import sys
 import time
@@ -27,12 +28,12 @@ from rich.table import Table
 from torch import nn
 
 import shardlib as sl
-from examples.gpt import GPT, GPTConfig
 
 
 def model(size: Size, dropout: float) -> nn.Module:
+    gpt = importlib.import_module("examples.gpt")  # at the root of the repository, where shardlib is installed from
     torch.manual_seed(0)
-    return GPT(GPTConfig(size.vocab, size.seq, size.layers, size.heads, size.embed, dropout=dropout))
+    return gpt.GPT(gpt.GPTConfig(size.vocab, size.seq, size.layers, size.heads, size.embed, dropout=dropout))
 
 
 def sharded(size: Size, *, rng: str, compile: str | None, dropout: float = 0.1) -> nn.Module:
