@@ -178,8 +178,8 @@ def _metas(operands: Operands, schema: OpSchema) -> Any:
     """`global_metas`, which takes a millisecond, remembered: no mesh is in them, so that they outlive all meshes."""
     others = tuple(x for x in operands.leaves if not isinstance(x, torch.Tensor))
     inputs = tuple(map(meta_of, operands.specs))
-    key = (operands.op, inputs, operands.at, others, tuple(map(type, others)), str(operands.tree))
-    key = (*key, operands.mesh.device_type, torch.get_default_dtype())
+    call = (operands.op, inputs, operands.at, others, tuple(map(type, others)), str(operands.tree))
+    key = (call, operands.mesh.device_type, torch.get_default_dtype())
     try:
         known = _METAS.get(key)
     except TypeError:  # symbolic sizes cannot be hashed

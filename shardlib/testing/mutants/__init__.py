@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shardlib._mesh import MeshShape
 from shardlib.errors import InputError, nearest
 from shardlib.testing._pool import shared_pool
 from shardlib.testing.equivalence import Report, equivalent
@@ -97,8 +98,6 @@ def _mutant(name: str) -> Mutant:
 
 
 def _world_size(name: str) -> int:
-    from shardlib import MeshShape
-
     return MeshShape(_mutant(name).case()["mesh"]).world_size
 
 
