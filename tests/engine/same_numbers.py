@@ -57,8 +57,8 @@ def differences(
     """The largest relative difference of each kind of value over some training steps; runs on every rank.
 
     `make_batch(step)` gives positional and keyword arguments for the global batch, batch dim first. The loss must be a
-    mean over the batch. With `rng="exact"` the reference draws exactly too. `same_random` lets the sharded run draw from
-    the generator state that the reference drew from.
+    mean over the batch. With `rng="exact"` the reference draws exactly too. `same_random` lets the sharded run draw
+    from the generator state that the reference drew from.
     With `no_sync`, accumulated gradients are reduced by the last backward pass of a step alone. `before_step` may
     change both models before a step; `clip` is the gradient norm that steps are clipped to.
     """
