@@ -43,8 +43,8 @@ def _summand(rank: int, ranks: int, whole: torch.Tensor) -> torch.Tensor:
     [
         (
             "tp=2", "batch feature", lambda rank, part, whole: part * 2,
-            "2 times a single device's (tp=2): looks like a reduction over tp that is done twice, or a sum where a mean "
-            "is due",
+            "2 times a single device's (tp=2): looks like a reduction over tp that is done twice, or a sum where a "
+            "mean is due",
         ),
         (
             "dp=3,tp=2", "batch feature", lambda rank, part, whole: part / 3,

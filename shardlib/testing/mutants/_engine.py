@@ -263,11 +263,10 @@ def _half_gradient(original: Any) -> Any:
     return staticmethod(backward)
 
 
-_SEQUENCE = "https://arxiv.org/abs/2205.05198"
 ENGINE = (
     Mutant(
         "norm gradient", "norm weights under the sequence split: their gradients are not summed over tp",
-        "NVIDIA/Megatron-LM#1446, #474; EleutherAI/gpt-neox#1257", r".*(norm|proj|down).*",
+        "NVIDIA/Megatron-LM#1446; EleutherAI/gpt-neox#1257; NVIDIA/apex#1686", r".*(norm|proj|down).*",
         lambda: transformer("tp=2", sequence=True), replaced(gradients, "_like_its_parameter", _relabelled),
     ),
     Mutant(
@@ -277,7 +276,7 @@ ENGINE = (
     ),
     Mutant(
         "row sum", "the output of a row-parallel layer is not summed",
-        "NVIDIA-NeMo/Automodel#1260", r"blocks\.0\.attn\.proj",
+        "pytorch/pytorch#172932", r"blocks\.0\.attn\.proj",
         lambda: transformer("tp=2"), replaced(linear, "_row", _row(_no_sum_in_forward)),
     ),
     Mutant(
@@ -321,7 +320,7 @@ ENGINE = (
     ),
     Mutant(
         "data reduction", "gradients never leave their rank",
-        "pytorch/pytorch#88621", r"\(every module\)",
+        "NVIDIA-NeMo/Automodel#1260", r"\(every module\)",
         lambda: transformer("dp=2"), replaced(gradients.GradientReducer, "_launch", _not_sent),
     ),
     Mutant(
@@ -342,28 +341,28 @@ ENGINE = (
     ),
     Mutant(
         "thawed parameter", "a parameter that begins to train later is in no bucket",
-        "pytorch/pytorch#96225", r"blocks\.0\.mlp\.up",
+        "Lightning-AI/pytorch-lightning#20340; NVIDIA/apex#46", r"blocks\.0\.mlp\.up",
         lambda: transformer("dp=2", before_step=_thaw, steps=3),
         replaced(gradients.GradientReducer, "notice_unfrozen", _blind_to_thawed),
     ),
     Mutant(
         "frozen parameter", "sharding forgets that a parameter is frozen",
-        "huggingface/peft#1142", r"blocks\.0\.mlp\.up",
+        "facebookresearch/fairscale#721; pytorch/pytorch#105371", r"blocks\.0\.mlp\.up",
         lambda: {**transformer("tp=2"), "model": _frozen}, after_sharding(_train_frozen),
     ),
     Mutant(
         "batch statistics", "BatchNorm normalises with each rank's own examples",
-        "hpcaitech/ColossalAI#5855", r"norm",
+        "pytorch/pytorch#62967", r"norm",
         lambda: _images("dp=2"), mistaken=lambda: _images("dp=2", global_batch_norm=False),
     ),
     Mutant(
         "statistics gradient", "the gradient of BatchNorm's statistics stays on its rank",
-        "NVIDIA/apex#1686", r"norm",
+        "pytorch/pytorch#36382, #64039", r"norm",
         lambda: _images("dp=2"), replaced(batchnorm._SumOverRanks, "backward", _own_gradient),
     ),
     Mutant(
         "running variance", "BatchNorm's running variance lacks its correction",
-        "pytorch/pytorch#1410", r"norm",
+        "pytorch/pytorch#40600", r"norm",
         lambda: _images("dp=2"), replaced(batchnorm, "_update_running", _biased_variance),
     ),
     Mutant(
