@@ -1,6 +1,6 @@
 # make demo    four processes train a GPT on real text, one device trains it too, the numbers side by side (a minute)
 # make test    format, lint, types, tests                make test-deep   the same tests with many more examples
-# make bench   tensor and data parallel training steps, against what else there is
+# make bench   training steps, exact randomness and proofs, against what else there is
 #
 # Each needs nothing but Python >= 3.11: it makes .venv, fills it once, and again when pyproject.toml changes.
 
@@ -28,6 +28,8 @@ test-deep: .venv/.dev
 bench: .venv/.dev
 	$(RUN) benchmarks/tensor_parallel.py $(ARGS)
 	$(RUN) benchmarks/data_parallel.py $(ARGS)
+	$(RUN) benchmarks/randomness.py $(ARGS)
+	$(RUN) benchmarks/proof.py $(ARGS)
 
 format: .venv/.dev
 	$(BIN)/ruff format .
