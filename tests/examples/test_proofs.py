@@ -25,7 +25,7 @@ def test_fully_shard_by_hand_is_proved():
 
 
 def test_the_line_forgotten_by_hand_is_found_and_mending_it_is_proved():
-    script = "examples/by_hand/tensor_parallel.py"
+    script = "examples/by_hand/parallelized.py"
     forgotten = _run([sys.executable, script], ROOT)
     assert forgotten.startswith("NOT equivalent to a single device")
     assert (

@@ -1,7 +1,7 @@
 """A model sharded by hand with PyTorch's `parallelize_module`, and one line of the plan forgotten.
 
-    python examples/by_hand/tensor_parallel.py             what `equivalent` says of it
-    python examples/by_hand/tensor_parallel.py --mended    with the line
+    python examples/by_hand/parallelized.py             what `equivalent` says of it
+    python examples/by_hand/parallelized.py --mended    with the line
 
 Activations between the layers are split over the sequence, so norms have to be told (`SequenceParallel`) that each rank
 sees a part of it: their weights' gradients are then summed. `norm2` is forgotten. The loss looks as it should, all
