@@ -207,7 +207,8 @@ def mesh(spec: MeshLike | None = None, *, device_type: str | None = None, **axes
 
     Args:
         spec: "dp=2,tp=4", a `MeshShape` or a mapping; or give the axes as keywords.
-        device_type: "cuda" or "cpu"; by default the accelerator that torch sees, else "cpu".
+        device_type: "cuda" or "cpu"; by default the accelerator that torch sees, else "cpu"; "cpu" too where a
+            process group of gloo alone is there already.
         **axes: names and sizes, instead of `spec`.
 
     Raises:
@@ -233,6 +234,9 @@ def _world_size() -> int:
 
 
 def _default_device_type() -> str:
+    """The machine's accelerator, unless the ranks have met over gloo, which is for CPUs."""
+    if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
+        return "cpu"
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device.type if device else "cpu"
 

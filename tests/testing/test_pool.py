@@ -12,6 +12,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import shardlib as sl
 from shardlib.testing._pool import HangError, RankDied, RankError, Ranks
 from shardlib.testing._pool import ranks as own_pool
 from shardlib.testing._standing import Standing, explain
@@ -32,6 +34,16 @@ from shardlib.testing._standing import Standing, explain
 class Box:
     def __init__(self, content: Any) -> None:
         self.content = content
+
+
+def _device_of_a_mesh_beside_an_accelerator() -> str:
+    there = {"is_available": lambda: True, "current_accelerator": lambda: torch.device("cuda")}
+    with mock.patch.multiple(torch.accelerator, **there):
+        return sl.mesh("tp=2").device_type
+
+
+def test_ranks_compute_on_the_cpu_whatever_the_machine_has(ranks):
+    assert ranks(2).run(_device_of_a_mesh_beside_an_accelerator) == ["cpu", "cpu"]
 
 
 def test_lambdas_closures_and_classes_of_this_file_travel(ranks: Ranks):
