@@ -71,8 +71,8 @@ class HangError(RankError):
         >>> try:
         ...     shared_pool(2).run(skipped_by_one_rank)
         ... except HangError as error:
-        ...     print([(s.rank, s.state, s.collective) for s in error.standing])
-        [(0, 'waiting', 'barrier'), (1, 'done', '')]
+        ...     print(error.standing[1].state)
+        done
     """
 
 
