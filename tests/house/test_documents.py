@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import shardlib
+from shardlib import testing
 from tests.house.source import ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,6 +67,12 @@ def test_public_methods_have_docstrings(name: str):
 def test_a_public_name_stands_in_the_documents(name: str):
     text = "\n".join(document.read_text() for document in DOCUMENTS)
     assert re.search(rf"\b(sl|shardlib)\.{name}\b", text), f"neither README.md nor docs/ mentions shardlib.{name}"
+
+
+@pytest.mark.parametrize("name", testing.__all__)
+def test_a_name_of_testing_has_a_docstring_and_stands_in_its_document(name: str):
+    assert inspect.getdoc(getattr(testing, name))
+    assert f"`{name}`" in (ROOT / "docs" / "testing.md").read_text()
 
 
 @pytest.mark.parametrize("processes", [1, 4])
