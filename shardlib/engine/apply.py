@@ -210,7 +210,11 @@ class _Build:
                 )
 
         for row in self.plan.rows:
-            self._refuse_what_torch_gathers_wrongly(row)
+            self._refuse_what_torch_gathers_wrongly(row.name, row.compute)
+            self._refuse_what_ops_cut_otherwise(row)
+        for border in self.plan.borders:
+            if border.layout is not None:
+                self._refuse_what_torch_gathers_wrongly(f"{border.module}.{border.side}", border.layout)
 
     def warn_of_idle_axes(self) -> None:
         """A model axis that splits nothing makes its ranks compute the same thing, each for itself."""
@@ -224,14 +228,32 @@ class _Build:
                     stacklevel=4,
                 )
 
-    def _refuse_what_torch_gathers_wrongly(self, row: Row) -> None:
+    def _refuse_what_torch_gathers_wrongly(self, name: str, layout: Layout) -> None:
         """A fused dim split over two model axes: DTensor's shards are right, but what it gathers from them is not."""
-        for dim in self._on_model_axes(row.compute).dims:
-            if isinstance(dim, Dim) and dim.fused and len([a for a in dim.axes if a in self.model_axes]) > 1:
+        for dim in self._on_model_axes(layout).dims:
+            if isinstance(dim, Dim) and dim.fused and len(dim.axes) > 1:
                 raise PlanError(
-                    f'"{row.name}" is laid out as "{row.compute}": a fused dim split over more than one model axis can '
+                    f'"{name}" is laid out as "{layout}": a fused dim split over more than one model axis can '
                     "be planned but not run, since torch gathers such a DTensor in the wrong order. Split it over one "
                     "axis, and another dim over the other."
+                )
+
+    def _refuse_what_ops_cut_otherwise(self, row: Row) -> None:
+        """An uneven dim whose axes stand in another order than the mesh's: our ops cut and join in the mesh's order.
+
+        Where the split is even that is a fused split; of uneven pieces it would make others. Activations are looked at
+        when they come, in `borders.py`.
+        """
+        layout = self._on_model_axes(row.compute)
+        for dim in layout.uneven_dims(row.global_shape, self.shape):
+            given = layout.axes_of(dim)
+            ordered = [axis for axis in self.model_axes if axis in given]
+            if list(given) != ordered:
+                raise PlanError(
+                    f'"{row.name}", of global shape {row.global_shape}, is laid out as "{row.compute}": dim {dim} is '
+                    f'split unevenly over {" and ".join(given)}, in another order than that of mesh "{self.shape}", '
+                    f"which can be planned but not run. Write @({','.join(ordered)}) there, or give the dim a size "
+                    f"that {math.prod(self.shape[axis] for axis in given)} divides."
                 )
 
     def check_ranks_agree(self) -> None:

@@ -9,6 +9,7 @@ enter that module's backward. Together they give Megatron's count: four collecti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,13 @@ def _laid_out(layout: Layout, mesh: DeviceMesh) -> Callable[[torch.Tensor], torc
             return tensor.redistribute(placements=target)
         return _LayOut.apply(tensor, target)
 
-    return lay_out
+    pieces = tuple({} if target is None else _equal_pieces(target, mesh) for target in by_ndim)
+
+    def checked(tensor: torch.Tensor) -> torch.Tensor:
+        _refuse_uneven(tensor, pieces[tensor.ndim], layout, mesh)
+        return lay_out(tensor)
+
+    return checked if any(pieces) else lay_out
 
 
 def _placements(layout: Layout, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...] | None:
@@ -99,6 +106,30 @@ def _placements(layout: Layout, mesh: DeviceMesh, ndim: int) -> tuple[Placement,
         return tuple(layout.placements(mesh, ndim=ndim))
     except LayoutError:
         return None
+
+
+def _equal_pieces(placements: tuple[Placement, ...], mesh: DeviceMesh) -> dict[int, int]:
+    """Dims that are split inside, or over axes in another order than the mesh's, and into how many pieces."""
+    found = {}
+    for axis, place in enumerate(placements):
+        if isinstance(place, _torch._StridedShard):
+            ranks = math.prod(
+                n for other, n in zip(placements, mesh.shape, strict=True) if _torch.splits(other, place.dim)
+            )
+            found[place.dim] = max(ranks, int(place.split_factor) * mesh.size(axis))
+    return found
+
+
+def _refuse_uneven(tensor: torch.Tensor, pieces: dict[int, int], layout: Layout, mesh: DeviceMesh) -> None:
+    """See `_refuse_what_ops_cut_otherwise` in `apply.py`: of activations, sizes are known only here."""
+    for dim, count in pieces.items():
+        if tensor.shape[dim] % count:
+            raise InputError(
+                f'The layout "{layout}" was given to an activation of global shape {tuple(tensor.shape)}: as a fused '
+                f"dim, or over axes in another order than the mesh's ({', '.join(mesh.mesh_dim_names or ())}), it "
+                f"splits dim {dim}, which {count} does not divide. Give the dim a size that {count} divides, or split "
+                "all of it, over axes in the mesh's order."
+            )
 
 
 def _reduce_gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import shardlib as sl
 from shardlib.errors import CheckpointError, InputError, MeshError, PlanError, ShardingError
 from tests.engine import models
+from tests.engine.same_numbers import assert_same_numbers
 
 
 def _message(error: type[Exception], act: Callable[[], Any]) -> str:
@@ -249,6 +250,62 @@ def test_a_fused_dim_over_two_model_axes(ranks):
         "planned but not run, since torch gathers such a DTensor in the wrong order. Split it over one axis, and "
         "another dim over the other."
     )
+
+
+def _fused_activation_over_two_axes() -> str:
+    rules = sl.Rules({"up.output": "batch (two half@(sp,tp))", "**": None}, sizes={"two": 2})
+    return _message(PlanError, lambda: sl.shard_model(models.MLP(8), "sp=2,tp=2", rules))
+
+
+def test_an_activation_with_a_fused_dim_over_two_model_axes(ranks):
+    assert (
+        ranks(4)
+        .run(_fused_activation_over_two_axes)[0]
+        .startswith(
+            '"up.output" is laid out as "batch (two half@(sp,tp))": a fused dim split over more than one model axis'
+        )
+    )
+
+
+def _uneven_in_another_order() -> tuple[str, bool]:
+    model = models.MLP(7)
+    before = dict(model.named_parameters())
+    rules = sl.Rules({"up.bias": "out@(sp,tp)"}, unmatched="replicate")
+    message = _message(PlanError, lambda: sl.shard_model(model, "dp=1,tp=2,sp=2", rules))
+    return message, all(before[name] is p for name, p in model.named_parameters())
+
+
+def test_an_uneven_dim_whose_axes_stand_in_another_order(ranks):
+    assert ranks(4).run(_uneven_in_another_order)[0] == (
+        '"up.bias", of global shape (7,), is laid out as "out@(sp,tp)": dim 0 is split unevenly over sp and tp, in '
+        'another order than that of mesh "dp=1,tp=2,sp=2", which can be planned but not run. Write @(tp,sp) there, or '
+        "give the dim a size that 4 divides.",
+        True,
+    )
+
+
+def _uneven_activation(layout: str) -> str:
+    rules = sl.Rules({"up.output": layout}, unmatched="replicate")
+    model = sl.shard_model(models.MLP(7).double(), "tp=2,sp=2", rules)
+    return _message(InputError, lambda: model(*models.rows(0)[0]))
+
+
+@pytest.mark.parametrize("layout", ["batch width@(sp,tp)", "batch (two=2 half@tp)"])
+def test_an_uneven_activation_of_equal_pieces(ranks, layout: str):
+    assert ranks(4).run(_uneven_activation, layout)[0] == (
+        f'The layout "{layout.replace("=2", "")}" was given to an activation of global shape (8, 7): as a fused dim, or over axes in '
+        "another order than the mesh's (tp, sp), it splits dim 1, which 4 does not divide. Give the dim a size that 4 "
+        "divides, or split all of it, over axes in the mesh's order."
+    )
+
+
+def _even_in_another_order() -> None:
+    rules = {"up": "out@(sp,tp) in", "down": "rowwise", "up.output": "batch width@(sp,tp)"}
+    assert_same_numbers(lambda: models.MLP(8), models.rows, models.spread, "tp=2,sp=2", rules)
+
+
+def test_an_even_dim_may_be_split_in_any_order(ranks):
+    ranks(4).run(_even_in_another_order)
 
 
 def _idle_axis() -> list[str]:
