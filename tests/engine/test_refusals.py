@@ -292,8 +292,9 @@ def _uneven_activation(layout: str) -> str:
 
 @pytest.mark.parametrize("layout", ["batch width@(sp,tp)", "batch (two=2 half@tp)"])
 def test_an_uneven_activation_of_equal_pieces(ranks, layout: str):
+    shown = layout.replace("=2", "")
     assert ranks(4).run(_uneven_activation, layout)[0] == (
-        f'The layout "{layout.replace("=2", "")}" was given to an activation of global shape (8, 7): as a fused dim, or over axes in '
+        f'The layout "{shown}" was given to an activation of global shape (8, 7): as a fused dim, or over axes in '
         "another order than the mesh's (tp, sp), it splits dim 1, which 4 does not divide. Give the dim a size that 4 "
         "divides, or split all of it, over axes in the mesh's order."
     )
