@@ -13,8 +13,7 @@ The ten-line test of a model of your own, on every mesh of at most four ranks, u
 
 What is drawn need not be sensible: a bias split apart from its weight's rows, a norm whose features are split, two axes
 on one dim, more ranks than a dim has indices. The numbers have to be those of one device all the same. Left out is what
-shardlib refuses; and, in rules, axes of one dim in another order than the mesh's, fused dims of activations, and roles
-that split a factor of a fused dim.
+shardlib refuses; and, in rules, fused dims of activations, and roles that split a factor of a fused dim.
 
 Everything shrinks towards one axis of two ranks, nothing split, the smallest model, nothing frozen: what is left in a
 minimal example is needed for its failure.
@@ -244,9 +243,13 @@ def _layout(
     fused: int = -1,
     fuse_whole: bool = False,
     partial: bool = False,
-    any_order: bool = True,
+    shared: int = 0,
 ) -> Layout:
-    """`fused` is how many axes may split a fused dim, -1 for no such dim; `fuse_whole` says whether none may, too."""
+    """What is drawn for one tensor.
+
+    `fused` is how many axes may split a fused dim, -1 for no such dim; `fuse_whole` says whether none may, too. With
+    `shared` axes of one dim stand in the mesh's order unless they divide what each of so many data ranks has of it.
+    """
     held: list[list[str]] = [[] for _ in shape]
     for axis in axes:
         at = draw(st.integers(0, len(shape)))
@@ -254,7 +257,9 @@ def _layout(
             held[at - 1].append(axis)
     dims = []
     for at, (name, size, mine) in enumerate(zip(names, shape, held, strict=True)):
-        order = list(draw(st.permutations(mine))) if len(mine) > 1 and any_order else mine
+        order = list(draw(st.permutations(mine))) if len(mine) > 1 else mine
+        if shared and size % (shared * math.prod(mesh[axis] for axis in mine)):
+            order = mine
         kept = order if uneven else _dividing(order, size, mesh)
         most = fused if kept or fuse_whole else -1
         stem = f"d{at}f" if name == "_" else name
@@ -500,7 +505,7 @@ def _borders(
         pattern = f"^{_by_pattern(group[0])}" if len(group) > 1 else f"^{group[0]}"
         if len(group) > 1 and [n for n in modules if compile_pattern(pattern).matches(n)] != list(group):
             continue
-        shape = min(found)
+        shape = tuple(math.gcd(*sizes) for sizes in zip(*found, strict=True))  # what divides it divides each of them
         if shape:
             yield f"{pattern}.{side}" if group[0] else f"^{side}", shape
 
@@ -513,7 +518,8 @@ def rule_sets(model: nn.Module, mesh: MeshLike, batch: Any = None) -> st.SearchS
 
     For each module a role, a text about its dims, or a layout for each parameter and buffer by itself; for module
     borders a layout of the activation. Repeated blocks have rules by patterns, or each its own. Left out is what
-    shardlib refuses: two layouts for tied parameters, and (until torch gathers it right) a fused dim split by two axes.
+    shardlib refuses: two layouts for tied parameters, a fused dim split by two axes (until torch gathers it right), an
+    uneven dim whose axes stand in another order than the mesh's.
 
     Shrinks towards no rule at all, every tensor whole.
 
@@ -554,13 +560,12 @@ def _rule_sets(draw: st.DrawFn, facts: _Facts, mesh: MeshShape) -> Rules:
     if draw(st.booleans()) if borders.keys else False:
         for key in draw(st.lists(_among(borders.keys), min_size=1, max_size=2, unique=True)):
             shape = borders.shapes[key]
-            activations[key] = _layout(draw, shape, mesh, axes, ("_",) * len(shape), any_order=False).text
+            activations[key] = _layout(draw, shape, mesh, axes, ("_",) * len(shape), shared=_data_ranks(mesh)).text
     # Roles speak of one axis.
     axis = draw(_among(axes)) if set(rules.values()) & {"colwise", "rowwise"} else axes[0]
     return Rules(rules, activations=activations, unmatched="replicate", axis=axis)
 
 
-# Axes that split one dim stand in the mesh's order: torch fails on others where the dim is uneven.
 def _unit_rules(draw: st.DrawFn, unit: _Unit, mesh: MeshShape) -> dict[str, str]:
     kind = draw(_among(("whole", *["module"] * bool(unit.key), *unit.roles, "tensors")))
     if kind == "whole":
@@ -568,7 +573,7 @@ def _unit_rules(draw: st.DrawFn, unit: _Unit, mesh: MeshShape) -> dict[str, str]
     if kind in unit.roles:
         return {unit.key: kind}
     tensors = unit.tensors if kind == "tensors" else unit.tensors[:1]
-    drawn = {t.key: _layout(draw, t.shape, mesh, mesh.model_axes, t.dims, fused=1, any_order=False) for t in tensors}
+    drawn = {t.key: _layout(draw, t.shape, mesh, mesh.model_axes, t.dims, fused=1, shared=1) for t in tensors}
     if kind == "module":
         drawn = {unit.key: drawn[tensors[0].key]}
     return {key: layout.text for key, layout in drawn.items() if layout.axes}
