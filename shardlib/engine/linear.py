@@ -17,6 +17,7 @@ the way of `F.linear`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -131,9 +132,14 @@ def _scattered(
 
 
 def _even(spec: DTensorSpec) -> bool:
-    """Whether no split is uneven: only then do local strides say what global ones are."""
+    """Whether no split is uneven, not even by all axes of a dim together: only then do local strides say what global
+    ones are."""
+    return all(size % _pieces(spec, dim) == 0 for dim, size in enumerate(spec.shape))
+
+
+def _pieces(spec: DTensorSpec, dim: int) -> int:
     pairs = zip(spec.placements, spec.mesh.shape, strict=True)
-    return all(spec.shape[p.dim] % n == 0 for p, n in pairs if isinstance(p, Shard))
+    return math.prod(n for place, n in pairs if _torch.splits(place, dim))
 
 
 class _Linear(torch.autograd.Function):
