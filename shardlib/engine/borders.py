@@ -24,7 +24,7 @@ from shardlib.engine.ops._operands import redistributed
 from shardlib.errors import InputError, LayoutError
 from shardlib.layout import Layout
 
-__all__ = ["border_placements", "install_gradient_border", "install_input_border", "install_output_border"]
+__all__ = ["border_placements", "install_gradient_border", "install_input_border", "install_output_border", "moved"]
 
 
 # Dims of an activation for which placements are laid out in advance, so that a compiled block finds them in a tuple.
@@ -138,7 +138,7 @@ def _reduce_gradient(tensor: torch.Tensor) -> torch.Tensor:
     placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
     if torch.compiler.is_compiling():
         return tensor.redistribute(placements=placements)
-    tensor.register_hook(lambda grad: None if grad.placements == placements else _moved(grad, placements))
+    tensor.register_hook(lambda grad: None if grad.placements == placements else moved(grad, placements))
     return tensor
 
 
@@ -157,10 +157,11 @@ class _LayOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:  # type: ignore[override]
-        return None if grad is None else _moved(grad, ctx.placements), None
+        return None if grad is None else moved(grad, ctx.placements), None
 
 
-def _moved(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+def moved(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """A gradient in other placements; by our own way, which knows fused splits beside other axes (`_operands.py`)."""
     if torch.is_grad_enabled():  # the gradient of a gradient is asked for
         return grad.redistribute(placements=placements)
     return _moved_locally(grad, placements)

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
+from shardlib.engine.borders import moved
 from shardlib.engine.plain import plain
 
 __all__ = ["GradientReducer"]
@@ -304,13 +305,13 @@ def _like_its_parameter(param: torch.nn.Parameter, *, keep_partial: Axes | None 
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or grad.placements == param.placements:
         return grad
     names = grad.device_mesh.mesh_dim_names or ()
-    target = [
+    target = tuple(
         have
         if have.is_partial("sum") and want.is_replicate() and (keep_partial is None or name in keep_partial)
         else want
         for name, have, want in zip(names, grad.placements, param.placements, strict=True)
-    ]
-    return grad if tuple(target) == grad.placements else grad.redistribute(placements=target)
+    )
+    return grad if target == grad.placements else moved(grad, target)
 
 
 def _first_ranks(seen: list[tuple[int, Axes]], group: dist.ProcessGroup) -> list[tuple[int, Axes]]:
