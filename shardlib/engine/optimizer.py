@@ -42,6 +42,8 @@ _ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
 
 _FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
 _FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+# torch 2.13's fused SGD reads and writes beside half-precision parameters of more than 32 elements.
+_FUSED_SGD_DTYPES = {torch.float32, torch.float64}
 _STEP = torch.zeros((), dtype=torch.float32)  # what the fused kernels count steps in
 
 T = TypeVar("T")
@@ -167,10 +169,12 @@ def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: An
     On accelerators torch itself takes the multi-tensor form of the same update when nothing was chosen.
     """
     open_choice = all(group.get(key, True) is None for key in ("fused", "foreach")) and not group.get("differentiable")
+    dtypes = _FUSED_SGD_DTYPES if type(optimizer) is torch.optim.SGD else _FUSED_DTYPES
     return (
         open_choice
         and type(optimizer) in _FUSED
-        and all(p.device.type == "cpu" and p.dtype in _FUSED_DTYPES for p in group["params"])
+        and not isinstance(group.get("lr"), torch.Tensor)  # the loop computes with it in its own dtype
+        and all(p.device.type == "cpu" and p.dtype in dtypes for p in group["params"])
         and all(p.grad is None or p.grad.stride() == p.stride() for p in group["params"])
         and all(state[p].get("step", _STEP).dtype == _STEP.dtype for p in group["params"] if p in state)
     )

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardlib import Rules
+from shardlib import MeshShape, Rules
 from shardlib.errors import InputError, MeshError, RuleError
 from shardlib.testing import models
-from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equivalent, equivalent
+from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equivalent, compare, equivalent
+from shardlib.testing.equivalence.case import Case
 from shardlib.testing.mutants import prove
 from shardlib.testing.mutants._mutant import after_sharding, transformer
 
@@ -238,6 +239,62 @@ def test_float32_inside_hides_no_mistake(ranks):
     spoil = after_sharding(functools.partial(_scale_output, "down"))
     report = ranks(4).run(_spoilt, spoil, IN_FLOAT32)[0]
     assert not report and report.origin.module == "down"
+
+
+class LossInFloat32(nn.Module):
+    """A loss that the weights hardly move, and that ranks round each for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.down(F.gelu(self.up(x)))
+        return {"loss": (1e-9 * y.sum(-1) + x.exp().sum(-1)).float().mean(), "y": y}
+
+
+def test_a_loss_in_float32_counts_as_rounded_to_it(ranks):
+    arguments = {**IN_FLOAT32, "model": LossInFloat32}
+    report = equivalent(**arguments)
+    assert report.worst()["loss"].error > 1e-10 and report, report
+    spoil = after_sharding(functools.partial(_scale_gradient, "down"))
+    spoilt = ranks(4).run(_spoilt, spoil, arguments)[0]
+    assert not spoilt and spoilt.origin.module == "down"  # not the model, for a loss that each rank has of its own rows
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_a_loss_that_is_zero_in_exact_arithmetic(mesh: str):
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.LayerNorm(8))
+
+    def batch(step: int) -> torch.Tensor:
+        return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+
+    rules = {**RULES, "3": None}
+    report = equivalent(model, batch, mesh, rules, loss=lambda model, batch: model(batch).mean())
+    assert report and all(d.limit < 1e-6 for d in report.differences if d.kind == "loss")
+
+
+@pytest.mark.parametrize(("model", "dtype"), [(mlp, torch.float64), (LossInFloat32, torch.float32)])
+def test_the_dtype_that_batches_are_made_in_is_not_the_models(model: Callable[[], nn.Module], dtype: torch.dtype):
+    assert rows(0).dtype is torch.float32
+    assert compare._moved_by_rounding(Case(model, rows, MeshShape("tp=2"), steps=1))[0] is dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_of_more_than_one_vector(dtype: torch.dtype):
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)
+
+    assert_equivalent(mlp, rows, "tp=2", RULES, optimizer=sgd, dtype=dtype)
+
+
+def test_a_learning_rate_that_is_a_tensor():
+    def adam(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=torch.tensor(0.1))
+
+    report = assert_equivalent(mlp, rows, "tp=2", RULES, optimizer=adam)
+    assert report.worst()["parameter"].error < 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

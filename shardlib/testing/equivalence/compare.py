@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from shardlib.layout import Layout
 from shardlib.testing.equivalence import measure, parts
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.precision import Coarsest
-from shardlib.testing.equivalence.train import Run, Twins, named_tensors, single_device, twins
+from shardlib.testing.equivalence.train import Run, Twins, cast, named_tensors, single_device, twins
 
 __all__ = ["KINDS", "START", "Key", "Measured", "compare", "in_order", "limits", "wrong"]
 
@@ -44,6 +45,7 @@ class Measured:
         ranks: the ranks whose distance is above zero, for each key.
         replicas: what ranks hold alike but with other bits: a sentence each.
         layouts: what lies otherwise than the plan says: a sentence each.
+        units: one unit of rounding of the value's own dtype on the single device.
         tensors: how many parameters and buffers were compared.
     """
 
@@ -52,6 +54,7 @@ class Measured:
     ranks: dict[Key, list[int]] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
     layouts: dict[str, str] = field(default_factory=dict)
+    units: dict[Key, float] = field(default_factory=dict)
     tensors: int = 0
     coarsest: torch.dtype = torch.float64
 
@@ -91,7 +94,8 @@ class _Notes:
     def __init__(self, both: Twins) -> None:
         self.both, self.place = both, both.place
         self.measured = Measured()
-        self.means: dict[Key, tuple[float, float]] = {}  # what is a mean over data ranks: here, on the single device
+        # What is a mean over data ranks: here, on the single device, and what the difference is divided by.
+        self.means: dict[Key, tuple[float, float, float]] = {}
         self.prints: dict[Key, tuple[Any, int]] = {}
         self.batches: dict[int, int] = {}  # fingerprints of what has to be the same on every rank
         self.references: dict[Key, int] = {}
@@ -130,10 +134,18 @@ class _Notes:
         self.references[key] = agree.fingerprint(single)
         sharded = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
         if sharded.is_floating_point():
-            self.means[key] = (sharded.item(), values[-2].item() if len(values) > 2 else single.item())
+            want = values[-2].item()
+            scale = measure.scale_of(values[-2].detach(), self._largest_output())
+            self.measured.units[key] = torch.finfo(single.dtype).eps
+            self.means[key] = (sharded.item(), want, scale)
             self.prints[key] = (self.place.data[0], agree.fingerprint(sharded))
-        if len(values) > 2 and single.is_floating_point():
-            self.measured.alone[key] = _relative(single.item(), values[1].item())
+            if len(values) > 2:
+                self.measured.alone[key] = _relative(single.item(), want, scale)
+
+    def _largest_output(self) -> float:
+        """On the single device, in the last forward."""
+        leaves = pytree.tree_leaves((self.both.exact or self.both.single).output)
+        return max((measure.size(leaf.detach()) for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0.0)
 
     def norms(self, step: int, values: list[torch.Tensor | None]) -> None:
         present = [value for value in values if value is not None]
@@ -159,6 +171,8 @@ class _Notes:
             scale = measure.scale_of(want.detach(), largest)
             mine, part = parts.pair(got, want, self.place)
             low = single[name]
+            if low is not None and low.is_floating_point():
+                self.measured.units[key] = torch.finfo(low.dtype).eps
             if len(others) > 1 and low is not None:
                 self.measured.alone[key] = measure.distance(low.detach().to(want.dtype), want.detach(), scale)
                 if mine.dtype == low.dtype:
@@ -184,15 +198,15 @@ class _Notes:
         dist.all_gather_object(every, (*mine, self.batches, self.references))
         _batches_agree([batches for *_, batches, _ in every])
         _references_agree([references for *_, references in every])
-        merged = Measured(alone=self.measured.alone, tensors=self.measured.tensors)
+        merged = Measured(alone=self.measured.alone, units=self.measured.units, tensors=self.measured.tensors)
         for rank, (errors, _means, _prints, layouts, *_) in enumerate(every):
             for key, error in errors.items():
                 merged.errors[key] = max(merged.errors.get(key, 0.0), error)
                 if error > 0:
                     merged.ranks.setdefault(key, []).append(rank)
             merged.layouts |= {name: f"rank {rank}: {text}" for name, text in layouts.items()}
-        for key, (_mine, want) in self.means.items():
-            merged.errors[key] = _relative(math.fsum(other[1][key][0] for other in every) / len(every), want)
+        for key, (_mine, want, scale) in self.means.items():
+            merged.errors[key] = _relative(math.fsum(other[1][key][0] for other in every) / len(every), want, scale)
             merged.ranks[key] = list(range(len(every)))
         merged.replicas = _unlike_replicas([prints for _, _, prints, *_ in every])
         return merged
@@ -218,10 +232,10 @@ def _references_agree(by_rank: list[dict[Key, int]]) -> None:
             )
 
 
-def _relative(got: float, want: float) -> float:
+def _relative(got: float, want: float, scale: float) -> float:
     if not (math.isfinite(got) and math.isfinite(want)):
         return 0.0 if got == want else math.inf
-    return abs(got - want) / abs(want) if want else abs(got)
+    return abs(got - want) / scale if scale else abs(got)
 
 
 def _named_leaves(output: Any, suffix: str) -> dict[str, torch.Tensor]:
@@ -295,27 +309,31 @@ def limits(case: Case, measured: Measured) -> dict[Key, float]:
     limit = dict.fromkeys(measured.errors, measure.FLOAT64_LIMIT)
     if any(measure.FLOAT64_LIMIT < error < measure.CEILING for error in measured.errors.values()):
         measured.coarsest, moved = _moved_by_rounding(case)
-        beside = _beside({key: moved.get(key, 0.0) for key in limit}, 0.0)
+        beside = _beside({key: moved.get(key, 0.0) for key in limit}, _units(limit, measured, 0.0))
         limit = {key: min(max(least, beside[key]), measure.CEILING) for key, least in limit.items()}
     return limit
 
 
 def _low_precision(case: Case, measured: Measured) -> dict[Key, float]:
     """Against the single device's own error; where that is exceeded, against the larger of two draws of it."""
-    unit = torch.finfo(case.dtype).eps
     alone = {key: measured.alone.get(key, 0.0) for key in measured.errors}
-    limit = _beside(alone, unit)
+    units = _units(alone, measured, torch.finfo(case.dtype).eps)
+    limit = _beside(alone, units)
     if any(measured.errors[key] > limit[key] for key in limit):
         _, moved = _moved_by_rounding(case)
-        limit = _beside({key: max(error, moved.get(key, 0.0)) for key, error in alone.items()}, unit)
+        limit = _beside({key: max(error, moved.get(key, 0.0)) for key, error in alone.items()}, units)
     return limit
 
 
-def _beside(errors: Mapping[Key, float], unit: float) -> dict[Key, float]:
+def _units(keys: Iterable[Key], measured: Measured, least: float) -> dict[Key, float]:
+    return {key: max(least, measured.units.get(key, 0.0)) for key in keys}
+
+
+def _beside(errors: Mapping[Key, float], units: Mapping[Key, float]) -> dict[Key, float]:
     found: dict[Key, float] = {}
     for kind in KINDS:
         of_kind = {key: error for key, error in errors.items() if key[1] == kind}
-        found |= measure.limits_beside(of_kind, unit, together=kind in ("parameter", "state"))
+        found |= measure.limits_beside(of_kind, units, together=kind in ("parameter", "state", "loss", "norm"))
     return found
 
 
@@ -332,7 +350,8 @@ def in_order(keys: Iterable[Key]) -> list[Key]:
 def _moved_by_rounding(case: Case) -> tuple[torch.dtype, dict[Key, float]]:
     """The coarsest dtype that the model computes in, and how far each value moves on one device if every parameter
     moves by one unit of it."""
-    single = Run(case, single_device(case))
+    first = cast(case.batch(0), case.dtype)  # made before: its own dtype is not the model's
+    single = Run(dataclasses.replace(case, batch=lambda _index: first), single_device(case))
     with Coarsest() as seen:
         single.forward_backward(0, 0)
     model = single_device(case)
@@ -343,5 +362,5 @@ def _moved_by_rounding(case: Case) -> tuple[torch.dtype, dict[Key, float]]:
             sign = torch.randint(0, 2, p.shape, generator=generator).to(p.dtype) * 2 - 1
             p.mul_(1 + sign * torch.finfo(seen.dtype).eps)
     notes = _train(Twins(case, Run(case, model), Run(case, moved), None, None, parts.Place(case.mesh, {})))
-    means = {key: _relative(got, want) for key, (got, want) in notes.means.items()}
+    means = {key: _relative(*mean) for key, mean in notes.means.items()}
     return seen.dtype, notes.measured.errors | means

@@ -88,10 +88,11 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
         for micro in range(case.accumulate):
             for run in both.runs:
                 run.forward_backward(step, micro)
-    watched = _Watched(both, want, got, step, _limit(case))
+    losses = [key for key in at_step if key[1] in ("loss", "output")]
+    watched = _Watched(both, want, got, step, _limit(case), outcome_is_right=not losses)
     if (found := watched.forward()) is not None:
         return found
-    if losses := [key for key in at_step if key[1] in ("loss", "output")]:
+    if losses:
         return _of_tensor(both, losses[0], measured)
     if (found := watched.backward()) is not None:
         return found
@@ -122,21 +123,27 @@ def _train_step(both: Twins, step: int) -> None:
 class _Watched:
     """The places in a trace where any rank differs."""
 
-    def __init__(self, both: Twins, want: Trace, got: Trace, step: int, limit: float) -> None:
+    def __init__(
+        self, both: Twins, want: Trace, got: Trace, step: int, limit: float, *, outcome_is_right: bool
+    ) -> None:
         self.both, self.want, self.got, self.step = both, want, got, step
-        self.values = _everywhere(self._off(want.values, got.values), limit)
-        self.gradients = _everywhere(self._off(want.gradients, got.gradients), limit)
+        self.outcome_is_right = outcome_is_right
+        self.values, self.judged = _everywhere(self._off(want.values, got.values), limit)
+        self.gradients, self.judged_gradients = _everywhere(self._off(want.gradients, got.gradients), limit)
 
     def _off(self, want: dict[Where, torch.Tensor], got: dict[Where, torch.Tensor]) -> dict[Where, float]:
-        largest = max((measure.size(t) for t in want.values()), default=0.0)
+        largest = max((measure.size(t) for t in want.values() if t.ndim), default=0.0)
+        shared = self.both.place.data[1] > 1
         found = {}
         for where, whole in want.items():
             if where in got:
                 due = self._due(whole, got[where]) if want is self.want.gradients else whole
-                if due is None:
-                    continue
+                if due is None or (shared and not due.ndim):
+                    continue  # a mean over each rank's own rows
                 scale = measure.scale_of(due, largest if want is self.want.gradients else 0.0)
                 mine, part = parts.pair(got[where], due, self.both.place)
+                if part is None and shared:
+                    continue  # as many rows as a rank's data make: tokens that are routed to an expert
                 found[where] = measure.distance(mine, part, scale)
             elif want is self.want.gradients and where in self.got.values:
                 found[where] = 0.0 if not measure.size(whole) else math.inf
@@ -156,7 +163,7 @@ class _Watched:
     def forward(self) -> Origin | None:
         for call in self.want.ended:
             bad = [where for where in call.outputs if where in self.values]
-            if bad:
+            if bad and not self._made_good(call):
                 guilty, before = self._computed_by(call)
                 if guilty is call:
                     return self._origin(call, bad[0], self.values, f"the output of {_named(call)}")
@@ -164,6 +171,26 @@ class _Watched:
                 text = f"what {_named(guilty)} computes for {_named(before)}" if guilty else "the input of the model"
                 return self._origin(guilty, first, self.values, text)
         return None
+
+    def _made_good(self, call: Call) -> bool:
+        """Whether what encloses the call leaves right values all the same: pieces that it puts together, an order of
+        its own."""
+        around = call.parent
+        while around is not None:
+            known = [where for where in around.outputs if where in self.judged]
+            if known and not any(where in self.values for where in known):
+                return around.parent is not None or self.outcome_is_right
+            around = around.parent
+        return False
+
+    def _gradient_made_good(self, call: Call) -> bool:
+        around = call.parent
+        while around is not None:
+            known = [where for where in around.inputs if where in self.judged_gradients]
+            if known and not any(where in self.gradients for where in known):
+                return True
+            around = around.parent
+        return False
 
     def _computed_by(self, call: Call) -> tuple[Call | None, Call]:
         """The call that made the first wrong value, and the call it was handed to (itself, for an output)."""
@@ -177,7 +204,11 @@ class _Watched:
         """The last module, in the order of execution, that is given the right gradient and passes on a wrong one."""
         for call in reversed(self.want.begun):
             bad = [where for where in call.inputs if where in self.gradients]
-            if bad and not any(where in self.gradients for where in call.outputs):
+            if (
+                bad
+                and not any(where in self.gradients for where in call.outputs)
+                and not self._gradient_made_good(call)
+            ):
                 text = f"the gradient that {_named(call)} passes on to its input"
                 return self._origin(call, bad[0], self.gradients, text)
         return None
@@ -196,17 +227,20 @@ class _Watched:
         return _origin(self.both, self.step, module, text, want, got, errors[where])
 
 
-def _everywhere(errors: dict[Where, float], limit: float) -> dict[Where, tuple[float, list[int]]]:
-    """What is above the limit on any rank: the largest error, and the ranks where it is."""
-    mine = {where: error for where, error in errors.items() if not error <= limit}
+def _everywhere(
+    errors: dict[Where, float], limit: float
+) -> tuple[dict[Where, tuple[float, list[int]]], frozenset[Where]]:
+    """What is above the limit on any rank: the largest error, and the ranks where it is. And what was judged on all."""
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, errors)
     found: dict[Where, tuple[float, list[int]]] = {}
-    for rank, off in enumerate(every):
-        for where, error in off.items():
+    for rank, of_rank in enumerate(every):
+        for where, error in of_rank.items():
+            if error <= limit:
+                continue
             before, ranks = found.get(where, (0.0, []))
             found[where] = (max(before, error), [*ranks, rank])
-    return found
+    return found, frozenset.intersection(*map(frozenset, every))
 
 
 def _named(call: Call) -> str:

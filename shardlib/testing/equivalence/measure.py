@@ -3,7 +3,8 @@
 The distance of a tensor is the largest absolute difference over the largest absolute value of the single device's
 tensor: a mistake in one element of a large tensor then counts in full. Elements that are zero in exact arithmetic (the
 gradient of a key bias) are rounding noise of the summands; so that noise is not divided by itself, the divisor is at
-least a thousandth of the largest value that any tensor of the same kind has.
+least a thousandth of the largest value that any tensor of the same kind has. A loss is a sum that may cancel too
+(the mean of what a LayerNorm leaves is zero): of a loss, it is at least a thousandth of the model's largest output.
 
 float64: both runs round, nothing else. One rounding is 1.1e-16 of a result; splitting a contraction over ranks
 reorders sums of at most some ten thousand terms, whose error grows like the square root of their number, through a few
@@ -14,7 +15,10 @@ Models may compute in float32 inside (normalisation and loss of many transformer
 And optimizers that divide by the size of a gradient blow rounding up where a gradient is zero in exact arithmetic (the
 bias of a key). What a model does with rounding is measured, not guessed: where float64 misses its limit, the single
 device runs once more with every parameter moved by one unit of the coarsest dtype that its ops compute in, and a
-difference counts as rounding if it is at most `RATIO` times what that moved, and under `CEILING`.
+difference counts as rounding if it is at most `RATIO` times what that moved, and under `CEILING`. A value that is
+itself of a coarser dtype (a loss in float32) is rounded to it in both runs whatever its parameters do: it counts as
+moved by one unit of its dtype at least. A step has one loss and one norm, and each is one draw of luck; those of all
+steps share the largest.
 
 float32, bfloat16, float16: the single device also runs in float64, from the same rounded parameters. Both runs' error
 against that is measured, and the sharded one may be `RATIO` times the single device's. Two sums of the same numbers in
@@ -85,14 +89,14 @@ def scale_of(want: torch.Tensor, largest: float) -> float:
     return max(size(want), _NOISE * largest)
 
 
-def limits_beside(errors: Mapping[K, float], unit: float, *, together: bool = False) -> dict[K, float]:
+def limits_beside(errors: Mapping[K, float], units: Mapping[K, float], *, together: bool = False) -> dict[K, float]:
     """How far tensors of one kind may be from float64, given how far the single device's are.
 
     Args:
         errors: the single device's, by name.
-        unit: the least that counts as one.
+        units: the least that counts as one, by name.
         together: all tensors have the limit of the one with the largest error; else of their own, or the median.
     """
     finite = [error for error in errors.values() if math.isfinite(error)]
     usual = (max(finite) if together else statistics.median(finite)) if finite else 0.0
-    return {name: RATIO * max(error, usual, unit) for name, error in errors.items()}
+    return {name: RATIO * max(error, usual, units[name]) for name, error in errors.items()}

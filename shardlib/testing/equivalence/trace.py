@@ -87,6 +87,8 @@ class _Recorder:
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> Any:
             call = self.open.pop()
+            while call.module != name:  # a call that ended early: activation checkpointing stops when it has enough
+                call = self.open.pop()
             self.trace.ended.append(call)
             return self._watched(call, "output", output)
 

@@ -22,7 +22,7 @@ from shardlib.errors import InputError
 from shardlib.testing.equivalence.case import Case, default_loss, rows_of
 from shardlib.testing.equivalence.parts import Place
 
-__all__ = ["Run", "Twins", "clean", "named_tensors", "twins"]
+__all__ = ["Run", "Twins", "cast", "clean", "named_tensors", "twins"]
 
 # Wrappers of PyTorch that put a name between a model and its parameters.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -82,7 +82,7 @@ class Run:
         index = step * case.accumulate + micro
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), case.dtype)
         self.batch = case.batch(index)
-        batch = _cast(self.batch, dtype)
+        batch = cast(self.batch, dtype)
         if self.rows[1] > 1:
             batch = (case.split or rows_of)(batch, *self.rows)
         torch.manual_seed(case.seed + index)
@@ -144,7 +144,7 @@ def _scalar(loss: Any) -> torch.Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
+def cast(batch: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
