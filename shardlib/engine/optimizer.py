@@ -22,6 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardlib.engine import _torch
+from shardlib.engine.borders import moved
 from shardlib.errors import ShardingError
 
 __all__ = ["adopt", "look_after", "register_elementwise", "watch_optimizers"]
@@ -202,7 +203,7 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
             "DTensor in the parameter's placements, or let backward() make it."
         )
     if grad.placements != param.placements:
-        grad = grad.redistribute(placements=param.placements)
+        grad = moved(grad, param.placements)
     return _in_memory_like(_torch.local_of(param), _torch.local_of(grad))
 
 
