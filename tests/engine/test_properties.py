@@ -1,7 +1,8 @@
 """Whatever layouts are drawn for a model's tensors, a sharded model trains the numbers of one device.
 
-Loss, every gradient, the gradient norm, and every parameter and buffer after AdamW steps, within the tolerance that
-`same_numbers.py` derives; ranks that hold the same elements hold the same bits.
+Loss, outputs, every gradient, the gradient norm, the optimizer's state, and every parameter and buffer after AdamW
+steps, within the limits that `shardlib/testing/equivalence/measure.py` derives; ranks that hold the same elements hold
+the same bits.
 """
 
 from __future__ import annotations
@@ -10,92 +11,103 @@ from typing import Any
 
 import torch
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from tests.engine import cases, models
-from tests.engine.cases import Case
-from tests.engine.same_numbers import assert_same_numbers
+from shardlib import MeshShape, Rules
+from shardlib.testing import strategies
+from shardlib.testing.equivalence import assert_equivalent
+from shardlib.testing.models import MLP, ConvNet, Numbers, Tokens, Transformer
+from shardlib.testing.strategies import Case, ModelFactory
 
 _ALL = settings.default.max_examples
+_FOUR = strategies.mesh_shapes(4, model_axes=("tp", "sp"))
+# Three axes of two ranks each, in any order, in one of eight.
+_EIGHT = st.permutations(("tp", "sp", "dp")).map(lambda names: MeshShape(dict.fromkeys(names, 2)))
+_MESHES = st.integers(0, 7).flatmap(lambda n: _EIGHT if n == 7 else _FOUR)
 
 
-def _adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
     """A gradient that is zero in exact arithmetic is noise, which AdamW divides by itself plus eps."""
-    return torch.optim.AdamW(parameters, lr=lr, eps=1e-4)
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
 
 
-def _train(case: Case, compile: str | None = None) -> None:
-    assert_same_numbers(
-        case.make_model,
-        case.make_batch,
-        models.spread,
-        case.mesh,
-        case.make_rules(),
-        steps=2,
-        accumulate=case.accumulate,
-        optimizer=_adamw,
-        same_random=dict(case.sizes).get("dropout", 0.0) > 0,
-        no_sync=case.no_sync,
-        before_step=case.before_step,
-        clip=case.clip,
-        compile=compile,
-    )
+def _train(case: Case, **options: Any) -> None:
+    assert_equivalent(**case, steps=2, optimizer=_adamw, **options)
 
 
-def _gpt(rules: dict[str, str], **changes: Any) -> Case:
-    sizes = {"n_layer": 1, "n_head": 3, "d_model": 9, "vocab_size": 5, "tied": True, "dropout": 0.0, **changes}
-    fused = (("qkv", 3), ("heads", 3), ("head", 3)) if any("heads" in layout for layout in rules.values()) else ()
-    return Case("tp=2", "transformer", tuple(sizes.items()), tuple(rules.items()), fused=fused)
+def _transformer(rules: dict[str, str], activations: dict[str, str] | None = None, **changes: Any) -> Case:
+    sizes = {"vocab": 5, "heads": 3, "head": 3, "tied": True, **changes}
+    known = Rules(rules, activations=activations or {}, unmatched="replicate")
+    return Case(ModelFactory(Transformer, tuple(sizes.items())), Tokens(6, 5, 5), MeshShape("tp=2"), known)
 
 
 # What failed once: a list of blocks that became a region, though nobody calls it; a gradient that is a slice of
-# something larger, read by a fused optimizer as if it were not, and by a view.
-_ACROSS_BLOCKS = _gpt({"blocks.*.attn.qkv": "out in@tp", "blocks.*.mlp.down": "out@tp in"}, n_layer=2)
-_SLICED_GRADIENT = _gpt({"attn.proj": "out@tp in", "mlp.up": "out in@tp"})
-_SLICED_ACTIVATION = _gpt(
-    {"attn.qkv": "(qkv heads head) in@tp", "attn.proj": "colwise", "attn.proj.output": "batch seq@tp embed"}
+# something larger, read by a fused optimizer as if it were not, and by a view; a bias that lies apart from its weight.
+_ACROSS_BLOCKS = _transformer({"blocks.*.attn.qkv": "out in@tp", "blocks.*.mlp.down": "out@tp in"}, layers=2)
+_SLICED_GRADIENT = _transformer({"attn.proj": "out@tp in", "mlp.up": "out in@tp"})
+_SLICED_ACTIVATION = _transformer(
+    {"attn.qkv": "(qkv=3 heads=3 head=3) in@tp", "attn.proj": "colwise"}, {"attn.proj.output": "batch seq@tp embed"}
 )
-# A dim that two axes split unevenly, on a mesh that has a flattened form.
-_SPLIT_TWICE = Case(
-    "tp=2,sp=2",
-    "mlp",
-    (("ins", 6), ("width", 9), ("outs", 5), ("bias", False), ("shared", ""), ("dropout", 0.0)),
-    (("scale", "width@(tp,sp)"),),
-)
+_BIAS_APART = _transformer({"mlp.down.bias": "out@tp"}, heads=1, head=4)
 
 
-@settings(max_examples=_ALL // 4)
-@given(case=cases.transformers())
+@settings(max_examples=_ALL // 3)
+@given(case=strategies.cases(strategies.transformers(dropout=True), meshes=_MESHES))
 @example(case=_ACROSS_BLOCKS)
 @example(case=_SLICED_GRADIENT)
 @example(case=_SLICED_ACTIVATION)
-def test_a_transformer(ranks, case: Case):
-    ranks(case.world_size).run(_train, case)
+@example(case=_BIAS_APART)
+def test_a_transformer(case: Case):
+    _train(case)
 
 
-@settings(max_examples=max(2, _ALL // 25))
-@given(case=cases.transformers(n_layer=2))
-def test_a_transformer_of_compiled_blocks(ranks, case: Case):
-    ranks(case.world_size).run(_train, case, "auto")
+@settings(max_examples=max(2, _ALL // 12))
+@given(case=strategies.cases(strategies.transformers(dropout=True, min_layers=2), meshes=_FOUR))
+def test_a_transformer_of_compiled_blocks(case: Case):
+    _train(case, compile="auto")
 
 
-@settings(max_examples=_ALL // 4)
-@given(case=cases.mlps())
+def _mlp(width: int, rules: dict[str, str]) -> Case:
+    sizes = (("ins", 6), ("width", width), ("outs", 5), ("bias", False), ("buffers", True))
+    known = Rules(rules, unmatched="replicate")
+    return Case(ModelFactory(MLP, sizes), Numbers((6, 6)), MeshShape("tp=2,sp=2"), known)
+
+
+# A dim that two axes split unevenly, on a mesh that has a flattened form; one that each axis divides, but not both.
+_SPLIT_TWICE = _mlp(9, {"scale": "width@(tp,sp)"})
+_TOO_FEW_FOR_BOTH = _mlp(2, {"up": "out@(tp,sp) in"})
+
+
+@settings(max_examples=_ALL // 3)
+@given(case=strategies.cases(strategies.mlps(dropout=True), meshes=_MESHES))
 @example(case=_SPLIT_TWICE)
-def test_an_mlp_of_uneven_widths(ranks, case: Case):
-    ranks(case.world_size).run(_train, case)
+@example(case=_TOO_FEW_FOR_BOTH)
+def test_an_mlp_of_uneven_widths(case: Case):
+    _train(case)
 
 
-# Statistics of split channels, over other ranks' examples but not over their channels.
-_SPLIT_STATISTICS = Case(
-    "dp=2,tp=2",
-    "conv",
-    (("channels", 6), ("outs", 2), ("kernel", 3), ("norm", "batch"), ("dropout", 0.0)),
-    (("first", "out@tp in height width"), ("norm", "channel@tp"), ("second", "out in@tp height width")),
+def _conv_net(mesh: str, rules: dict[str, str], activations: dict[str, str] | None = None, **more: Any) -> Case:
+    known = Rules(rules, activations=activations or {}, unmatched="replicate")
+    return Case(ModelFactory(ConvNet, tuple(more.items())), Numbers((6, 3, 6, 6)), MeshShape(mesh), known)
+
+
+# Statistics of split channels, over other ranks' examples but not over their channels; a gradient that is split and
+# summed elsewhere than its parameter, one of whose dims is split inside.
+_SPLIT_STATISTICS = _conv_net(
+    "dp=2,tp=2", {"first": "out@tp in _ _", "norm": "channel@tp", "second": "out in@tp _ _"}, channels=6, outs=2
+)
+_GRADIENT_ELSEWHERE = _conv_net(
+    "tp=2,sp=2",
+    {"second.weight": "out (more=2 in=2@sp) _@tp _"},
+    {"norm.output": "_ _ _@tp _@sp"},
+    outs=3,
+    norm="group",
 )
 
 
-@settings(max_examples=_ALL // 5)
-@given(case=cases.conv_nets())
+@settings(max_examples=_ALL // 4)
+@given(case=strategies.cases(strategies.convnets(dropout=True), meshes=_MESHES))
 @example(case=_SPLIT_STATISTICS)
-def test_a_convolutional_net(ranks, case: Case):
-    ranks(case.world_size).run(_train, case)
+@example(case=_GRADIENT_ELSEWHERE)
+def test_a_convolutional_net(case: Case):
+    _train(case)
