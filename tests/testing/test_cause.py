@@ -9,7 +9,7 @@ import torch
 
 from shardlib import Layout, MeshShape
 from shardlib.testing.equivalence.case import Case
-from shardlib.testing.equivalence.cause import Evidence, likely, of_norm
+from shardlib.testing.equivalence.cause import Evidence, likely, of_losses, of_norm, of_updates
 from shardlib.testing.equivalence.parts import Place
 
 
@@ -124,7 +124,7 @@ def test_some_ranks_and_some_elements():
         return part + torch.tensor([0, 1.0, 0, 0], dtype=torch.float64) if rank in (2, 5) else part
 
     assert _said("dp=2,tp=3", last_rank) == (
-        "only the ranks at tp=2, the last, where a split may be uneven",
+        "only the ranks at tp=2",
         "on rank 2 only at 1 of 4 in dim 1",
     )
     assert _said("dp=2,tp=3", lambda r, part, whole: torch.exp(part) if r in (0, 4) else part)[-1] == "only ranks 0, 4"
@@ -160,3 +160,40 @@ def test_norms():
     assert said(2 * 25 + 144) == "gradients that are split are counted 2 times (tp)"
     assert said(2 * 169) == "its square is 2 times too large (tp): all gradients are counted on every rank of it"
     assert said(100) == "its square is 0.591716 times the single device's"
+
+
+def test_the_last_rank_of_an_uneven_split():
+    wants = torch.arange(1.0, 6.0).split(3)
+    evidence = [Evidence({"tp": rank}, want * (1 + 2 * rank), want) for rank, want in enumerate(wants)]
+    said = likely(evidence, _case("tp=2"), {})
+    assert said[1] == "only the ranks at tp=1, the last, where the split is uneven"
+
+
+def test_what_is_off_by_less_than_any_pattern_shows():
+    said = _said("tp=2", lambda _rank, part, _whole: part.float().double())
+    assert len(said) == 1 and said[0].endswith("looks like rounding to a coarser dtype on the way")
+
+
+def test_rows_in_another_order_are_no_random_mask():
+    ids = torch.tensor([[0, 1, 2, 3], [4, 0, 5, 6]])
+    evidence = [Evidence({"dp": rank}, ids.roll(1, -1), ids) for rank in range(2)]
+    assert likely(evidence, _case("dp=2"), {})[0].startswith("dim 1 in another order")
+
+
+def test_losses_of_ranks():
+    shape = MeshShape("dp=2")
+    assert of_losses([1.0, 4.0], 2.0, [1.0, 4.0], shape)[0].startswith("each rank's loss is right for the rows")
+    assert of_losses([2.0, 6.0], 2.0, [1.0, 3.0], shape) == ("2 times a single device's (dp=2)",)
+    assert of_losses([1.0, 5.0], 2.0, [1.0, 3.0], shape) == ("only rank 1",)
+    assert of_losses([2.0, 5.0], 2.0, [1.0, 3.0], shape) == ("the mean over ranks is 3.5, where a single device has 2",)
+
+
+def test_the_size_of_an_update():
+    change = torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64)
+
+    def said(*factors: float) -> tuple[str, ...]:
+        return of_updates([Evidence({"dp": i}, change * f, change) for i, f in enumerate(factors)], _case("dp=2"))
+
+    assert said(2.0, 2.0) == ("its change in this step is 2 times a single device's: look at the learning rate",)
+    assert said(1.0, 0.5)[1] == "only the ranks at dp=1"
+    assert said(1.0, 1.0) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardlib import MeshShape, Rules
 from shardlib.errors import InputError, MeshError, RuleError
 from shardlib.testing import models
-from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equivalent, compare, equivalent
+from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equivalent, compare, equivalent, train
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.mutants import prove
 from shardlib.testing.mutants._mutant import after_sharding, transformer
@@ -326,6 +328,35 @@ def test_low_precision_finds_mistakes_larger_than_its_rounding(ranks, dtype: tor
         ({"loss": lambda model, batch: model(batch)}, InputError, "The loss is (4, 8); loss= has to return a scalar"),
         ({"mesh": "dp=3", "rules": {"**": None}}, InputError, "The batch has 4 rows, which 3 data ranks cannot share"),
         ({"colour": "red"}, TypeError, "colour"),
+        ({"model": lambda size: mlp()}, InputError, "which does not take its arguments; give a function ()."),
+        ({"batch": lambda: rows(0)}, InputError, "which does not take its arguments; give a function (step)."),
+        ({"loss": 3}, InputError, "equivalent() was given loss=3; give a function (model, batch), or leave it out."),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, InputError, "optimizer=a SGD; give a function (params)"),
+        ({"rules": None, "shard": lambda model: model}, InputError, "give a function (model, mesh)."),
+        ({"transforms": lambda plan: plan}, InputError, "give a list of functions plan -> plan."),
+        ({"clip": "1"}, InputError, "equivalent() was given clip='1'; give a gradient norm above zero"),
+        ({"seed": "a"}, InputError, "equivalent() was given seed='a'; give a whole number from 0 up."),
+        ({"timeout": 0}, InputError, "equivalent() was given timeout=0; give seconds above zero."),
+        ({"mesh": "dp=64,tp=1024"}, MeshError, "65536 processes, which need 6554 GiB at least; this machine has "),
+        ({"optimizer": lambda params: None}, InputError, "optimizer= returned a NoneType; it has to return a torch."),
+        ({"optimizer": torch.optim.LBFGS}, InputError, "optimizer= returned LBFGS, which runs the model several"),
+        ({"batch": lambda step: None}, InputError, "batch(0) returned nothing. It has to return the batch"),
+        ({"batch": lambda step: rows(0).to("meta")}, InputError, "returned a tensor on meta, and the model is on cpu"),
+        (
+            {"loss": lambda model, batch: model(batch).detach().mean()},
+            InputError,
+            "The loss has no gradient on the single device: it does not depend on the model's output, or was detached",
+        ),
+        (
+            {"model": lambda: mlp().requires_grad_(False)},
+            InputError,
+            "The loss has no gradient on the single device: no parameter of the model requires a gradient.",
+        ),
+        (
+            {"loss": lambda model, batch: model(batch).mean() * float("nan")},
+            InputError,
+            "The loss is nan on the single device, with which nothing can be compared.",
+        ),
     ],
 )
 def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], message: str):
@@ -333,6 +364,57 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], messag
     with pytest.raises(error) as raised:
         equivalent(**{**arguments, **changes})
     assert message in str(raised.value)
+
+
+def test_what_cannot_be_sent_is_named():
+    lock = threading.Lock()
+    with pytest.raises(InputError, match=r"given batch=<function .*, which cannot be sent to the ranks .*_thread.lock"):
+        equivalent(mlp, lambda step: (lock, rows(step))[1], "tp=2", RULES)
+
+
+class FailsAt(nn.Module):
+    """Its forward fails the n-th time."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.up, self.calls, self.n = nn.Linear(8, 8), 0, n
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.n and (self.n == 1 or isinstance(self.up.weight, DTensor)):
+            raise ValueError("not again")
+        return self.up(x)
+
+
+def test_a_forward_that_fails_says_in_which_run():
+    for n, said in (
+        (1, "on the single device, step 0: the model, its batch and its loss fail together"),
+        (2, "in the sharded run, step 1; the single device's step went through"),
+    ):
+        with pytest.raises(ValueError, match="not again") as raised:
+            equivalent(lambda n=n: FailsAt(n), rows, "tp=2", {"up": "colwise"})
+        assert any(said in note for note in raised.value.__notes__)
+
+
+class Turned(nn.Module):
+    """Features turned by complex numbers, a buffer, as Llama's first code has its rotary positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(x.unflatten(-1, (4, 2))) * self.turn
+        return self.down(F.gelu(self.up(torch.view_as_real(turned).flatten(-2).to(x.dtype))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_complex_buffers_stay_complex(dtype: torch.dtype):
+    rules = {"up": "colwise", "down": "rowwise"}
+    report = assert_equivalent(Turned, rows, "dp=2,tp=2", rules, dtype=dtype)
+    assert not [warning for warning in report.warnings if "imaginary" in warning]
+    assert train.in_dtype(Turned(), torch.float64).turn.dtype is torch.complex128
 
 
 def test_a_model_on_meta():

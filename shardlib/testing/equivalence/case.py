@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -50,11 +51,13 @@ class Case:
                     "such "
                     + ("as `lambda: MyModel()`." if what == "model" else "as `lambda step: torch.randn(8, 16)`.")
                 )
-        for what, least in (("steps", 0), ("accumulate", 1)):
+        self._check_functions()
+        for what, least in (("steps", 0), ("accumulate", 1), ("seed", 0)):
             value = getattr(self, what)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(f"equivalent() was given {what}={value!r}; give a whole number from {least} up.")
-        if self.clip is not None and not callable(self.clip) and not self.clip > 0:
+        number = isinstance(self.clip, int | float) and self.clip > 0
+        if self.clip is not None and not callable(self.clip) and not number:
             raise InputError(
                 f"equivalent() was given clip={self.clip!r}; give a gradient norm above zero, a function (model) "
                 "-> norm that clips, or None."
@@ -68,6 +71,20 @@ class Case:
             raise InputError(f'equivalent() was given rng={self.rng!r}; give "exact" or "fast".')
         self._check_how_it_is_sharded()
 
+    def _check_functions(self) -> None:
+        """That what has to be a function is one, and takes what it will be given."""
+        for what, takes in _TAKES.items():
+            value = getattr(self, what)
+            if value is None:
+                continue
+            form = f"a function ({', '.join(takes)})"
+            if not callable(value):
+                raise InputError(f"equivalent() was given {what}={_shown(value)}; give {form}, or leave it out.")
+            if not _accepts(value, len(takes)):
+                raise InputError(
+                    f"equivalent() was given {what}={_shown(value)}, which does not take its arguments; give {form}."
+                )
+
     def _check_how_it_is_sharded(self) -> None:
         if self.shard is None:
             return
@@ -80,12 +97,52 @@ class Case:
             )
 
     def train(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """A new optimizer."""
-        return (self.optimizer or adamw)(params)
+        """A new optimizer.
+
+        Raises:
+            InputError: it is none, or one that has to run the model itself.
+        """
+        made = (self.optimizer or adamw)(params)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise InputError(
+                f"optimizer= returned a {type(made).__name__}; it has to return a torch.optim.Optimizer of the "
+                "parameters that it is given."
+            )
+        if isinstance(made, torch.optim.LBFGS):
+            raise InputError(
+                "optimizer= returned LBFGS, which runs the model several times a step through a closure. equivalent() "
+                "compares one backward pass after another: prove the model with another optimizer."
+            )
+        return made
+
+
+_TAKES = {
+    "model": (),
+    "batch": ("step",),
+    "shard": ("model", "mesh"),
+    "loss": ("model", "batch"),
+    "optimizer": ("params",),
+    "split": ("batch", "index", "count"),
+    "before_step": ("model", "step"),
+}
+
+
+def _accepts(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many positional arguments; yes where it does not say."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def _shown(value: Any) -> str:
-    return f"a {type(value).__name__}" if isinstance(value, nn.Module | torch.Tensor) else repr(value)
+    bulky = isinstance(value, nn.Module | torch.Tensor | torch.optim.Optimizer)
+    return f"a {type(value).__name__}" if bulky else repr(value)
 
 
 def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -17,7 +17,7 @@ from shardlib._mesh import MeshShape
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.parts import Place, local
 
-__all__ = ["Evidence", "likely", "of_norm"]
+__all__ = ["Evidence", "likely", "of_losses", "of_norm", "of_updates"]
 
 _NEAR = 1e-6
 
@@ -62,14 +62,17 @@ def likely(evidence: Sequence[Evidence], case: Case, own: Mapping[str, torch.Ten
     if infinite and all(torch.isfinite(p.want).all() for p in pieces):
         return (f"infinite or not a number on {_ranks(infinite)}",)
     mesh = case.mesh
+    if not any(p.wrong for p in pieces):
+        off = max(_off(p.got, p.want) for p in pieces)
+        return (f"off by {off:.1g} of its largest value, no more: looks like rounding to a coarser dtype on the way",)
     tests = (
         lambda: _nothing(pieces),
         lambda: _missing_reduction(pieces, mesh, own),
         lambda: _factor(pieces, case),
         lambda: _offset(pieces, mesh, own),
         lambda: _other_rank(pieces),
-        lambda: _other_mask(pieces),
         lambda: _other_order(pieces),
+        lambda: _other_mask(pieces),
     )
     explained = next((sentence for test in tests if (sentence := test()) is not None), None)
     found = [explained, _some_ranks(pieces, mesh), _some_elements(pieces)]
@@ -84,7 +87,12 @@ def _piece(evidence: Evidence) -> _Piece:
 def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape:
         return False
-    return not a.numel() or float((a - b).abs().max()) <= _NEAR * max(float(b.abs().max()), 1e-30)
+    return not a.numel() or _off(a, b) <= _NEAR
+
+
+def _off(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, over the largest value of `b`."""
+    return float((a - b).abs().max()) / max(float(b.abs().max()), 1e-30) if a.numel() else 0.0
 
 
 def _all(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -159,13 +167,18 @@ def _reduced(pieces: Pieces, mesh: MeshShape) -> str | None:
 
 
 def _factor(pieces: Pieces, case: Case) -> str | None:
+    ratio = _ratio(pieces)
+    return None if ratio is None else f"{_times(ratio)} a single device's{_known_factor(ratio, case)}"
+
+
+def _ratio(pieces: Pieces) -> float | None:
     wrong = [p for p in pieces if p.wrong]
     got, want = _all(p.got for p in wrong), _all(p.want for p in wrong)
     power = float(want @ want)
     ratio = float(got @ want) / power if power else math.nan
     if not math.isfinite(ratio) or not ratio or not _near(got, ratio * want):
         return None
-    return f"{_times(ratio)} a single device's{_known_factor(ratio, case)}"
+    return ratio
 
 
 def _times(ratio: float) -> str:
@@ -258,7 +271,8 @@ def _some_ranks(pieces: Pieces, mesh: MeshShape) -> str | None:
         places = {pieces[rank].coordinate[axis] for rank in wrong}
         place = min(places)
         if len(places) == 1 and sum(p.coordinate[axis] == place for p in pieces) == len(wrong) and mesh[axis] > 1:
-            last = ", the last, where a split may be uneven" if place == mesh[axis] - 1 else ""
+            split = any(p.want.shape != pieces[0].want.shape for p in pieces)
+            last = ", the last, where the split is uneven" if split and place == mesh[axis] - 1 else ""
             return f"only the ranks at {axis}={place}{last}"
     return f"only {_ranks(wrong)}"
 
@@ -274,6 +288,55 @@ def _some_elements(pieces: Pieces) -> str | None:
             listed = ", ".join(map(str, at[:8])) + (", ..." if len(at) > 8 else "")
             return f"on rank {rank} only at {listed} of {bad.shape[dim]} in dim {dim}"
     return None
+
+
+# --- the loss -----------------------------------------------------------------------------------------------------
+
+
+def of_losses(got: Sequence[float], want: float, alike: Sequence[float], mesh: MeshShape) -> tuple[str, ...]:
+    """What the losses of ranks look like.
+
+    Args:
+        got: each rank's loss.
+        want: the single device's, of all rows.
+        alike: what the single device computes for each rank's rows.
+        mesh: the sizes of its axes are factors to look for.
+    """
+    own = [rank for rank, (a, b) in enumerate(zip(got, alike, strict=True)) if not _close(a, b)]
+    if not own:
+        return (
+            "each rank's loss is right for the rows that it is given, and their mean is not that of all rows: the loss "
+            "is no mean over rows (a sum, or a mean over tokens of which ranks have different numbers), or a rank's "
+            "rows or labels are not its own",
+        )
+    for axes in _subsets(mesh):
+        n = math.prod(mesh[axis] for axis in axes)
+        for factor, said in ((n, f"{n} times"), (1 / n, f"1/{n} of")):
+            if all(_close(a, factor * b) for a, b in zip(got, alike, strict=True)):
+                return (f"{said} a single device's ({' * '.join(f'{axis}={mesh[axis]}' for axis in axes)})",)
+    if len(own) < len(got):
+        return (f"only {_ranks(own)}",)
+    return (f"the mean over ranks is {math.fsum(got) / len(got):.6g}, where a single device has {want:.6g}",)
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_NEAR / 100)
+
+
+# --- the optimizer's step -----------------------------------------------------------------------------------------
+
+
+def of_updates(evidence: Sequence[Evidence], case: Case) -> tuple[str, ...]:
+    """What the change of a parameter in a step looks like, if it is the right one but for its size."""
+    pieces = [_piece(e) for e in evidence if e.got is not None and e.want is not None and e.got.shape == e.want.shape]
+    if len(pieces) < len(evidence) or not any(p.wrong for p in pieces):
+        return ()
+    if (ratio := _ratio(pieces)) is None:
+        return ()
+    return (
+        f"its change in this step is {_times(ratio)} a single device's: look at the learning rate",
+        *filter(None, [_some_ranks(pieces, case.mesh)]),
+    )
 
 
 # --- the norm -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardlib.engine import plan_of
+from shardlib.engine import agree, plan_of
 from shardlib.engine.apply import is_sharded
 from shardlib.testing.equivalence import cause, measure, parts
 from shardlib.testing.equivalence.case import Case
@@ -85,15 +85,13 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
     for run in both.runs:
         run.begin(step)
     with tracing(both.single.model) as want, tracing(both.sharded.model) as got:
-        for micro in range(case.accumulate):
-            for run in both.runs:
-                run.forward_backward(step, micro)
+        losses_made = [[run.forward_backward(step, micro) for run in _two(both)] for micro in range(case.accumulate)]
     losses = [key for key in at_step if key[1] in ("loss", "output")]
     watched = _Watched(both, want, got, step, _limit(case), outcome_is_right=not losses)
     if (found := watched.forward()) is not None:
         return found
     if losses:
-        return _of_tensor(both, losses[0], measured)
+        return _of_losses(both, losses[0], measured, losses_made)
     if (found := watched.backward()) is not None:
         return found
     gradients = [key for key in at_step if key[1] == "gradient"]
@@ -101,10 +99,11 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
         return _of_gradients(both, want, gradients, measured)
     if at_step[0][1] == "norm":
         return _of_norm(both, at_step[0], measured)
-    for run in both.runs:
+    before = [_copied(run) for run in _two(both)]
+    for run in _two(both):
         run.clip()
         run.optimizer.step()
-    return _of_tensor(both, at_step[0], measured)
+    return _of_step(both, at_step, measured, before)
 
 
 def _limit(case: Case) -> float:
@@ -165,6 +164,8 @@ class _Watched:
             bad = [where for where in call.outputs if where in self.values]
             if bad and not self._made_good(call):
                 guilty, before = self._computed_by(call)
+                if guilty is call and self._put_together_later(call, bad[0]):
+                    continue
                 if guilty is call:
                     return self._origin(call, bad[0], self.values, f"the output of {_named(call)}")
                 first = next(where for where in before.inputs if where in self.values)
@@ -182,6 +183,26 @@ class _Watched:
                 return around.parent is not None or self.outcome_is_right
             around = around.parent
         return False
+
+    def _put_together_later(self, call: Call, where: Where) -> bool:
+        """Whether a layer by hand leaves a piece, unlike on ranks, and the next wrong value around it is alike on all.
+
+        Pieces are then summed or gathered by the module around, which is the one to look into.
+        """
+        if call.parent is None or not self._unlike(where):
+            return False
+        later = self.want.begun[self.want.begun.index(call) + 1 :]
+        handed = [w for other in later if other.parent is call.parent for w in other.inputs if w in self.values]
+        left = [w for w in call.parent.outputs if w in self.values]
+        return not self._unlike((handed + left)[0]) if handed or left else False
+
+    def _unlike(self, where: Where) -> bool:
+        """Whether a plain tensor differs between ranks that differ on model axes alone."""
+        got = self.got.values.get(where)
+        mine = None if got is None or isinstance(got, DTensor) else agree.fingerprint(got)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (self.both.place.data[0], mine))
+        return len(set(every)) > len({data for data, _ in every})
 
     def _gradient_made_good(self, call: Call) -> bool:
         around = call.parent
@@ -272,9 +293,6 @@ def _of_tensor(both: Twins, key: Key, measured: Measured) -> Origin:
     step, kind, name = key
     error = _error(measured, key)
     tensor_name = name.split(": ")[0]
-    if kind in ("output", "loss"):
-        what = "the loss, of outputs that are right" if kind == "loss" else f"the {name}, a mean over rows"
-        return Origin("", what, step, error[0], tuple(error[1]))
     tables = [_tensors_of(run, kind) for run in (both.single, both.sharded)]
     text = {
         "parameter": f"the parameter {name}"
@@ -283,6 +301,49 @@ def _of_tensor(both: Twins, key: Key, measured: Measured) -> Origin:
         "state": f"the optimizer's state {name}",
     }[kind]
     return _origin(both, step, _owner(tensor_name), text, tables[0].get(name), tables[1].get(name), error)
+
+
+def _of_losses(both: Twins, key: Key, measured: Measured, made: list[list[torch.Tensor]]) -> Origin:
+    """Where data ranks see rows of their own, the single device is asked what the loss of these rows is."""
+    step, kind, name = key
+    what = "the loss, of outputs that are right" if kind == "loss" else f"the {name}, a mean over rows"
+    case = both.case
+    alone = Run(case, both.single.model, both.place.data)
+    of_rows = [alone.forward_backward(step, micro) for micro in range(case.accumulate)]
+    mine = [(float(got), float(want), float(alike)) for (want, got), alike in zip(made, of_rows, strict=True)]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    causes: tuple[str, ...] = ()
+    for of_pass in zip(*every, strict=True):
+        got, want, alike = zip(*of_pass, strict=True)
+        if not math.isclose(math.fsum(got) / len(got), want[0], rel_tol=1e-9):
+            causes = cause.of_losses(got, want[0], alike, case.mesh)
+            break
+    error, ranks = _error(measured, key)
+    return Origin("", what, step, error, tuple(ranks), causes=causes)
+
+
+def _of_step(both: Twins, failed: list[Key], measured: Measured, before: list[dict[str, torch.Tensor]]) -> Origin:
+    """Gradients are right; what the optimizer makes of them is not."""
+    origin = _of_tensor(both, failed[0], measured)
+    changed = [key[2] for key in failed if key[1] == "parameter"]
+    if not changed:
+        return origin
+    first = failed[0][2] if failed[0][1] == "parameter" else failed[0][2].split(": ")[0]
+    tables = [named_tensors(run.model)[0] for run in _two(both)]
+    if failed[0][1] == "parameter":
+        moved = [tables[i][first].detach() - before[i][first] for i in range(2)]
+        causes = cause.of_updates(_evidence(both, *moved), both.case)
+        origin = dataclasses.replace(origin, causes=causes or origin.causes)
+    trained = [name for name, p in tables[0].items() if p.grad is not None]
+    if len(changed) == len(trained) > 1:
+        text = f"the optimizer's step of all {len(trained)} parameters; their gradients are right; the first is {first}"
+        return dataclasses.replace(origin, module=ALL, what=text)
+    return origin
+
+
+def _copied(run: Run) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in named_tensors(run.model)[0].items()}
 
 
 def _tensors_of(run: Run, kind: str) -> dict[str, torch.Tensor]:
@@ -326,10 +387,6 @@ def _origin(
     error: tuple[float, list[int]],
 ) -> Origin:
     """Exchange what every rank holds of the value, and say what the difference looks like. Called on all ranks."""
-    mine, part = (None, None) if got is None or want is None else parts.pair(got, want, both.place)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (mine, part))
-    evidence = [Evidence(both.case.mesh.coordinate(rank), *held) for rank, held in enumerate(every)]
     return Origin(
         module,
         text,
@@ -339,8 +396,15 @@ def _origin(
         () if want is None else tuple(want.shape),
         _lies(got),
         _planned(both, module),
-        cause.likely(evidence, both.case, _own_tensors(both, module)),
+        cause.likely(_evidence(both, want, got), both.case, _own_tensors(both, module)),
     )
+
+
+def _evidence(both: Twins, want: torch.Tensor | None, got: torch.Tensor | None) -> list[Evidence]:
+    mine, part = (None, None) if got is None or want is None else parts.pair(got, want, both.place)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (mine, part))
+    return [Evidence(both.case.mesh.coordinate(rank), *held) for rank, held in enumerate(every)]
 
 
 def _own_tensors(both: Twins, module: str) -> dict[str, torch.Tensor]:

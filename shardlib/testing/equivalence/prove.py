@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshLike, MeshShape
 from shardlib._plan import Plan
-from shardlib.errors import MeshError
-from shardlib.testing._pool import shared_pool
+from shardlib.errors import InputError, MeshError
+from shardlib.testing._carry import why_not
+from shardlib.testing._pool import RankError, shared_pool
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.compare import Key, Measured, compare, in_order, limits, wrong
 from shardlib.testing.equivalence.locate import Origin, locate
@@ -23,6 +26,8 @@ from shardlib.testing.equivalence.measure import FLOAT64_LIMIT
 from shardlib.testing.equivalence.report import NotEquivalentError, Report, differences
 
 __all__ = ["assert_equivalent", "equivalent"]
+
+_GIB_A_RANK = 0.1  # that a process which has imported torch does not share with others
 
 
 def equivalent(
@@ -100,6 +105,10 @@ def equivalent(
         >>> report = equivalent(mlp, lambda step: torch.randn(4, 8), "tp=2", rules)  # doctest: +SKIP
         >>> print(report)  # doctest: +SKIP
     """
+    if callable(transforms):
+        raise InputError(f"equivalent() was given transforms={transforms!r}; give a list of functions plan -> plan.")
+    if not timeout > 0:
+        raise InputError(f"equivalent() was given timeout={timeout!r}; give seconds above zero.")
     case = Case(
         model, batch, _shape(mesh), rules, tuple(transforms), shard, loss, optimizer, split, steps, accumulate, no_sync,
         clip, dtype, rng, seed, before_step, options,
@@ -112,7 +121,13 @@ def equivalent(
                 "Call it on as many ranks, or from a process of its own."
             )
         return prove(case)
-    return shared_pool(world).run(prove, case, timeout=timeout)[0]
+    _check_room(case.mesh)
+    try:
+        return shared_pool(world).run(prove, case, timeout=timeout)[0]
+    except RankError as error:
+        if type(error) is RankError:
+            _explain_what_does_not_travel(case, error)
+        raise
 
 
 def assert_equivalent(*args: Any, **kwargs: Any) -> Report:
@@ -126,6 +141,27 @@ def assert_equivalent(*args: Any, **kwargs: Any) -> Report:
     if not report:
         raise NotEquivalentError(report)
     return report
+
+
+def _check_room(mesh: MeshShape) -> None:
+    """That a process for each rank has room in this machine's memory, each of which holds torch and three models."""
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    need = mesh.world_size * _GIB_A_RANK
+    if need > have:
+        raise MeshError(
+            f'equivalent() was given mesh "{mesh}": {mesh.world_size} processes, which need {need:.0f} GiB at least; '
+            f"this machine has {have:.0f}. Mistakes show on two or three ranks an axis: give a smaller mesh. "
+            "shardlib.plan() shows any mesh without processes."
+        )
+
+
+def _explain_what_does_not_travel(case: Case, error: RankError) -> None:
+    for field in dataclasses.fields(case):
+        if reason := why_not(getattr(case, field.name)):
+            raise InputError(
+                f"equivalent() was given {field.name}={getattr(case, field.name)!r}, which cannot be sent to the ranks "
+                f"({reason}). It is pickled with everything that it captures: make that inside of the function instead."
+            ) from error
 
 
 def _shape(mesh: MeshLike) -> MeshShape:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardlib._mesh import mesh as make_mesh
 from shardlib.engine import exact, no_sync, shard_model
 from shardlib.engine._torch import pytree
 from shardlib.engine.exact import draw_exactly, exact_random
-from shardlib.errors import InputError
+from shardlib.errors import InputError, ShardlibError
 from shardlib.testing.equivalence.case import Case, default_loss, rows_of
 from shardlib.testing.equivalence.parts import Place
 
@@ -81,17 +81,67 @@ class Run:
         case = self.case
         index = step * case.accumulate + micro
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), case.dtype)
-        self.batch = case.batch(index)
+        self.batch = self._checked(case.batch(index), index)
         batch = cast(self.batch, dtype)
         if self.rows[1] > 1:
             batch = (case.split or rows_of)(batch, *self.rows)
         torch.manual_seed(case.seed + index)
         before = torch.get_rng_state()
-        with self._randomness(), self._reducing(micro):
+        with self._randomness(), self._reducing(micro), self._noted(step):
             loss = _scalar((case.loss or default_loss)(self.model, batch)) / case.accumulate
             self._refuse_streams_of_its_own(before)
+            self._check_gradients(loss)
             loss.backward()
         return loss.detach()
+
+    def _checked(self, batch: Any, index: int) -> Any:
+        if batch is None:
+            raise InputError(
+                f"batch({index}) returned nothing. It has to return the batch: a tensor, a tuple of positional "
+                "arguments, a mapping of keyword arguments, or (tuple, mapping)."
+            )
+        device = next((p.device for p in self.model.parameters()), None)
+        for leaf in pytree.tree_leaves(batch):
+            if isinstance(leaf, torch.Tensor) and device is not None and leaf.device != device:
+                raise InputError(
+                    f"batch({index}) returned a tensor on {leaf.device}, and the model is on {device}. Make both on "
+                    f"{device}."
+                )
+        return batch
+
+    def _check_gradients(self, loss: torch.Tensor) -> None:
+        if not self.sharded and not loss.requires_grad:
+            why = (
+                "no parameter of the model requires a gradient"
+                if not any(p.requires_grad for p in self.model.parameters())
+                else "the loss is an integer"
+                if not loss.is_floating_point()
+                else "it does not depend on the model's output, or was detached from it"
+            )
+            raise InputError(
+                f"The loss has no gradient on the single device: {why}. equivalent() compares training; give it "
+                "something that trains, and a loss= that is computed from what the model returns."
+            )
+        if not self.sharded and self.case.dtype is torch.float64 and not torch.isfinite(loss):
+            raise InputError(
+                f"The loss is {loss.item()} on the single device, with which nothing can be compared. Give equivalent()"
+                " a model, batches and a loss= that are finite."
+            )
+
+    @contextmanager
+    def _noted(self, step: int) -> Iterator[None]:
+        """An exception of the user's code says in which run it happened."""
+        try:
+            yield
+        except Exception as error:
+            if self.sharded:
+                error.add_note(f"equivalent(): in the sharded run, step {step}; the single device's step went through.")
+            elif not isinstance(error, ShardlibError):
+                error.add_note(
+                    f"equivalent(): on the single device, step {step}: the model, its batch and its loss fail together "
+                    "before anything is sharded. Make them run without shardlib first."
+                )
+            raise
 
     def _randomness(self) -> AbstractContextManager[Any]:
         return exact_random() if self.case.rng == "exact" and not self.sharded else nullcontext()
@@ -176,7 +226,7 @@ def twins(case: Case, *, options: Mapping[str, Any] | None = None) -> Twins:
     device_mesh = make_mesh(case.mesh)
     place = Place(case.mesh, case.mesh.coordinate(dist.get_rank()))
     single = single_device(case)
-    exact = copy.deepcopy(single).to(torch.float64) if case.dtype is not torch.float64 else None
+    exact = in_dtype(copy.deepcopy(single), torch.float64) if case.dtype is not torch.float64 else None
     model = _sharded(case, copy.deepcopy(single), device_mesh, place, case.options if options is None else options)
     return Twins(
         case,
@@ -198,7 +248,21 @@ def single_device(case: Case) -> nn.Module:
             "model= made a model on the meta device, which has no values to compare. Make it on CPU; sharding it is "
             "equivalent()'s part."
         )
-    return model.to(case.dtype)
+    return in_dtype(model, case.dtype)
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`model.to(dtype)`, which leaves complex tensors (rotary frequencies) their imaginary part."""
+    numbers = {torch.float64: torch.complex128}.get(dtype, torch.complex64)
+    kept = {t: t.detach().to(numbers) for t in (*model.parameters(), *model.buffers()) if t.is_complex()}
+    for tensor, value in kept.items():
+        tensor.data = value
+    for module in model.modules():
+        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+    return model
 
 
 def _sharded(
