@@ -1,4 +1,4 @@
-"""Models that people use, proved as their users would: no rules, their own loss, dropout on; then with a mistake."""
+"""Models that people use, proved as their users would: no rules, their own loss, dropout on; then with mistakes planted.
 
 The sharded run finds the layout file by the model's class. Attention, embeddings and experts come from transformers.
 """
