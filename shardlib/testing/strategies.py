@@ -176,7 +176,7 @@ def shapes(
 @st.composite
 def _shapes(draw: st.DrawFn, mesh: MeshShape, min_dims: int, max_dims: int, uneven: bool) -> tuple[int, ...]:
     def size() -> int:
-        kind = draw(st.sampled_from(["small", "multiple"] if uneven else ["multiple"]))
+        kind = draw(st.sampled_from(["small", "multiple", "multiple"] if uneven else ["multiple"]))
         if kind == "small":
             return draw(st.integers(0, 14))
         pieces = math.prod(each if draw(_often) else 1 for each in mesh.sizes)
@@ -251,10 +251,13 @@ def _layout(
     `shared` axes of one dim stand in the mesh's order unless they divide what each of so many data ranks has of it.
     """
     held: list[list[str]] = [[] for _ in shape]
+    last = 0
     for axis in axes:
-        at = draw(st.integers(0, len(shape)))
-        if at:
-            held[at - 1].append(axis)
+        # Two axes on one dim are rare where each takes any: one number more says "where the last one is".
+        at = draw(st.integers(0, len(shape) + 1))
+        last = at if at <= len(shape) else last
+        if last:
+            held[last - 1].append(axis)
     dims = []
     for at, (name, size, mine) in enumerate(zip(names, shape, held, strict=True)):
         order = list(draw(st.permutations(mine))) if len(mine) > 1 else mine
@@ -286,7 +289,7 @@ def _dim(draw: st.DrawFn, name: str, stem: str, size: int, axes: tuple[str, ...]
     """A dim that these axes split: plain, or the product of factors that they divide."""
     pieces = math.prod(mesh[axis] for axis in axes)
     # Drawn where it decides nothing, too: an axis that goes away takes no draws with it, and so can go away.
-    wanted = fused >= 0 and draw(st.booleans())
+    wanted = fused >= 0 and draw(_often if fused > 1 else st.booleans())
     if not wanted or len(axes) > fused or not size or size % pieces:
         return Dim((Factor(name, axes),))
     count = draw(st.integers(2, 3))
