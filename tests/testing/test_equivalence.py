@@ -366,6 +366,18 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], messag
     assert message in str(raised.value)
 
 
+def test_a_frozen_weight_beside_a_bias_that_trains():
+    """In float32 the backward of a convolution gives both gradients where one is asked for."""
+
+    def made() -> nn.Module:
+        model = models.ConvNet()
+        model.get_parameter("second.weight").requires_grad_(False)
+        return model
+
+    rules = Rules({"first": "colwise", "second.bias": "out@tp"}, unmatched="replicate")
+    assert_equivalent(made, models.batch_for(models.ConvNet()), "tp=2", rules, dtype=torch.float32, steps=1)
+
+
 def test_what_cannot_be_sent_is_named():
     lock = threading.Lock()
     with pytest.raises(InputError, match=r"given batch=<function .*, which cannot be sent to the ranks .*_thread.lock"):

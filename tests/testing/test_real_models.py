@@ -1,4 +1,4 @@
-"""Models that people use, proved as their users would: no rules, their own loss, dropout on; then with mistakes planted.
+"""Models that people use, proved as their users would: no rules, their own loss, dropout on; and mistakes in them.
 
 The sharded run finds the layout file by the model's class. Attention, embeddings and experts come from transformers.
 """

@@ -305,16 +305,20 @@ def _filled(spec_args: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[A
 def _ordered(result: Any, specs: Any) -> Any:
     """What a row computed by itself, with strides such as the op would have given."""
     if isinstance(result, torch.Tensor):
-        return in_order(result, meta_of(specs).stride)
+        return result if specs is None else in_order(result, meta_of(specs).stride)
     if isinstance(result, list | tuple):
         return type(result)(_ordered(r, s) for r, s in zip(result, specs, strict=True))
     return result
 
 
 def _wrapped(result: Any, specs: Any) -> Any:
-    """DTensors in the structure of the op's result."""
+    """DTensors in the structure of the op's result.
+
+    A result without a spec was not asked for: in float32 the backward of a convolution gives a frozen weight's gradient
+    along with its bias's.
+    """
     if isinstance(result, torch.Tensor):
-        return wrap(result, specs)
+        return None if specs is None else wrap(result, specs)
     if isinstance(result, list | tuple):
         return type(result)(_wrapped(r, s) for r, s in zip(result, specs, strict=True))
     return result
