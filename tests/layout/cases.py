@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardlib import MeshShape
 from shardlib.layout import Dim, Factor, Layout
+from shardlib.testing import strategies
 
 AXES = ("tp", "dp", "cp")
 # These laws cost a millisecond an example, and what they are about (two splits of one fused dim) is drawn rarely.
@@ -49,17 +50,8 @@ def meshes(draw: st.DrawFn) -> MeshShape:
 def cases(draw: st.DrawFn, *, fused: bool = True, uneven: bool = True, partial: bool = False) -> Case:
     """Any axes on any dims in any order, with uneven sizes, or as fused dims with any factor split."""
     mesh = draw(meshes())
-    ndim = draw(st.integers(1, 3))
-    held = draw(axis_lists(mesh, ndim))
-    dims, shape = [], []
-    for index, axes in enumerate(held):
-        kind = draw(st.sampled_from(["uneven"] * uneven + ["even"] + ["fused"] * fused))
-        dim, size = draw((fused_dims if kind == "fused" else plain_dims)(mesh, axes, f"d{index}", kind))
-        dims.append(dim)
-        shape.append(size)
-    unused = [axis for axis in mesh.names if all(axis not in axes for axes in held)]
-    partials = [(axis, "sum") for axis in unused if partial and draw(st.booleans())]
-    return Case(mesh, tuple(shape), Layout(tuple(dims), tuple(partials)))
+    shape = draw(strategies.shapes(mesh, uneven=uneven))
+    return Case(mesh, shape, draw(strategies.layouts(shape, mesh, fused=fused, uneven=uneven, partial=partial)))
 
 
 @st.composite
