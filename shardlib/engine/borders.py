@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardlib.engine import _torch
-from shardlib.engine._torch import pytree
+from shardlib.engine._torch import _StridedShard, pytree
 from shardlib.engine.ops._operands import redistributed
 from shardlib.errors import InputError, LayoutError
 from shardlib.layout import Layout
@@ -112,7 +112,7 @@ def _equal_pieces(placements: tuple[Placement, ...], mesh: DeviceMesh) -> dict[i
     """Dims that are split inside, or over axes in another order than the mesh's, and into how many pieces."""
     found = {}
     for axis, place in enumerate(placements):
-        if isinstance(place, _torch._StridedShard):
+        if isinstance(place, _StridedShard):
             ranks = math.prod(
                 n for other, n in zip(placements, mesh.shape, strict=True) if _torch.splits(other, place.dim)
             )
