@@ -341,7 +341,7 @@ def test_low_precision_finds_mistakes_larger_than_its_rounding(ranks, dtype: tor
         ({"optimizer": lambda params: None}, InputError, "optimizer= returned a NoneType; it has to return a torch."),
         ({"optimizer": torch.optim.LBFGS}, InputError, "optimizer= returned LBFGS, which runs the model several"),
         ({"batch": lambda step: None}, InputError, "batch(0) returned nothing. It has to return the batch"),
-        ({"batch": lambda step: rows(0).to("meta")}, InputError, "returned a tensor on meta, and the model is on cpu"),
+        ({"batch": lambda step: rows(0).to("meta")}, InputError, "returned a tensor on meta, which has no values"),
         (
             {"loss": lambda model, batch: model(batch).detach().mean()},
             InputError,

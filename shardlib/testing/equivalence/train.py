@@ -81,8 +81,8 @@ class Run:
         case = self.case
         index = step * case.accumulate + micro
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), case.dtype)
-        self.batch = self._checked(case.batch(index), index)
-        batch = cast(self.batch, dtype)
+        self.batch = _checked(case.batch(index), index)
+        batch = cast(self.batch, dtype, next((p.device for p in self.model.parameters()), None))
         if self.rows[1] > 1:
             batch = (case.split or rows_of)(batch, *self.rows)
         torch.manual_seed(case.seed + index)
@@ -93,21 +93,6 @@ class Run:
             self._check_gradients(loss)
             loss.backward()
         return loss.detach()
-
-    def _checked(self, batch: Any, index: int) -> Any:
-        if batch is None:
-            raise InputError(
-                f"batch({index}) returned nothing. It has to return the batch: a tensor, a tuple of positional "
-                "arguments, a mapping of keyword arguments, or (tuple, mapping)."
-            )
-        device = next((p.device for p in self.model.parameters()), None)
-        for leaf in pytree.tree_leaves(batch):
-            if isinstance(leaf, torch.Tensor) and device is not None and leaf.device != device:
-                raise InputError(
-                    f"batch({index}) returned a tensor on {leaf.device}, and the model is on {device}. Make both on "
-                    f"{device}."
-                )
-        return batch
 
     def _check_gradients(self, loss: torch.Tensor) -> None:
         if not self.sharded and not loss.requires_grad:
@@ -194,8 +179,22 @@ def _scalar(loss: Any) -> torch.Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
-def cast(batch: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+def _checked(batch: Any, index: int) -> Any:
+    if batch is None:
+        raise InputError(
+            f"batch({index}) returned nothing. It has to return the batch: a tensor, a tuple of positional "
+            "arguments, a mapping of keyword arguments, or (tuple, mapping)."
+        )
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(batch)):
+        raise InputError(f"batch({index}) returned a tensor on meta, which has no values. Make it on the CPU.")
+    return batch
+
+
+def cast(batch: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+
+    return pytree.tree_map_only(torch.Tensor, moved, batch)
 
 
 @dataclass(eq=False)
@@ -225,7 +224,7 @@ def twins(case: Case, *, options: Mapping[str, Any] | None = None) -> Twins:
     """Build the model once, copy it, and shard the copy. Every rank of the case's mesh calls it."""
     device_mesh = make_mesh(case.mesh)
     place = Place(case.mesh, case.mesh.coordinate(dist.get_rank()))
-    single = single_device(case)
+    single = single_device(case).to(device_mesh.device_type)
     exact = in_dtype(copy.deepcopy(single), torch.float64) if case.dtype is not torch.float64 else None
     model = _sharded(case, copy.deepcopy(single), device_mesh, place, case.options if options is None else options)
     return Twins(
