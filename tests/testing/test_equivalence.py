@@ -237,6 +237,18 @@ def test_a_model_that_computes_in_float32_inside_passes_by_what_rounding_does_to
     assert max(d.error for d in report.differences) > 1e-10
 
 
+def test_noise_of_a_bias_before_batch_norm_is_told_from_mistakes():
+    """Its gradient is zero in exact arithmetic; AdamW makes an update of the noise, and running means follow that."""
+    model = functools.partial(models.ConvNet, channels=1)
+    rules = Rules(
+        {"first": "rowwise", "last": "colwise"},
+        activations={"first.output": "_@sp _ _ _"},
+        unmatched="replicate",
+        axis="sp",
+    )
+    assert_equivalent(model, models.Numbers((5, 3, 6, 6)), "sp=3", rules, steps=2)
+
+
 def test_float32_inside_hides_no_mistake(ranks):
     spoil = after_sharding(functools.partial(_scale_output, "down"))
     report = ranks(4).run(_spoilt, spoil, IN_FLOAT32)[0]

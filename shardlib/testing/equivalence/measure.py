@@ -14,11 +14,12 @@ a mistake misses it by many more, since one wrong element among millions shows i
 Models may compute in float32 inside (normalisation and loss of many transformers do) and then round more coarsely.
 And optimizers that divide by the size of a gradient blow rounding up where a gradient is zero in exact arithmetic (the
 bias of a key). What a model does with rounding is measured, not guessed: where float64 misses its limit, the single
-device runs once more with every parameter moved by one unit of the coarsest dtype that its ops compute in, and a
-difference counts as rounding if it is at most `RATIO` times what that moved, and under `CEILING`. A value that is
-itself of a coarser dtype (a loss in float32) is rounded to it in both runs whatever its parameters do: it counts as
-moved by one unit of its dtype at least. A step has one loss and one norm, and each is one draw of luck; those of all
-steps share the largest.
+device runs again, `DRAWS` times, with every parameter moved by one unit of the coarsest dtype that its ops compute in,
+and a difference counts as rounding if it is at most `RATIO` times the farthest that moved it, and under `CEILING`. A
+value that is itself of a coarser dtype (a loss in float32) is rounded to it in both runs whatever its parameters do:
+it counts as moved by one unit of its dtype at least. A step has one loss and one norm, and each is one draw of luck;
+those of all steps share the largest. So do buffers: the statistics of BatchNorm follow a bias before it, which is such
+noise.
 
 float32, bfloat16, float16: the single device also runs in float64, from the same rounded parameters. Both runs' error
 against that is measured, and the sharded one may be `RATIO` times the single device's. Two sums of the same numbers in
@@ -27,8 +28,7 @@ scale. Tensors of a few elements may be lucky in one of the two draws; so the si
 the median over tensors of its kind, and as one unit of rounding. After an optimizer's step luck is coarser: Adam moves
 an element whose gradient is smaller than its rounding by the learning rate, up in one run and down in the other.
 Whether a tensor has such an element is chance; parameters and optimizer state share the largest error of their kind.
-Where a limit is still exceeded, the single device runs once more with its parameters moved by one unit, for a second
-draw.
+Where a limit is still exceeded, the single device runs again with its parameters moved by one unit, for further draws.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["CEILING", "FLOAT64_LIMIT", "RATIO", "distance", "limits_beside", "size"]
+__all__ = ["CEILING", "DRAWS", "FLOAT64_LIMIT", "RATIO", "distance", "limits_beside", "size"]
 
 K = TypeVar("K")
 
 FLOAT64_LIMIT = 1e-10
 RATIO = 10.0
 CEILING = 1e-4
+DRAWS = 4
 _NOISE = 1e-3
 
 
