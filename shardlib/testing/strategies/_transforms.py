@@ -1,0 +1,55 @@
+"""Functions from plan to plan; the place where new kinds are registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+
+from shardlib._plan import Plan
+from shardlib.errors import InputError
+
+__all__ = ["Transform", "register_transforms", "transforms"]
+
+Transform = Callable[[Plan], Plan]
+
+
+def identity(plan: Plan) -> Plan:
+    """The transform that leaves a plan as it is."""
+    return plan
+
+
+# One strategy for each kind of transform. What `shardlib.transforms` gains is registered here, or with
+# `register_transforms` from a package of one's own, and is then part of every case.
+_TRANSFORMS: list[st.SearchStrategy[Transform]] = [st.just(identity)]
+
+
+def register_transforms(strategy: st.SearchStrategy[Transform]) -> None:
+    """Let `transforms`, and with it `cases`, draw from one more strategy of functions from plan to plan.
+
+    The functions travel to other processes: they must be importable there, or be values that can be pickled.
+
+    Raises:
+        InputError: it is no strategy.
+
+    >>> register_transforms(3)
+    Traceback (most recent call last):
+    shardlib.errors.InputError: register_transforms(3): give a hypothesis strategy of functions from plan to plan.
+    """
+    if not isinstance(strategy, st.SearchStrategy):
+        raise InputError(
+            f"register_transforms({strategy!r}): give a hypothesis strategy of functions from plan to plan."
+        )
+    if strategy not in _TRANSFORMS:
+        _TRANSFORMS.append(strategy)
+
+
+def transforms(max_size: int = 2) -> st.SearchStrategy[tuple[Transform, ...]]:
+    """Transforms to apply one after another. Shrinks towards none.
+
+    >>> from hypothesis import find
+    >>> find(transforms(), lambda drawn: True)
+    ()
+    """
+    # Asked for at each draw, so that what is registered later counts too.
+    return st.deferred(lambda: st.lists(st.one_of(_TRANSFORMS), max_size=max_size).map(tuple))
