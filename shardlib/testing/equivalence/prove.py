@@ -44,7 +44,7 @@ def equivalent(
     steps: int = 3,
     accumulate: int = 1,
     no_sync: bool = False,
-    clip: float | None = None,
+    clip: float | Callable[[nn.Module], torch.Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
     rng: Literal["exact", "fast"] = "exact",
     seed: int = 0,
@@ -79,7 +79,8 @@ def equivalent(
         steps: how many training steps.
         accumulate: backward passes per step.
         no_sync: run all but the last of them under `shardlib.no_sync`.
-        clip: norm that gradients are clipped to. Norms are compared in any case.
+        clip: norm that gradients are clipped to, or a function (model) -> norm that clips them by your own means. Norms
+            are compared without it too, except with `shard`.
         dtype: float64 tells rounding and mistakes apart (limit 1e-10). In float32, bfloat16 and float16 both runs are
             measured against a single device in float64, and the sharded run may err at most ten times as much; how the
             limits are derived stands in `shardlib/testing/equivalence/measure.py`.
