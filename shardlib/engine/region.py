@@ -16,6 +16,7 @@ and a plain tensor inside counts as replicated.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -70,11 +71,19 @@ class Root:
             leaves = pytree.tree_leaves(output)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(self._on_backward)
+                leaf.register_hook(_beginning(weakref.ref(self.reducer)))
         return output
 
-    def _on_backward(self, grad: torch.Tensor) -> None:
-        self.reducer.begin()
+
+def _beginning(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
+    """A hook that does not keep the model: one that keeps its own output would never be freed, since Python's collector
+    does not see through a graph."""
+
+    def hook(_grad: torch.Tensor) -> None:
+        if (alive := reducer()) is not None:
+            alive.begin()
+
+    return hook
 
 
 def _made_plain(tensor: torch.Tensor) -> torch.Tensor:

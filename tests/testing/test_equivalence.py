@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -485,3 +486,14 @@ def test_models_that_depend_on_the_rank():
 
     with pytest.raises(InputError, match="The single device's loss at step 0 is another one on some ranks"):
         equivalent(made, rows, "dp=2", {"**": None}, steps=1, check=False)
+
+
+def _models_alive() -> int:
+    gc.unfreeze()
+    return sum(isinstance(found, models.Transformer) for found in gc.get_objects())
+
+
+def test_a_proof_leaves_no_model_behind(ranks):
+    assert equivalent(**transformer("tp=2", steps=1))
+    assert not prove("row bias", planted=True)
+    assert ranks(2).run(_models_alive) == [0, 0]

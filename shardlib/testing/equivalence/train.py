@@ -69,7 +69,8 @@ class Run:
         self.model.register_forward_hook(self._keep)
 
     def _keep(self, _model: nn.Module, _args: Any, output: Any) -> None:
-        self.output = output
+        # Without its graph, whose hooks lead to the model: Python's collector would not see that circle.
+        self.output = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
     def begin(self, step: int) -> None:
         self.optimizer.zero_grad()
