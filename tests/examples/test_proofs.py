@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,14 @@ def test_the_line_forgotten_by_hand_is_found_and_mending_it_is_proved():
     )
     assert "the sum of what the ranks of tp hold is right: a reduction over tp is missing" in forgotten
     assert _run([sys.executable, script, "--mended"], ROOT).startswith("equivalent to a single device")
+
+
+def test_the_ten_lines_of_the_readme_prove_its_model(tmp_path: Path):
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    model = blocks[0][: blocks[0].index("torch.manual_seed(0)")]
+    (proof,) = [block for block in blocks if "assert_equivalent" in block]
+    (tmp_path / "test_mine.py").write_text(f"{model}\n{proof}")
+    assert "1 passed" in _run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], tmp_path)
 
 
 @pytest.fixture(scope="module")
