@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -170,6 +170,35 @@ class MeshShape:
         for name, size in reversed(self.axes):
             rank, place[name] = divmod(rank, size)
         return {name: place[name] for name in self.names}
+
+    @property
+    def data_ranks(self) -> int:
+        """How many blocks of rows a global batch is shared in: the product of the data axes' sizes."""
+        return math.prod(self[axis] for axis in self.data_axes)
+
+    def data_place(self, coordinate: Mapping[str, int]) -> tuple[int, int]:
+        """Which of how many blocks of a global batch's rows the rank at a coordinate works on.
+
+        >>> shape = MeshShape("dp=2,tp=2")
+        >>> [shape.data_place(shape.coordinate(rank)) for rank in range(4)]
+        [(0, 2), (0, 2), (1, 2), (1, 2)]
+        """
+        index = 0
+        for axis in self.data_axes:
+            index = index * self[axis] + coordinate[axis]
+        return index, self.data_ranks
+
+    def groups(self, axes: Iterable[str]) -> list[list[int]]:
+        """Ranks that differ only in their place on these axes, together.
+
+        >>> MeshShape("dp=2,tp=2").groups(("tp",))
+        [[0, 1], [2, 3]]
+        """
+        axes, found = set(axes), dict[tuple[int, ...], list[int]]()
+        for rank in range(self.world_size):
+            place = tuple(index for axis, index in self.coordinate(rank).items() if axis not in axes)
+            found.setdefault(place, []).append(rank)
+        return list(found.values())
 
     def only(self, axes: tuple[str, ...]) -> MeshShape:
         """The sub-shape of some axes, in this mesh's order."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError, PlanError, ShardingError
 
-__all__ = ["all_tensors", "batches_agree", "draws_agree", "fingerprint", "plans_agree", "weights_agree"]
+__all__ = ["all_tensors", "batches_agree", "draws_agree", "exchange", "fingerprint", "plans_agree", "weights_agree"]
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
@@ -89,7 +89,7 @@ def _differing(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | N
     if by_rank is None:
         return None
     names = [name for name in mine if len({prints.get(name) for prints in by_rank}) > 1]
-    shown = _exchange(_shown(tensors[names[0]]), group) if names else [str(sorted(prints)) for prints in by_rank]
+    shown = exchange(_shown(tensors[names[0]]), group) if names else [str(sorted(prints)) for prints in by_rank]
     return names, _side_by_side(shown, group)
 
 
@@ -111,11 +111,12 @@ def _gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
     """Every rank's value, or None where all are equal. One short exchange when they are."""
     if group is None or dist.get_world_size(group) == 1:
         return None
-    marks = _exchange(zlib.crc32(repr(mine).encode()), group)
-    return None if len(set(marks)) == 1 else _exchange(mine, group)
+    marks = exchange(zlib.crc32(repr(mine).encode()), group)
+    return None if len(set(marks)) == 1 else exchange(mine, group)
 
 
-def _exchange(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def exchange(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, in the order of ranks. Called on all ranks of the group, by default of the job."""
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group=group)
     return every

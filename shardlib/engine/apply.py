@@ -262,23 +262,15 @@ class _Build:
         agree.weights_agree(agree.all_tensors(self.model), group)
 
     def share_random_state(self) -> None:
-        agree_on_random_state(self._group(self.model_axes), self._data_index())
+        index, _ = self.shape.data_place(self.coordinate)
+        agree_on_random_state(self._group(self.model_axes), index)
 
     def group_of_all(self) -> dist.ProcessGroup | None:
         return self._group(self.shape.names)
 
     def place(self) -> exact.Place | None:
         """Where this rank stands on the data axes, if random numbers are drawn by that."""
-        return exact.Place(self._data_index(), self._data_ranks()) if self.exact_random else None
-
-    def _data_index(self) -> int:
-        index = 0
-        for axis in self.data_axes:
-            index = index * self.shape[axis] + self.coordinate[axis]
-        return index
-
-    def _data_ranks(self) -> int:
-        return math.prod(self.shape[axis] for axis in self.data_axes)
+        return exact.Place(*self.shape.data_place(self.coordinate)) if self.exact_random else None
 
     def replace_tensors(self, init: Any, undo: ExitStack, *, check: bool) -> None:
         """Every parameter and buffer becomes this rank's part of it, on this rank's device."""
@@ -324,7 +316,7 @@ class _Build:
         slices = layout.local_slices(tuple(tensor.shape), self.shape, self.coordinate)
         if not exact.is_cut_so(tuple(tensor.shape), self.model_mesh, placements, slices):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        shape = [sum(part.stop - part.start for part in parts) for parts in slices]
+        shape = layout.local_shape(tensor.shape, self.shape, self.coordinate)
         local = torch.empty(shape, dtype=tensor.dtype, device=self.device)
         return _torch.wrap(local, _torch.spec(self.model_mesh, placements, tensor.shape, tensor.dtype))
 
@@ -332,7 +324,7 @@ class _Build:
         """Hooks on the model: regions, borders, gradients, state dicts, inputs."""
         optimizer.watch_optimizers()
         if self.model_axes or self.data_axes:
-            optimizer.look_after(self.model.parameters(), self._data_ranks())
+            optimizer.look_after(self.model.parameters(), self.shape.data_ranks)
         if self.model_mesh is not None:
             _torch.gather_uneven_splits_in_turn()
             ops.enable(self.model_mesh)

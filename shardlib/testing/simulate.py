@@ -78,7 +78,7 @@ def whole(shards: Sequence[torch.Tensor], layout: Layout, global_shape: Sequence
     shape = MeshShape.of(mesh)
     reduced = list(shards)
     for axis, op in layout.partials:
-        for group in _groups(shape, (axis,)):
+        for group in shape.groups((axis,)):
             total = _REDUCE[op](torch.stack([reduced[rank] for rank in group]))
             for rank in group:
                 reduced[rank] = total.to(shards[0].dtype)
@@ -185,7 +185,7 @@ class _Ranks:
     def _reduce(self, step: Collective, places: Mapping[str, _Place]) -> Fraction:
         held = Fraction(sum(int(has.sum()) for has in self.holds), len(self.holds))
         op = self.src.partial[step.axes[0]]
-        for group in _groups(self.mesh, step.axes):
+        for group in self.mesh.groups(step.axes):
             total = _REDUCE[op](torch.stack([self.values[rank] for rank in group]))
             for rank in group:
                 self.values[rank] = total.to(self.values[rank].dtype)
@@ -200,7 +200,7 @@ class _Ranks:
     def _exchange(self, axes: Sequence[str]) -> Fraction:
         """Ranks of a group send each other what they need and lack."""
         received, holds, values = 0, list(self.holds), list(self.values)
-        for group in _groups(self.mesh, axes):
+        for group in self.mesh.groups(axes):
             for rank in group:
                 for other in group:
                     new = self.needs[rank] & self.holds[other] & ~holds[rank]
@@ -213,7 +213,7 @@ class _Ranks:
     def _keep(self, axis: str, dim: _Place) -> None:
         """Let an axis split what its ranks hold: a dim of it, or as it is split in the end."""
         coordinates = list(_coordinates(self.mesh))
-        for group in _groups(self.mesh, (axis,)):
+        for group in self.mesh.groups((axis,)):
             for index, rank in enumerate(group):
                 if dim is None:
                     alike = [need for need, c in zip(self.needs, coordinates, strict=True) if c[axis] == index]
@@ -234,14 +234,6 @@ def _chunk(held: torch.Tensor, dim: int, index: int, n: int) -> torch.Tensor:
 
 def _coordinates(mesh: MeshShape) -> Iterator[dict[str, int]]:
     return (mesh.coordinate(rank) for rank in range(mesh.world_size))
-
-
-def _groups(mesh: MeshShape, axes: Sequence[str]) -> list[list[int]]:
-    """Ranks that differ only on these axes, together."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, coordinate in enumerate(_coordinates(mesh)):
-        found.setdefault(tuple(i for axis, i in coordinate.items() if axis not in axes), []).append(rank)
-    return list(found.values())
 
 
 def _check(layout: Layout) -> None:

@@ -133,10 +133,7 @@ def local_rows(batch: Any, shape: sl.MeshShape) -> Any:
 
 
 def data_place(shape: sl.MeshShape) -> tuple[int, int]:
-    coordinate, index, count = shape.coordinate(dist.get_rank()), 0, 1
-    for axis in shape.data_axes:
-        index, count = index * shape[axis] + coordinate[axis], count * shape[axis]
-    return index, count
+    return shape.data_place(shape.coordinate(dist.get_rank()))
 
 
 def mean_over_data(value: torch.Tensor, shape: sl.MeshShape) -> torch.Tensor:

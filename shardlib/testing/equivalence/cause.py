@@ -99,14 +99,6 @@ def _all(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([t.flatten() for t in tensors])
 
 
-def _groups(pieces: Pieces, axes: tuple[str, ...]) -> list[list[_Piece]]:
-    """Pieces of ranks that differ only in their place on these axes."""
-    found: dict[tuple[int, ...], list[_Piece]] = {}
-    for p in pieces:
-        found.setdefault(tuple(i for axis, i in p.coordinate.items() if axis not in axes), []).append(p)
-    return list(found.values())
-
-
 def _subsets(mesh: MeshShape) -> Iterator[tuple[str, ...]]:
     real = [axis for axis in mesh.names if mesh[axis] > 1]
     for n in range(1, len(real) + 1):
@@ -153,7 +145,7 @@ def _missing_reduction(pieces: Pieces, mesh: MeshShape, own: Mapping[str, torch.
 
 def _reduced(pieces: Pieces, mesh: MeshShape) -> str | None:
     for axes in _subsets(mesh):
-        groups = _groups(pieces, axes)
+        groups = [[pieces[rank] for rank in group] for group in mesh.groups(axes)]
         if any(p.got.shape != group[0].got.shape for group in groups for p in group):
             continue
         if all(_near(p.got, group[0].got) for group in groups for p in group):

@@ -8,10 +8,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -33,6 +32,7 @@ KINDS = ("output", "loss", "buffer", "gradient", "norm", "state", "parameter")
 START = -1  # the "step" of the values that training starts from
 
 Key = tuple[int, str, str]  # step, kind, name
+T = TypeVar("T")
 
 
 @dataclass
@@ -70,7 +70,7 @@ def compare(case: Case) -> Measured:
 def _train(both: Twins) -> _Notes:
     notes = _Notes(both)
     notes.tensors(START)
-    for step in both.steps():
+    for step in range(both.case.steps):
         for run in both.runs:
             run.begin(step)
         for micro in range(both.case.accumulate):
@@ -179,7 +179,7 @@ class _Notes:
                     mine = mine.to(want.dtype)
             self.measured.errors[key] = measure.distance(mine, part, scale)
             if kind != "output":
-                self.prints[key] = (parts.held(got, self.place), agree.fingerprint(mine))
+                self.prints[key] = (parts.held(got), agree.fingerprint(mine))
 
     def layouts(self) -> None:
         """What lies otherwise than planned; without a plan, otherwise than when training began."""
@@ -193,9 +193,8 @@ class _Notes:
 
     def exchanged(self) -> Measured:
         """The same on every rank: the largest distances, and what replicas disagree on."""
-        every: list[Any] = [None] * dist.get_world_size()
         mine = (self.measured.errors, self.means, self.prints, self.measured.layouts)
-        dist.all_gather_object(every, (*mine, self.batches, self.references))
+        every = agree.exchange((*mine, self.batches, self.references))
         _batches_agree([batches for *_, batches, _ in every])
         _references_agree([references for *_, references in every])
         merged = Measured(alone=self.measured.alone, units=self.measured.units, tensors=self.measured.tensors)
@@ -213,23 +212,26 @@ class _Notes:
 
 
 def _batches_agree(by_rank: list[dict[int, int]]) -> None:
-    for index in by_rank[0]:
-        if len({batches.get(index) for batches in by_rank}) > 1:
-            raise InputError(
-                f"batch({index}) made other values on some ranks than on others. It has to make the same global batch "
-                "everywhere, of which each data rank then gets its rows: draw it from a generator of its own, "
-                "torch.Generator().manual_seed(step), and let it not depend on the rank."
-            )
+    if (index := _first_unlike(by_rank)) is not None:
+        raise InputError(
+            f"batch({index}) made other values on some ranks than on others. It has to make the same global batch "
+            "everywhere, of which each data rank then gets its rows: draw it from a generator of its own, "
+            "torch.Generator().manual_seed(step), and let it not depend on the rank."
+        )
 
 
 def _references_agree(by_rank: list[dict[Key, int]]) -> None:
-    for key in by_rank[0]:
-        if len({references.get(key) for references in by_rank}) > 1:
-            raise InputError(
-                f"The single device's {key[2]} at step {key[0]} is another one on some ranks than on others. model=, "
-                "loss= and before_step= have to do the same on every rank: let them not depend on the rank, and draw "
-                "random numbers from the default generator of torch or one of their own."
-            )
+    if (key := _first_unlike(by_rank)) is not None:
+        raise InputError(
+            f"The single device's {key[2]} at step {key[0]} is another one on some ranks than on others. model=, "
+            "loss= and before_step= have to do the same on every rank: let them not depend on the rank, and draw "
+            "random numbers from the default generator of torch or one of their own."
+        )
+
+
+def _first_unlike(by_rank: list[dict[T, int]]) -> T | None:
+    """The first key under which ranks have other fingerprints."""
+    return next((key for key in by_rank[0] if len({prints.get(key) for prints in by_rank}) > 1), None)
 
 
 def _relative(got: float, want: float, scale: float) -> float:
@@ -369,6 +371,6 @@ def _moved_by(case: Case, unit: float, *, seed: int) -> dict[Key, float]:
         for p in moved.parameters():
             sign = torch.randint(0, 2, p.shape, generator=generator).to(p.dtype) * 2 - 1
             p.mul_(1 + sign * unit)
-    notes = _train(Twins(case, Run(case, model), Run(case, moved), None, None, parts.Place(case.mesh, {})))
+    notes = _train(Twins(case, Run(case, model), Run(case, moved), None, parts.Place(case.mesh, {})))
     means = {key: _relative(*mean) for key, mean in notes.means.items()}
     return notes.measured.errors | means

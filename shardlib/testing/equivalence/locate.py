@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import agree, plan_of
@@ -17,7 +17,7 @@ from shardlib.testing.equivalence import cause, measure, parts
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.cause import Evidence
 from shardlib.testing.equivalence.compare import START, Key, Measured, compare, limits, wrong
-from shardlib.testing.equivalence.trace import Call, Trace, Where, tracing
+from shardlib.testing.equivalence.trace import Call, Side, Trace, Where, tracing
 from shardlib.testing.equivalence.train import Run, Twins, named_tensors, twins
 
 __all__ = ["Origin", "locate"]
@@ -176,13 +176,20 @@ class _Watched:
     def _made_good(self, call: Call) -> bool:
         """Whether what encloses the call leaves right values all the same: pieces that it puts together, an order of
         its own."""
+        around = self._right_around(call, "output", self.values, self.judged)
+        return around is not None and (around.parent is not None or self.outcome_is_right)
+
+    def _right_around(
+        self, call: Call, side: Side, wrong: Mapping[Where, Any], judged: frozenset[Where]
+    ) -> Call | None:
+        """The nearest call around this one whose values on that side were judged, and are right."""
         around = call.parent
         while around is not None:
-            known = [where for where in around.outputs if where in self.judged]
-            if known and not any(where in self.values for where in known):
-                return around.parent is not None or self.outcome_is_right
+            known = [where for where in (around.inputs if side == "input" else around.outputs) if where in judged]
+            if known and not any(where in wrong for where in known):
+                return around
             around = around.parent
-        return False
+        return None
 
     def _put_together_later(self, call: Call, where: Where) -> bool:
         """Whether a layer by hand leaves a piece, unlike on ranks, and the next wrong value around it is alike on all.
@@ -200,18 +207,8 @@ class _Watched:
         """Whether a plain tensor differs between ranks that differ on model axes alone."""
         got = self.got.values.get(where)
         mine = None if got is None or isinstance(got, DTensor) else agree.fingerprint(got)
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (self.both.place.data[0], mine))
+        every = agree.exchange((self.both.place.data[0], mine))
         return len(set(every)) > len({data for data, _ in every})
-
-    def _gradient_made_good(self, call: Call) -> bool:
-        around = call.parent
-        while around is not None:
-            known = [where for where in around.inputs if where in self.judged_gradients]
-            if known and not any(where in self.gradients for where in known):
-                return True
-            around = around.parent
-        return False
 
     def _computed_by(self, call: Call) -> tuple[Call | None, Call]:
         """The call that made the first wrong value, and the call it was handed to (itself, for an output)."""
@@ -228,7 +225,7 @@ class _Watched:
             if (
                 bad
                 and not any(where in self.gradients for where in call.outputs)
-                and not self._gradient_made_good(call)
+                and self._right_around(call, "input", self.gradients, self.judged_gradients) is None
             ):
                 text = f"the gradient that {_named(call)} passes on to its input"
                 return self._origin(call, bad[0], self.gradients, text)
@@ -252,8 +249,7 @@ def _everywhere(
     errors: dict[Where, float], limit: float
 ) -> tuple[dict[Where, tuple[float, list[int]]], frozenset[Where]]:
     """What is above the limit on any rank: the largest error, and the ranks where it is. And what was judged on all."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, errors)
+    every = agree.exchange(errors)
     found: dict[Where, tuple[float, list[int]]] = {}
     for rank, of_rank in enumerate(every):
         for where, error in of_rank.items():
@@ -311,8 +307,7 @@ def _of_losses(both: Twins, key: Key, measured: Measured, made: list[list[torch.
     alone = Run(case, both.single.model, both.place.data)
     of_rows = [alone.forward_backward(step, micro) for micro in range(case.accumulate)]
     mine = [(float(got), float(want), float(alike)) for (want, got), alike in zip(made, of_rows, strict=True)]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    every = agree.exchange(mine)
     causes: tuple[str, ...] = ()
     for of_pass in zip(*every, strict=True):
         got, want, alike = zip(*of_pass, strict=True)
@@ -402,8 +397,7 @@ def _origin(
 
 def _evidence(both: Twins, want: torch.Tensor | None, got: torch.Tensor | None) -> list[Evidence]:
     mine, part = (None, None) if got is None or want is None else parts.pair(got, want, both.place)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (mine, part))
+    every = agree.exchange((mine, part))
     return [Evidence(both.case.mesh.coordinate(rank), *held) for rank, held in enumerate(every)]
 
 

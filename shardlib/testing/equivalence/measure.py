@@ -40,7 +40,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["CEILING", "DRAWS", "FLOAT64_LIMIT", "RATIO", "distance", "limits_beside", "size"]
+__all__ = ["CEILING", "DRAWS", "FLOAT64_LIMIT", "RATIO", "distance", "limits_beside", "scale_of", "size"]
 
 K = TypeVar("K")
 

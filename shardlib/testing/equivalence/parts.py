@@ -28,10 +28,7 @@ class Place:
     @property
     def data(self) -> tuple[int, int]:
         """Which of how many blocks of rows it gets."""
-        index, count = 0, 1
-        for axis in self.mesh.data_axes if self.coordinate else ():
-            index, count = index * self.mesh[axis] + self.coordinate[axis], count * self.mesh[axis]
-        return index, count
+        return self.mesh.data_place(self.coordinate) if self.coordinate else (0, 1)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,7 +101,7 @@ def _candidates(want: tuple[int, ...], got: tuple[int, ...], place: Place) -> It
             yield layout
 
 
-def held(tensor: Any, place: Place) -> tuple[Any, ...]:
+def held(tensor: Any) -> tuple[Any, ...]:
     """What tells apart ranks that hold different elements of a tensor: their place on the axes that split it."""
     if not isinstance(tensor, DTensor):
         return ()

@@ -14,7 +14,7 @@ from torch import nn
 from shardlib.engine._torch import pytree
 from shardlib.testing.equivalence.train import clean
 
-__all__ = ["Call", "Trace", "Where", "tracing"]
+__all__ = ["Call", "Side", "Trace", "Where", "tracing"]
 
 Side = Literal["input", "output"]
 
@@ -38,10 +38,6 @@ class Call:
     parent: Call | None
     inputs: list[Where] = field(default_factory=list)
     outputs: list[Where] = field(default_factory=list)
-
-    @property
-    def depth(self) -> int:
-        return 0 if self.parent is None else self.parent.depth + 1
 
 
 @dataclass(eq=False)

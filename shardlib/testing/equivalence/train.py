@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -210,30 +210,25 @@ class Twins:
     single: Run
     sharded: Run
     exact: Run | None
-    mesh: DeviceMesh | None
     place: Place
-
-    def steps(self) -> range:
-        return range(self.case.steps)
 
     @property
     def runs(self) -> list[Run]:
         return [run for run in (self.single, self.exact, self.sharded) if run is not None]
 
 
-def twins(case: Case, *, options: Mapping[str, Any] | None = None) -> Twins:
+def twins(case: Case) -> Twins:
     """Build the model once, copy it, and shard the copy. Every rank of the case's mesh calls it."""
     device_mesh = make_mesh(case.mesh)
     place = Place(case.mesh, case.mesh.coordinate(dist.get_rank()))
     single = single_device(case).to(device_mesh.device_type)
     exact = in_dtype(copy.deepcopy(single), torch.float64) if case.dtype is not torch.float64 else None
-    model = _sharded(case, copy.deepcopy(single), device_mesh, place, case.options if options is None else options)
+    model = _sharded(case, copy.deepcopy(single), device_mesh, place)
     return Twins(
         case,
         Run(case, single),
         Run(case, model, place.data, sharded=True),
         None if exact is None else Run(case, exact),
-        device_mesh,
         place,
     )
 
@@ -265,11 +260,9 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _sharded(
-    case: Case, model: nn.Module, device_mesh: DeviceMesh, place: Place, options: Mapping[str, Any]
-) -> nn.Module:
+def _sharded(case: Case, model: nn.Module, device_mesh: DeviceMesh, place: Place) -> nn.Module:
     if case.shard is None:
-        chosen = {"compile": None, "rng": case.rng, **options}
+        chosen = {"compile": None, "rng": case.rng, **case.options}
         return shard_model(model, device_mesh, case.rules, transforms=case.transforms, **chosen)
     made = case.shard(model, device_mesh)
     if not isinstance(made, nn.Module):

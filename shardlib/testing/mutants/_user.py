@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardlib.engine import _torch
 from shardlib.testing import models
 from shardlib.testing.equivalence.case import rows_of
+from shardlib.testing.equivalence.parts import local
 from shardlib.testing.mutants._mutant import Arguments, Mutant, transformer
 
 __all__ = ["USER"]
@@ -42,14 +42,14 @@ def _sum_over_rows(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def _clip_own_pieces(model: nn.Module) -> torch.Tensor:
     """The norm of what this rank holds."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.stack([_local(g).square().sum() for g in grads]).sum().sqrt()
+    norm = torch.stack([local(g).square().sum() for g in grads]).sum().sqrt()
     return _clipped(grads, norm)
 
 
 def _clip_sum_of_all(model: nn.Module) -> torch.Tensor:
     """The squares of all pieces on all ranks, those that every rank holds too."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    square = torch.stack([_local(g).square().sum() for g in grads]).sum()
+    square = torch.stack([local(g).square().sum() for g in grads]).sum()
     if any(isinstance(g, DTensor) for g in grads):
         dist.all_reduce(square)
     return _clipped(grads, square.sqrt())
@@ -64,10 +64,6 @@ def _clipped(grads: list[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
     for grad in grads:
         grad.mul_(torch.clamp(0.5 / norm, max=1.0))
     return norm
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 # --- experts sharded by hand ----------------------------------------------------------------------------------------

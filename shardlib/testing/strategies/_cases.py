@@ -16,7 +16,7 @@ from shardlib.errors import InputError
 from shardlib.rules import Rules
 from shardlib.testing.strategies._draws import among
 from shardlib.testing.strategies._facts import facts
-from shardlib.testing.strategies._meshes import data_ranks, mesh_shapes
+from shardlib.testing.strategies._meshes import mesh_shapes
 from shardlib.testing.strategies._models import batch_sizes, convnets, draw_batch, mlps, transformers
 from shardlib.testing.strategies._rules import draw_rules
 from shardlib.testing.strategies._transforms import Transform, transforms
@@ -115,7 +115,7 @@ def _cases(draw: st.DrawFn, model: Any, batch: Callable[[int], Any] | None, mesh
     if model is None:
         model = st.one_of(mlps(dropout=True), convnets(dropout=True), transformers(dropout=True))
     factory = draw(model) if isinstance(model, st.SearchStrategy) else model
-    made = batch or draw(draw_batch(*batch_sizes(factory), data_ranks(mesh)))
+    made = batch or draw(draw_batch(*batch_sizes(factory), mesh.data_ranks))
     rules = draw(draw_rules(facts(factory, made), mesh))
     accumulate = draw(st.integers(1, 2))
     rng = draw(among(("exact", "fast")))
@@ -129,5 +129,5 @@ def _cases(draw: st.DrawFn, model: Any, batch: Callable[[int], Any] | None, mesh
         no_sync=accumulate > 1 and draw(st.booleans()),
         clip=draw(st.sampled_from([None, 0.5])),
         # With rng="fast" each data rank draws a dropout of its own, which is that of no single device.
-        rng=rng if data_ranks(mesh) == 1 else "exact",
+        rng=rng if mesh.data_ranks == 1 else "exact",
     )

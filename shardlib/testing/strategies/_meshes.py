@@ -12,7 +12,7 @@ from shardlib._mesh import MeshShape
 from shardlib.errors import InputError, MeshError
 from shardlib.testing.strategies._draws import check_size
 
-__all__ = ["data_ranks", "mesh_shapes"]
+__all__ = ["mesh_shapes"]
 
 
 def mesh_shapes(
@@ -93,7 +93,3 @@ def _axes(kind: Literal["model", "data"], names: Sequence[str]) -> tuple[str, ..
         if known != kind:
             raise InputError(f'mesh_shapes({given}): "{name}" is a {known} axis; give it as {known}_axes.')
     return tuple(names)
-
-
-def data_ranks(shape: MeshShape) -> int:
-    return math.prod(shape[axis] for axis in shape.data_axes)

@@ -14,7 +14,6 @@ from torch import nn
 from shardlib._mesh import MeshLike, MeshShape
 from shardlib.testing.models import MLP, ConvNet, Tokens, Transformer, batch_for
 from shardlib.testing.strategies._draws import among, often, seldom
-from shardlib.testing.strategies._meshes import data_ranks
 
 __all__ = ["ModelFactory", "batch_sizes", "batches", "convnets", "draw_batch", "mlps", "transformers"]
 
@@ -197,7 +196,7 @@ def batches(model: nn.Module, mesh: MeshLike | None = None) -> st.SearchStrategy
     >>> find(batches(MLP(ins=3)), lambda batch: True)
     Numbers(shape=(2, 3))
     """
-    ranks = 1 if mesh is None else data_ranks(MeshShape.of(mesh))
+    ranks = 1 if mesh is None else MeshShape.of(mesh).data_ranks
     return draw_batch(batch_for(model), getattr(model, "context", 1), ranks)
 
 

@@ -14,7 +14,6 @@ from shardlib.rules import Rules
 from shardlib.testing.strategies._draws import among, often
 from shardlib.testing.strategies._facts import Facts, Unit, facts_of
 from shardlib.testing.strategies._layouts import draw_layout
-from shardlib.testing.strategies._meshes import data_ranks
 
 __all__ = ["draw_rules", "rule_sets"]
 
@@ -66,7 +65,7 @@ def draw_rules(draw: st.DrawFn, facts: Facts, mesh: MeshShape) -> Rules:
     if draw(st.booleans()) if borders.keys else False:
         for key in draw(st.lists(among(borders.keys), min_size=1, max_size=2, unique=True)):
             shape = borders.shapes[key]
-            activations[key] = draw_layout(draw, shape, mesh, axes, ("_",) * len(shape), shared=data_ranks(mesh)).text
+            activations[key] = draw_layout(draw, shape, mesh, axes, ("_",) * len(shape), shared=mesh.data_ranks).text
     # Roles speak of one axis.
     axis = draw(among(axes)) if set(rules.values()) & {"colwise", "rowwise"} else axes[0]
     return Rules(rules, activations=activations, unmatched="replicate", axis=axis)
