@@ -49,6 +49,17 @@ _SLICED_ACTIVATION = _transformer(
     {"attn.qkv": "(qkv=3 heads=3 head=3) in@tp", "attn.proj": "colwise"}, {"attn.proj.output": "batch seq@tp embed"}
 )
 _BIAS_APART = _transformer({"mlp.down.bias": "out@tp"}, heads=1, head=4)
+# One feature of each half of a head on each rank, so that `cat` took its operands for channels-last images.
+_HALVES_OF_ONE = Case(
+    ModelFactory(Transformer, (("vocab", 6), ("heads", 2), ("head", 4), ("dropout", 0.3), ("position", "rotary"))),
+    Tokens(5, 4, 6),
+    MeshShape("tp=2"),
+    Rules(
+        {"^position.sin": "_ _@tp", "^head": "colwise"},
+        activations={"^blocks.0.dropout1.output": "_ _ _@tp"},
+        unmatched="replicate",
+    ),
+)
 
 
 @settings(max_examples=_ALL // 3)
@@ -57,6 +68,7 @@ _BIAS_APART = _transformer({"mlp.down.bias": "out@tp"}, heads=1, head=4)
 @example(case=_SLICED_GRADIENT)
 @example(case=_SLICED_ACTIVATION)
 @example(case=_BIAS_APART)
+@example(case=_HALVES_OF_ONE)
 def test_a_transformer(case: Case):
     _train(case)
 

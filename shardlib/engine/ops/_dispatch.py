@@ -224,7 +224,7 @@ def _cacheable(operands: Operands, decision: _Decision) -> bool:
     tensor has, and takes a view of a moved operand for a view. What is written to must be a DTensor of unchanging
     shape; and watched tensors are ours.
     """
-    if decision.choice.compute is not None or _moved(operands, decision):
+    if decision.choice.compute is not None or _moved(operands, decision) or _guesses_order(operands):
         return False
     if any(not isinstance(operands.tensors[i], DTensor) for i in operands.written):
         return False
@@ -235,6 +235,26 @@ def _cacheable(operands: Operands, decision: _Decision) -> bool:
 
 def _moved(operands: Operands, decision: _Decision) -> bool:
     return any(spec.placements != want for spec, want in zip(operands.specs, decision.choice.inputs, strict=True))
+
+
+def _guesses_order(operands: Operands) -> bool:
+    """Whether a kernel that asks its operands for their memory format may take another than the whole tensor's.
+
+    `cat` and others tell channels-last images by their strides. Where only one element of the innermost dim lies on
+    this rank, any transposed tensor may look like one.
+    """
+    if torch.Tag.pointwise in operands.op.tags or operands.viewed:
+        return False
+    return any(map(_looks_otherwise, operands.specs))
+
+
+def _looks_otherwise(spec: DTensorSpec) -> bool:
+    """Whether of an image or a video, or what may be taken for one, an innermost dim of several became one of one."""
+    shape, strides = meta_of(spec).shape, meta_of(spec).stride
+    if len(shape) not in (4, 5):
+        return False
+    innermost = min(range(len(shape)), key=lambda dim: (strides[dim], -dim))
+    return shape[innermost] > 1 and _local_shape(spec)[innermost] == 1
 
 
 def _output_sharding(operands: Operands, decision: _Decision, schema: OpSchema) -> OutputSharding:
@@ -288,6 +308,7 @@ def _carry_out(operands: Operands, decision: _Decision) -> Any:
         result = op(*args, **kwargs)
     else:
         result = choice.compute(op, args, kwargs, _Rank(operands.mesh, tuple(targets), choice.compute_axes))
+    if choice.compute is not None or _guesses_order(operands):
         result = _ordered(result, decision.outputs)
     reshaped = operands.tensors[0]
     if torch.Tag.inplace_view in operands.op.tags and isinstance(reshaped, DTensor):
@@ -303,7 +324,7 @@ def _filled(spec_args: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[A
 
 
 def _ordered(result: Any, specs: Any) -> Any:
-    """What a row computed by itself, with strides such as the op would have given."""
+    """Local results with strides such as the op gives the whole ones."""
     if isinstance(result, torch.Tensor):
         return result if specs is None else in_order(result, meta_of(specs).stride)
     if isinstance(result, list | tuple):
