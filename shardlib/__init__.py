@@ -10,6 +10,7 @@ from shardlib._plan import Plan
 from shardlib.engine import exact_random, full_state_dict, no_sync, plan, plan_of, register_elementwise, shard_model
 from shardlib.layout import Layout
 from shardlib.rules import Rules, register_dims
+from shardlib.transforms import fsdp, hsdp, replicate, zero
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "Shard",
     "errors",
     "exact_random",
+    "fsdp",
     "full_state_dict",
+    "hsdp",
     "layouts",
     "mesh",
     "no_sync",
@@ -30,5 +33,7 @@ __all__ = [
     "register_axis",
     "register_dims",
     "register_elementwise",
+    "replicate",
     "shard_model",
+    "zero",
 ]

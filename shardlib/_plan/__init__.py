@@ -6,6 +6,7 @@ from shardlib._plan.make import RulesLike, Transform, as_rules, plan
 from shardlib._plan.memory import Blocks, Memory
 from shardlib._plan.report import DryRun, Gathered, Recorded
 from shardlib._plan.rows import PHASES, Phase, Row
+from shardlib._plan.step import LossScale, Step
 from shardlib._plan.table import Plan
 
 __all__ = [
@@ -13,12 +14,14 @@ __all__ = [
     "Blocks",
     "DryRun",
     "Gathered",
+    "LossScale",
     "Memory",
     "Phase",
     "Plan",
     "Recorded",
     "Row",
     "RulesLike",
+    "Step",
     "Transform",
     "as_rules",
     "plan",

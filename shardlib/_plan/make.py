@@ -13,6 +13,7 @@ from shardlib._mesh import MeshLike, MeshShape
 from shardlib._plan.memory import Blocks
 from shardlib._plan.rows import Row
 from shardlib._plan.table import Plan
+from shardlib._plan.units import find_units
 from shardlib.errors import PlanError
 from shardlib.rules import Rules, TensorLayout
 
@@ -59,9 +60,12 @@ def plan(
         rules=rule_set,
         notes=_notes(shape, blocks),
         blocks=blocks,
+        units=find_units(model),
     )
+    if callable(transforms):
+        raise PlanError(f"plan() was given transforms={transforms!r}; give a list of functions plan -> plan.")
     for transform in transforms:
-        made = _transformed(made, transform)
+        made = made | transform
     return made
 
 
@@ -141,15 +145,3 @@ def _notes(mesh: MeshShape, blocks: Blocks | None) -> tuple[str, ...]:
         f'Memory counts the {blocks.count} blocks of "{blocks.prefix}" divided evenly over {axes}, what precedes them '
         "on the first stage and what follows on the last; the figures are of the stage that holds most.",
     )
-
-
-def _transformed(plan: Plan, transform: Transform) -> Plan:
-    if not callable(transform):
-        raise PlanError(f"A transform was given as {transform!r}; give functions that take a Plan and return a Plan.")
-    result = transform(plan)
-    name = getattr(transform, "__name__", None) or repr(transform)
-    if not isinstance(result, Plan):
-        raise PlanError(
-            f"The transform {name} returned {type(result).__name__}; a transform takes a Plan and returns a Plan."
-        )
-    return result.replace(transforms=(*result.transforms, name))

@@ -33,6 +33,8 @@ class Row:
         grad, state: how its gradient and each tensor of optimizer state lie; None where it has none.
         rule: the user's pattern that decided, or None.
         note: what a reader should know, in words.
+        reshard: where it is stored in pieces that compute does without: whether the gathered tensor is let go between
+            forward and backward.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Row:
     state: Layout | None
     rule: str | None = None
     note: str = ""
+    reshard: bool = True
 
     def replace(self, **changes: Any) -> Row:
         """A copy with some fields changed; what transforms are made of.

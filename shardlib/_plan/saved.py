@@ -12,6 +12,7 @@ from shardlib._mesh import MeshShape
 from shardlib._plan.memory import Blocks
 from shardlib._plan.report import DryRun, Gathered, Recorded
 from shardlib._plan.rows import PHASES, Row
+from shardlib._plan.step import LossScale, Step
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.rules import Border
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["VERSION", "as_data", "dump", "lines", "load"]
 
 VERSION = 1
+_STEP_DTYPES = frozenset({"reduce_dtype", "autocast"})
 
 
 def dump(plan: Plan) -> str:
@@ -37,6 +39,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "transforms": list(plan.transforms),
         "notes": list(plan.notes),
         "blocks": dataclasses.asdict(plan.blocks) if plan.blocks else None,
+        "units": list(plan.units),
+        "step": _step_data(plan.step),
         "rows": [_row_data(row) for row in plan.rows],
         "borders": [_border_data(border) for border in plan.borders],
         "report": dataclasses.asdict(plan.report) if plan.report else None,
@@ -46,7 +50,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
 def lines(plan: Plan) -> list[str]:
     """What the plan does, one tensor or border a line; ranks that hold equal lines shard alike."""
     objects = [_row_data(row) for row in plan.rows] + [_border_data(border) for border in plan.borders]
-    return [f"mesh {plan.mesh}", *map(json.dumps, objects)]
+    head = [f"mesh {plan.mesh}", f"units {json.dumps(plan.units)}", f"step {json.dumps(_step_data(plan.step))}"]
+    return [*head, *map(json.dumps, objects)]
 
 
 def load(source: str) -> dict[str, Any]:
@@ -59,6 +64,8 @@ def load(source: str) -> dict[str, Any]:
             "transforms": tuple(data["transforms"]),
             "notes": tuple(data["notes"]),
             "blocks": _blocks(data["blocks"]) if data["blocks"] else None,
+            "units": tuple(data.get("units", ())),
+            "step": _step(data.get("step", {})),
             "rows": tuple(_row(row) for row in data["rows"]),
             "borders": tuple(_border(border) for border in data["borders"]),
             "report": _report(data["report"]) if data["report"] else None,
@@ -90,7 +97,7 @@ def _row_data(row: Row) -> dict[str, Any]:
         "tied": list(row.tied),
     }
     phases = {phase: _layout_data(row.layouts.get(phase)) for phase in PHASES}
-    return data | phases | {"rule": row.rule, "note": row.note}
+    return data | phases | {"rule": row.rule, "note": row.note} | ({} if row.reshard else {"reshard": False})
 
 
 def _row(data: dict[str, Any]) -> Row:
@@ -105,6 +112,7 @@ def _row(data: dict[str, Any]) -> Row:
         tied=tuple(data["tied"]),
         rule=data["rule"],
         note=data["note"],
+        reshard=data.get("reshard", True),
         **phases,
     )
 
@@ -133,6 +141,20 @@ def _layout(data: str | None) -> Layout | None:
 
 def _blocks(data: dict[str, Any]) -> Blocks:
     return Blocks(data["prefix"], data["count"], tuple(data["after"]))
+
+
+def _step_data(step: Step) -> dict[str, Any]:
+    """What differs from the defaults; settings that came later thus leave earlier files as they are."""
+    data = step.settings()
+    for field in _STEP_DTYPES & set(data):
+        data[field] = _dtype_name(data[field])
+    return data | ({"scaler": dataclasses.asdict(step.scaler)} if step.scaler else {})
+
+
+def _step(data: dict[str, Any]) -> Step:
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    fields |= {name: _dtype(data[name]) for name in _STEP_DTYPES & set(data)}
+    return Step(**fields | ({"scaler": LossScale(**data["scaler"])} if "scaler" in data else {}))
 
 
 def _report(data: dict[str, Any]) -> DryRun:

@@ -14,6 +14,8 @@ from shardlib._plan import changes, page, saved, text
 from shardlib._plan.memory import Blocks, Memory, largest_rank
 from shardlib._plan.report import DryRun
 from shardlib._plan.rows import Row
+from shardlib._plan.step import Step
+from shardlib._plan.units import unit_of
 from shardlib.errors import PlanError, nearest
 from shardlib.rules import Border, Rules
 
@@ -36,6 +38,9 @@ class Plan:
         notes: what holds for the plan as a whole.
         blocks: the repeated part of the model, if any.
         report: what a dry run found, if one was made.
+        step: how a training step runs.
+        units: modules whose parameters are gathered together where they are stored in pieces; what lies in none of
+            them is the root unit.
 
     >>> from torch import nn
     >>> from shardlib._plan import plan
@@ -52,6 +57,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     blocks: Blocks | None = None
     report: DryRun | None = None
+    step: Step = dataclasses.field(default_factory=Step)
+    units: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Row:
         """The row of a tensor, by any of its names."""
@@ -69,6 +76,29 @@ class Plan:
     def replace(self, **changes: Any) -> Plan:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def __or__(self, transform: Callable[[Plan], Plan]) -> Plan:
+        """The plan after a transform, which `transforms` then names.
+
+        >>> from torch import nn
+        >>> from shardlib._plan import plan
+        >>> def untouched(p):
+        ...     return p
+        >>> (plan(nn.Linear(4, 8), "dp=2", {"weight": None, "bias": None}) | untouched).transforms
+        ('untouched',)
+        """
+        if not callable(transform):
+            raise PlanError(
+                f"A transform was given as {transform!r}; give functions that take a Plan and return a Plan."
+            )
+        made = self
+        for part in getattr(transform, "parts", (transform,)):
+            made = _transformed(made, part)
+        return made
+
+    def unit(self, row: Row) -> str:
+        """The unit that a row is gathered with, or "" for the root unit, which also has what several units share."""
+        return unit_of(row.tied, self.units)
 
     def map_rows(self, fn: Callable[[Row], Row]) -> Plan:
         """The plan with `fn` applied to every row: what a transform does.
@@ -126,3 +156,13 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return page.body(self)
+
+
+def _transformed(plan: Plan, transform: Callable[[Plan], Plan]) -> Plan:
+    result = transform(plan)
+    name = getattr(transform, "__name__", None) or repr(transform)
+    if not isinstance(result, Plan):
+        raise PlanError(
+            f"The transform {name} returned {type(result).__name__}; a transform takes a Plan and returns a Plan."
+        )
+    return result.replace(transforms=(*result.transforms, name))

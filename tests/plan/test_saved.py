@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlib._mesh import MeshShape
-from shardlib._plan import Blocks, DryRun, Gathered, Plan, Recorded, Row
+from shardlib._plan import Blocks, DryRun, Gathered, LossScale, Plan, Recorded, Row, Step
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.rules import Border
@@ -45,6 +45,18 @@ ROWS = st.builds(
     state=MAYBE,
     rule=st.one_of(st.none(), TEXTS),
     note=TEXTS,
+    reshard=st.booleans(),
+)
+DTYPES = st.sampled_from([None, torch.float32, torch.bfloat16])
+STEPS = st.builds(
+    Step,
+    accumulate=st.integers(1, 8),
+    bucket_mb=st.sampled_from([25, 0.5]),
+    reduce_dtype=DTYPES,
+    autocast=DTYPES,
+    scaler=st.sampled_from([None, LossScale(), LossScale(init_scale=8.0)]),
+    recompute=st.lists(NAMES, max_size=2).map(tuple),
+    fp8=st.lists(NAMES, max_size=2).map(tuple),
 )
 BORDERS = st.builds(
     Border, NAMES, st.sampled_from(["input", "output"]), MAYBE, st.one_of(st.none(), TEXTS), reason=TEXTS
@@ -75,6 +87,8 @@ PLANS = st.builds(
     notes=st.lists(TEXTS, max_size=2).map(tuple),
     blocks=st.one_of(st.none(), st.builds(Blocks, NAMES, COUNTS, st.lists(NAMES, max_size=2).map(tuple))),
     report=st.one_of(st.none(), REPORTS),
+    step=STEPS,
+    units=st.lists(NAMES, max_size=2).map(tuple),
 )
 
 
@@ -88,9 +102,16 @@ def test_a_plan_comes_back_from_its_text(plan: Plan):
 @given(PLANS)
 def test_keys_stand_in_one_order_and_every_row_on_a_line(plan: Plan):
     text = plan.to_json()
-    keys = ["version", "mesh", "transforms", "notes", "blocks", "rows", "borders", "report"]
+    keys = ["version", "mesh", "transforms", "notes", "blocks", "units", "step", "rows", "borders", "report"]
     assert list(json.loads(text)) == keys
     assert sum(line.startswith('    {"name": ') for line in text.splitlines()) == len(plan.rows)
+
+
+def test_a_plan_that_was_kept_before_steps_and_units_is_still_read():
+    made = gpt_plan()
+    data = json.loads(made.to_json())
+    del data["units"], data["step"]
+    assert Plan.from_json(json.dumps(data)) == made.replace(units=())
 
 
 def test_a_plan_that_was_read_back_still_prints_counts_and_differs_in_nothing():
@@ -105,7 +126,9 @@ def test_ranks_with_equal_lines_shard_alike():
     made = gpt_plan()
     assert made.lines() == gpt_plan().lines()
     assert made.lines() != gpt_plan("dp=4,tp=2").lines()
-    assert len(made.lines()) == 1 + len(made.rows) + len(made.borders)
+    assert made.lines() != made.replace(step=Step(accumulate=2)).lines()
+    assert made.lines() != made.replace(units=()).lines()
+    assert len(made.lines()) == 3 + len(made.rows) + len(made.borders)
 
 
 @pytest.mark.parametrize(

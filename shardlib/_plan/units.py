@@ -1,0 +1,48 @@
+"""Units: the parts of a model whose parameters are gathered together where they are stored in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+__all__ = ["find_units", "unit_of"]
+
+
+def find_units(model: nn.Module) -> tuple[str, ...]:
+    """The repeated blocks: the elements of every outermost `ModuleList` with at least two that have parameters.
+
+    A module that stands in several places is listed at the first of them.
+
+    >>> find_units(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)}))
+    ('h.0', 'h.1')
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        blocks = _blocks(module) if isinstance(module, nn.ModuleList) else []
+        if len(blocks) > 1 and unit_of([name], found) == "":
+            found += [f"{name}.{index}".lstrip(".") for index in blocks]
+    return tuple(found)
+
+
+def unit_of(names: Iterable[str], units: Sequence[str]) -> str:
+    """The one unit that all of a tensor's names lie in, or "" for the root unit.
+
+    >>> unit_of(["h.1.w"], ("h.0", "h.1")), unit_of(["h.1.w", "head.w"], ("h.0", "h.1")), unit_of(["h.10.w"], ("h.1",))
+    ('h.1', '', '')
+    """
+    known = set(units)
+    found = {next((prefix for prefix in _prefixes(name) if prefix in known), "") for name in names}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _blocks(modules: nn.ModuleList) -> list[str]:
+    """Indices of the elements that have parameters, each module once."""
+    return [index for index, module in modules.named_children() if any(True for _ in module.parameters())]
+
+
+def _prefixes(name: str) -> Iterable[str]:
+    """The name and every module that it is in, innermost first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

@@ -1,0 +1,84 @@
+"""What the arguments of several transforms mean on a plan: which axes, which rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from shardlib._plan import Plan, Row
+from shardlib.errors import PlanError, nearest
+from shardlib.rules.patterns import compile_pattern
+
+__all__ = ["Names", "add_note", "as_names", "axes_of", "chosen", "names_in", "quoted"]
+
+Names: TypeAlias = str | Sequence[str] | None
+"""One name, several, or None for all that there are."""
+
+
+def as_names(value: Names) -> str | tuple[str, ...] | None:
+    """The same, hashable."""
+    return value if value is None or isinstance(value, str) else tuple(value)
+
+
+def axes_of(plan: Plan, axis: Names, who: object) -> tuple[str, ...]:
+    """The data axes of more than one rank that are meant, in mesh order unless given in another.
+
+    Raises:
+        PlanError: an axis that the mesh lacks, one that is not a data axis, one given twice.
+    """
+    mesh = plan.mesh
+    given = mesh.data_axes if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in given:
+        if name not in mesh:
+            raise PlanError(
+                f'{who}: mesh "{mesh}" has no axis "{name}"; its data axes are {quoted(mesh.data_axes)}. Name one of '
+                f"them, or add the axis to the mesh.{nearest(name, mesh.names)}"
+            )
+        if name not in mesh.data_axes:
+            raise PlanError(
+                f'{who}: "{name}" is a {mesh.kind(name)} axis of mesh "{mesh}"; what every rank of an axis holds alike '
+                f'is divided over data axes only, here {quoted(mesh.data_axes)}. To split over "{name}" write a rule.'
+            )
+        if given.count(name) > 1:
+            raise PlanError(f'{who}: axis "{name}" is named twice; name each axis once.')
+    return tuple(name for name in given if mesh[name] > 1)
+
+
+def chosen(plan: Plan, only: Names, who: object) -> set[str]:
+    """Names of the rows of parameters that patterns match, of tensors or of modules that they are in.
+
+    Raises:
+        PlanError: a pattern that matches no parameter.
+        RuleError: a pattern that cannot be read.
+    """
+    rows = [row for row in plan.rows if row.kind == "parameter"]
+    if only is None:
+        return {row.name for row in rows}
+    found: set[str] = set()
+    for text in (only,) if isinstance(only, str) else only:
+        pattern = compile_pattern(text)
+        matched = {row.name for row in rows if any(pattern.matches(name) for name in names_in(row))}
+        if not matched:
+            known = {name for row in rows for name in names_in(row)}
+            raise PlanError(
+                f'{who}: "{text}" matches none of the {len(rows)} parameters, nor a module that one is in; patterns '
+                f"are written as in rules. print(plan) lists the names.{nearest(text, known)}"
+            )
+        found |= matched
+    return found
+
+
+def names_in(row: Row) -> Iterator[str]:
+    """Every name of a tensor, and of each module that it is in."""
+    for name in row.tied:
+        parts = name.split(".")
+        yield from (".".join(parts[:count]) for count in range(len(parts) + 1))
+
+
+def add_note(plan: Plan, note: str) -> Plan:
+    """The plan with a note, once."""
+    return plan if note in plan.notes else plan.replace(notes=(*plan.notes, note))
+
+
+def quoted(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names) or "none"

@@ -1,0 +1,107 @@
+"""Fully sharded data parallelism: stage 3 of ZeRO under the name and with the habits of PyTorch's `fully_shard`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardlib._plan import Plan, Row
+from shardlib.errors import PlanError
+from shardlib.transforms._choose import Names, as_names, axes_of, chosen, quoted
+from shardlib.transforms._transform import Transform
+from shardlib.transforms._zero import split_plan
+
+__all__ = ["Fsdp", "Hsdp", "fsdp", "hsdp"]
+
+
+def fsdp(axis: Names = None, *, reshard_after_forward: bool | None = None, only: Names = None) -> Transform:
+    """`zero(3)`, and whether gathered parameters are let go between forward and backward.
+
+    Args:
+        axis: a data axis, several, outermost first, or None for all.
+        reshard_after_forward: True: they are let go and gathered again; False: they stay; None, as `fully_shard`
+            does: let go in units, kept in the root unit, whose parameters backward needs at once.
+        only: patterns of parameters, or of modules, as in rules; None is all.
+
+    Raises:
+        PlanError: applied to a plan, an axis that is no data axis, a pattern that matches nothing.
+
+    >>> from torch import nn
+    >>> import shardlib as sl
+    >>> parted = sl.plan(nn.Linear(64, 64, bias=False), "dp=4", {"weight": "out in"}) | fsdp()
+    >>> str(parted["weight"].stored), str(parted["weight"].compute), parted["weight"].reshard
+    ('out@dp in', 'out in', False)
+    """
+    return Fsdp(as_names(axis), reshard_after_forward, as_names(only))
+
+
+def hsdp(*, shard: Names, replicate: str, only: Names = None) -> Transform:
+    """Hybrid sharding: `fsdp` over one data axis, whole copies over another.
+
+    Args:
+        shard: the data axis, or axes, over which parameters are split.
+        replicate: the data axis over which they are not; gradients are reduced over both.
+        only: patterns of parameters, or of modules, as in rules; None is all.
+
+    Raises:
+        PlanError: applied to a plan, an axis that is no data axis, one named twice, or one that splits something and
+            should replicate.
+
+    >>> from torch import nn
+    >>> import shardlib as sl
+    >>> made = sl.plan(nn.Linear(64, 64, bias=False), "dp=2,fsdp=4", {"weight": "out in"})
+    >>> str((made | hsdp(shard="fsdp", replicate="dp"))["weight"].state)
+    'out@fsdp in'
+    """
+    return Hsdp(as_names(shard), replicate, as_names(only))
+
+
+@dataclass(frozen=True, repr=False)
+class Fsdp(Transform):
+    """What `fsdp` makes."""
+
+    call: ClassVar[str] = "fsdp"
+    axis: str | tuple[str, ...] | None = None
+    reshard_after_forward: bool | None = None
+    only: str | tuple[str, ...] | None = None
+
+    def __call__(self, plan: Plan) -> Plan:
+        return _sharded(plan, self.axis, self.reshard_after_forward, self.only, self)
+
+
+@dataclass(frozen=True, repr=False)
+class Hsdp(Transform):
+    """What `hsdp` makes."""
+
+    call: ClassVar[str] = "hsdp"
+    leading: ClassVar[int] = 0
+    shard: str | tuple[str, ...] | None
+    replicate: str
+    only: str | tuple[str, ...] | None = None
+
+    def __call__(self, plan: Plan) -> Plan:
+        axes_of(plan, self.shard, self), axes_of(plan, self.replicate, self)
+        shard = (self.shard,) if isinstance(self.shard, str) else self.shard or ()
+        if not shard or self.replicate in shard:
+            raise PlanError(
+                f"{self}: name different data axes, one to shard over and one to replicate over; "
+                f'mesh "{plan.mesh}" has {quoted(plan.mesh.data_axes)}.'
+            )
+        if split := [row.name for row in plan.rows if self.replicate in row.stored.axes]:
+            raise PlanError(
+                f'{self}: "{self.replicate}" splits {split[0]} already (of {len(split)} tensors). Take the axis out of '
+                "the rule or the transform that splits them, or replicate over another."
+            )
+        return _sharded(plan, self.shard, None, self.only, self)
+
+
+def _sharded(plan: Plan, axis: Names, reshard: bool | None, only: Names, who: object) -> Plan:
+    made = split_plan(plan, ("stored", "grad", "state"), axis, only, who)
+    names, data = chosen(made, only, who), frozenset(made.mesh.data_axes)
+
+    def settled(row: Row) -> Row:
+        if row.name not in names or data.isdisjoint(row.stored.axes):
+            return row
+        return row.replace(reshard=bool(made.unit(row)) if reshard is None else reshard)
+
+    return made.map_rows(settled)

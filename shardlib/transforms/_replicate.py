@@ -1,0 +1,47 @@
+"""The transform that splits nothing: plain data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardlib._mesh import MeshShape
+from shardlib._plan import PHASES, Plan, Row
+from shardlib.transforms._choose import Names, as_names, chosen
+from shardlib.transforms._transform import Transform
+
+__all__ = ["Replicate", "replicate"]
+
+
+def replicate(only: Names = None) -> Transform:
+    """Every data rank holds all of its model rank's part, as `DistributedDataParallel` does.
+
+    Without a pattern it is the identity, neutral in compositions. With one, data axes that split these parameters,
+    by a transform before it or by a rule, are taken away again.
+
+    >>> from torch import nn
+    >>> import shardlib as sl
+    >>> made = sl.plan(nn.Linear(64, 64), "dp=4", {"weight": "out in", "bias": "out"}) | sl.zero(1) | replicate("bias")
+    >>> str(made["weight"].state), str(made["bias"].state)
+    ('out@dp in', 'out')
+    """
+    return Replicate(as_names(only))
+
+
+@dataclass(frozen=True, repr=False)
+class Replicate(Transform):
+    """What `replicate` makes."""
+
+    call: ClassVar[str] = "replicate"
+    only: str | tuple[str, ...] | None = None
+
+    def __call__(self, plan: Plan) -> Plan:
+        if self.only is None:
+            return plan
+        names = chosen(plan, self.only, self)
+        return plan.map_rows(lambda row: _whole(row, plan.mesh) if row.name in names else row)
+
+
+def _whole(row: Row, mesh: MeshShape) -> Row:
+    layouts = {phase: row.layouts[phase].with_axes_dropped(mesh.data_axes) for phase in PHASES if phase in row.layouts}
+    return row.replace(**layouts, reshard=True)

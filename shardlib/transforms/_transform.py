@@ -1,0 +1,89 @@
+"""A transform as a value: a function from plan to plan that compares, travels, composes, and prints as its call."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from shardlib._plan import LossScale, Plan
+from shardlib.errors import PlanError
+
+__all__ = ["Pipeline", "Transform"]
+
+
+@dataclass(frozen=True, repr=False)
+class Transform:
+    """A function from plan to plan. Its kinds are leaves: frozen dataclasses that say what they do in `__call__`.
+
+    Laws: `(plan | a) | b == plan | (a | b)`; `replicate() | a == a == a | replicate()` in what they do; the repr reads
+    as the call that makes it.
+    """
+
+    call: ClassVar[str] = ""
+    """The name of the public function that makes it."""
+    leading: ClassVar[int] = 1
+    """How many of its fields that function takes by position."""
+
+    def __call__(self, plan: Plan) -> Plan:
+        raise NotImplementedError
+
+    def __or__(self, other: Transform | Callable[[Plan], Plan]) -> Pipeline:
+        """First this, then the other."""
+        if not callable(other):
+            raise PlanError(f"{self} | {other!r}: give functions that take a Plan and return a Plan.")
+        return Pipeline((*_parts(self), *_parts(other)))
+
+    def __ror__(self, other: Callable[[Plan], Plan]) -> Pipeline:
+        """First a plain function, then this."""
+        if not callable(other):
+            raise PlanError(f"{other!r} | {self}: give functions that take a Plan and return a Plan.")
+        return Pipeline((other, *_parts(self)))
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)
+        first, rest = fields[: self.leading], fields[self.leading :]
+        given = [_text(getattr(self, f.name)) for f in first if getattr(self, f.name) != f.default]
+        named = ((f.name, getattr(self, f.name)) for f in rest if getattr(self, f.name) != f.default)
+        return f"{self.call}({', '.join([*given, *(f'{name}={_text(value)}' for name, value in named)])})"
+
+
+@dataclass(frozen=True, repr=False)
+class Pipeline(Transform):
+    """Transforms one after another."""
+
+    parts: tuple[Callable[[Plan], Plan], ...]
+
+    def __call__(self, plan: Plan) -> Plan:
+        for part in self.parts:
+            plan = part(plan)
+        return plan
+
+    def __repr__(self) -> str:
+        return " | ".join(getattr(part, "__name__", None) or repr(part) for part in self.parts)
+
+
+def _parts(transform: Callable[[Plan], Plan]) -> tuple[Callable[[Plan], Plan], ...]:
+    return transform.parts if isinstance(transform, Pipeline) else (transform,)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, torch.dtype):
+        return f'"{str(value).removeprefix("torch.")}"'
+    if isinstance(value, LossScale):
+        return _scale_text(value)
+    return repr(value)
+
+
+def _scale_text(scale: LossScale) -> str:
+    changed = [(f.name, getattr(scale, f.name)) for f in dataclasses.fields(scale)]
+    defaults = LossScale()
+    return f"LossScale({', '.join(f'{n}={v!r}' for n, v in changed if v != getattr(defaults, n))})"
