@@ -10,7 +10,7 @@ from shardlib._plan import Plan
 from shardlib.engine import exact_random, full_state_dict, no_sync, plan, plan_of, register_elementwise, shard_model
 from shardlib.layout import Layout
 from shardlib.rules import Rules, register_dims
-from shardlib.transforms import fsdp, hsdp, replicate, zero
+from shardlib.transforms import accumulate, checkpoint_activations, fsdp, hsdp, offload, precision, replicate, zero
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -20,6 +20,8 @@ __all__ = [
     "Replicate",
     "Rules",
     "Shard",
+    "accumulate",
+    "checkpoint_activations",
     "errors",
     "exact_random",
     "fsdp",
@@ -28,8 +30,10 @@ __all__ = [
     "layouts",
     "mesh",
     "no_sync",
+    "offload",
     "plan",
     "plan_of",
+    "precision",
     "register_axis",
     "register_dims",
     "register_elementwise",

@@ -8,6 +8,7 @@ from shardlib._plan.report import DryRun, Gathered, Recorded
 from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.step import LossScale, Step
 from shardlib._plan.table import Plan
+from shardlib._plan.traffic import Traffic
 
 __all__ = [
     "PHASES",
@@ -22,6 +23,7 @@ __all__ = [
     "Row",
     "RulesLike",
     "Step",
+    "Traffic",
     "Transform",
     "as_rules",
     "plan",

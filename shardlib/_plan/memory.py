@@ -15,7 +15,9 @@ __all__ = ["Blocks", "Memory", "largest_rank", "stages"]
 class Memory:
     """Bytes that the largest rank holds between the backward pass and the optimizer step.
 
-    `host` is the part of all this that layouts keep in host memory; it is included in the other figures.
+    `state` has the optimizer's tensors and, where parameters are stored in a narrower dtype than their state, a master
+    copy of them. `buckets` is what transitions travel in. `host` is the part of all this that layouts keep in host
+    memory; it is included in the other figures.
     """
 
     parameters: int
@@ -23,10 +25,11 @@ class Memory:
     state: int
     buffers: int
     host: int = 0
+    buckets: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.state + self.buffers
+        return self.parameters + self.gradients + self.state + self.buffers + self.buckets
 
     @property
     def device(self) -> int:
@@ -115,7 +118,7 @@ def _parts(row: Row, mesh: MeshShape, state_tensors: int) -> Iterator[tuple[str,
     names: dict[Phase, tuple[str, int]] = {
         "stored": ("parameters" if row.kind == "parameter" else "buffers", 1),
         "grad": ("gradients", 1),
-        "state": ("state", state_tensors),
+        "state": ("state", state_tensors + row.has_master),
     }
     for phase, (what, copies) in names.items():
         if phase in row.layouts:

@@ -74,6 +74,13 @@ class Row:
         phases: dict[Phase, Layout | None] = {p: getattr(self, p) for p in PHASES}
         return {phase: layout for phase, layout in phases.items() if layout is not None}
 
+    @property
+    def has_master(self) -> bool:
+        """Whether its state has a copy of it in a wider dtype than the one in which it is stored."""
+        if self.state is None:
+            return False
+        return (self.state.dtype or self.dtype).itemsize > (self.stored.dtype or self.dtype).itemsize
+
     def local_shape(self, mesh: MeshShape, *, phase: Phase = "stored") -> tuple[int, ...]:
         """Shape of the largest local piece, the one at coordinate zero of every axis."""
         return tuple(self._layout(phase).local_shape(self.global_shape, mesh, dict.fromkeys(mesh.names, 0)))

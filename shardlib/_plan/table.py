@@ -15,6 +15,7 @@ from shardlib._plan.memory import Blocks, Memory, largest_rank
 from shardlib._plan.report import DryRun
 from shardlib._plan.rows import Row
 from shardlib._plan.step import Step
+from shardlib._plan.traffic import Traffic, data_traffic
 from shardlib._plan.units import unit_of
 from shardlib.errors import PlanError, nearest
 from shardlib.rules import Border, Rules
@@ -115,12 +116,23 @@ class Plan:
         return self.replace(rows=tuple(map(fn, self.rows)))
 
     def memory(self, *, state_tensors: int = 2) -> Memory:
-        """Bytes on the rank that holds most: parameters, gradients, optimizer state, buffers.
+        """Bytes on the rank that holds most: parameters, gradients, optimizer state with master copies, buffers.
 
         Args:
             state_tensors: tensors of optimizer state for each parameter: 2 for Adam, 1 for SGD with momentum.
         """
         return largest_rank(self.rows, self.mesh, self.blocks, state_tensors=state_tensors)
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What one rank sends in a training step over the data axes, by purpose and collective.
+
+        >>> import shardlib as sl
+        >>> from torch import nn
+        >>> made = sl.plan(nn.Linear(64, 64, bias=False), "dp=4", {"weight": "out in"}) | sl.zero(1)
+        >>> [(each.what, each.kind, each.bytes) for each in made.traffic()]
+        [('gradients', 'reduce_scatter', 12288), ('updated parameters', 'all_gather', 12288)]
+        """
+        return data_traffic(self.rows, self.mesh, self.blocks, self.step)
 
     def table(self, *, fold: bool = True) -> Group:
         """What `print(plan)` shows, for a rich console; `fold=False` gives every tensor a line of its own."""

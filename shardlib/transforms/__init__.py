@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from shardlib._plan import LossScale
+from shardlib.transforms._accumulate import accumulate
 from shardlib.transforms._fsdp import fsdp, hsdp
+from shardlib.transforms._offload import offload
+from shardlib.transforms._precision import precision
+from shardlib.transforms._recompute import checkpoint_activations
 from shardlib.transforms._replicate import replicate
 from shardlib.transforms._spread import spread
+from shardlib.transforms._text import parse
 from shardlib.transforms._transform import Pipeline, Transform
 from shardlib.transforms._zero import zero
 
-__all__ = ["Pipeline", "Transform", "fsdp", "hsdp", "replicate", "spread", "zero"]
+__all__ = [
+    "LossScale",
+    "Pipeline",
+    "Transform",
+    "accumulate",
+    "checkpoint_activations",
+    "fsdp",
+    "hsdp",
+    "offload",
+    "parse",
+    "precision",
+    "replicate",
+    "spread",
+    "zero",
+]

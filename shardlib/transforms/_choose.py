@@ -8,8 +8,9 @@ from typing import TypeAlias
 from shardlib._plan import Plan, Row
 from shardlib.errors import PlanError, nearest
 from shardlib.rules.patterns import compile_pattern
+from shardlib.transforms._transform import Transform
 
-__all__ = ["Names", "add_note", "as_names", "axes_of", "chosen", "names_in", "quoted"]
+__all__ = ["Names", "add_note", "as_names", "axes_of", "chosen", "names_in", "quoted", "refuse_another"]
 
 Names: TypeAlias = str | Sequence[str] | None
 """One name, several, or None for all that there are."""
@@ -82,3 +83,14 @@ def add_note(plan: Plan, note: str) -> Plan:
 
 def quoted(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names) or "none"
+
+
+def refuse_another(plan: Plan, made: Transform) -> None:
+    """Refuse a transform after one of its kind that says something else.
+
+    Raises:
+        PlanError: the plan names such a one.
+    """
+    others = [name for name in plan.transforms if name.startswith(f"{made.call}(") and name != repr(made)]
+    if others:
+        raise PlanError(f"{made}: the plan was made with {others[0]}, which says otherwise. Choose one of the two.")

@@ -1,0 +1,98 @@
+"""What one rank sends in a training step over the data axes, from the table alone.
+
+Between two phases of a parameter stands a transition (`shardlib.layout.transition`), and each has its time: gradients
+go compute -> state, a pending sum over the data axes; where state is split further than what is stored, updated
+parameters go state -> stored; where what is stored is split further than what is computed with, parameters go
+stored -> compute before forward, and before backward too if they were let go. Rajbhandari et al. 2020, section 7,
+count the same: 2 P (n-1)/n elements of P parameters without splits and at stages 1 and 2, 3 P (n-1)/n at stage 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch
+
+from shardlib._mesh import MeshShape
+from shardlib._plan.memory import Blocks, stages
+from shardlib._plan.rows import Row
+from shardlib._plan.step import Step
+from shardlib.layout import Layout, transition
+
+__all__ = ["Traffic", "data_traffic"]
+
+What: TypeAlias = Literal["gradients", "updated parameters", "parameters, forward", "parameters, backward"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind for one purpose, in a training step.
+
+    Attributes:
+        what: "gradients", "updated parameters", "parameters, forward" or "parameters, backward".
+        kind: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all".
+        axes: over which they run, in mesh order.
+        bytes: what one rank sends in all of them, averaged over ranks.
+        tensors: how many take part.
+        times: how often in a step each is sent; `bytes` counts all.
+    """
+
+    what: What
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    tensors: int
+    times: int = 1
+
+
+def data_traffic(rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None, step: Step) -> tuple[Traffic, ...]:
+    """What the rank of the pipeline stage that sends most sends."""
+    return max((_summed(stage, mesh, step) for stage in stages(rows, mesh, blocks)), key=_bytes)
+
+
+def _bytes(traffic: Iterable[Traffic]) -> int:
+    return sum(each.bytes for each in traffic)
+
+
+def _summed(rows: Iterable[Row], mesh: MeshShape, step: Step) -> tuple[Traffic, ...]:
+    total: dict[tuple[object, ...], Traffic] = {}
+    for row in rows:
+        for one in _row_traffic(row, mesh, step):
+            key = (one.what, one.kind, one.axes, one.times)
+            before = total.get(key, replace(one, bytes=0, tensors=0))
+            total[key] = replace(before, bytes=before.bytes + one.bytes, tensors=before.tensors + 1)
+    return tuple(total.values())
+
+
+def _row_traffic(row: Row, mesh: MeshShape, step: Step) -> Iterator[Traffic]:
+    compute, stored = _bare(row.compute), _bare(row.stored)
+    if stored != compute:
+        dtype = _dtype(row, row.compute)
+        yield from _sent("parameters, forward", stored, compute, row, dtype, mesh, step.accumulate)
+        if row.reshard:
+            yield from _sent("parameters, backward", stored, compute, row, dtype, mesh, step.accumulate)
+    if row.grad is not None and row.state is not None:
+        split = not row.grad.axes.isdisjoint(mesh.data_axes)
+        sums = replace(compute, partials=tuple((a, "sum") for a in mesh.data_axes if mesh[a] > 1))
+        dtype = step.reduce_dtype or _dtype(row, row.grad)
+        yield from _sent("gradients", sums, _bare(row.state), row, dtype, mesh, step.accumulate if split else 1)
+        yield from _sent("updated parameters", _bare(row.state), stored, row, _dtype(row, row.stored), mesh, 1)
+
+
+def _sent(
+    what: What, src: Layout, dst: Layout, row: Row, dtype: torch.dtype, mesh: MeshShape, times: int
+) -> Iterator[Traffic]:
+    for move in transition(src, dst, row.global_shape, dtype, mesh):
+        if move.kind != "slice":
+            yield Traffic(what, move.kind, move.axes, times * move.bytes, 1, times)
+
+
+def _bare(layout: Layout) -> Layout:
+    """Where the elements lie, in whatever dtype and memory."""
+    return replace(layout, dtype=None, memory="device")
+
+
+def _dtype(row: Row, layout: Layout) -> torch.dtype:
+    return layout.dtype or row.dtype

@@ -1,0 +1,86 @@
+"""Offload: what is not computed with lies in host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardlib._plan import Phase, Plan, Row
+from shardlib.errors import PlanError, nearest
+from shardlib.transforms._choose import Names, as_names, chosen, quoted
+from shardlib.transforms._transform import Transform
+
+__all__ = ["Offload", "offload"]
+
+_PHASES: dict[str, Phase] = {"state": "state", "params": "stored", "grads": "grad"}
+
+
+def offload(what: str | Sequence[str] = "state", *, fraction: float = 1.0, only: Names = None) -> Transform:
+    """Keep phases of parameters in host memory; they are copied to the device to be used, or used where they lie.
+
+    Args:
+        what: "state" (the optimizer's, which then steps on the host), "params" (between steps), "grads", several of
+            them, or "all".
+        fraction: how much of each phase's bytes, from 0 to 1. Whole tensors go, the largest first, until as much lies
+            in host memory.
+        only: patterns of parameters, or of modules, as in rules; None is all.
+
+    Raises:
+        PlanError: another word, a fraction that is none; applied to a plan, a pattern that matches nothing.
+
+    >>> from torch import nn
+    >>> import shardlib as sl
+    >>> made = sl.plan(nn.Linear(64, 64), "dp=4", {"weight": "out in", "bias": "out"}) | offload(fraction=0.5)
+    >>> str(made["weight"].state), str(made["bias"].state)
+    ('out in : host', 'out')
+    """
+    words = (what,) if isinstance(what, str) else tuple(what)
+    for word in words:
+        if word not in _PHASES and (word != "all" or len(words) > 1):
+            raise PlanError(
+                f'offload({what!r}): "{word}" is none of {quoted(list(_PHASES))}, one or several of which may be '
+                f'given, and "all" stands for all three.{nearest(str(word), [*_PHASES, "all"])}'
+            )
+    if not words or isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        raise PlanError(f"offload({what!r}, fraction={fraction!r}): give something to move, and from 0 to 1 of it.")
+    return Offload(what if isinstance(what, str) else words, fraction, as_names(only))
+
+
+@dataclass(frozen=True, repr=False)
+class Offload(Transform):
+    """What `offload` makes."""
+
+    call: ClassVar[str] = "offload"
+    what: str | tuple[str, ...] = "state"
+    fraction: float = 1.0
+    only: str | tuple[str, ...] | None = None
+
+    def __call__(self, plan: Plan) -> Plan:
+        words = (self.what,) if isinstance(self.what, str) else self.what
+        names = chosen(plan, self.only, self)
+        for word in _PHASES if words == ("all",) else words:
+            plan = _moved(plan, _PHASES[word], names, self.fraction)
+        return plan
+
+
+def _moved(plan: Plan, phase: Phase, names: set[str], fraction: float) -> Plan:
+    rows = [row for row in plan.rows if row.name in names and phase in row.layouts]
+    going = _largest(plan, rows, phase, fraction)
+    return plan.map_rows(lambda row: _on_host(row, phase) if row.name in going else row)
+
+
+def _largest(plan: Plan, rows: Sequence[Row], phase: Phase, fraction: float) -> set[str]:
+    """Names of the largest rows, enough of them to hold a fraction of the bytes of all."""
+    sizes = {row.name: row.local_bytes(plan.mesh, phase=phase) for row in rows}
+    wanted, going = fraction * sum(sizes.values()), set[str]()
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if sum(sizes[each] for each in going) >= wanted and fraction < 1:
+            break
+        going.add(name)
+    return going
+
+
+def _on_host(row: Row, phase: Phase) -> Row:
+    return row.replace(**{phase: dataclasses.replace(row.layouts[phase], memory="host")})

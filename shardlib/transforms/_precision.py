@@ -1,0 +1,173 @@
+"""Precision: in which dtype a parameter is kept, computed with, and updated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from shardlib._plan import LossScale, Plan, Row, Step
+from shardlib.errors import PlanError, nearest
+from shardlib.layout import Layout
+from shardlib.transforms._choose import add_note, as_names, chosen, quoted, refuse_another
+from shardlib.transforms._transform import Transform
+
+__all__ = ["Precision", "precision"]
+
+_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16_naive": torch.float16, "fp8": torch.bfloat16}
+_NAMES = (*_LOW, "fp32")
+
+
+def precision(
+    name: str,
+    *,
+    master: bool = True,
+    autocast: bool = False,
+    reduce: torch.dtype | str | None = None,
+    keep: str | Sequence[str] = (),
+    scaler: LossScale | None = None,
+    linears: str | Sequence[str] = "**",
+) -> Transform:
+    """In which dtypes a model of float32 is trained.
+
+        "bf16"         stored, compute, grad bfloat16; state float32, with a master copy of each parameter
+        "fp16_naive"   the same in float16, and the loss is scaled
+        "fp16"         all float32; forward under autocast to float16, and the loss is scaled
+        "fp8"          as "bf16", and linear modules multiply in float8
+        "fp32"         all float32
+
+    Only parameters of float32 change: buffers, and parameters that the model defines in another dtype, stay.
+
+    Args:
+        name: one of these.
+        master: False: state in the low dtype too, without a master copy.
+        autocast: all float32, and forward under autocast to bfloat16 (of "bf16" and "fp8"; "fp16" is that of float16).
+        reduce: the dtype in which gradients travel between ranks; by default the one that they have.
+        keep: patterns of parameters, or of modules, that stay float32.
+        scaler: how the loss is scaled; by default `LossScale()` for "fp16" and "fp16_naive", else not at all.
+        linears: patterns of the linear modules that "fp8" is about.
+
+    Raises:
+        PlanError: another name, arguments that contradict it; applied to a plan, one of another precision, a model of
+            float64, a pattern that matches nothing.
+
+    >>> from torch import nn
+    >>> import shardlib as sl
+    >>> made = sl.plan(nn.Linear(64, 64, bias=False), "dp=4", {"weight": "out in"}) | precision("bf16")
+    >>> str(made["weight"].stored), str(made["weight"].state)
+    ('out in : bfloat16', 'out in : float32')
+    >>> made.memory().state == 3 * 4 * 64 * 64  # a master copy, and AdamW's two
+    True
+    """
+    if name not in _NAMES:
+        raise PlanError(f"precision({name!r}): give one of {quoted(_NAMES)}.{nearest(str(name), _NAMES)}")
+    made = Precision(
+        name, master, autocast, _dtype(reduce, name), as_names(keep) or (), scaler, as_names(linears) or ()
+    )
+    _check(made)
+    return made
+
+
+@dataclass(frozen=True, repr=False)
+class Precision(Transform):
+    """What `precision` makes."""
+
+    call: ClassVar[str] = "precision"
+    name: str
+    master: bool = True
+    autocast: bool = False
+    reduce: torch.dtype | None = None
+    keep: str | tuple[str, ...] = ()
+    scaler: LossScale | None = None
+    linears: str | tuple[str, ...] = "**"
+
+    @property
+    def low(self) -> torch.dtype | None:
+        """The dtype that parameters are kept and computed with in, or None where they stay float32."""
+        return None if self.autocast or self.name in ("fp16", "fp32") else _LOW[self.name]
+
+    def __call__(self, plan: Plan) -> Plan:
+        refuse_another(plan, self)
+        _refuse_double(plan, self)
+        kept = chosen(plan, self.keep, self) if self.keep else set()
+        changes = [row for row in plan.rows if _changes(row) and row.name not in kept]
+        if self.low is not None and not changes:
+            plan = add_note(plan, f"{self} changes no tensor: no parameter is of float32.")
+        names = {row.name for row in changes}
+        made = plan.map_rows(lambda row: self._row(row) if row.name in names else row)
+        return made.replace(step=_set(plan.step, self._step(), self))
+
+    def _row(self, row: Row) -> Row:
+        if self.low is None:
+            return row
+        state = torch.float32 if self.master else self.low
+        wanted = {"stored": self.low, "compute": self.low, "grad": self.low, "state": state}
+        return row.replace(**{p: _with_dtype(layout, wanted[p], row, self) for p, layout in row.layouts.items()})
+
+    def _step(self) -> dict[str, Any]:
+        """The settings of the step that it asks for."""
+        scaled = self.name in ("fp16", "fp16_naive")
+        return {
+            "autocast": _LOW[self.name] if self.autocast or self.name == "fp16" else None,
+            "scaler": self.scaler or (LossScale() if scaled else None),
+            "reduce_dtype": self.reduce,
+            "fp8": ((self.linears,) if isinstance(self.linears, str) else self.linears) if self.name == "fp8" else (),
+        }
+
+
+def _check(made: Precision) -> None:
+    """Refuse arguments that contradict each other."""
+    wrong = [
+        (made.autocast and made.name in ("fp32", "fp16_naive"), "autocast=True", 'it is for "bf16", "fp16" and "fp8"'),
+        (not made.master and made.low is None, "master=False", "parameters that stay float32 have no copy"),
+        (bool(made.keep) and made.low is None, "keep", "every parameter stays float32"),
+        (made.scaler is not None and made.name == "fp32", "scaler", "gradients of float32 need none"),
+        (made.linears != "**" and made.name != "fp8", "linears", 'they are what "fp8" is about'),
+    ]
+    for contradiction, argument, reason in wrong:
+        if contradiction:
+            raise PlanError(f"{made}: {argument} contradicts the rest: {reason}. Leave it out, or choose another name.")
+    if made.scaler is not None and not isinstance(made.scaler, LossScale):
+        raise PlanError(f"{made}: scaler is a {type(made.scaler).__name__}; give a LossScale, or nothing.")
+
+
+def _dtype(given: torch.dtype | str | None, name: str) -> torch.dtype | None:
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise PlanError(f'precision("{name}", reduce={given!r}): give a dtype of floating point, such as "float32".')
+    return dtype
+
+
+def _refuse_double(plan: Plan, made: Precision) -> None:
+    double = [row.name for row in plan.rows if row.kind == "parameter" and row.dtype == torch.float64]
+    if double:
+        raise PlanError(
+            f"{made}: {double[0]} is float64 (and {len(double) - 1} more); precision is about models of float32. Build "
+            "the model in float32, or call model.float() first; in float64 leave precision out."
+        )
+
+
+def _changes(row: Row) -> bool:
+    return row.kind == "parameter" and row.dtype == torch.float32
+
+
+def _with_dtype(layout: Layout, dtype: torch.dtype, row: Row, made: Precision) -> Layout:
+    if layout.dtype not in (None, dtype):
+        raise PlanError(
+            f'{made}: "{row.name}" is laid out as "{layout}" already, and would become {dtype}. Choose one precision; '
+            "`keep` names what stays float32."
+        )
+    return dataclasses.replace(layout, dtype=dtype)
+
+
+def _set(step: Step, wanted: dict[str, Any], made: Precision) -> Step:
+    """The step with these settings, where they say something."""
+    said = {name: value for name, value in wanted.items() if value}
+    for name, value in said.items():
+        before = getattr(step, name)
+        if before and before != value:
+            raise PlanError(f"{made}: the step has {name}={before} already, and would get {value}. Choose one.")
+    return step.replace(**said)

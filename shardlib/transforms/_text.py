@@ -1,0 +1,90 @@
+"""Transforms from text, as they print: calls of known functions with literal arguments, joined by `|`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardlib._plan import LossScale
+from shardlib.errors import PlanError, nearest
+from shardlib.transforms._accumulate import accumulate
+from shardlib.transforms._choose import quoted
+from shardlib.transforms._fsdp import fsdp, hsdp
+from shardlib.transforms._offload import offload
+from shardlib.transforms._precision import precision
+from shardlib.transforms._recompute import checkpoint_activations
+from shardlib.transforms._replicate import replicate
+from shardlib.transforms._transform import Transform
+from shardlib.transforms._zero import zero
+
+__all__ = ["parse"]
+
+_KNOWN: Mapping[str, Callable[..., Transform]] = {
+    function.__name__: function
+    for function in (zero, fsdp, hsdp, replicate, offload, precision, checkpoint_activations, accumulate)
+}
+_INNER: Mapping[str, Callable[..., Any]] = {"LossScale": LossScale}
+_MOST = 10_000  # characters; the longest call that means something is a line
+
+
+def parse(text: str) -> Transform:
+    """The transform that a text names: `parse(repr(t)) == t`. Nothing in the text is run.
+
+    Raises:
+        PlanError: the text is not made of such calls, or a call's arguments are refused.
+
+    >>> parse('zero(2, axis="dp") | offload("state", fraction=0.5)')
+    zero(2, axis="dp") | offload(fraction=0.5)
+    >>> parse("fsdp")
+    fsdp()
+    """
+    try:
+        if len(text) > _MOST:
+            raise ValueError("too long")
+        tree = ast.parse(text.strip(), mode="eval").body
+        return _transform(tree, text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _unread(text, f"it is no expression ({error})") from error
+
+
+def _transform(node: ast.expr, text: str) -> Transform:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _transform(node.left, text) | _transform(node.right, text)
+    made = _called(node, text, _KNOWN)
+    assert isinstance(made, Transform)
+    return made
+
+
+def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., Any]]) -> Any:
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    name = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
+    if name not in known:
+        raise _unread(text, f'"{name}" is no transform', nearest(name, known))
+    if any(isinstance(each, ast.Starred) for each in call.args) or any(word.arg is None for word in call.keywords):
+        raise _unread(text, "arguments are starred")
+    given = [_value(each, text) for each in call.args]
+    named = {word.arg: _value(word.value, text) for word in call.keywords if word.arg is not None}
+    try:
+        bound = inspect.signature(known[name]).bind(*given, **named)
+    except TypeError as error:
+        raise _unread(text, f"{name}: {error}") from error
+    return known[name](*bound.args, **bound.kwargs)
+
+
+def _value(node: ast.expr, text: str) -> Any:
+    if isinstance(node, ast.Call):
+        return _called(node, text, _INNER)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError) as error:
+        raise _unread(text, f"{ast.unparse(node)} is no literal") from error
+
+
+def _unread(text: str, fact: str, hint: str = "") -> PlanError:
+    shown = text if len(text) <= 200 else f"{text[:200]}..."
+    return PlanError(
+        f'Transform "{shown}" cannot be read: {fact}. Write calls with plain values, joined by "|", as in '
+        f'zero(2, axis="dp") | offload("state"); known are {quoted(list(_KNOWN))}.{hint}'
+    )
