@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from shardlib._plan.fold import fold
 from shardlib._plan.memory import Memory
 from shardlib._plan.rows import PHASES, Row
-from shardlib._plan.text import border_name, border_text, fold_rows, human_bytes, layout_text, sizes_text
+from shardlib._plan.step import Step
+from shardlib._plan.text import (
+    border_name,
+    border_text,
+    fold_rows,
+    human_bytes,
+    layout_text,
+    setting_text,
+    sizes_text,
+)
 
 if TYPE_CHECKING:
     from shardlib._plan.table import Plan
@@ -19,7 +30,7 @@ __all__ = ["diff"]
 def diff(before: Plan, after: Plan) -> str:
     """Lines: `~` for what changed, `-` for what only the first plan has, `+` for what only the second has."""
     lines = [*_head_changes(before, after), *_row_changes(before, after), *_border_changes(before, after)]
-    lines += _memory_changes(before.memory(), after.memory())
+    lines += [*_memory_changes(before.memory(), after.memory()), *_traffic_changes(before, after)]
     return "\n".join(lines)
 
 
@@ -28,6 +39,15 @@ def _head_changes(before: Plan, after: Plan) -> Iterator[str]:
         yield f"~ mesh: {before.mesh} -> {after.mesh}"
     if before.transforms != after.transforms:
         yield f"~ transforms: {', '.join(before.transforms) or 'none'} -> {', '.join(after.transforms) or 'none'}"
+    if before.units != after.units:
+        yield f"~ units: {setting_text(before.units)} -> {setting_text(after.units)}"
+    for name, (old, new) in _step_changes(before.step, after.step).items():
+        yield f"~ step: {name} {setting_text(old)} -> {setting_text(new)}"
+
+
+def _step_changes(before: Step, after: Step) -> dict[str, tuple[object, object]]:
+    both = {f.name: (getattr(before, f.name), getattr(after, f.name)) for f in dataclasses.fields(Step)}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
 def _row_changes(before: Plan, after: Plan) -> Iterator[str]:
@@ -54,6 +74,7 @@ def _field_changes(old: Row, new: Row) -> Iterator[str]:
         "in state dict": lambda row: "yes" if row.persistent else "no",
         "names": lambda row: ", ".join(row.tied),
         "rule": lambda row: row.rule or "none",
+        "let go after forward": lambda row: "yes" if row.reshard else "no",
     }
     for title, show in fields.items():
         if show(old) != show(new):
@@ -83,7 +104,21 @@ def _border_changes(before: Plan, after: Plan) -> Iterator[str]:
 
 
 def _memory_changes(before: Memory, after: Memory) -> Iterator[str]:
-    for what in ("parameters", "gradients", "state", "buffers", "host"):
+    for what in ("parameters", "gradients", "state", "buffers", "buckets", "host"):
         old, new = getattr(before, what), getattr(after, what)
         if old != new:
             yield f"~ largest rank, {what}: {human_bytes(old)} -> {human_bytes(new)}"
+
+
+def _traffic_changes(before: Plan, after: Plan) -> Iterator[str]:
+    old, new = (_sent(plan) for plan in (before, after))
+    for what in dict.fromkeys([*old, *new]):
+        if old[what] != new[what]:
+            yield f"~ sent over data axes, {what}: {human_bytes(old[what])} -> {human_bytes(new[what])}"
+
+
+def _sent(plan: Plan) -> Counter[str]:
+    sent: Counter[str] = Counter()
+    for each in plan.traffic():
+        sent[each.what] += each.bytes
+    return sent

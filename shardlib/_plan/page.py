@@ -47,11 +47,12 @@ def body(plan: Plan) -> str:
     parts = [
         f"<style>{_STYLE}</style>",
         f"<h1>{escape(text.headline(plan))}</h1>",
-        f"<p>{escape(text.memory_line(plan.memory()))}</p>",
+        f"<p>{escape(text.memory_line(plan))}</p>",
         *(f"<p>{escape(note)}</p>" for note in plan.notes),
         "<h2>How tensors lie on the mesh</h2>",
         f'<div class="pictures">{"".join(_figures(groups, plan.mesh))}</div>',
         *(f"<h2>{escape(title)}</h2>\n{_table(columns, rows)}" for title, columns, rows in text.tables(plan)),
+        f"<p>{escape(text.step_line(plan))}</p>",
     ]
     return '<div class="shardlib">\n' + "\n".join(parts) + "\n</div>"
 

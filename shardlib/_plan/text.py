@@ -17,7 +17,6 @@ from rich.text import Text
 from shardlib._mesh import MeshShape
 from shardlib._plan.fold import Folded
 from shardlib._plan.fold import fold as fold_items
-from shardlib._plan.memory import Memory
 from shardlib._plan.report import DryRun, Gathered, Recorded
 from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib.layout import Layout
@@ -39,12 +38,14 @@ __all__ = [
     "plain",
     "render",
     "report_lines",
+    "setting_text",
     "shape_text",
     "sizes_text",
+    "step_line",
     "tables",
 ]
 
-NUMBERS = frozenset({"per rank", "calls", "bytes each", "bytes"})
+NUMBERS = frozenset({"per rank", "calls", "bytes each", "bytes", "tensors", "times"})
 """Columns that read better from the right."""
 
 Part: TypeAlias = tuple[str, list[str], list[list[str]]]
@@ -54,12 +55,14 @@ _UNFOLDED_WIDTH = 100_000  # wider than any line: away from a terminal nothing i
 
 def render(plan: Plan, *, fold: bool = True) -> Group:
     """The plan as something rich can print."""
-    parts: list[RenderableType] = [Text(headline(plan), style="bold"), Text(memory_line(plan.memory()))]
+    parts: list[RenderableType] = [Text(headline(plan), style="bold"), Text(memory_line(plan))]
     parts += [Text(note) for note in plan.notes]
     if plan.report is not None:
         parts += [Text(line) for line in report_lines(plan.report)]
     for title, columns, rows in tables(plan, fold=fold):
         parts += [Text(f"\n{title}", style="bold"), _rich(columns, rows)]
+    if said := step_line(plan):
+        parts.append(Text(f"\n{said}"))
     return Group(*parts)
 
 
@@ -85,14 +88,37 @@ def headline(plan: Plan) -> str:
     )
 
 
-def memory_line(memory: Memory) -> str:
-    """The figures of `Memory` in a sentence."""
+def memory_line(plan: Plan) -> str:
+    """The figures of `Plan.memory` in a sentence."""
+    memory = plan.memory()
     host = f", of which {human_bytes(memory.host)} in host memory" if memory.host else ""
+    master = ", and a master copy" if any(row.has_master for row in plan.rows) else ""
+    buckets = f", buckets {human_bytes(memory.buckets)}" if memory.buckets else ""
     return (
         f"Largest rank: parameters {human_bytes(memory.parameters)}, gradients {human_bytes(memory.gradients)}, "
-        f"optimizer state (2 tensors, AdamW) {human_bytes(memory.state)}, buffers {human_bytes(memory.buffers)}; "
-        f"together {human_bytes(memory.total)}{host}"
+        f"optimizer state (2 tensors, AdamW{master}) {human_bytes(memory.state)}, buffers "
+        f"{human_bytes(memory.buffers)}{buckets}; together {human_bytes(memory.total)}{host}"
     )
+
+
+def step_line(plan: Plan) -> str:
+    """How a step runs, in a sentence; empty where there is nothing to tell."""
+    settings = plan.step.settings()
+    buckets = settings.pop("bucket_mb", plan.step.bucket_mb)
+    if not settings and not plan.mesh.data_ranks > 1:
+        return ""
+    said = [f"buckets of {buckets:g} MiB", *(f"{name} {setting_text(value)}" for name, value in settings.items())]
+    return f"Step: {', '.join(said)}"
+
+
+def setting_text(value: object) -> str:
+    """
+    >>> setting_text(("^h.0", "^h.1")), setting_text(True)
+    ('^h.{0-1} x2', 'True')
+    """
+    if isinstance(value, tuple):
+        return " and ".join(group.title for group in fold_items(value, name=str, same=lambda _: None)) or "none"
+    return str(value).removeprefix("torch.")
 
 
 def report_lines(report: DryRun) -> Iterator[str]:
@@ -120,14 +146,12 @@ def shape_text(row: Row, mesh: MeshShape) -> str:
 
 
 def layout_text(layout: Layout | None) -> str:
-    """A layout's text; "replicated" where it names nothing."""
-    return "-" if layout is None else _named(layout) or "replicated"
-
-
-def _named(layout: Layout) -> str:
-    """The text, unless it only says that no dim has a name and none is split."""
-    text = str(layout)
-    return text if set(text) - set("_ .") else ""
+    """A layout's text; "replicated" where its pattern only says that no dim has a name and none is split."""
+    if layout is None:
+        return "-"
+    pattern, colon, phase = str(layout).partition(":")
+    named = bool(set(pattern) - set("_ ."))
+    return str(layout) if named else f"replicated :{phase}" if colon else "replicated"
 
 
 def human_bytes(n: int) -> str:
@@ -158,7 +182,7 @@ def _three_digits(n: int, step: int, units: Sequence[str]) -> str:
 
 def tables(plan: Plan, *, fold: bool = True) -> Iterator[Part]:
     """The plan as tables of text: (title, columns, rows), those that have rows."""
-    parts = [_tensors(plan, fold), _borders(plan)]
+    parts = [_tensors(plan, fold), _borders(plan), _traffic(plan)]
     if plan.report is not None:
         parts += [_collectives(plan.report), _gathered(plan.report)]
     yield from (part for part in parts if part[2])
@@ -170,10 +194,10 @@ def _tensors(plan: Plan, folded: bool) -> Part:
 
     def cells(group: Folded[Row]) -> list[str]:
         row = group.first
-        layouts = [layout_text(row.layouts.get(phases[0], row.stored)) for phases in columns.values()]
+        layouts = [layout_text(row.layouts.get(phases[0])) for phases in columns.values()]
         size = human_bytes(group.count * row.local_bytes(plan.mesh))
         place = [sizes_text(row.global_shape), shape_text(row, plan.mesh), *layouts, size]
-        return [group.title, *place, row.rule or "-", _note(row)]
+        return [group.title, *place, row.rule or "-", _note(row, plan.mesh)]
 
     titles = ["tensor", "global shape", "local shape", *columns, "per rank", "rule", "note"]
     return "Tensors", titles, [cells(group) for group in groups]
@@ -189,10 +213,11 @@ def _phase_columns(rows: Sequence[Row]) -> dict[str, list[Phase]]:
     return {" = ".join(phases): phases for phases in groups.values()}
 
 
-def _note(row: Row) -> str:
-    if row.kind == "parameter":
-        return row.note
-    return "; ".join(filter(None, ("buffer" if row.persistent else "buffer, not in the state dict", row.note)))
+def _note(row: Row, mesh: MeshShape) -> str:
+    kind = "" if row.kind == "parameter" else "buffer" if row.persistent else "buffer, not in the state dict"
+    gathered = not row.stored.axes.isdisjoint(mesh.data_axes)
+    stays = "stays gathered until its backward" if gathered and not row.reshard else ""
+    return "; ".join(filter(None, (kind, row.note, stays)))
 
 
 def _borders(plan: Plan) -> Part:
@@ -219,6 +244,15 @@ def _caused(report: DryRun) -> dict[str, tuple[str, ...]]:
     for (module, what), n in counted.items():
         found[module] = (*found.get(module, ()), f"{what} x{n}" if n > 1 else what)
     return found
+
+
+def _traffic(plan: Plan) -> Part:
+    rows = [
+        [each.what, each.kind, ",".join(each.axes), str(each.tensors), str(each.times), human_bytes(each.bytes)]
+        for each in plan.traffic()
+    ]
+    columns = ["what", "collective", "over", "tensors", "times", "bytes"]
+    return "Sent by one rank over data axes in a training step", columns, rows
 
 
 def _collectives(report: DryRun) -> Part:
@@ -273,7 +307,17 @@ def border_text(border: Border) -> str:
 
 def _alike(row: Row) -> Hashable:
     tied = len(row.tied)
-    fields = (row.kind, row.global_shape, row.dtype, row.requires_grad, row.persistent, tied, row.rule, row.note)
+    fields = (
+        row.kind,
+        row.global_shape,
+        row.dtype,
+        row.requires_grad,
+        row.persistent,
+        tied,
+        row.rule,
+        row.note,
+        row.reshard,
+    )
     return fields, tuple(row.layouts.items())
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
@@ -23,7 +23,8 @@ from shardlib.layout import Layout, transition
 
 __all__ = ["Traffic", "data_traffic"]
 
-What: TypeAlias = Literal["gradients", "updated parameters", "parameters, forward", "parameters, backward"]
+What: TypeAlias = Literal["parameters, forward", "parameters, backward", "gradients", "updated parameters"]
+_ORDER: tuple[What, ...] = get_args(What)
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Traffic:
     """Collectives of one kind for one purpose, in a training step.
 
     Attributes:
-        what: "gradients", "updated parameters", "parameters, forward" or "parameters, backward".
+        what: "parameters, forward", "parameters, backward", "gradients" or "updated parameters".
         kind: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all".
         axes: over which they run, in mesh order.
         bytes: what one rank sends in all of them, averaged over ranks.
@@ -63,7 +64,7 @@ def _summed(rows: Iterable[Row], mesh: MeshShape, step: Step) -> tuple[Traffic, 
             key = (one.what, one.kind, one.axes, one.times)
             before = total.get(key, replace(one, bytes=0, tensors=0))
             total[key] = replace(before, bytes=before.bytes + one.bytes, tensors=before.tensors + 1)
-    return tuple(total.values())
+    return tuple(sorted(total.values(), key=lambda each: _ORDER.index(each.what)))
 
 
 def _row_traffic(row: Row, mesh: MeshShape, step: Step) -> Iterator[Traffic]:

@@ -79,6 +79,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         help="an input of one data rank, as in 2x128 or ids=2x128:int64 (the default dtype), once for each input: "
         "dry-run a training step and report its collectives and memory",
     )
+    parser.add_argument(
+        "--transform",
+        action="append",
+        metavar="CALL",
+        help='divide, move or narrow what ranks hold, as in --transform "zero(2) | offload()" or --transform fsdp; may '
+        "be given several times, and is applied in order",
+    )
     parser.add_argument("--diff", metavar="FILE", help="show what changes from a plan that was written by --json")
     parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
     parser.add_argument("--all", action="store_true", help="a line for every tensor: do not fold repeated blocks")

@@ -20,6 +20,7 @@ from shardlib.cli.models import UsageError, load_model
 from shardlib.engine import dryrun
 from shardlib.errors import ShardlibError, nearest
 from shardlib.rules import Rules
+from shardlib.transforms import Transform, parse
 
 __all__ = ["check", "explain", "init", "plan"]
 
@@ -29,7 +30,10 @@ _EXAMPLE = re.compile(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?")
 def plan(options: argparse.Namespace) -> int:
     """Print a plan, or what changes from an earlier one."""
     model = load_model(options.model)
-    made = dryrun.plan(model, options.mesh, _rules(options, model), example=_example(options.example))
+    chosen = [_transform(text) for text in options.transform or ()]
+    made = dryrun.plan(
+        model, options.mesh, _rules(options, model), transforms=chosen, example=_example(options.example)
+    )
     if options.html:
         made.html(options.html)
     if options.diff:
@@ -148,6 +152,13 @@ def _input(text: str) -> tuple[str | None, torch.Tensor]:
             f'--example "{text}": "{dtype_name}" is no dtype, as "int64" or "bfloat16" are.{nearest(dtype_name, known)}'
         )
     return name, torch.empty([int(size) for size in sizes.split("x")], dtype=dtype, device="meta")
+
+
+def _transform(text: str) -> Transform:
+    try:
+        return parse(text)
+    except ShardlibError as error:
+        raise UsageError(f"--transform: {error}") from error
 
 
 def _saved(path: str) -> Plan:

@@ -109,6 +109,7 @@ def test_a_difference_is_told_in_lines():
             "~ largest rank, parameters: 2.12 KiB -> 2.69 KiB",
             "~ largest rank, gradients: 2.12 KiB -> 2.69 KiB",
             "~ largest rank, state: 4.25 KiB -> 5.38 KiB",
+            "~ sent over data axes, gradients: 2.12 KiB -> 2.69 KiB",
         ]
     )
 
