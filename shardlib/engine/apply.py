@@ -24,13 +24,16 @@ from shardlib._plan import Plan, Row, plan
 from shardlib.engine import _torch, agree, batchnorm, borders, exact, materialize, ops, optimizer, state
 from shardlib.engine._torch import pytree
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
+from shardlib.engine.exchange import Scratch
 from shardlib.engine.gradients import GradientReducer
+from shardlib.engine.held import Held
 from shardlib.engine.linear import compute_locally
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.region import Root, install_region
 from shardlib.engine.regions import find_regions, inside
+from shardlib.engine.updates import Updates
 from shardlib.errors import InputError, PlanError, ShardingError
-from shardlib.layout import Dim, Layout
+from shardlib.layout import Dim, Layout, cut
 from shardlib.rules import Rules
 
 __all__ = ["Sharded", "apply_plan", "is_sharded", "no_sync", "plan_of", "shard_model"]
@@ -333,14 +336,44 @@ class _Build:
             self._install_linears(self.model_mesh, undo)
         if global_batch_norm and self.data_axes:
             self._install_batch_norm(undo)
-        reducer = GradientReducer(list(self.model.parameters()), self.mesh, self.data_axes, bucket_bytes=bucket_bytes)
+        held = self._held()
+        scratch = Scratch()
+        reducer = GradientReducer(
+            held,
+            self.mesh,
+            self.data_axes,
+            bucket_bytes=bucket_bytes,
+            passes=self.plan.step.accumulate,
+            dtype=self.plan.step.reduce_dtype,
+            scratch=scratch,
+        )
         undo.callback(reducer.remove)
+        optimizer.update_in_parts(held, Updates(held, reducer.peers, scratch, bucket_bytes=bucket_bytes))
         root = Root(reducer, self._input_check(check))
         place = self.place()
         drawing = exact.draw_exactly(self.model, place) if place is not None else []
         for handle in (*drawing, *root.install(self.model), state.accept_plain_state(self.model)):
             undo.callback(handle.remove)
         return reducer
+
+    def _held(self) -> list[Held]:
+        """Each parameter once, with how its gradient and state lie."""
+        return [self._held_one(name, param) for name, param in self.model.named_parameters()]
+
+    def _held_one(self, name: str, param: nn.Parameter) -> Held:
+        row = self.rows[name]
+        first = dict.fromkeys(self.shape.names, 0)
+        compute = self._on_model_axes(row.compute)
+        room = math.prod(compute.local_shape(row.global_shape, self.shape, first))
+        state = row.compute if row.state is None else row.state
+        division = cut(compute, self._on_active_axes(state), row.global_shape, self.shape, self.coordinate)
+        axes = tuple(axis for axis in self.data_axes if axis in state.axes) if division is not None else ()
+        return Held(name, param, param, axes, division, self._on_active_axes(state), self.mesh, room, self._stage(row))
+
+    def _stage(self, row: Row) -> int:
+        """Of ZeRO: how many of state, gradient and stored parameter are split over data axes."""
+        layouts_ = (row.state, row.grad, row.stored)
+        return sum(layout is not None and bool(layout.axes & {*self.data_axes}) for layout in layouts_)
 
     def _install_regions(self, model_mesh: DeviceMesh, undo: ExitStack) -> None:
         for region in self.regions:
@@ -458,6 +491,9 @@ class _Build:
 
     def _on_model_axes(self, layout: Layout) -> Layout:
         return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.model_axes])
+
+    def _on_active_axes(self, layout: Layout) -> Layout:
+        return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.model_axes + self.data_axes])
 
     def _group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         axes = _active(self.shape, axes)

@@ -1,118 +1,364 @@
 """Gradients are reduced in buckets while backward runs, each over the axes on which it is still a partial sum.
 
 On data axes every rank holds the gradient of its own examples, so the mean over these axes is due; on a model axis a
-gradient may come out of the global view as a partial sum. Both are one all-reduce, over the product of these axes.
+gradient may come out of the global view as a partial sum. Where the plan splits gradient or state over data axes, each
+rank gets the sum of its own part; else all ranks get all of it.
 
-The first backward pass shows in which order gradients appear and which axes each needs; from then on, buckets are laid
-out in that order and leave as soon as they are full (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
-Parallel Training", VLDB 2020, section 3.2, whose scheme this is).
+Buckets are laid out in the order in which gradients appear, which the first backward pass shows, and leave as soon as
+they are full (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section
+3.2, whose scheme this is). A large gradient is a bucket of its own and is not copied.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
+from shardlib.engine.exchange import ALONE_BYTES, Bundle, Peers, Scratch
+from shardlib.engine.held import Axes, Held, local_of
 from shardlib.engine.plain import plain
+from shardlib.errors import ShardingError
+from shardlib.layout import Cut
 
 __all__ = ["GradientReducer"]
-
-Axes = tuple[str, ...]
 
 
 @dataclass(eq=False)
 class _Slot:
-    """One parameter's place in a bucket: `view` is local memory inside it, `grad` is what `p.grad` becomes.
+    """One parameter's place in a bucket.
 
-    The gradients of `small` ones are copied together when the bucket leaves: one call costs more than their bytes.
+    Attributes:
+        filled: backward has made its gradient.
+        prior: this rank's part of what earlier backward passes gave, to which the new one is added.
     """
 
-    param: torch.nn.Parameter
-    view: torch.Tensor
-    grad: torch.Tensor
-    small: bool
+    held: Held
     filled: bool = False
+    prior: torch.Tensor | None = None
+
+    def put_prior_aside(self) -> None:
+        """Autograd adds to `p.grad`, and a part is nothing that it can add a whole gradient to."""
+        param = self.held.param
+        if self.held.leaf is not param:
+            return
+        if param.grad is None:
+            self.prior = None
+        elif self.held.is_part(param.grad):
+            self.prior, param.grad = local_of(param.grad), None
+
+    def put_prior_back(self) -> None:
+        if self.prior is not None and self.held.param.grad is None:
+            self.held.param.grad, self.prior = self.held.wrap(self.prior), None  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
 class _Bucket:
-    """Gradients in one flat tensor: those of the small slots, then those of the others, then a flag for each slot."""
+    """Gradients that leave together.
 
+    Attributes:
+        axes: over which they are summed.
+        last: whether it closes a backward pass and carries the number of gradients that ranks lack; else several may be
+            under way.
+        missing: gradients that are still to come.
+    """
+
+    owner: GradientReducer
     axes: Axes
-    flat: torch.Tensor
     slots: list[_Slot]
-    small_numel: int
+    last: bool = False
     missing: int = 0
-    work: dist.Work | None = field(default=None)
+
+    @property
+    def at_every_pass(self) -> bool:
+        """Whether it leaves after each of the backward passes that make a step."""
+        return False
 
     def reset(self) -> None:
-        self.missing, self.work = len(self.slots), None
+        self.missing = len(self.slots)
         for slot in self.slots:
             slot.filled = False
 
+    def launch(self) -> None:
+        """Begin the reduction."""
+        raise NotImplementedError
+
+    def collect(self) -> None:
+        """Wait for its end."""
+        raise NotImplementedError
+
+    def hand_out(self) -> None:
+        """Give the parameters their gradients."""
+        raise NotImplementedError
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """Local gradients, laid out as their parameters but for the partial sums that this bucket adds up."""
+        return [self._gradient(slot) if slot.filled else None for slot in self.slots]
+
+    def _gradient(self, slot: _Slot) -> torch.Tensor:
+        grad = _like_its_parameter(slot.held.leaf, keep_partial=self.axes)
+        partial = (*self.owner.data_axes, *_partial_axes(grad))
+        # Alike on all ranks of an axis over which others in this bucket are still to be summed.
+        copies = math.prod(self.owner.sizes[axis] for axis in self.axes if axis not in partial)
+        return local_of(grad) if copies == 1 else local_of(grad) / copies
+
+
+@dataclass(eq=False)
+class _Reduced(_Bucket):
+    """Every rank gets the sum: one all-reduce.
+
+    Attributes:
+        flat: memory of the bucket; None where its one gradient is reduced where it lies. Each gradient has as much room
+            as the largest rank's part of it needs: what is the same on ranks whose other parts differ in size has to
+            lie in the same place on all of them, since the order of a sum depends on that.
+        views: what is local of each gradient, inside `flat`.
+        shown: what `p.grad` becomes.
+    """
+
+    flat: torch.Tensor | None = None
+    views: list[torch.Tensor] = field(default_factory=list)
+    shown: list[torch.Tensor] = field(default_factory=list)
+    sent: torch.Tensor | None = None
+    work: dist.Work | None = None
+
+    def allocate(self) -> None:
+        room = [slot.held.room for slot in self.slots]
+        self.flat = torch.zeros(sum(room) + self.last, dtype=self.owner.dtype_of(self), device=self.owner.device)
+        for slot, piece in zip(self.slots, self.flat[: sum(room)].split(room), strict=True):
+            # In the order in memory of the parameter: fused optimizers walk both as if they were flat.
+            local = local_of(slot.held.leaf)
+            view = piece[: local.numel()].as_strided(local.shape, torch.empty_like(local, device="meta").stride())
+            self.views.append(view)
+            self.shown.append(_shown(slot.held.param, view))
+
+    def launch(self) -> None:
+        grads = self._gradients()
+        if self.flat is None:
+            self.sent = _dense(grads[0], like=local_of(self.slots[0].held.leaf))
+        else:
+            self.sent = self.flat
+            self._pack(grads)
+        self.work = dist.all_reduce(self.sent, group=self.owner.group(self.axes), async_op=True)
+
+    def _pack(self, grads: list[torch.Tensor | None]) -> None:
+        assert self.flat is not None
+        targets, sources = [], []
+        for view, grad in zip(self.views, grads, strict=True):
+            if grad is None:
+                view.zero_()
+            elif grad.data_ptr() != view.data_ptr():
+                targets.append(view)
+                sources.append(grad)
+        if targets:
+            _torch.copy_all(targets, sources)
+        if self.last:
+            self.flat[-1] = self.owner.lacking()
+
+    def collect(self) -> None:
+        assert self.work is not None and self.sent is not None
+        self.work.wait()
+        self.work = None
+        if self.last:
+            self.owner.agree_on_missing(self.sent[-1])
+        if self.owner.scale != 1:
+            self.sent.mul_(self.owner.scale)
+
+    def hand_out(self) -> None:
+        assert self.sent is not None
+        for i, slot in enumerate(self.slots):
+            if self.owner.is_used(slot):
+                shown = self.shown[i] if self.shown else _shown(slot.held.param, self.sent)
+                slot.held.param.grad = shown
+        self.sent = None
+
+
+@dataclass(eq=False)
+class _Scattered(_Bucket):
+    """Each rank gets the sum of its own parts.
+
+    Attributes:
+        bundle: what moves them; where this bucket is the last, with a count for each rank behind the gradients.
+        rest: axes over which parts have to be summed still, since they do not split them.
+        sent: the gradients, until they have arrived.
+        out: this rank's parts.
+    """
+
+    bundle: Bundle | None = None
+    rest: Axes = ()
+    sent: list[torch.Tensor] = field(default_factory=list)
+    moving: Any = None
+    out: torch.Tensor | None = None
+
     @property
-    def used(self) -> torch.Tensor:
-        """For each slot, how many ranks had a gradient for it."""
-        return self.flat[self.flat.numel() - len(self.slots) :]
+    def at_every_pass(self) -> bool:
+        return not self.slots or self.slots[0].held.stage > 1
+
+    def allocate(self, split: Axes) -> None:
+        peers = self.owner.peers(split)
+        cuts = [slot.held.cut for slot in self.slots if slot.held.cut is not None]
+        if self.last:
+            cuts.append(Cut((peers.count,), 0, tuple((slice(r, r + 1),) for r in range(peers.count))))
+        dtype, device = self.owner.dtype_of(self), self.owner.device
+        self.bundle = Bundle(cuts, peers, dtype, device, self.owner.scratch)
+        self.rest = tuple(axis for axis in self.axes if axis not in split)
+
+    def launch(self) -> None:
+        assert self.bundle is not None
+        self.sent = [
+            _dense(grad, like=local_of(slot.held.leaf))
+            for slot, grad in zip(self.slots, self._gradients(), strict=True)
+        ]
+        if self.last:
+            self.sent.append(torch.full((self.bundle.peers.count,), self.owner.lacking(), dtype=self.bundle.dtype))
+        self.moving = self.bundle.reduce(self.sent)
+        for slot in self.slots:
+            slot.held.leaf.grad = None
+
+    def collect(self) -> None:
+        assert self.bundle is not None
+        self.out = self._room()
+        self.bundle.sum_into(self.moving, self.out, 1.0 if self.rest or self.last else self.owner.scale)
+        if self.rest:
+            dist.all_reduce(self.out, group=self.owner.group(self.rest))
+        if self.last:
+            self.owner.agree_on_missing(self.out[-1])
+        if self.rest or self.last:
+            self.out.mul_(self.owner.scale)
+        self.moving, self.sent = None, []
+
+    def _room(self) -> torch.Tensor:
+        """Memory for this rank's parts. Under stage 1 it is in that of the whole gradient, which stays."""
+        assert self.bundle is not None
+        own = self.bundle.own
+        if self.bundle.alone and self.slots[0].held.stage == 1 and self.sent[0].dtype == self.bundle.dtype:
+            start = self.bundle.starts[self.bundle.peers.index]
+            return self.sent[0].view(-1)[start : start + own]
+        return torch.empty(own, dtype=self.bundle.dtype, device=self.bundle.device)
+
+    def hand_out(self) -> None:
+        assert self.bundle is not None and self.out is not None
+        parts = self.bundle.parts_in(self.out)
+        for slot, part in zip(self.slots, parts, strict=False):
+            self._hand_out(slot, part)
+        self.out = None
+
+    def _hand_out(self, slot: _Slot, part: torch.Tensor) -> None:
+        held, prior = slot.held, slot.prior
+        if held.leaf is not held.param and held.param.grad is not None:
+            prior = local_of(held.param.grad)
+        slot.prior = None
+        if prior is not None or self.owner.is_used(slot):
+            part = part.to(held.param.dtype)
+            held.param.grad = held.wrap(part if prior is None else part.add_(prior))  # type: ignore[assignment]
+
+
+def _dense(grad: torch.Tensor | None, *, like: torch.Tensor) -> torch.Tensor:
+    """A gradient in the order in memory of its parameter; zeros where there is none."""
+    if grad is None:
+        return torch.zeros_like(like)
+    return grad if grad.stride() == like.stride() else torch.empty_like(like, dtype=grad.dtype).copy_(grad)
+
+
+def _shown(param: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    return _torch.wrap(local, _torch.spec_of(param)) if isinstance(param, DTensor) else local
 
 
 class GradientReducer:
     """Keeps `p.grad` of every parameter equal to the gradient of the mean loss over the data axes.
 
     Args:
-        params: all parameters in registration order, plain or DTensor; frozen ones may begin to train later.
+        held: all parameters in registration order; frozen ones may begin to train later.
         mesh: the whole mesh.
         data_axes: axes of `mesh` (size > 1) over which gradients are averaged.
-        bucket_bytes: how much one all-reduce carries; a larger bucket has fewer latencies, a smaller one overlaps more.
+        bucket_bytes: how much one bucket carries; a larger one has fewer latencies, a smaller one overlaps more.
+        passes: backward passes that make one step; the gradient is that of their mean.
+        dtype: in which gradients travel; by default their own.
     """
 
     def __init__(
-        self, params: list[torch.nn.Parameter], mesh: DeviceMesh, data_axes: Axes, *, bucket_bytes: int = 25 << 20
+        self,
+        held: Sequence[Held],
+        mesh: DeviceMesh,
+        data_axes: Axes,
+        *,
+        bucket_bytes: int = 25 << 20,
+        passes: int = 1,
+        dtype: torch.dtype | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
-        self.params, self.mesh, self.data_axes, self.bucket_bytes = params, mesh, data_axes, bucket_bytes
+        self.mesh, self.data_axes, self.bucket_bytes, self.passes = mesh, data_axes, bucket_bytes, passes
+        self.dtype, self.scratch = dtype, scratch or Scratch()
         self.enabled = True
-        self._index = {id(p): i for i, p in enumerate(params)}
-        self._sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        self.sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        self._slots = [_Slot(h) for h in held]
+        self._index = {id(slot.held.leaf): i for i, slot in enumerate(self._slots)}
         self._groups: dict[Axes, dist.ProcessGroup] = {}
+        self._peers: dict[Axes, Peers] = {}
         self._buckets: list[_Bucket] = []
-        self._laid_out = False
         self._home: dict[int, tuple[_Bucket, _Slot]] = {}
+        self._learned = False
         self._arrived: dict[int, Axes] = {}
-        self._next = 0
         self._backward = -1
-        self._handles: dict[int, Any] = {}
+        self._pass = 0
+        self._reducing: list[_Bucket] = []  # in this backward pass, in the order in which they leave
+        self._launched = self._collected = 0  # how many of them
+        self._used: list[bool] | None = None
+        self._handles: dict[int, list[Any]] = {}
         self._converting: list[Any] = []
-        self._left_out = params  # of the buckets, because they required no gradient when these were laid out
+        self._left_out = self._slots  # of the buckets, because they required no gradient when these were laid out
         self.notice_unfrozen()
 
     def remove(self) -> None:
-        for handle in (*self._handles.values(), *self._converting):
+        for handle in (*(h for handles in self._handles.values() for h in handles), *self._converting):
             handle.remove()
+
+    @property
+    def device(self) -> torch.device:
+        return local_of(self._slots[0].held.leaf).device
+
+    def dtype_of(self, bucket: _Bucket) -> torch.dtype:
+        return self.dtype or next((slot.held.leaf.dtype for slot in bucket.slots), torch.float32)
+
+    @property
+    def scale(self) -> float:
+        """What a sum over data ranks and passes is multiplied with to be their mean."""
+        return 1.0 / (math.prod(self.sizes[axis] for axis in self.data_axes) * self.passes)
+
+    def group(self, axes: Axes) -> dist.ProcessGroup:
+        if axes not in self._groups:
+            self._groups[axes] = _torch.flattened(self.mesh, axes).get_group()
+        return self._groups[axes]
+
+    def peers(self, axes: Axes) -> Peers:
+        if axes not in self._peers:
+            self._peers[axes] = Peers(self.group(axes))
+        return self._peers[axes]
 
     def notice_unfrozen(self) -> None:
         """Take in parameters that have begun to require gradients since; buckets are then laid out anew."""
-        thawed = [p for p in self._left_out if p.requires_grad]
+        thawed = [slot for slot in self._left_out if slot.held.leaf.requires_grad]
         if not thawed:
             return
-        for param in thawed:
-            if id(param) not in self._handles:
-                self._handles[id(param)] = param.register_post_accumulate_grad_hook(_calling(weakref.ref(self)))
-        self._left_out = self._frozen()
-        self._buckets, self._home, self._laid_out = [], {}, False
-
-    def _frozen(self) -> list[torch.nn.Parameter]:
-        return [p for p in self.params if not p.requires_grad]
+        me = weakref.ref(self)
+        for slot in thawed:
+            leaf = slot.held.leaf
+            if id(leaf) not in self._handles:
+                self._handles[id(leaf)] = [leaf.register_post_accumulate_grad_hook(_calling(me))]
+                if slot.held.cut is not None:
+                    self._handles[id(leaf)].append(leaf.register_hook(_announcing(me)))
+        self._learned = False
+        self._lay_out([(i, self.data_axes) for i in reversed(range(len(self._slots)))])
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -123,193 +369,220 @@ class GradientReducer:
         finally:
             self.enabled = before
 
+    # --- one backward pass --------------------------------------------------------------------------------------------
+
     def begin(self) -> None:
         """A backward pass has reached this model: reduce when it ends, whatever it leaves unused."""
-        if not self.enabled or self._backward == _torch.backward_id():
+        if self._backward == _torch.backward_id():
             return
         self._backward = _torch.backward_id()
-        self._next = 0
+        for slot in self._slots:
+            if slot.held.cut is not None:
+                slot.put_prior_aside()
+        closing = False
+        if self.enabled:
+            self._pass = self._pass % self.passes + 1
+            closing = self._pass == self.passes
+        self._reducing = [b for b in self._buckets if closing or b.at_every_pass] if self.enabled else []
+        self._launched = self._collected = 0
+        self._used = None
         self._arrived.clear()
         for bucket in self._buckets:
             bucket.reset()
         _torch.run_at_end_of_backward(self._finish)
 
-    def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        if isinstance(param.grad, DTensor) and not isinstance(param, DTensor):
-            self._make_plain(param)
+    def _on_gradient(self, leaf: nn.Parameter) -> None:
+        if isinstance(leaf.grad, DTensor) and not isinstance(leaf, DTensor):
+            self._make_plain(leaf)
+        self.begin()
         if not self.enabled:
             return
-        self.begin()
-        home = self._home.get(id(param))
-        if home is not None:
-            self._fill(*home)
-        elif self._laid_out:
-            param.grad = _like_its_parameter(param, keep_partial=())
-        else:
-            self._arrived[self._index[id(param)]] = self._due(param)
+        index = self._index[id(leaf)]
+        self._arrived[index] = self.data_axes + _summed_later(leaf)
+        home = self._home.get(index)
+        if home is None:
+            leaf.grad = _like_its_parameter(leaf, keep_partial=())
+            return
+        bucket, slot = home
+        if bucket in self._reducing[: self._launched]:
+            raise ShardingError(
+                f'"{slot.held.name}" got a second gradient in one backward pass, after the first was on its way. '
+                "Use torch.utils.checkpoint with use_reentrant=False, or run this backward inside shardlib.no_sync."
+            )
+        if not slot.filled:
+            slot.filled = True
+            bucket.missing -= 1
+        while self._launched < len(self._reducing) - 1 and self._reducing[self._launched].missing == 0:
+            self._launch()
 
-    def _make_plain(self, param: torch.nn.Parameter) -> None:
+    def _make_plain(self, leaf: nn.Parameter) -> None:
         """The parameter met DTensors outside of regions. From now on its gradients are made whole as they come."""
-        assert param.grad is not None
-        param.grad = plain(param.grad)
-        self._converting.append(param.register_hook(plain))
+        assert leaf.grad is not None
+        leaf.grad = plain(leaf.grad)
+        self._converting.append(leaf.register_hook(plain))
 
-    def _due(self, param: torch.nn.Parameter) -> Axes:
-        """The axes over which the gradient just accumulated must still be summed (and averaged over data axes)."""
-        param.grad = _like_its_parameter(param)
-        return self.data_axes + _partial_axes(param.grad)
+    def _launch(self) -> None:
+        """The next bucket leaves. Only some are under way at a time, so that memory is borrowed for these alone."""
+        while self._launched - self._collected >= _UNDER_WAY:
+            self._collect()
+        self._reducing[self._launched].launch()
+        self._launched += 1
 
-    def _fill(self, bucket: _Bucket, slot: _Slot) -> None:
-        slot.filled = True
-        if not slot.small:
-            self._copy_in(bucket, slot)
-        bucket.missing -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-            self._launch(self._buckets[self._next])
-
-    def _copy_in(self, bucket: _Bucket, slot: _Slot) -> None:
-        grad = _like_its_parameter(slot.param, keep_partial=bucket.axes)
-        torch.mul(_local(grad).detach(), self._scale(bucket.axes, _partial_axes(grad)), out=slot.view)
-
-    def _scale(self, axes: Axes, partial: Axes = ()) -> float:
-        """One over the sizes of the summed axes on which a gradient is not a partial sum but a value to average."""
-        return 1.0 / math.prod(self._sizes[axis] for axis in axes if axis not in partial)
-
-    def _copy_small_ones_in(self, bucket: _Bucket) -> None:
-        slots = [slot for slot in bucket.slots if slot.small and slot.filled]
-        if slots:
-            _torch.copy_all([slot.view for slot in slots], [slot.param.grad for slot in slots])
-            bucket.flat[: bucket.small_numel].mul_(self._scale(bucket.axes))
-
-    def _launch(self, bucket: _Bucket) -> None:
-        self._copy_small_ones_in(bucket)
-        used = bucket.used
-        used.fill_(1.0)
-        for i, slot in enumerate(bucket.slots):
-            if not slot.filled:
-                used[i] = 0.0
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group(bucket.axes), async_op=True)
-        self._next += 1
-
-    def _group(self, axes: Axes) -> dist.ProcessGroup:
-        if axes not in self._groups:
-            self._groups[axes] = _torch.flattened(self.mesh, axes).get_group()
-        return self._groups[axes]
+    def _collect(self) -> None:
+        self._reducing[self._collected].collect()
+        self._collected += 1
 
     def _finish(self) -> None:
         """The backward pass has ended: send what is left, in the order all ranks share, and hand the results out."""
         self._backward = -1
-        if not self._laid_out:
-            self._lay_out()
-        for bucket in self._buckets[self._next :]:
-            for slot in bucket.slots:
-                self._complete(bucket, slot)
-            self._launch(bucket)
-        for bucket in self._buckets:
-            self._hand_out(bucket)
+        for slot in (slot for bucket in self._reducing[self._launched :] for slot in bucket.slots):
+            slot.filled = slot.filled or slot.held.leaf.grad is not None
+        while self._launched < len(self._reducing):
+            self._launch()
+        while self._collected < len(self._reducing):
+            self._collect()
+        for bucket in self._reducing:
+            bucket.hand_out()
+        for slot in self._slots:
+            slot.put_prior_back()
+        if self.enabled and not self._learned:
+            self._learn()
 
-    def _complete(self, bucket: _Bucket, slot: _Slot) -> None:
-        if slot.filled:
-            return
-        if slot.param.grad is None:
-            slot.view.zero_()
-            return
-        slot.filled = True
-        if not slot.small:
-            self._copy_in(bucket, slot)
+    # --- gradients that ranks lack ------------------------------------------------------------------------------------
 
-    def _hand_out(self, bucket: _Bucket) -> None:
-        assert bucket.work is not None
-        bucket.work.wait()
-        for i, slot in enumerate(bucket.slots):
-            if slot.filled or bucket.used[i].item() > 0:
-                slot.param.grad = slot.grad
+    def lacking(self) -> int:
+        """How many gradients of this pass this rank does not have."""
+        return sum(not slot.filled for bucket in self._reducing for slot in bucket.slots)
 
-    def _lay_out(self) -> None:
-        """Buckets in the order in which the first backward pass made gradients, the same on all ranks."""
-        self._laid_out, self._left_out = True, self._frozen()
+    def agree_on_missing(self, count: torch.Tensor) -> None:
+        """A rank that lacks a gradient which another one has takes part in it; one that none has stays None."""
+        if count.item():
+            used = torch.tensor([float(slot.filled) for slot in self._slots], device=count.device)
+            dist.all_reduce(used, group=self.group(self.data_axes))
+            self._used = [number > 0 for number in used.tolist()]
+
+    def is_used(self, slot: _Slot) -> bool:
+        return slot.filled or (self._used is not None and self._used[self._index[id(slot.held.leaf)]])
+
+    # --- laying out ---------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Lay buckets out in the order in which this backward pass made gradients, the same on all ranks."""
         seen = list(self._arrived.items())
         if self.data_axes:
-            seen = _first_ranks(seen, self._group(self.mesh.mesh_dim_names or ()))
+            seen = _first_ranks(seen, self.group(self.mesh.mesh_dim_names or ()))
         known = dict(seen)
-        rest = [i for i in reversed(range(len(self.params))) if i not in known and self.params[i].requires_grad]
-        order = [i for i, _ in seen] + rest
-        pending: dict[tuple[Axes, torch.dtype], list[torch.nn.Parameter]] = {}
-        for i in order:
-            param, axes = self.params[i], known.get(i, self.data_axes)
-            if not axes:
+        rest = [i for i in reversed(range(len(self._slots))) if i not in known]
+        self._lay_out([*seen, *((i, self.data_axes) for i in rest)])
+        self._learned = True
+
+    def _lay_out(self, order: Sequence[tuple[int, Axes]]) -> None:
+        self._buckets = []
+        self._left_out = [slot for slot in self._slots if not slot.held.leaf.requires_grad]
+        pending: dict[Any, list[_Slot]] = {}
+        for index, axes in order:
+            slot = self._slots[index]
+            if not axes or not slot.held.leaf.requires_grad:
                 continue
-            batch = pending.setdefault((axes, param.dtype), [])
-            batch.append(param)
-            if sum(map(_local_bytes, batch)) >= self.bucket_bytes:
-                self._add_bucket(axes, pending.pop((axes, param.dtype)))
-        for (axes, _), batch in pending.items():
-            self._add_bucket(axes, batch)
+            held, local = slot.held, local_of(slot.held.leaf)
+            key = (axes, held.axes, held.stage, local.dtype)
+            batch = [slot] if _goes_alone(held, local) else pending.setdefault(key, [])
+            if batch == [slot]:
+                self._buckets.append(_bucket(self, axes, batch))
+                continue
+            batch.append(slot)
+            if sum(local_of(s.held.leaf).nbytes for s in batch) >= self.bucket_bytes:
+                self._buckets.append(_bucket(self, axes, pending.pop(key)))
+        self._buckets += [_bucket(self, key[0], batch) for key, batch in pending.items()]
+        if self.data_axes and self._buckets:
+            self._close()
+        for bucket in self._buckets:
+            self._allocate(bucket)
+            bucket.reset()
+        self._home = {self._index[id(s.held.leaf)]: (b, s) for b in self._buckets for s in b.slots}
 
-    def _add_bucket(self, axes: Axes, params: list[torch.nn.Parameter]) -> None:
-        def small(param: torch.Tensor) -> bool:
-            return axes == self.data_axes and not isinstance(param, DTensor) and param.numel() <= _SMALL_NUMEL
+    def _close(self) -> None:
+        """Put a bucket at the end that leaves at every pass, and has room to tell how many gradients are missing."""
+        regular = [b for b in self._buckets if b.at_every_pass] or self._buckets
+        packed = [b for b in regular if not _alone(b)]
+        if packed:
+            closing = packed[-1]
+            self._buckets.remove(closing)
+        else:
+            closing = type(regular[0])(self, self.data_axes, [])
+        closing.last = True
+        self._buckets.append(closing)
 
-        params = sorted(params, key=lambda p: not small(p))
-        sizes = [_local(p).numel() for p in params]
-        flat = _local(params[0]).new_zeros(sum(sizes) + len(params))
-        views = flat[: sum(sizes)].split(sizes)
-        slots = [_slot(p, view, small=small(p)) for p, view in zip(params, views, strict=True)]
-        bucket = _Bucket(axes, flat, slots, sum(slot.view.numel() for slot in slots if slot.small))
-        bucket.reset()
-        self._buckets.append(bucket)
-        self._home.update({id(slot.param): (bucket, slot) for slot in slots})
+    def _allocate(self, bucket: _Bucket) -> None:
+        if isinstance(bucket, _Scattered):
+            bucket.allocate(bucket.slots[0].held.axes if bucket.slots else self.data_axes)
+        elif isinstance(bucket, _Reduced) and (bucket.last or not _alone(bucket)):
+            bucket.allocate()
 
 
-_SMALL_NUMEL = 1 << 14
+_UNDER_WAY = 2
 
 
-def _calling(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.nn.Parameter], None]:
+def _bucket(owner: GradientReducer, axes: Axes, slots: list[_Slot]) -> _Bucket:
+    return (_Reduced if slots[0].held.cut is None else _Scattered)(owner, axes, slots)
+
+
+def _alone(bucket: _Bucket) -> bool:
+    return len(bucket.slots) == 1 and _goes_alone(bucket.slots[0].held, local_of(bucket.slots[0].held.leaf))
+
+
+def _goes_alone(held: Held, local: torch.Tensor) -> bool:
+    """Whether a gradient is a bucket of its own, which is sent from where it lies."""
+    return local.nbytes >= ALONE_BYTES and local.is_contiguous() and (held.cut is None or held.cut.in_runs)
+
+
+def _calling(reducer: weakref.ref[GradientReducer]) -> Callable[[nn.Parameter], None]:
     """A hook that does not keep its reducer, which keeps the parameter: through a hook the collector sees no cycle."""
 
-    def hook(param: torch.nn.Parameter) -> None:
+    def hook(leaf: nn.Parameter) -> None:
         if (alive := reducer()) is not None:
-            alive._on_gradient(param)
+            alive._on_gradient(leaf)
 
     return hook
 
 
-def _slot(param: torch.nn.Parameter, view: torch.Tensor, *, small: bool) -> _Slot:
-    # In the order in memory of the parameter: fused optimizers walk both as if they were flat.
-    local = _local(param)
-    view = view.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
-    grad = _torch.wrap(view, _torch.spec_of(param)) if isinstance(param, DTensor) else view
-    return _Slot(param, view, grad, small)
+def _announcing(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
+    """A hook that tells of a backward pass before the first gradient is added to what is there."""
+
+    def hook(_grad: torch.Tensor) -> None:
+        if (alive := reducer()) is not None:
+            alive.begin()
+
+    return hook
 
 
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
-
-
-def _local_bytes(param: torch.Tensor) -> int:
-    local = _local(param)
-    return local.numel() * local.element_size()
-
-
-def _partial_axes(grad: torch.Tensor) -> Axes:
+def _partial_axes(grad: torch.Tensor | None) -> Axes:
     if not isinstance(grad, DTensor):
         return ()
     names = grad.device_mesh.mesh_dim_names or ()
     return tuple(name for name, placement in zip(names, grad.placements, strict=True) if placement.is_partial())
 
 
-def _like_its_parameter(param: torch.nn.Parameter, *, keep_partial: Axes | None = None) -> torch.Tensor:
-    """The gradient laid out as its parameter, but for partial sums over the axes in `keep_partial` (default: all)."""
-    grad = param.grad
+def _summed_later(leaf: nn.Parameter) -> Axes:
+    """The model axes over which a gradient is a partial sum of what is the same on all their ranks."""
+    grad = leaf.grad
+    if not isinstance(grad, DTensor) or not isinstance(leaf, DTensor):
+        return ()
+    names = grad.device_mesh.mesh_dim_names or ()
+    places = zip(names, grad.placements, leaf.placements, strict=True)
+    return tuple(name for name, have, want in places if have.is_partial("sum") and want.is_replicate())
+
+
+def _like_its_parameter(leaf: nn.Parameter, *, keep_partial: Axes) -> torch.Tensor:
+    """The gradient laid out as its parameter, but for partial sums over the axes in `keep_partial`."""
+    grad = leaf.grad
     assert grad is not None
-    if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or grad.placements == param.placements:
+    if not isinstance(grad, DTensor) or not isinstance(leaf, DTensor) or grad.placements == leaf.placements:
         return grad
     names = grad.device_mesh.mesh_dim_names or ()
     target = tuple(
-        have
-        if have.is_partial("sum") and want.is_replicate() and (keep_partial is None or name in keep_partial)
-        else want
-        for name, have, want in zip(names, grad.placements, param.placements, strict=True)
+        have if have.is_partial("sum") and want.is_replicate() and name in keep_partial else want
+        for name, have, want in zip(names, grad.placements, leaf.placements, strict=True)
     )
     return grad if target == grad.placements else moved(grad, target)
 

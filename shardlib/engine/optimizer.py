@@ -2,9 +2,10 @@
 
 Element-wise optimizers compute every element of the update from the same element of parameter, gradient and state, so
 stepping on local shards is exact. While such an optimizer steps, its parameters and state are the local tensors;
-before and after, they are DTensors with global shapes. An optimizer that is not known to be element-wise steps on
-DTensors. Both hooks are installed in every optimizer when the first model is sharded, through torch's public door for
-that, and look only at parameters that shardlib made.
+before and after, they are DTensors with global shapes. Where the plan splits state over data axes, each rank steps on
+its part of a parameter, and the parts are gathered afterwards. An optimizer that is not known to be element-wise
+steps on DTensors, and on whole gradients. Both hooks are installed in every optimizer when the first model is
+sharded, through torch's public door for that, and look only at parameters that shardlib made.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,9 +25,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
+from shardlib.engine.held import Held, local_of
+from shardlib.engine.updates import Updates
 from shardlib.errors import ShardingError
 
-__all__ = ["adopt", "look_after", "register_elementwise", "watch_optimizers"]
+__all__ = ["adopt", "look_after", "register_elementwise", "update_in_parts", "watch_optimizers"]
 
 _ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
     torch.optim.ASGD,
@@ -68,8 +72,9 @@ class _ByParameter(Generic[T]):
 _local_leaf: _ByParameter[torch.Tensor] = _ByParameter()  # of a sharded parameter: a plain leaf over its local memory
 _replaced: _ByParameter[str] = _ByParameter()  # of a parameter that was replaced in sharding: its name
 _ours: _ByParameter[int] = _ByParameter()  # of each parameter of a sharded model: over how many data ranks
+_updates: _ByParameter[Updates] = _ByParameter()  # of each that is updated in parts: what gathers them
 _looked_at: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizers that have stepped
-_stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> what to put back after the step
+_stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> _Saved
 
 
 def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -99,6 +104,13 @@ def look_after(params: Iterable[nn.Parameter], data_ranks: int) -> None:
         _ours.put(param, data_ranks)
 
 
+def update_in_parts(held: Iterable[Held], updates: Updates) -> None:
+    """Tell the hooks that each rank updates its own parts of these parameters; the ones that are not cut are not."""
+    for one in held:
+        if updates.held(one.param) is not None:
+            _updates.put(one.param, updates)
+
+
 _watching: list[Any] = []
 
 
@@ -112,20 +124,38 @@ def watch_optimizers() -> None:
     ]
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     _put_back(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     _refuse_replaced(params)
     if optimizer not in _looked_at:
         _looked_at[optimizer] = True
         _warn_of_strangers(params)
+    if not any(_ours.get(p) for p in params):
+        return None
+    if type(optimizer) not in _ELEMENTWISE:
+        _step_on_whole_tensors(optimizer, params)
+        return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
-    if closure is None and type(optimizer) in _ELEMENTWISE and any(_ours.get(p) for p in params):
-        _step_on_local_tensors(optimizer)
+    if closure is None:
+        _step_on_local_tensors(optimizer, params)
+        return None
+    # An element-wise optimizer calls its closure first and once: the loss and its gradients are made before the
+    # parameters are replaced by their parts.
+    with torch.enable_grad():
+        loss = closure()
+    _step_on_local_tensors(optimizer, params)
+    return (args[0], lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    saved = _stepping.get(optimizer)
     _put_back(optimizer)
+    if saved is not None:
+        for updates in saved.updates:
+            updates.end(saved.params)
 
 
 def _refuse_replaced(params: list[torch.Tensor]) -> None:
@@ -152,16 +182,51 @@ def _warn_of_strangers(params: list[torch.Tensor]) -> None:
         )
 
 
-def _step_on_local_tensors(optimizer: torch.optim.Optimizer) -> None:
+@dataclass(eq=False)
+class _Saved:
+    """What a step has replaced.
+
+    Attributes:
+        groups: the optimizer's param groups as they were.
+        outer: its state, by the parameters that users know.
+        updates: what gathers the parts that are stepped on.
+        params: all parameters of the groups.
+        gradients: those that were replaced by whole ones.
+    """
+
+    groups: list[dict[str, Any]]
+    outer: Any
+    params: list[torch.Tensor]
+    updates: list[Updates] = field(default_factory=list)
+    gradients: dict[torch.Tensor, torch.Tensor | None] = field(default_factory=dict)
+
+
+def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
     outer = optimizer.state
     inner: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-    groups = [dict(group) for group in optimizer.param_groups]
+    saved = _Saved([dict(group) for group in optimizer.param_groups], outer, params, _updates_of(params))
+    parts = {key: part for updates in saved.updates for key, part in updates.begin(params).items()}
     for group in optimizer.param_groups:
-        group["params"] = [_local_view(p, outer, inner) for p in group["params"]]
+        group["params"] = [_local_view(p, parts.get(id(p)), outer, inner) for p in group["params"]]
         if _may_fuse(optimizer, group, inner):
             group["fused"] = True
     optimizer.state = inner
-    _stepping[optimizer] = (groups, outer)
+    _stepping[optimizer] = saved
+
+
+def _updates_of(params: list[torch.Tensor]) -> list[Updates]:
+    found = {id(updates): updates for p in params if (updates := _updates.get(p)) is not None}
+    return list(found.values())
+
+
+def _step_on_whole_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+    """Optimizers that are not known to be element-wise get whole gradients; every rank makes the same step."""
+    saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params)
+    for updates in _updates_of(params):
+        for param, grad in updates.whole_gradients(params):
+            saved.gradients[param], param.grad = param.grad, grad
+    if saved.gradients:
+        _stepping[optimizer] = saved
 
 
 def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: Any) -> bool:
@@ -181,21 +246,30 @@ def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: An
     )
 
 
-def _local_view(param: torch.Tensor, outer: Any, inner: Any) -> torch.Tensor:
+def _local_view(param: torch.Tensor, part: torch.Tensor | None, outer: Any, inner: Any) -> torch.Tensor:
     """The plain leaf that stands for a parameter during the step, with its gradient and state."""
-    leaf = _local_leaf.get(param)
+    leaf = _local_leaf.get(param) if part is None else part
     if leaf is None:
         if param in outer:
             inner[param] = outer[param]
         return param
-    leaf.grad = None if param.grad is None else _local_gradient(param)
+    leaf.grad = None if param.grad is None else _local_gradient(param, leaf)
     if param in outer:
         inner[leaf] = {key: _local_state(param, value) for key, value in outer[param].items()}
     return leaf
 
 
-def _local_gradient(param: torch.Tensor) -> torch.Tensor:
+def _local_gradient(param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     grad = param.grad
+    held = _held(param)
+    if held is not None:
+        if not held.is_part(grad):
+            raise ShardingError(
+                f'"{held.name}" has a gradient of this rank\'s examples alone: the plan splits its gradient or state '
+                f"over {', '.join(held.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Run "
+                "the last backward pass before a step outside of no_sync."
+            )
+        return _in_memory_like(leaf, local_of(grad))  # type: ignore[arg-type]
     assert isinstance(param, DTensor)
     if not isinstance(grad, DTensor):
         raise ShardingError(
@@ -204,7 +278,12 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
         )
     if grad.placements != param.placements:
         grad = moved(grad, param.placements)
-    return _in_memory_like(_torch.local_of(param), _torch.local_of(grad))
+    return _in_memory_like(leaf, _torch.local_of(grad))
+
+
+def _held(param: torch.Tensor) -> Held | None:
+    updates = _updates.get(param)
+    return None if updates is None else updates.held(param)
 
 
 def _in_memory_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -214,22 +293,28 @@ def _in_memory_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 def _local_state(param: torch.Tensor, value: Any) -> Any:
     """One entry of the optimizer's state as its local tensor; a plain tensor of global shape (loaded) is cut first."""
-    assert isinstance(param, DTensor)
     if isinstance(value, DTensor):
         return _torch.local_of(value)
     if isinstance(value, torch.Tensor) and value.ndim and value.shape == param.shape:
+        held = _held(param)
+        if held is not None:
+            return held.take(value)
+        assert isinstance(param, DTensor)
         return _torch.shard(value, param.device_mesh, param.placements)
     return value
 
 
 def _put_back(optimizer: torch.optim.Optimizer) -> None:
-    """Undo `_step_on_local_tensors`: after the step, or before the next one if that step raised."""
+    """Undo what a step has replaced: after it, or before the next one if it raised."""
     saved = _stepping.pop(optimizer, None)
     if saved is None:
         return
-    groups, outer = saved
-    inner = optimizer.state
-    for group, before in zip(optimizer.param_groups, groups, strict=True):
+    for param, grad in saved.gradients.items():
+        param.grad = grad
+    inner, outer = optimizer.state, saved.outer
+    if inner is outer:
+        return
+    for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
         for param, leaf in zip(before["params"], group["params"], strict=True):
             if leaf in inner:
                 outer[param] = inner[leaf] if leaf is param else _global_state(param, outer.get(param, {}), inner[leaf])
@@ -246,7 +331,10 @@ def _global_state(param: torch.Tensor, before: dict[str, Any], local: dict[str, 
 def _global_value(param: torch.Tensor, before: Any, value: Any) -> Any:
     if isinstance(before, DTensor) and _torch.local_of(before) is value:
         return before
-    shard = _torch.local_of(param)  # type: ignore[arg-type]
-    if isinstance(value, torch.Tensor) and value.ndim == shard.ndim and value.ndim and value.shape == shard.shape:
-        return _torch.wrap(value, _torch.spec_of(param))  # type: ignore[arg-type]
-    return value
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    held = _held(param)
+    if held is not None:
+        assert held.cut is not None
+        return held.wrap(value) if tuple(value.shape) == held.part_shape else value
+    return _torch.wrap(value, _torch.spec_of(param)) if value.shape == local_of(param).shape else value  # type: ignore[arg-type]

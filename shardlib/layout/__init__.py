@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from shardlib.layout._cut import Cut, cut
 from shardlib.layout._dims import Dim, Factor
 from shardlib.layout._layout import Layout
 from shardlib.layout._transition import Collective, cost, transition
 
-__all__ = ["Collective", "Dim", "Factor", "Layout", "cost", "transition"]
+__all__ = ["Collective", "Cut", "Dim", "Factor", "Layout", "cost", "cut", "transition"]

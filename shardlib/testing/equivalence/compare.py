@@ -278,7 +278,7 @@ def _off_plan(run: Run, both: Twins) -> dict[str, str]:
         row = plan[name]
         held: dict[str, Any] = {name: (tensor, row.stored)}
         if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
-            held[f"gradient of {name}"] = (tensor.grad, row.grad)
+            held[f"gradient of {name}"] = (tensor.grad, row.state)  # where it lies once it is reduced
         for key, value in run.optimizer.state.get(tensor, {}).items() if isinstance(tensor, nn.Parameter) else ():
             if isinstance(value, torch.Tensor) and value.shape == tensor.shape and value.ndim:
                 held[f"{key} of {name}"] = (value, row.state)

@@ -1,0 +1,234 @@
+"""Tensors that are cut alike move together: parts are summed at the ranks that own them, and gathered again.
+
+Which collective is cheapest depends on the back end. NCCL has a real reduce-scatter and all-gather. Over gloo a
+reduce-scatter sends as much as an all-reduce, and an all-gather takes twice the time that its bytes need; there every
+rank sends each part straight to its owner, and the owner adds up. Either way a rank sends (n-1)/n of the elements
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7).
+
+A large tensor whose parts are runs of its memory moves by itself, from and to where it lies. Small ones are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardlib.engine import _torch
+from shardlib.layout import Cut
+
+__all__ = ["ALONE_BYTES", "Bundle", "Peers", "Scratch"]
+
+ALONE_BYTES = 1 << 20
+"""From this size on a tensor moves alone: the copies into a bucket then cost more than one more message."""
+
+
+class Peers:
+    """The ranks that a bundle's parts lie on: those of some mesh axes."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.index = dist.get_rank(group)
+        self.count = len(self.ranks)
+        self.direct = dist.get_backend(group) == dist.Backend.GLOO
+
+    def others(self) -> list[int]:
+        """Places in the group of all others, the next one first, so that not all send to the same rank at once."""
+        return [(self.index + step) % self.count for step in range(1, self.count)]
+
+    def send(self, tensor: torch.Tensor, to: int) -> dist.Work | None:
+        return dist.isend(tensor, self.ranks[to], group=self.group) if tensor.numel() else None
+
+    def receive(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
+        return dist.irecv(tensor, self.ranks[source], group=self.group) if tensor.numel() else None
+
+
+class Scratch:
+    """Memory that transitions borrow and give back: few large buffers, since freeing many small ones leaves a process
+    as large as if they were still there."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor of at least so many elements, of any content."""
+        free = self._free.setdefault((dtype, device), [])
+        fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]
+        if fitting:
+            return free.pop(min(fitting, key=lambda i: free[i].numel()))
+        if free:
+            free.pop()  # one that has become too small
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        self._free.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+
+    def release(self) -> None:
+        """Let go of what is not borrowed now."""
+        self._free.clear()
+
+
+@dataclass(eq=False)
+class _Moving:
+    """A transition under way: what it waits for, and the memory it uses until then."""
+
+    works: list[dist.Work]
+    borrowed: list[torch.Tensor]
+    blocks: list[torch.Tensor]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+class Bundle:
+    """Tensors of one dtype whose parts lie on the same ranks, and that move together.
+
+    Args:
+        cuts: how each is divided.
+        peers: among whom.
+        dtype: in which they travel.
+        device: of all of them.
+        scratch: where memory for the transitions comes from.
+    """
+
+    def __init__(
+        self, cuts: Sequence[Cut], peers: Peers, dtype: torch.dtype, device: torch.device, scratch: Scratch
+    ) -> None:
+        self.cuts, self.peers, self.dtype, self.device, self.scratch = cuts, peers, dtype, device, scratch
+        self.sizes = [sum(cut.numels[rank] for cut in cuts) for rank in range(peers.count)]
+        self.alone = len(cuts) == 1 and cuts[0].in_runs and (peers.direct or cuts[0].even)
+        # Between ranks that send straight to each other, parts may differ in size; real collectives want them padded.
+        self.pitch = None if peers.direct else max(self.sizes)
+        self.starts = [sum(self._block(r) for r in range(rank)) for rank in range(peers.count)]
+        self.total = sum(self._block(rank) for rank in range(peers.count))
+
+    @property
+    def own(self) -> int:
+        """Elements of this rank's parts."""
+        return self.sizes[self.peers.index]
+
+    def _block(self, rank: int) -> int:
+        return self.sizes[rank] if self.pitch is None else self.pitch
+
+    def parts_in(self, flat: torch.Tensor, rank: int | None = None) -> list[torch.Tensor]:
+        """The parts of one rank, by default this one, as views of a flat tensor that holds them all."""
+        rank = self.peers.index if rank is None else rank
+        sizes = [cut.numels[rank] for cut in self.cuts]
+        views = flat[: sum(sizes)].split(sizes)
+        return [view.view(cut.part_shape(rank)) for view, cut in zip(views, self.cuts, strict=True)]
+
+    # --- summing ------------------------------------------------------------------------------------------------------
+
+    def reduce(self, tensors: Sequence[torch.Tensor]) -> _Moving:
+        """Begin to sum tensors over the peers; each gets the sum of its parts from `sum_into`.
+
+        A tensor that moves alone must be left as it is until then.
+        """
+        borrowed = []
+        if self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
+            packed = tensors[0].view(-1)
+        else:
+            packed = self.scratch.take(self.total, self.dtype, self.device)
+            borrowed.append(packed)
+            self._pack(tensors, packed)
+        blocks = [packed[start : start + self._block(rank)] for rank, start in enumerate(self.starts)]
+        if self.peers.direct:
+            return self._send_to_owners(blocks, borrowed)
+        return self._reduce_scatter(packed, borrowed)
+
+    def _pack(self, tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+        targets, sources = [], []
+        for rank, start in enumerate(self.starts):
+            targets += self.parts_in(packed[start : start + self.sizes[rank]], rank)
+            sources += [cut.take(tensor, rank) for cut, tensor in zip(self.cuts, tensors, strict=True)]
+        _torch.copy_all(targets, sources)
+
+    def _send_to_owners(self, blocks: list[torch.Tensor], borrowed: list[torch.Tensor]) -> _Moving:
+        peers = self.peers
+        inbox = self.scratch.take(self.own * (peers.count - 1), self.dtype, self.device)
+        arriving = list(inbox[: self.own * (peers.count - 1)].split(self.own)) if self.own else []
+        works = []
+        found = {peers.index: blocks[peers.index]}
+        for slot, other in enumerate(peers.others()):
+            works.append(peers.send(blocks[other], other))
+            if self.own:
+                found[other] = arriving[slot]
+                works.append(peers.receive(arriving[slot], other))
+        in_order = [found[rank] for rank in sorted(found)] if self.own else []
+        return _Moving([w for w in works if w is not None], [*borrowed, inbox], in_order)
+
+    def _reduce_scatter(self, packed: torch.Tensor, borrowed: list[torch.Tensor]) -> _Moving:
+        mine = self.scratch.take(self._block(self.peers.index), self.dtype, self.device)
+        out = mine[: self._block(self.peers.index)]
+        work = dist.reduce_scatter_single(out, packed[: self.total], group=self.peers.group, async_op=True)
+        return _Moving([work], [*borrowed, mine], [out[: self.own]])
+
+    def sum_into(self, moving: _Moving, out: torch.Tensor, scale: float, *, add: bool = False) -> None:
+        """Wait, and write the sum of this rank's parts times `scale` into a flat tensor, or add it there.
+
+        Summed in the order of ranks, so that the result does not depend on where in a buffer an element lies. `out` may
+        be this rank's part of what it sent.
+        """
+        moving.wait()
+        if self.own:
+            total = _sum(moving.blocks, own=self.peers.index)
+            if add:
+                out.add_(total, alpha=scale)
+            else:
+                torch.mul(total, scale, out=out)
+        for buffer in moving.borrowed:
+            self.scratch.give(buffer)
+
+    # --- gathering ----------------------------------------------------------------------------------------------------
+
+    def gather(self, mine: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _Moving:
+        """Begin to gather every rank's parts, flat as in `parts_in`, into whole tensors; `unpack` ends it.
+
+        Where a tensor moves alone, `mine` may be this rank's part of it.
+        """
+        borrowed = []
+        if self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
+            packed = tensors[0].view(-1)
+        else:
+            packed = self.scratch.take(self.total, self.dtype, self.device)
+            borrowed.append(packed)
+        blocks = [packed[start : start + self._block(rank)] for rank, start in enumerate(self.starts)]
+        here = blocks[self.peers.index]
+        if self.own and here.data_ptr() != mine.data_ptr():
+            here[: self.own].copy_(mine)
+        if not self.peers.direct:
+            work = dist.all_gather_single(packed[: self.total], here.clone(), group=self.peers.group, async_op=True)
+            return _Moving([work], borrowed, blocks)
+        works = []
+        for other in self.peers.others():
+            works += [self.peers.send(here, other), self.peers.receive(blocks[other], other)]
+        return _Moving([w for w in works if w is not None], borrowed, blocks)
+
+    def unpack(self, moving: _Moving, tensors: Sequence[torch.Tensor]) -> None:
+        """Wait for a gathering, and put what came into its places."""
+        moving.wait()
+        if moving.borrowed:
+            targets, sources = [], []
+            for rank, block in enumerate(moving.blocks):
+                for cut, tensor, part in zip(self.cuts, tensors, self.parts_in(block, rank), strict=True):
+                    for place, chosen in cut.places(tensor, rank):
+                        targets.append(place)
+                        sources.append(part.narrow(cut.dim, chosen.start, chosen.stop - chosen.start))
+            _torch.copy_all(targets, sources)
+        for buffer in moving.borrowed:
+            self.scratch.give(buffer)
+
+
+def _sum(blocks: list[torch.Tensor], *, own: int) -> torch.Tensor:
+    """The sum in order; blocks but the own one are overwritten."""
+    if len(blocks) == 1:
+        return blocks[0]
+    target = blocks[0] if own != 0 else blocks[1]
+    torch.add(blocks[0], blocks[1], out=target)
+    for block in blocks[2:]:
+        target.add_(block)
+    return target

@@ -1,0 +1,80 @@
+"""One parameter of a sharded model, as the engine moves it between the phases of its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardlib._mesh import MeshShape
+from shardlib.engine import _torch
+from shardlib.layout import Cut, Layout
+
+__all__ = ["Axes", "Held", "local_of"]
+
+Axes = tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Held:
+    """A parameter, and how its gradient and state lie.
+
+    Attributes:
+        name: the first of its names.
+        param: what the model shows its user: `model.get_parameter(name)`.
+        leaf: what is computed with and what autograd gives gradients: `param` itself, unless parameters are stored in
+            parts; whole over the data axes.
+        axes: the data axes that split gradient and state.
+        cut: how a local compute tensor is divided over them; None where they split nothing.
+        layout: of gradient and state, on the whole mesh.
+        mesh: the whole mesh.
+        room: elements of the largest rank's compute tensor.
+        stage: of ZeRO: 0 where nothing is split, 1 where a gradient keeps its whole memory, 2 where only this rank's
+            part of it stays, 3 where the parameter is stored in parts too.
+    """
+
+    name: str
+    param: nn.Parameter
+    leaf: nn.Parameter
+    axes: Axes
+    cut: Cut | None
+    layout: Layout
+    mesh: DeviceMesh
+    room: int
+    stage: int = 0
+
+    def wrap(self, part: torch.Tensor) -> DTensor:
+        """This rank's part of gradient or state as a DTensor of global shape."""
+        placements = tuple(self.layout.placements(self.mesh))
+        return _torch.wrap(part, _torch.spec(self.mesh, placements, tuple(self.leaf.shape), part.dtype))
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Local shape of this rank's part of gradient and state."""
+        return self.layout.local_shape(tuple(self.leaf.shape), MeshShape.of(self.mesh), self._place)
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of global shape."""
+        return self.layout.take(whole.detach(), MeshShape.of(self.mesh), self._place).clone()
+
+    @cached_property
+    def _place(self) -> dict[str, int]:
+        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True))
+
+    def is_part(self, tensor: Any) -> bool:
+        """Whether a tensor is a DTensor that holds this rank's part, as `wrap` makes it."""
+        return (
+            isinstance(tensor, DTensor)
+            and tensor.device_mesh == self.mesh
+            and tensor.placements == tuple(self.layout.placements(self.mesh))
+        )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter or gradient, apart from autograd."""
+    return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()

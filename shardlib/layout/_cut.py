@@ -1,0 +1,138 @@
+"""How what a rank holds under one layout is divided among ranks under a finer one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, product
+
+import torch
+
+from shardlib._mesh import MeshShape
+from shardlib.errors import LayoutError
+from shardlib.layout._layout import Layout
+from shardlib.layout._local import Slices
+
+__all__ = ["Cut", "cut"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A local tensor, and which part of it each rank of a group gets.
+
+    Attributes:
+        shape: of the local tensor that is divided.
+        dim: along which.
+        parts: for each rank of the group, in rank order, its slices of that dim; several of a fused one.
+
+    >>> rows = cut(Layout.parse("out@tp in"), Layout.parse("out@(tp,dp) in"), (8, 3), "dp=2,tp=2", {"dp": 0, "tp": 1})
+    >>> rows.shape, rows.parts, rows.part_shape(1)
+    ((4, 3), ((slice(0, 2, None),), (slice(2, 4, None),)), (2, 3))
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    parts: tuple[Slices, ...]
+
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        size = sum(part.stop - part.start for part in self.parts[rank])
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each rank's part."""
+        return tuple(math.prod(self.part_shape(rank)) for rank in range(len(self.parts)))
+
+    @cached_property
+    def even(self) -> bool:
+        return len(set(self.numels)) == 1
+
+    @cached_property
+    def in_runs(self) -> bool:
+        """Whether the parts of a contiguous tensor are runs of its memory, one after another in rank order."""
+        outer = math.prod(self.shape[: self.dim]) == 1
+        ends = [0, *(part.stop for parts in self.parts for part in parts)]
+        starts = [part.start for parts in self.parts for part in parts]
+        single = all(len(parts) == 1 for parts in self.parts)
+        return outer and single and starts == ends[:-1]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each rank's run begins in memory, in elements; for parts in runs."""
+        return tuple(accumulate(self.numels[:-1], initial=0))
+
+    def take(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's part: a view where it is one slice."""
+        parts = [tensor.narrow(self.dim, part.start, part.stop - part.start) for part in self.parts[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def places(self, tensor: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Views of a tensor that a rank's part fills, each with the slice of that part's dim that belongs there."""
+        done = 0
+        for part in self.parts[rank]:
+            size = part.stop - part.start
+            yield tensor.narrow(self.dim, part.start, size), slice(done, done + size)
+            done += size
+
+    def put(self, tensor: torch.Tensor, rank: int, part: torch.Tensor) -> None:
+        """Write a rank's part into its place."""
+        for place, chosen in self.places(tensor, rank):
+            place.copy_(part.narrow(self.dim, chosen.start, chosen.stop - chosen.start))
+
+
+def cut(
+    src: Layout,
+    dst: Layout,
+    global_shape: Sequence[int],
+    mesh: MeshShape | str,
+    coordinate: Mapping[str, int],
+) -> Cut | None:
+    """How the part that a rank has under `src` is divided under `dst` among the ranks of the axes that `dst` adds.
+
+    Args:
+        src, dst: `dst` splits one dim further; None is returned where it splits none.
+        global_shape: of the tensor.
+        mesh: names and sizes of the axes.
+        coordinate: of the rank. Ranks of the group are in mesh order of the added axes, the last one fastest.
+
+    Raises:
+        LayoutError: `dst` splits more than one dim further, or a part that the rank does not hold.
+    """
+    shape = MeshShape.of(mesh)
+    added = [axis for axis, size in shape.items() if size > 1 and axis in dst.axes - src.axes]
+    if not added:
+        return None
+    places = [
+        {**coordinate, **dict(zip(added, index, strict=True))} for index in product(*(range(shape[a]) for a in added))
+    ]
+    held = src.local_slices(global_shape, shape, coordinate)
+    given = [dst.local_slices(global_shape, shape, place) for place in places]
+    changed = [dim for dim, slices in enumerate(held) if any(part[dim] != slices for part in given)]
+    local = tuple(sum(part.stop - part.start for part in slices) for slices in held)
+    if len(changed) > 1:
+        raise LayoutError(
+            f'Layout "{dst}" splits {len(changed)} dims of a tensor of global shape {tuple(global_shape)} further than '
+            f'"{src}" does; the axes {", ".join(added)} have to split one dim of it.'
+        )
+    if not changed:
+        return None
+    dim = changed[0]
+    parts = tuple(tuple(_inside(held[dim], part[dim], src, dst)) for part in given)
+    return Cut(local, dim, parts)
+
+
+def _inside(held: Slices, wanted: Slices, src: Layout, dst: Layout) -> Iterator[slice]:
+    """Slices of the whole dim as slices of what is held of it."""
+    offsets = list(accumulate((part.stop - part.start for part in held), initial=0))
+    for piece in wanted:
+        for part, offset in zip(held, offsets, strict=False):
+            if part.start <= piece.start and piece.stop <= part.stop:
+                yield slice(offset + piece.start - part.start, offset + piece.stop - part.start)
+                break
+        else:
+            raise LayoutError(
+                f'Under layout "{dst}" a rank has a part of the tensor that it does not have under "{src}". Add the '
+                "axes innermost, as in out@(tp,dp)."
+            )
