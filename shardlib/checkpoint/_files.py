@@ -1,0 +1,245 @@
+"""Files: safetensors written one tensor at a time with checksums, and read by slices.
+
+We write the format ourselves, because a whole model never is in memory at once, and because the checksum is then taken
+from what is written. Reading is safetensors' own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shardlib.checkpoint._boxes import Box
+from shardlib.errors import CheckpointError
+
+__all__ = [
+    "DTYPES",
+    "Entry",
+    "Readers",
+    "checksum",
+    "dtype_name",
+    "new_folder",
+    "remove",
+    "rename",
+    "sync_folder",
+    "write_bytes",
+    "write_tensors",
+]
+
+# What safetensors calls them.
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CHUNK = 1 << 24
+
+
+def dtype_name(dtype: torch.dtype, where: str) -> str:
+    """What safetensors calls a dtype.
+
+    Raises:
+        CheckpointError: it has no name for it.
+    """
+    if dtype not in _NAMES:
+        raise CheckpointError(f'"{where}" has dtype {dtype}, which safetensors cannot hold; convert it to another one.')
+    return _NAMES[dtype]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its name there, which part of which whole tensor it is, and where its values come from."""
+
+    name: str
+    dtype: torch.dtype
+    box: Box
+    values: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+
+def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
+    """Write entries as one safetensors file, and to the disk; its size and checksum.
+
+    Entries are asked for their values in the order of the file, each once, and all of them even where writing fails:
+    ranks that send what an entry needs must not wait for ever. The header also says where each part begins in its
+    tensor, as `torch.distributed.checkpoint.HuggingFaceStorageReader` expects it.
+    """
+    failure: Exception | None = None
+    with ExitStack() as stack:
+        writer = _Writer()
+        try:
+            writer.file = stack.enter_context(open(path, "xb"))
+            writer.write(_header(entries))
+        except OSError as error:
+            failure = error
+        for entry in entries:
+            try:
+                values = entry.values().detach()
+                if failure is None:
+                    writer.write_tensor(values, entry)
+            except (OSError, CheckpointError) as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        writer.finish()
+    return {"bytes": writer.size, "crc32": f"{writer.crc:08x}"}
+
+
+def _header(entries: Iterable[Entry]) -> bytes:
+    header: dict[str, Any] = {}
+    at, offsets = 0, {}
+    for entry in entries:
+        shape, end = list(entry.box.sizes), at + entry.nbytes
+        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": shape, "data_offsets": [at, end]}
+        offsets[entry.name] = {"saved_offsets": list(entry.box.offsets)}
+        at = end
+    header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class _Writer:
+    file: Any = None
+    size = crc = 0
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data)
+        for start in range(0, len(view), _CHUNK):
+            chunk = view[start : start + _CHUNK]
+            self.file.write(chunk)
+            self.crc = zlib.crc32(chunk, self.crc)
+        self.size += len(view)
+
+    def write_tensor(self, values: torch.Tensor, entry: Entry) -> None:
+        assert tuple(values.shape) == entry.box.sizes and values.dtype == entry.dtype, entry.name
+        if values.numel():
+            self.write(values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+
+    def finish(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a small file, and to the disk."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def new_folder(path: Path) -> None:
+    os.mkdir(path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename, and see to it that the disk knows."""
+    os.replace(source, target)
+    sync_folder(target.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """See to it that the names in a folder are on the disk."""
+    if os.name != "posix":  # elsewhere folders cannot be opened
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with what is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+
+
+def checksum(path: Path) -> str:
+    """The CRC-32 of a file, as text."""
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return f"{crc:08x}"
+
+
+class Readers:
+    """Open safetensors files of one checkpoint; slices of their tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> Readers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def read(self, file: str, name: str, dtype: torch.dtype, shape: tuple[int, ...], part: Box) -> torch.Tensor:
+        """A part of a tensor in a file, which must be there with that dtype and shape."""
+        try:
+            handle = self._handle(file)
+            source = handle.get_slice(name)
+            found = DTYPES.get(source.get_dtype()), tuple(source.get_shape())
+            if found != (dtype, shape):
+                raise CheckpointError(
+                    f'"{self._folder / file}" holds "{name}" as {found[0]} of shape {found[1]}, but should hold '
+                    f"{dtype} of shape {shape}. The file is not the one that was saved; use another checkpoint."
+                )
+            return source[part.slices] if part.sizes else handle.get_tensor(name)
+        except (SafetensorError, OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f'"{self._folder / file}" cannot be read as safetensors for "{name}": {error}. The file is damaged; '
+                "use another checkpoint."
+            ) from error
+
+    def headers(self, file: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of every tensor of a file."""
+        try:
+            handle = self._handle(file)
+            found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  it is no mapping
+            return {name: (DTYPES[s.get_dtype()], tuple(s.get_shape())) for name, s in found.items()}
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f'"{self._folder / file}" cannot be read as safetensors: {error}.') from error
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            path = self._folder / file
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise CheckpointError(f'"{path}" is no regular file. Use another checkpoint.')
+            self._open[file] = self._stack.enter_context(safe_open(str(path), framework="pt"))
+        return self._open[file]

@@ -1,0 +1,538 @@
+"""Loading: each rank reads the slices that it holds, whatever mesh, rules and transforms they were saved on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib._mesh import MeshShape
+from shardlib.checkpoint import _random, _where
+from shardlib.checkpoint._boxes import Box, whole
+from shardlib.checkpoint._files import Readers, checksum
+from shardlib.checkpoint._items import Item, model_items, tied_names
+from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
+from shardlib.checkpoint._optimizer import groups_for, known, make_state
+from shardlib.checkpoint._peers import Peers, described, peers
+from shardlib.checkpoint._save import HF_INDEX, wait_for_saving
+from shardlib.checkpoint._values import decode
+from shardlib.errors import CheckpointError, MeshError, nearest
+
+__all__ = ["Loaded", "load"]
+
+VERIFY = ("read", "all", "none")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded, besides what is in the objects now.
+
+    Attributes:
+        path: the folder that was read.
+        extra: what `save` was given as extra.
+        about: where the checkpoint comes from: versions, mesh, transforms, number of ranks. Empty for a foreign one.
+        notes: what could not be as it was, in words: random streams that the saved mesh did not have.
+        missing, unexpected: names of the model that the checkpoint lacked, or had besides, with `strict=False`.
+    """
+
+    path: Path
+    extra: Any = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    lr_scheduler: Any = None,
+    dataloader: Any = None,
+    random: bool = True,
+    strict: bool = True,
+    cast: bool = False,
+    verify: str = "read",
+    timeout: float = 1800,
+) -> Loaded:
+    """Load a checkpoint into a model, sharded or not, on any mesh, and what belongs to its training. Collective.
+
+    Reads what `save` wrote, and, for a model alone, plain Hugging Face checkpoints: a safetensors file, or a folder of
+    them. Nothing is ever unpickled. All that can be checked is checked before anything is changed.
+
+    Args:
+        path: a checkpoint.
+        model: its tensors are written to, in place.
+        optimizer: gets the saved state and the options of its groups. It needs the model.
+        lr_scheduler: its `load_state_dict` is called, after the optimizer's turn.
+        dataloader: the same, with this rank's state.
+        random: put back the random states, where they were saved.
+        strict: names that either side lacks are an error; else what both have is loaded, and the rest is told.
+        cast: convert dtypes that differ; else they are an error.
+        verify: whose checksums are compared: of the files that are read ("read"; each by one rank), "all", or "none".
+        timeout: seconds that ranks wait for each other in each phase.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or does not fit, on every rank, with what and why.
+
+    Example:
+        >>> import tempfile
+        >>> from shardlib.checkpoint._save import save
+        >>> first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = save(folder + "/first", first, extra={"step": 7})
+        ...     loaded = load(folder + "/first", second)
+        >>> loaded.extra, torch.equal(first.weight, second.weight)
+        ({'step': 7}, True)
+    """
+    wait_for_saving()
+    given = Path(path).absolute()
+    everyone = peers(f'loading "{given}"', timeout)
+    everyone.run("check arguments", lambda: _check(model, optimizer, verify))
+    place, text = everyone.first("read manifest", lambda: _found(given))
+    source = everyone.run("read manifest", lambda: _open(Path(str(place)), text, model))
+    with Readers(source.folder) as readers:
+        work = _Work(source, everyone, model, optimizer, strict, cast, verify, readers)
+        everyone.run("compare", work.compare)
+        everyone.run("verify", work.verify)
+        everyone.run("prepare", lambda: work.prepare(lr_scheduler, dataloader, random=random))
+        everyone.run("read", work.read)
+    everyone.run("restore", work.restore)
+    return work.report()
+
+
+def _check(model: Any, optimizer: Any, verify: str) -> None:
+    if verify not in VERIFY:
+        raise CheckpointError(f"verify={verify!r} was given; give one of {VERIFY}.{nearest(str(verify), VERIFY)}")
+    if optimizer is not None and model is None:
+        raise CheckpointError("An optimizer was given without its model, whose names its state is saved by. Give both.")
+
+
+# --- what is there --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint, ours or foreign, before any tensor is read."""
+
+    folder: Path
+    manifest: Manifest
+    foreign: bool
+
+
+def _found(path: Path) -> list[str | None]:
+    """Rank 0: the folder to read, and the text of its manifest, if it has one. A file is its folder and its name."""
+    place = _where.located(path)
+    if not place.exists():
+        raise CheckpointError(f'there is nothing at "{path}".{_neighbours(path)}')
+    if not place.is_dir():
+        return [str(place), None]
+    manifest = place / MANIFEST
+    if os.path.lexists(manifest):
+        if not manifest.is_file():
+            raise CheckpointError(f'"{manifest}" is no regular file.')
+        try:
+            return [str(place), manifest.read_bytes().decode()]
+        except UnicodeError as error:
+            raise CheckpointError(f'"{manifest}" is damaged: {error}. Use another checkpoint.') from error
+    if _foreign_files(place):
+        if any(name.name.startswith("pieces-") for name in place.glob("*.safetensors")):
+            raise CheckpointError(
+                f'"{place}" has files of a checkpoint but no {MANIFEST}, without which nobody knows what belongs '
+                "together. Use another checkpoint."
+            )
+        return [str(place), None]
+    raise CheckpointError(
+        f'"{place}" is no checkpoint: it holds neither {MANIFEST} nor safetensors files with their index. '
+        + (
+            "Pickled files (.bin, .pt, .distcp) are never read; convert them to safetensors first."
+            if _pickles(place)
+            else ""
+        )
+    )
+
+
+def _neighbours(path: Path) -> str:
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    return nearest(path.name, names)
+
+
+def _pickles(folder: Path) -> bool:
+    return any(
+        file.suffix in (".bin", ".pt", ".pth", ".distcp") or file.name == ".metadata" for file in folder.iterdir()
+    )
+
+
+def _foreign_files(folder: Path) -> list[Path]:
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    return indices or sorted(folder.glob("*.safetensors"))
+
+
+def _open(folder: Path, text: str | None, model: nn.Module | None) -> _Opened:
+    if text is None:
+        return _open_foreign(folder, model)
+    try:
+        return _Opened(folder, Manifest.load(text), foreign=False)
+    except CheckpointError as error:
+        raise CheckpointError(f'"{folder / MANIFEST}" is damaged: {error}. Use another checkpoint.') from error
+
+
+def _open_foreign(place: Path, model: nn.Module | None) -> _Opened:
+    """Plain safetensors files as if they had a manifest: every tensor is whole and in one piece."""
+    folder = place if place.is_dir() else place.parent
+    names = _names_of_files(place)
+    files, tensors = [], dict[str, Saved]()
+    with Readers(folder) as readers:
+        for n, name in enumerate(names):
+            if not (folder / name).is_file():
+                raise CheckpointError(
+                    f'"{folder / name}" is named in the index and is not there. Use another checkpoint.'
+                )
+            files.append(File(name, (folder / name).stat().st_size, None))
+            for key, (dtype, shape) in readers.headers(name).items():
+                if key in tensors:
+                    raise CheckpointError(f'"{folder}" has the tensor "{key}" in two files. Use another checkpoint.')
+                tensors[key] = Saved(shape, dtype, (Piece(n, whole(shape)),), key)
+    if model is not None:
+        tensors = _with_prefix(tensors, model)
+    return _Opened(folder, Manifest(tuple(files), {"model": tensors, "optimizer": {}, "values": {}}), foreign=True)
+
+
+def _names_of_files(place: Path) -> list[str]:
+    if not place.is_dir() and place.suffix != ".json":
+        return [place.name]
+    index = place if not place.is_dir() else next(iter(place.glob("*.safetensors.index.json")), None)
+    if index is None:
+        files = [file.name for file in _foreign_files(place)]
+        if len(files) > 1 and "model.safetensors" not in files:
+            raise CheckpointError(f'"{place}" has {len(files)} safetensors files and no index (such as {HF_INDEX}).')
+        return ["model.safetensors"] if "model.safetensors" in files else files
+    try:
+        named = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(named.values()))
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a file is named by something that is no text")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f'"{index}" cannot be read as the index of a checkpoint: {described(error)}.') from error
+    for name in names:
+        if not name or Path(name).name != name or name.startswith(".") or "\\" in name or "\0" in name:
+            raise CheckpointError(f'"{index}" names a file {name[:80]!r}, which is not in its folder.')
+    return names
+
+
+def _with_prefix(tensors: dict[str, Saved], model: nn.Module) -> dict[str, Saved]:
+    """Hugging Face saves a base model without the prefix that it has within a model with a head, and the reverse."""
+    prefix = getattr(model, "base_model_prefix", None)
+    wanted = set(model.state_dict(keep_vars=True))
+    if not isinstance(prefix, str) or not prefix or wanted & set(tensors):
+        return tensors
+    added = {f"{prefix}.{name}": saved for name, saved in tensors.items()}
+    cut = {name.removeprefix(f"{prefix}."): saved for name, saved in tensors.items()}
+    return max((tensors, added, cut), key=lambda named: len(wanted & set(named)))
+
+
+# --- what goes where ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Work:
+    """What one rank does to load: which saved tensors go into which item, and what is called at the end."""
+
+    source: _Opened
+    everyone: Peers
+    model: nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    strict: bool
+    cast: bool
+    check_files: str
+    readers: Readers
+    into: list[tuple[Item, list[Saved]]] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    extra: Any = None
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.source.manifest
+
+    # Before anything is changed.
+
+    def compare(self) -> None:
+        """Find out what goes where, or why it cannot."""
+        if self.model is None:
+            return
+        saved = self.manifest.tensors["model"]
+        first = {name: group[0] for group in self.manifest.tied for name in group}
+        names = {group[0]: group for group in tied_names(self.model)}
+        used: set[str] = set()
+        for item in model_items(self.model, self.everyone.size):
+            asked = dict.fromkeys(first.get(name, name) for name in names.get(item.name, (item.name,)))
+            found = [name for name in asked if name in saved]
+            used.update(found)
+            if found:
+                self.into.append((item, [saved[name] for name in found]))
+                self.aliases[item.name] = found[0]
+            else:
+                self.missing.append(item.name)
+        self.unexpected = [name for name in saved if name not in used]
+        self._refuse_names(saved)
+        self._refuse_kinds(self.into)
+
+    def _refuse_names(self, saved: Mapping[str, Saved]) -> None:
+        if not (self.missing or self.unexpected) or (self.strict and not self.into and not saved):
+            return
+        if not self.into or self.strict:
+            lines = [f'the checkpoint "{self.source.folder}" does not fit the model by its names.']
+            if self.missing:
+                lines.append(
+                    f"  not in the checkpoint: {_listed(self.missing)}.{nearest(self.missing[0], self.unexpected)}"
+                )
+            if self.unexpected:
+                lines.append(
+                    f"  not in the model: {_listed(self.unexpected)}.{nearest(self.unexpected[0], self.missing)}"
+                )
+            lines.append("Load a checkpoint of this model" + (", or pass strict=False." if self.into else "."))
+            raise CheckpointError("\n".join(lines))
+
+    def _refuse_kinds(self, into: Sequence[tuple[Item, list[Saved]]]) -> None:
+        shapes = [
+            f'  "{item.name}" has shape {saved.shape} in the checkpoint, and global shape {item.shape} here'
+            for item, several in into
+            for saved in several
+            if saved.shape != item.shape
+        ]
+        dtypes = [
+            f'  "{item.name}" has {saved.dtype} in the checkpoint, and {item.dtype} here'
+            for item, several in into
+            for saved in several
+            if saved.dtype != item.dtype
+        ]
+        if shapes:
+            raise CheckpointError(
+                f"{len(shapes)} tensors have other shapes than in the checkpoint:\n"
+                + _few(shapes)
+                + "\nLoad a checkpoint "
+                "of the same model configuration."
+            )
+        if dtypes and not self.cast:
+            raise CheckpointError(
+                f"{len(dtypes)} tensors have other dtypes than in the checkpoint:\n"
+                + _few(dtypes)
+                + "\nPass cast=True to "
+                "convert them, or convert the model first."
+            )
+
+    def verify(self) -> None:
+        """Sizes and checksums of files; each is looked at by one rank."""
+        wanted = [
+            file
+            for n, file in enumerate(self.manifest.files)
+            if n in self._files_to_read() or self.check_files == "all"
+        ]
+        for file in wanted[self.everyone.rank :: self.everyone.size]:
+            path = self.source.folder / file.path
+            if not path.is_file():
+                raise CheckpointError(f'"{path}" is missing. The checkpoint is damaged; use another one.')
+            if path.stat().st_size != file.nbytes:
+                raise CheckpointError(
+                    f'"{path}" has {path.stat().st_size} bytes, and had {file.nbytes} when it was saved. It is '
+                    "damaged; use another checkpoint."
+                )
+            if self.check_files != "none" and file.crc32 is not None and checksum(path) != file.crc32:
+                raise CheckpointError(
+                    f'"{path}" is not what was saved: its checksum differs. It is damaged; use another checkpoint.'
+                )
+
+    def _files_to_read(self) -> set[int]:
+        read = [saved for _, several in self.into for saved in several]
+        read += self.manifest.tensors["values"].values()
+        if self.optimizer is not None:
+            read += self.manifest.tensors["optimizer"].values()
+        return {piece.file for saved in read for piece in saved.pieces}
+
+    def prepare(self, lr_scheduler: Any, dataloader: Any, *, random: bool) -> None:
+        """Read what is not tensors of the model, and make ready to restore it."""
+        try:
+            if self.optimizer is not None:
+                self._prepare_optimizer(self.optimizer)
+            if lr_scheduler is not None:
+                self._prepare_scheduler(lr_scheduler)
+            if dataloader is not None:
+                state = self._of_rank("dataloader", must=True)
+                self.at_end.append(partial(_load_state, "dataloader", dataloader, state))
+            if (
+                random
+                and "random" in self.manifest.state
+                and (state := self._of_rank("random", must=False)) is not None
+            ):
+                self.at_end.append(partial(_random.restore, state))
+            self.extra = decode(self.manifest.state.get("extra"), self._value)
+        except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise CheckpointError(
+                f'"{self.source.folder / MANIFEST}" does not hold what shardlib writes: {described(error)}. Use '
+                "another checkpoint."
+            ) from error
+
+    def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self.model is not None
+        saved = self._state("optimizer", "optimizer")
+        of, tensors = known(self.model), self.manifest.tensors["optimizer"]
+        options = groups_for(optimizer, of, saved, self.aliases, self._value)
+        items, state = make_state(
+            optimizer, of, tensors, saved["values"], self.aliases, self._value, self.everyone.size
+        )
+        into = [(item, [tensors[name]]) for name, item in items]
+        self._refuse_kinds(into)
+        self.into += into
+        self.at_end.append(partial(_restore_optimizer, optimizer, options, state))
+
+    def _prepare_scheduler(self, lr_scheduler: Any) -> None:
+        saved = self._state("lr_scheduler", "learning rate scheduler")
+        if saved["class"] != type(lr_scheduler).__name__:
+            raise CheckpointError(
+                f"the checkpoint holds the state of {saved['class']}, and is loaded into "
+                f"{type(lr_scheduler).__name__}. Use the same scheduler, or load without it."
+            )
+        state = decode(saved["state"], self._value)
+        self.at_end.append(partial(_load_state, "lr_scheduler", lr_scheduler, state))
+
+    def _state(self, key: str, what: str) -> Any:
+        if key not in self.manifest.state:
+            raise CheckpointError(
+                f'the checkpoint "{self.source.folder}" holds no state of a {what}. Load without it, or '
+                "another checkpoint."
+            )
+        return self.manifest.state[key]
+
+    def _value(self, name: str) -> torch.Tensor:
+        saved = self.manifest.tensors["values"].get(name)
+        if saved is None or len(saved.pieces) != 1:
+            raise CheckpointError(f'the tensor "{name[:80]}" of a saved value is not in the checkpoint.')
+        return self._read(name, saved, 0, whole(saved.shape)).clone()
+
+    def _of_rank(self, what: str, *, must: bool) -> Any:
+        """The state that was saved for the rank that stood where this one stands."""
+        saved = self._state(what, what)
+        owners, states = saved["owners"], saved["states"]
+        place, note = _place_for(self.everyone, self._mesh(), str(self.manifest.about.get("mesh")), owners)
+        if place is None and must:
+            raise CheckpointError(
+                f"the {what} was at different places on {len(set(owners))} ranks when it was saved, on mesh "
+                f'"{self.manifest.about.get("mesh")}"; now the mesh is "{self._mesh()}", and no place is right. Load '
+                f"with {what}=None, or use one whose state does not depend on the rank."
+            )
+        if note:
+            self.notes.append(f"{what}: {note}")
+        return None if place is None else decode(states[str(owners[place])], self._value)
+
+    def _mesh(self) -> MeshShape:
+        from shardlib.engine import apply
+
+        if self.model is not None and apply.is_sharded(self.model):
+            return apply.plan_of(self.model).mesh
+        return MeshShape(dp=self.everyone.size)
+
+    # The change.
+
+    def read(self) -> None:
+        """Read this rank's slices into its tensors."""
+        with torch.no_grad():
+            for item, several in self.into:
+                self._fill(item, several)
+
+    def _fill(self, item: Item, several: Sequence[Saved]) -> None:
+        for part in item.parts(self.everyone.rank):
+            target = item.local[part.local.slices]
+            for n, piece in enumerate(several[0].pieces):
+                if (common := part.box.meet(piece.box)) is None:
+                    continue
+                values = self._read(item.name, several[0], n, common.within(piece.box))
+                target[common.within(part.box).slices] = values.to(item.dtype)
+            for other in several[1:]:
+                self._compare(item, part.box, target, other)
+
+    def _compare(self, item: Item, box: Box, values: torch.Tensor, other: Saved) -> None:
+        """Names that are one tensor here had tensors of their own: they must be equal."""
+        for n, piece in enumerate(other.pieces):
+            if (common := box.meet(piece.box)) is None:
+                continue
+            read = self._read(item.name, other, n, common.within(piece.box)).to(item.dtype)
+            if not torch.equal(_bits(read), _bits(values[common.within(box).slices].cpu())):
+                raise CheckpointError(
+                    f'"{item.name}" and the names tied to it are one tensor in the model, and different ones in the '
+                    "checkpoint. Untie them in the model, or load another checkpoint."
+                )
+
+    def _read(self, name: str, saved: Saved, n: int, part: Box) -> torch.Tensor:
+        piece = saved.pieces[n]
+        file = self.manifest.files[piece.file].path
+        return self.readers.read(file, saved.key or name, saved.dtype, piece.box.sizes, part)
+
+    def restore(self) -> None:
+        for call in self.at_end:
+            call()
+
+    def report(self) -> Loaded:
+        about = self.manifest.about
+        missing, unexpected = tuple(self.missing), tuple(self.unexpected)
+        return Loaded(self.source.folder, self.extra, about, tuple(self.notes), missing, unexpected)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _place_for(everyone: Peers, mesh: MeshShape, saved: str, owners: list[int]) -> tuple[int | None, str]:
+    """The saved rank whose state is this one's, or None; and what is to be said of it."""
+    if len(set(owners)) == 1:
+        return 0, ""
+    if saved == str(mesh) and len(owners) == everyone.size:
+        return everyone.rank, ""
+    try:
+        before = MeshShape(saved)
+    except MeshError:
+        return None, f'the mesh "{saved}" on which it was saved is unknown here; each rank keeps its own'
+    index, count = mesh.data_place(mesh.coordinate(everyone.rank))
+    ranks = [rank for rank in range(len(owners)) if before.data_place(before.coordinate(rank))[0] == index]
+    if before.data_ranks == count:
+        return ranks[0], ""
+    note = f"saved for {before.data_ranks} data ranks, and there are {count}"
+    return (ranks[0], note) if ranks else (None, note + "; this rank had no counterpart and keeps its own")
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, options: Sequence[dict[str, Any]], state: Any) -> None:
+    for group, saved in zip(optimizer.param_groups, options, strict=True):
+        for key, value in saved.items():
+            now = group.get(key)
+            group[key] = now.copy_(value) if isinstance(now, torch.Tensor) else value
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _load_state(what: str, into: Any, state: Any) -> None:
+    try:
+        into.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"the state of {what}= was refused by its load_state_dict: {described(error)}. Use the same kind of object "
+            "as when it was saved."
+        ) from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _few(lines: Sequence[str]) -> str:
+    return "\n".join([*lines[:8], *([f"  and {len(lines) - 8} more"] if len(lines) > 8 else [])])

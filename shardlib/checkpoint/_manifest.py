@@ -1,0 +1,218 @@
+"""The manifest: what a checkpoint consists of, as one JSON file that is written last and read with suspicion."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardlib.checkpoint._boxes import Box, tiles
+from shardlib.checkpoint._files import DTYPES, dtype_name
+from shardlib.errors import CheckpointError
+
+__all__ = ["MANIFEST", "SECTIONS", "File", "Manifest", "Piece", "Saved"]
+
+MANIFEST = "shardlib.json"
+VERSION = 1
+SECTIONS = ("model", "optimizer", "values")
+_LARGEST = 1 << 30  # of a manifest, in bytes
+_FILE = re.compile(r"(optimizer/|values/)?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of tensors: its path in the checkpoint, its size, and its CRC-32 (None where nobody took it)."""
+
+    path: str
+    nbytes: int
+    crc32: str | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor: in which file, by its number, and which box."""
+
+    file: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor of a checkpoint; `key` is what files call it, where that is not its name."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    key: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        files: in the order in which pieces number them.
+        tensors: section ("model", "optimizer", "values") -> name -> tensor.
+        tied: groups of names of the model that are one tensor, saved under the first.
+        about: where it comes from: versions, mesh, transforms, number of ranks.
+        state: all that is not tensors: optimizer groups, scheduler, random states, as `_values` encodes it.
+    """
+
+    files: tuple[File, ...]
+    tensors: Mapping[str, Mapping[str, Saved]]
+    tied: tuple[tuple[str, ...], ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> str:
+        """The text of the file. The checksum is taken of `body` in its shortest form."""
+        body = _canonical(
+            {
+                "files": [[file.path, file.nbytes, file.crc32] for file in self.files],
+                "tensors": {
+                    section: {name: _dump_saved(name, saved) for name, saved in named.items()}
+                    for section, named in self.tensors.items()
+                },
+                "tied": self.tied,
+                "about": self.about,
+                "state": self.state,
+            }
+        )
+        return f'{{"shardlib_checkpoint":{VERSION},"crc32":"{_crc(body)}",\n"body":{body}}}\n'
+
+    @classmethod
+    def load(cls, text: str) -> Manifest:
+        """Read the text of a manifest. Whatever the text is, the worst that comes of it is the error.
+
+        Raises:
+            CheckpointError: a short fact: what is wrong with it.
+        """
+        try:
+            return _read(text)
+        except RecursionError:
+            raise CheckpointError("its JSON is nested too deeply") from None
+        except (ValueError, OverflowError, UnicodeError) as error:
+            raise CheckpointError(f"it is not the JSON that was written ({str(error)[:200]})") from None
+
+
+def _canonical(body: Any) -> str:
+    return json.dumps(body, separators=(",", ":"), sort_keys=True, allow_nan=False)
+
+
+def _crc(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _dump_saved(name: str, saved: Saved) -> list[Any]:
+    pieces = [[piece.file, piece.box.offsets, piece.box.sizes] for piece in saved.pieces]
+    return [dtype_name(saved.dtype, name), saved.shape, pieces]
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def _read(text: str) -> Manifest:
+    if len(text) > _LARGEST:
+        raise CheckpointError(f"it has {len(text)} characters, more than a manifest may have ({_LARGEST})")
+    top = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
+    top = _of(top, dict, "the file")
+    if (version := top.get("shardlib_checkpoint")) != VERSION or isinstance(version, bool):
+        raise CheckpointError(f"it is of version {str(version)[:40]}, and this shardlib reads version {VERSION}")
+    body = _of(top.get("body"), dict, "body")
+    if _crc(_canonical(body)) != top.get("crc32"):
+        raise CheckpointError("its checksum is not that of its content: it was damaged or edited")
+    files = tuple(_file(entry) for entry in _of(body.get("files"), list, "files"))
+    if len({file.path for file in files}) != len(files):
+        raise CheckpointError("it lists a file twice")
+    tensors = _of(body.get("tensors"), dict, "tensors")
+    if unknown := sorted(set(tensors) - set(SECTIONS)):
+        raise CheckpointError(f"it has tensors of an unknown section {unknown[0][:40]!r}")
+    return Manifest(
+        files,
+        {section: _section(section, tensors.get(section, {}), files) for section in SECTIONS},
+        tuple(_names(group) for group in _of(body.get("tied"), list, "tied")),
+        _of(body.get("about"), dict, "about"),
+        _of(body.get("state"), dict, "state"),
+    )
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise CheckpointError("a key stands in it twice")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise CheckpointError(f"it has the number {text}, which JSON has not")
+
+
+def _of(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise CheckpointError(f"{what} should be a {kind.__name__}, and is a {type(value).__name__}")
+    return value
+
+
+def _list_of(value: Any, length: int, what: str) -> list[Any]:
+    if len(_of(value, list, what)) != length:
+        raise CheckpointError(f"{what} should have {length} entries, and has {len(value)}")
+    return value
+
+
+def _sizes(value: Any, what: str) -> tuple[int, ...]:
+    for size in _of(value, list, what):
+        if not 0 <= _of(size, int, what) < 1 << 62:
+            raise CheckpointError(f"{what} holds {str(size)[:40]}, which is no size")
+    return tuple(value)
+
+
+def _names(group: Any) -> tuple[str, ...]:
+    return tuple(_of(name, str, "a tied name") for name in _of(group, list, "a group of tied names"))
+
+
+def _file(entry: Any) -> File:
+    path, nbytes, crc = _list_of(entry, 3, "a file")
+    if not _FILE.fullmatch(_of(path, str, "the path of a file")) or ".." in path:
+        raise CheckpointError(f"it names a file {path[:80]!r}, which is not one that shardlib writes")
+    if not 0 <= _of(nbytes, int, "the size of a file") < 1 << 62:
+        raise CheckpointError(f"file {path!r} is said to have {str(nbytes)[:40]} bytes")
+    if not re.fullmatch("[0-9a-f]{8}", _of(crc, str, "the checksum of a file")):
+        raise CheckpointError(f"file {path!r} has a checksum that is none")
+    return File(path, nbytes, crc)
+
+
+def _section(section: str, named: Any, files: tuple[File, ...]) -> dict[str, Saved]:
+    load: Callable[[str, Any], Saved] = lambda name, entry: _saved(f"{section} tensor {name[:200]!r}", entry, files)  # noqa: E731
+    return {name: load(name, entry) for name, entry in _of(named, dict, section).items()}
+
+
+def _saved(what: str, entry: Any, files: tuple[File, ...]) -> Saved:
+    dtype, shape, pieces = _list_of(entry, 3, what)
+    if _of(dtype, str, f"the dtype of {what}") not in DTYPES:
+        raise CheckpointError(f"{what} has an unknown dtype {dtype[:40]!r}")
+    shape = _sizes(shape, f"the shape of {what}")
+    found = tuple(_piece(what, piece, len(shape), len(files)) for piece in _of(pieces, list, f"the pieces of {what}"))
+    if problem := tiles([piece.box for piece in found], shape):
+        raise CheckpointError(f"{what}: {problem}")
+    for piece in found:
+        if piece.box.numel * DTYPES[dtype].itemsize > files[piece.file].nbytes:
+            raise CheckpointError(f"{what}: a piece is larger than its file")
+    if math.prod(shape) and not found:
+        raise CheckpointError(f"{what} has no pieces")
+    return Saved(shape, DTYPES[dtype], found)
+
+
+def _piece(what: str, entry: Any, ndim: int, files: int) -> Piece:
+    file, offsets, sizes = _list_of(entry, 3, f"a piece of {what}")
+    if not 0 <= _of(file, int, f"the file of a piece of {what}") < files:
+        raise CheckpointError(f"{what}: a piece is in file {str(file)[:40]} of {files}")
+    at, held = _sizes(offsets, f"a piece of {what}"), _sizes(sizes, f"a piece of {what}")
+    if len(at) != ndim or len(held) != ndim:
+        raise CheckpointError(f"{what}: a piece has not as many dims as the tensor")
+    return Piece(file, Box(at, held))

@@ -1,0 +1,227 @@
+"""Optimizers by the names of parameters: their groups, what state they have, and state made for loading into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardlib._plan import Row
+from shardlib.checkpoint._items import Item, item_of
+from shardlib.checkpoint._manifest import Saved
+from shardlib.checkpoint._values import Get, Put, decode, encode
+from shardlib.engine import _torch
+from shardlib.errors import CheckpointError, nearest
+
+__all__ = ["Known", "describe", "groups_for", "known", "make_state", "optimizer_items"]
+
+# How a machine computes the update, which is no part of it: another run may choose otherwise.
+_OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of an optimizer's parameters: their names, and how their state is to lie.
+
+    Attributes:
+        names: id of a parameter -> its name.
+        rows: name -> row of the plan, where the model was sharded by one.
+        mesh: the device mesh of that plan.
+    """
+
+    names: Mapping[int, str]
+    rows: Mapping[str, Row]
+    mesh: Any
+
+    def name(self, param: torch.Tensor, place: str) -> str:
+        if id(param) not in self.names:
+            raise CheckpointError(
+                f"The optimizer holds a parameter of shape {tuple(param.shape)} ({place}) that the model does not "
+                "have: it cannot be named. Build the optimizer from model.parameters(), after shard_model."
+            )
+        return self.names[id(param)]
+
+
+def known(model: nn.Module) -> Known:
+    """Names and plan of a model, sharded or not."""
+    from shardlib.engine import apply
+
+    names = {id(param): name for name, param in model.named_parameters()}
+    if not apply.is_sharded(model):
+        return Known(names, {}, None)
+    plan = apply.plan_of(model)
+    rows = {name: row for row in plan.rows for name in row.tied}
+    return Known(names, rows, apply._record(model).mesh)
+
+
+def _params(optimizer: torch.optim.Optimizer, of: Known) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+    for g, group in enumerate(optimizer.param_groups):
+        for i, param in enumerate(group["params"]):
+            yield of.name(param, f"group {g}, place {i}"), param, group
+
+
+def optimizer_items(optimizer: torch.optim.Optimizer, of: Known, size: int) -> Iterator[Item]:
+    """Tensors of the optimizer's state as items "state.<parameter>.<key>"."""
+    for name, param, _ in _params(optimizer, of):
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield _state_item(f"state.{name}.{key}", param, value, size)
+
+
+def _state_item(name: str, param: torch.Tensor, value: torch.Tensor, size: int) -> Item:
+    item = item_of("optimizer", name, value, size)
+    if isinstance(value, DTensor) or not isinstance(param, DTensor) or not value.ndim or value.shape == param.shape:
+        return item
+    of_param = item_of("optimizer", name, param, size)
+    if value.shape != of_param.local.shape:
+        raise CheckpointError(
+            f'Optimizer state "{name}" is a plain tensor of shape {tuple(value.shape)}, and its parameter is split: '
+            f"global shape {tuple(param.shape)}, local shape {tuple(of_param.local.shape)}. Nobody can tell which part "
+            "of what it is; let the optimizer keep it as a DTensor."
+        )
+    return Item("optimizer", name, of_param.shape, value.dtype, of_param.layout, of_param.home, value.detach())
+
+
+def describe(optimizer: torch.optim.Optimizer, of: Known, put: Put) -> dict[str, Any]:
+    """What an optimizer is but for its state's tensors, as JSON: class, groups with names, state that is no tensor."""
+    groups = []
+    for g, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        names = [of.name(param, f"group {g}, place {i}") for i, param in enumerate(group["params"])]
+        groups.append({"params": names, "options": encode(options, f"optimizer.groups.{g}", put)})
+    values = {
+        name: encode(other, f"optimizer.state.{name}", put)
+        for name, param, _ in _params(optimizer, of)
+        if (other := {k: v for k, v in optimizer.state.get(param, {}).items() if not isinstance(v, torch.Tensor)})
+    }
+    return {"class": type(optimizer).__name__, "groups": groups, "values": values}
+
+
+def groups_for(
+    optimizer: torch.optim.Optimizer, of: Known, saved: Mapping[str, Any], aliases: Mapping[str, str], get: Get
+) -> list[dict[str, Any]]:
+    """The saved options for each group of the optimizer. Groups may be cut otherwise, if options stay the same.
+
+    Raises:
+        CheckpointError: another kind of optimizer, unknown parameters, or options that differ within a group.
+    """
+    if saved["class"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"The checkpoint holds the state of {saved['class']}, and is loaded into {type(optimizer).__name__}. Use "
+            "the same optimizer, or load the model alone."
+        )
+    options = [decode(group["options"], get) for group in saved["groups"]]
+    at = {name: g for g, group in enumerate(saved["groups"]) for name in group["params"]}
+    wanted = [[aliases.get(name, name) for name in _names_of(group, of)] for group in optimizer.param_groups]
+    missing = [name for names in wanted for name in names if name not in at]
+    unknown = set(at) - {name for names in wanted for name in names}
+    if missing or unknown:
+        raise CheckpointError(_other_parameters(missing, sorted(unknown), at))
+    return [_one_of(g, [options[at[name]] for name in names]) for g, names in enumerate(wanted)]
+
+
+def _names_of(group: dict[str, Any], of: Known) -> list[str]:
+    return [of.name(param, f"place {i} of its group") for i, param in enumerate(group["params"])]
+
+
+def _other_parameters(missing: list[str], unknown: list[str], saved: Mapping[str, Any]) -> str:
+    text = "The optimizer that was saved had other parameters."
+    if missing:
+        text += f" It had no {_listed(missing)}.{nearest(missing[0], saved)}"
+    if unknown:
+        text += f" It had {_listed(unknown)} in addition."
+    return text + " Build the optimizer over the same parameters, or load the model alone."
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _one_of(g: int, options: list[dict[str, Any]]) -> dict[str, Any]:
+    kept = [{k: v for k, v in each.items() if k not in _OF_THE_MACHINE} for each in options]
+    if any(repr(each) != repr(kept[0]) for each in kept):
+        raise CheckpointError(
+            f"Group {g} of the optimizer joins parameters that were saved with different options. Make groups as they "
+            "were, or of parameters that had equal options."
+        )
+    return kept[0] if kept else {}
+
+
+def make_state(
+    optimizer: torch.optim.Optimizer,
+    of: Known,
+    saved: Mapping[str, Saved],
+    values: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    get: Get,
+    size: int,
+) -> tuple[list[tuple[str, Item]], dict[torch.Tensor, dict[str, Any]]]:
+    """State as it was saved: saved names with the items to read into, and what becomes `optimizer.state`."""
+    items, state = list[tuple[str, Item]](), dict[torch.Tensor, dict[str, Any]]()
+    by_param: dict[str, list[str]] = {}
+    for name in saved:
+        by_param.setdefault(name.removeprefix("state.").rpartition(".")[0], []).append(name)
+    for name, param, group in _params(optimizer, of):
+        old = aliases.get(name, name)
+        held: dict[str, Any] = dict(decode(values[old], get)) if old in values else {}
+        for full in by_param.get(old, []):
+            key = full.rpartition(".")[2]
+            now = optimizer.state.get(param, {}).get(key)
+            tensor = _room(full, key, now, param, of.rows.get(name), of, saved[full], group)
+            held[key] = tensor
+            items.append((full, _state_item(full, param, tensor, size)))
+        if held:
+            state[param] = held
+    return items, state
+
+
+def _room(
+    full: str, key: str, now: Any, param: torch.Tensor, row: Row | None, of: Known, saved: Saved, group: dict[str, Any]
+) -> torch.Tensor:
+    """Memory for one tensor of state, laid out as the plan, the parameter or the state that is there now says."""
+    if key == "step" and saved.shape == ():
+        on_device = group.get("capturable") or group.get("fused")
+        return torch.empty((), dtype=saved.dtype, device=param.device if on_device else "cpu")
+    dtype = _dtype(now, param, row, saved)
+    if isinstance(now, torch.Tensor) and tuple(now.shape) == saved.shape:
+        return torch.empty_like(now, dtype=dtype)
+    split = isinstance(param, DTensor) or (row is not None and row.state is not None and bool(row.state.axes))
+    if saved.shape != tuple(param.shape):
+        if split and saved.shape:
+            raise CheckpointError(
+                f'Optimizer state "{full}" has shape {saved.shape}, and its parameter, of global shape '
+                f"{tuple(param.shape)}, is split: nobody can tell how this state is to lie. Step the optimizer once "
+                "before loading, so that it makes its state, or load on one rank."
+            )
+        return torch.empty(saved.shape, dtype=saved.dtype, device=param.device)
+    return _like_state(param, row, of, dtype) if split else torch.empty_like(param.detach(), dtype=dtype)
+
+
+def _dtype(now: Any, param: torch.Tensor, row: Row | None, saved: Saved) -> torch.dtype:
+    if isinstance(now, torch.Tensor):
+        return now.dtype
+    if row is not None and row.state is not None and row.state.dtype is not None:
+        return row.state.dtype
+    return param.dtype if saved.dtype.is_floating_point and saved.shape == tuple(param.shape) else saved.dtype
+
+
+def _like_state(param: torch.Tensor, row: Row | None, of: Known, dtype: torch.dtype) -> torch.Tensor:
+    """An empty DTensor in the state layout: on the parameter's own mesh where that has its axes, else on the whole."""
+    shape = tuple(param.shape)
+    mesh: Any = param.device_mesh if isinstance(param, DTensor) else of.mesh
+    if isinstance(param, DTensor) and (row is None or row.state is None or row.state.axes == row.stored.axes):
+        local = torch.empty_like(_torch.local_of(param), dtype=dtype)
+        return _torch.wrap(local, _torch.spec(mesh, param.placements, shape, dtype))
+    assert row is not None and row.state is not None
+    splitting = {axis for axis in row.state.axes if of.mesh[axis].size() > 1}
+    if not splitting <= set(mesh.mesh_dim_names):
+        mesh = of.mesh
+    layout = row.state.with_axes_dropped(row.state.axes - set(mesh.mesh_dim_names))
+    coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+    device = param.device if layout.memory == "device" else torch.device("cpu")
+    local = torch.empty(layout.local_shape(shape, mesh, coordinate), dtype=dtype, device=device)
+    return _torch.wrap(local, _torch.spec(mesh, layout.placements(mesh), shape, dtype))

@@ -1,0 +1,541 @@
+"""Saving: what the job holds becomes a folder that is either whole or not there."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib._mesh import MeshShape
+from shardlib.checkpoint import _random, _where
+from shardlib.checkpoint._boxes import Box, whole
+from shardlib.checkpoint._files import Entry, dtype_name, sync_folder, write_bytes, write_tensors
+from shardlib.checkpoint._items import Item, model_items, tied_names
+from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
+from shardlib.checkpoint._optimizer import describe, known, optimizer_items
+from shardlib.checkpoint._peers import Peers, peers
+from shardlib.checkpoint._share import Source, agreed, file_groups, packed, sources, turns, written_by
+from shardlib.checkpoint._values import encode
+from shardlib.errors import CheckpointError, nearest
+
+__all__ = ["Saving", "save", "wait_for_saving"]
+
+WEIGHTS = ("pieces", "huggingface")
+HF_INDEX = "model.safetensors.index.json"
+
+
+class Saving:
+    """A checkpoint that is being written, or was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is whole, and return its path.
+
+        Raises:
+            CheckpointError: it was not saved; the same on every rank.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return self.path
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=self._run, args=(work,), name="shardlib-save")
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._failure = error
+
+
+_last: list[Saving] = []
+
+
+def wait_for_saving() -> None:
+    """Wait for a checkpoint that is still being written in the background.
+
+    Raises:
+        CheckpointError: it was not saved, and nobody has been told yet.
+    """
+    while _last:
+        _last.pop().wait()
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    lr_scheduler: Any = None,
+    dataloader: Any = None,
+    extra: Any = None,
+    random: bool = True,
+    weights: str = "pieces",
+    shard_mb: float = 5000,
+    background: bool = False,
+    timeout: float = 1800,
+) -> Saving:
+    """Save a model, sharded or not, and what belongs to its training. Collective: every rank calls it.
+
+    The folder appears at `path` when it is whole, or not at all. A checkpoint that stands there is replaced; until the
+    new one is whole, it stays. Each rank writes what it is the first to hold; a tensor is written once.
+
+    Args:
+        path: a folder that all ranks see. Its parent is made if need be.
+        model: parameters and persistent buffers are saved by their names, tied ones once.
+        optimizer: its groups and state, by the names of parameters. It needs the model.
+        lr_scheduler: anything with `state_dict()` and `load_state_dict()`, such as a `torch.optim.lr_scheduler`.
+        dataloader: the same; each rank's state is kept, equal ones once.
+        extra: numbers, text, lists, dicts and tensors of your own; rank 0's is kept.
+        random: save the random states of torch, Python and numpy of every rank.
+        weights: "pieces", where ranks write what they have; or "huggingface", where each tensor is written whole, so
+            that `from_pretrained(path)` reads the folder. Either way no rank ever holds more than one whole tensor.
+        shard_mb: how large a file may become, in megabytes.
+        background: copy what is to be written, and write it while training goes on. The next save waits for this one.
+        timeout: seconds that ranks wait for each other in each phase; a rank that is gone is named then at the latest.
+
+    Returns:
+        A `Saving`; with `background`, `wait()` raises what went wrong, and so does the next save.
+
+    Raises:
+        CheckpointError: what cannot be saved, or why it was not, on every rank. What was at `path` is still there.
+
+    Example:
+        >>> import tempfile
+        >>> model = nn.Linear(3, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     done = save(folder + "/first", model, extra={"step": 7})
+        ...     sorted(os.listdir(done.path))
+        ['pieces-00000-000.safetensors', 'shardlib.json', 'values']
+    """
+    wait_for_saving()
+    target = Path(path).absolute()
+    everyone = peers(f'saving "{target}"', timeout)
+    everyone.run("check arguments", lambda: _check(model, optimizer, weights, shard_mb))
+    state = _State.of(everyone, model, optimizer, lr_scheduler, dataloader, extra, random=random)
+    shared = agreed(everyone.run("collect", lambda: _items(model, optimizer, everyone.size)), everyone)
+    job = _Job(target, everyone, shared, turns(shared), state, weights, int(shard_mb * 2**20))
+    saving = Saving(target)
+    if background:
+        everyone.run("copy", job.copy)
+        saving._begin(job.carry_out)
+        _last.append(saving)
+    else:
+        job.carry_out()
+    return saving
+
+
+def _check(model: Any, optimizer: Any, weights: str, shard_mb: float) -> None:
+    if weights not in WEIGHTS:
+        raise CheckpointError(f"weights={weights!r} was given; give one of {WEIGHTS}.{nearest(str(weights), WEIGHTS)}")
+    if not shard_mb > 0:
+        raise CheckpointError(f"shard_mb={shard_mb!r} was given; give a positive number of megabytes.")
+    if optimizer is not None and model is None:
+        raise CheckpointError("An optimizer was given without its model, whose names its state is saved by. Give both.")
+
+
+def _items(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, size: int) -> list[Item]:
+    if model is None:
+        return []
+    items = list(model_items(model, size))
+    if optimizer is not None:
+        items += optimizer_items(optimizer, known(model), size)
+    for item in items:
+        dtype_name(item.dtype, item.name)
+    return items
+
+
+# --- what is not a tensor of the model or optimizer -----------------------------------------------------------------
+
+
+@dataclass
+class _State:
+    """JSON for the manifest, and the tensors in it that this rank writes."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    tied: tuple[tuple[str, ...], ...] = ()
+    config: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        everyone: Peers,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        dataloader: Any,
+        extra: Any,
+        *,
+        random: bool,
+    ) -> _State:
+        made = cls()
+        everyone.run("collect state", lambda: made._of_first_rank(everyone, model, optimizer, lr_scheduler, extra))
+        if dataloader is not None:
+            made._of_each_rank(everyone, "dataloader", lambda: _state_dict("dataloader", dataloader))
+        if random:
+            made._of_each_rank(everyone, "random", _random.states)
+        return made
+
+    def _of_first_rank(self, everyone: Peers, model: Any, optimizer: Any, lr_scheduler: Any, extra: Any) -> None:
+        """The same on all ranks: all go through it, so that all find what cannot be saved; rank 0 writes it."""
+        if model is not None:
+            self.tied, self.config = tied_names(model), _config(model)
+        if optimizer is not None:
+            self.state["optimizer"] = describe(optimizer, known(model), self._put)
+        if lr_scheduler is not None:
+            state = encode(_state_dict("lr_scheduler", lr_scheduler), "lr_scheduler", self._put)
+            self.state["lr_scheduler"] = {"class": type(lr_scheduler).__name__, "state": state}
+        if extra is not None:
+            self.state["extra"] = encode(extra, "extra", self._put)
+        self.about = _about(everyone, model)
+        if everyone.rank:
+            self.tensors.clear()
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        dtype_name(tensor.dtype, name)
+        self.tensors[name] = tensor.clone()
+
+    def _of_each_rank(self, everyone: Peers, what: str, get: Callable[[], Any]) -> None:
+        """Every rank's state; ranks with equal ones share what the first of them writes."""
+        held: dict[str, torch.Tensor] = {}
+
+        def mark() -> tuple[Any, int]:
+            neutral: dict[str, torch.Tensor] = {}
+            value = get()
+            text = json.dumps(encode(value, what, neutral.__setitem__))
+            crc = zlib.crc32(text.encode())
+            for tensor in neutral.values():
+                crc = zlib.crc32(bytes(_raw(tensor)), crc)
+            own = encode(value, f"{what}.{everyone.rank}", held.__setitem__)
+            return own, crc
+
+        own, crc = everyone.run(f"collect {what}", mark)
+        marks = everyone.exchange(f"compare {what}", crc)
+        owners = [marks.index(each) for each in marks]
+        writes = owners[everyone.rank] == everyone.rank
+        states = everyone.exchange(f"exchange {what}", own if writes else None)
+        self.state[what] = {"owners": owners, "states": {str(r): s for r, s in enumerate(states) if s is not None}}
+        if writes:
+            for name, tensor in held.items():
+                self._put(name, tensor)
+
+
+def _raw(tensor: torch.Tensor) -> Any:
+    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+
+
+def _state_dict(what: str, of: Any) -> Any:
+    if not callable(getattr(of, "state_dict", None)) or not callable(getattr(of, "load_state_dict", None)):
+        raise CheckpointError(
+            f"{what}= was given a {type(of).__name__}, which has no state_dict() and load_state_dict(). Give an object "
+            "with both, or keep its position in extra=."
+        )
+    return of.state_dict()
+
+
+def _config(model: nn.Module) -> dict[str, str]:
+    """The configuration files that Hugging Face keeps beside weights, where the model has them."""
+    found: dict[str, Any] = {
+        "config.json": getattr(model, "config", None),
+        "generation_config.json": getattr(model, "generation_config", None),
+    }
+    return {name: value.to_json_string() for name, value in found.items() if hasattr(value, "to_json_string")}
+
+
+def _about(everyone: Peers, model: Any) -> dict[str, Any]:
+    from shardlib import __version__
+    from shardlib.engine import apply
+
+    plan = apply.plan_of(model) if model is not None and apply.is_sharded(model) else None
+    return {
+        "shardlib": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ranks": everyone.size,
+        "mesh": str(plan.mesh if plan is not None else MeshShape(dp=everyone.size)),
+        "transforms": list(plan.transforms) if plan is not None else [],
+    }
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Job:
+    target: Path
+    everyone: Peers
+    items: Sequence[Item]
+    turns: Sequence[int]
+    state: _State
+    weights: str
+    limit: int
+
+    def copy(self) -> None:
+        """Copy to host memory what this rank will write or send, so that training may change it."""
+        rank = self.everyone.rank
+        gathers = {i for target, group in self._groups() if target == rank for i in group}
+        self.items = [
+            replace(item, local=_HOST.copy(f"{item.section}:{item.name}", item.local))
+            if i in gathers or written_by(item, turn, rank)
+            else item
+            for i, (item, turn) in enumerate(zip(self.items, self.turns, strict=True))
+        ]
+        _HOST.forget_others()
+
+    def carry_out(self) -> None:
+        everyone, folder = self.everyone, _where.writing(self.target)
+        try:
+            everyone.run("prepare", lambda: _where.begin(self.target) if everyone.rank == 0 else None)
+            written = everyone.gather("write", lambda: self._write(folder))
+            everyone.run("write manifest", lambda: self._finish(folder, written) if everyone.rank == 0 else None)
+            everyone.run("put in place", lambda: _where.commit(self.target) if everyone.rank == 0 else None)
+        except CheckpointError:
+            if everyone.rank == 0:
+                _where.give_up(self.target)
+            raise
+
+    def _groups(self) -> list[tuple[int, list[int]]]:
+        """Files of whole tensors: the rank that writes each, and its items by number."""
+        if self.weights != "huggingface":
+            return []
+        of_model = [i for i, item in enumerate(self.items) if item.section == "model"]
+        groups = file_groups([self.items[i] for i in of_model], self.limit, self.everyone.size)
+        return [(rank, _in_file_order(self.items, [of_model[i] for i in group])) for rank, group in groups]
+
+    def _write(self, folder: Path) -> list[Any]:
+        """Write this rank's files; of each: path, size, checksum, and the pieces in it."""
+        files = [(f"pieces-{self.everyone.rank:05d}-{n:03d}", "model", e) for n, e in enumerate(self._pieces("model"))]
+        files += [
+            (f"optimizer/pieces-{self.everyone.rank:05d}-{n:03d}", "optimizer", entries)
+            for n, entries in enumerate(self._pieces("optimizer"))
+        ]
+        if values := self._values():
+            files.append((f"values/rank-{self.everyone.rank:05d}", "values", values))
+        groups = self._groups()
+        rounds = _Rounds(self.everyone, self.items, self.turns, groups)
+        for n, (rank, group) in enumerate(groups):
+            if rank == self.everyone.rank:
+                name = f"model-{n + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else "model"
+                files.append((name, "model", [rounds.entry(i) for i in group]))
+        failure: Exception | None = None
+        told = []
+        for name, section, entries in files:
+            try:
+                told.append(self._write_file(folder, f"{name}.safetensors", section, entries))
+            except (OSError, CheckpointError) as error:
+                failure = failure or error
+        rounds.finish()
+        if failure is not None:
+            raise failure
+        return told
+
+    def _write_file(self, folder: Path, name: str, section: str, entries: Sequence[Entry]) -> list[Any]:
+        path = folder / name
+        if path.parent != folder:
+            path.parent.mkdir(exist_ok=True)
+        told = write_tensors(path, entries)
+        sync_folder(path.parent)
+        return [
+            name,
+            told["bytes"],
+            told["crc32"],
+            section,
+            [[e.name, e.box.offsets, e.box.sizes, _dtype(e)] for e in entries],
+        ]
+
+    def _pieces(self, section: str) -> list[list[Entry]]:
+        """What this rank writes of a section, in files."""
+        if section == "model" and self.weights == "huggingface":
+            return []
+        entries = [
+            Entry(item.name, item.dtype, part.box, partial(_cut, item.local, part.local))
+            for item, turn in zip(self.items, self.turns, strict=True)
+            if item.section == section
+            for part in written_by(item, turn, self.everyone.rank)
+        ]
+        files = packed([(entry.name, entry.box, entry.nbytes) for entry in entries], self.limit)
+        return [
+            sorted((e for e, at in zip(entries, files, strict=True) if at == n), key=lambda e: -e.dtype.itemsize)
+            for n in range(max(files, default=-1) + 1)
+        ]
+
+    def _values(self) -> list[Entry]:
+        tensors = sorted(self.state.tensors.items(), key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
+        return [Entry(name, t.dtype, whole(tuple(t.shape)), partial(_itself, t)) for name, t in tensors]
+
+    def _finish(self, folder: Path, written: Sequence[Any]) -> None:
+        manifest = self._manifest([file for of_rank in written for file in of_rank])
+        for file in manifest.files:
+            if not (folder / file.path).is_file() or (folder / file.path).stat().st_size != file.nbytes:
+                raise CheckpointError(
+                    f'"{folder / file.path}" was written by another rank and is not here in full. Save to a folder '
+                    "that all ranks share."
+                )
+        if self.weights == "huggingface":
+            for name, text in self.state.config.items():
+                write_bytes(folder / name, text.encode())
+            if len([file for file in manifest.files if "/" not in file.path]) > 1:
+                write_bytes(folder / HF_INDEX, _hf_index(manifest).encode())
+        write_bytes(folder / MANIFEST, manifest.dump().encode())
+        sync_folder(folder)
+
+    def _manifest(self, files: Sequence[Any]) -> Manifest:
+        shapes = {(item.section, item.name): (item.shape, item.dtype) for item in self.items}
+        tensors: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "values": {}}
+        for n, (_, _, _, section, entries) in enumerate(files):
+            for name, offsets, sizes, dtype in entries:
+                box = Box(tuple(offsets), tuple(sizes))
+                shape, kind = shapes.get((section, name), (box.sizes, getattr(torch, dtype)))
+                tensors[section].setdefault(name, (shape, kind, []))[2].append(Piece(n, box))
+        saved = {
+            section: {name: Saved(shape, kind, tuple(pieces)) for name, (shape, kind, pieces) in named.items()}
+            for section, named in tensors.items()
+        }
+        listed = tuple(File(name, nbytes, crc) for name, nbytes, crc, _, _ in files)
+        return Manifest(listed, saved, self.state.tied, self.state.about, self.state.state)
+
+
+def _dtype(entry: Entry) -> str:
+    return str(entry.dtype).removeprefix("torch.")
+
+
+def _in_file_order(items: Sequence[Item], numbers: list[int]) -> list[int]:
+    """Wide dtypes first, so that every tensor begins where its dtype may."""
+    return sorted(numbers, key=lambda i: -items[i].dtype.itemsize)
+
+
+def _hf_index(manifest: Manifest) -> str:
+    model = manifest.tensors["model"]
+    size = sum(math.prod(saved.shape) * saved.dtype.itemsize for saved in model.values())
+    names = {name: manifest.files[saved.pieces[0].file].path for name, saved in sorted(model.items())}
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": names}, indent=2)
+
+
+def _cut(local: torch.Tensor, box: Box) -> torch.Tensor:
+    return local[box.slices]
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _Rounds:
+    """Whole tensors put together by the ranks that write them.
+
+    In round r every writer has its r-th tensor. All ranks send what others need of a round before they receive for it,
+    and wait for what they sent in the round before: so nobody waits for somebody who waits for him.
+    """
+
+    def __init__(
+        self, everyone: Peers, items: Sequence[Item], turns: Sequence[int], groups: Sequence[tuple[int, list[int]]]
+    ) -> None:
+        self._everyone, self._items, self._turns = everyone, items, turns
+        self._by_writer: dict[int, list[int]] = {}
+        for rank, group in groups:
+            self._by_writer.setdefault(rank, []).extend(group)
+        self._round = 0
+        self._sent: list[Callable[[], None]] = []
+        self._failure: CheckpointError | None = None
+
+    def entry(self, i: int) -> Entry:
+        """The i-th item whole, as an entry of a file of this rank."""
+        item = self._items[i]
+        return Entry(item.name, item.dtype, whole(item.shape), partial(self._gathered, i))
+
+    def _gathered(self, i: int) -> torch.Tensor:
+        self._send_round()
+        item = self._items[i]
+        full = torch.empty(item.shape, dtype=item.dtype)
+        failure: CheckpointError | None = None
+        for source in sources(item, self._turns[i], self._everyone.rank):
+            try:
+                full[source.part.box.slices] = self._part(item, source)
+            except CheckpointError as error:  # go on: others wait to be heard
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return full
+
+    def _part(self, item: Item, source: Source) -> torch.Tensor:
+        if source.rank == self._everyone.rank:
+            return _cut(item.local, source.part.local)
+        buffer = torch.empty(source.part.box.sizes, dtype=item.dtype)
+        self._everyone.receive(buffer, source.rank)
+        return buffer
+
+    def _send_round(self) -> None:
+        before, self._sent = self._sent, []
+        for target, numbers in self._by_writer.items():
+            if target != self._everyone.rank and self._round < len(numbers):
+                self._send(target, numbers[self._round])
+        self._round += 1
+        self._await(before)
+
+    def _send(self, target: int, i: int) -> None:
+        item = self._items[i]
+        for source in sources(item, self._turns[i], target):
+            if source.rank == self._everyone.rank:
+                part = _cut(item.local, source.part.local).cpu().contiguous()
+                self._sent.append(self._everyone.send(part, target))
+
+    def _await(self, sent: Sequence[Callable[[], None]]) -> None:
+        for wait in sent:
+            try:
+                wait()
+            except CheckpointError as error:
+                self._failure = self._failure or error
+
+    def finish(self) -> None:
+        """The rounds in which this rank writes nothing more."""
+        while self._round < max(map(len, self._by_writer.values()), default=0):
+            self._send_round()
+        self._await(self._sent)
+        if self._failure is not None:
+            raise self._failure
+
+
+class _HostMemory:
+    """Copies in host memory that the next copy of the same tensor reuses. One save at a time is under way."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, torch.Tensor] = {}
+        self._now: dict[str, torch.Tensor] = {}
+
+    def copy(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        room = self._before.pop(key, None)
+        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        self._now[key] = room.copy_(tensor)
+        return room
+
+    def forget_others(self) -> None:
+        """What was copied the time before and not this time."""
+        self._before, self._now = self._now, {}
+
+
+_HOST = _HostMemory()

@@ -1,0 +1,71 @@
+"""Names of folders: what stands beside a checkpoint while it is replaced, and which of them is the checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shardlib.checkpoint._files import new_folder, remove, rename
+from shardlib.checkpoint._manifest import MANIFEST
+from shardlib.errors import CheckpointError
+
+__all__ = ["begin", "commit", "give_up", "located", "writing"]
+
+
+def writing(path: Path) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return path.with_name(f".{path.name}.writing")
+
+
+def _previous(path: Path) -> Path:
+    """Where the checkpoint that is being replaced stands for the moment between two renames."""
+    return path.with_name(f".{path.name}.previous")
+
+
+def located(path: Path) -> Path:
+    """The folder to read: the path itself, or what a crash between two renames has left of it."""
+    return path if os.path.lexists(path) or not (_previous(path) / MANIFEST).is_file() else _previous(path)
+
+
+def begin(path: Path) -> None:
+    """Make the folder to write to, after clearing what an earlier crash has left.
+
+    Raises:
+        CheckpointError: something else than a checkpoint stands at the path.
+    """
+    if located(path) != path:
+        rename(_previous(path), path)
+    if os.path.lexists(path) and not (path / MANIFEST).is_file() and not _is_empty(path):
+        raise CheckpointError(
+            f'"{path}" exists and is no checkpoint of shardlib ({MANIFEST} is not in it), so it is not replaced. Save '
+            "to a new path, or remove it first."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove(_previous(path))
+    remove(writing(path))
+    new_folder(writing(path))
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+def commit(path: Path) -> None:
+    """Put what was written in its place. Whenever this stops, `located` finds the old checkpoint or the new one."""
+    if path.is_dir():
+        rename(path, _previous(path))
+    try:
+        rename(writing(path), path)
+    except OSError:
+        if (_previous(path) / MANIFEST).is_file() and not os.path.lexists(path):
+            rename(_previous(path), path)
+        raise
+    remove(_previous(path))
+
+
+def give_up(path: Path) -> None:
+    """Clear what was written so far, as far as the system lets us."""
+    try:
+        remove(writing(path))
+    except OSError:
+        return
