@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from shardlib import layouts
 from shardlib._plan import Plan, plan
 from shardlib.cli import main
+from shardlib.transforms import accumulate, offload, zero
 from tests.cli.models_for_cli import MLP, tiny
 from tests.house.source import ROOT
 
@@ -369,3 +370,34 @@ def test_it_runs_as_a_program_in_a_folder_with_the_user_s_own_model(tmp_path: Pa
     ended = subprocess.run(program, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines()[-1] == "The layout fits mine:model on tp=4."
+
+
+def test_plan_takes_transforms_as_they_print(run: Run):
+    code, out, err = run(
+        "plan",
+        GPT,
+        "--mesh",
+        "dp=2,tp=2",
+        "--transform",
+        "zero(2) | offload()",
+        "--transform",
+        "accumulate(4)",
+        "--json",
+    )
+    expected = plan(tiny(), "dp=2,tp=2", layouts.load("example_gpt")) | zero(2) | offload() | accumulate(4)
+    assert (code, err) == (0, "")
+    assert out == expected.to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("zero(4)", 2, "shardlib: --transform: zero(4): the stages are 1"),
+        ("__import__('os')", 2, "shardlib: --transform: Transform \"__import__('os')\" cannot be read"),
+        ("zero(1, axis='tp')", 1, 'shardlib: zero(1, axis="tp"): "tp" is a model axis'),
+    ],
+)
+def test_a_transform_that_cannot_be_is_refused(run: Run, text: str, code: int, said: str):
+    ended, out, err = run("plan", GPT, "--mesh", "dp=2,tp=2", "--transform", text)
+    assert (ended, out) == (code, "")
+    assert err.startswith(said)
