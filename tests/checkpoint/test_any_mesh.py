@@ -1,0 +1,55 @@
+"""What is saved on any mesh under any rules goes on training on any other, with the numbers of the run that went on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib.testing import Ranks, shared_pool, strategies
+from shardlib.testing.strategies import Case
+from tests.checkpoint import training
+
+_ALL = settings.default.max_examples
+_MESHES = strategies.mesh_shapes(4, model_axes=("tp", "sp"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@st.composite
+def _pairs(draw: st.DrawFn) -> tuple[Case, Case]:
+    """One model on two meshes under two sets of rules."""
+    models = st.one_of(strategies.transformers(dropout=True), strategies.mlps(), strategies.convnets())
+    first = draw(strategies.cases(models, meshes=_MESHES))
+    batch = _of_rows(first.batch, 12)  # to be shared by two, three or four
+    first = dataclasses.replace(first, batch=batch)
+    return first, draw(strategies.cases(first.model, batch, meshes=_MESHES))
+
+
+def _of_rows(batch: Any, rows: int) -> Tokens | Numbers:
+    if isinstance(batch, Tokens):
+        return dataclasses.replace(batch, rows=rows)
+    return Numbers((rows, *batch.shape[1:]))
+
+
+def _same(pool: Ranks, folder: Path, first: Case, second: Case, **options: Any) -> None:
+    path = str(folder / "checkpoint")
+    at_save, at_end = pool(first.mesh.world_size).run(training.interrupted, first, path, **options)[0]
+    at_load, resumed = pool(second.mesh.world_size).run(training.resumed, second, path)[0]
+    assert {name: value for name, value in at_save.items() if not torch.equal(value, at_load[name])} == {}
+    assert at_load.keys() == at_save.keys()
+    assert training.differences(resumed, at_end) == {}
+
+
+@settings(max_examples=_ALL // 2)
+@given(pair=_pairs(), weights=st.sampled_from(["pieces", "huggingface"]), shard_mb=st.sampled_from([5000, 1e-4]))
+def test_any_mesh_and_rules_load_into_any_other(folder: Path, pair: tuple[Case, Case], weights: str, shard_mb: float):
+    _same(shared_pool(4), folder, *pair, weights=weights, shard_mb=shard_mb)
