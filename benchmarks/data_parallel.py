@@ -12,30 +12,46 @@ each variant in processes of its own (`--memory`); sent bytes are those that the
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch.distributed as dist
 from _harness import Variant, compare, is_rank, parser, start_ranks
 from _models import Size, plain
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardlib as sl
+from shardlib.transforms import zero
 
 
 def ddp(size: Size, *, view: bool) -> nn.Module:
     return DistributedDataParallel(plain(size), gradient_as_bucket_view=view)
 
 
-def ours(size: Size, *, compile: str | None = None) -> nn.Module:
-    return sl.shard_model(plain(size), sl.mesh(dp=-1), sl.Rules({}, unmatched="replicate"), compile=compile)
+def ours(
+    size: Size, *, transforms: Sequence[Callable[[sl.Plan], sl.Plan]] = (), compile: str | None = None
+) -> nn.Module:
+    rules = sl.Rules({}, unmatched="replicate")
+    return sl.shard_model(plain(size), sl.mesh(dp=-1), rules, transforms=transforms, compile=compile)
+
+
+def fsdp2(size: Size, *, reshard: bool) -> nn.Module:
+    model = plain(size)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    return model
 
 
 VARIANTS = [
     Variant("DDP", partial(ddp, view=False)),
     Variant("DDP, gradient_as_bucket_view", partial(ddp, view=True)),
     Variant("DDP, fused AdamW", partial(ddp, view=False), fused=True),
+    Variant("fully_shard", partial(fsdp2, reshard=True)),
     Variant("shardlib", ours),
+    *(Variant(f"shardlib, zero({stage})", partial(ours, transforms=(zero(stage),))) for stage in (1, 2, 3)),
     Variant("alone", plain, trains_alike=False),
 ]
 

@@ -54,6 +54,7 @@ __all__ = [
     "all_reduced",
     "backward_id",
     "cached_by_mesh",
+    "call_below_subclass",
     "clear_propagation_cache",
     "collective_name",
     "copy_all",
@@ -276,6 +277,12 @@ def _is_uneven_gather(info: Any, mesh: DeviceMesh) -> bool:
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[Any]) -> None:
     """`target.copy_(source)` for each pair, in one call."""
     torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
+
+
+def call_below_subclass(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of tensors as if they were of no subclass of `torch.Tensor`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def run_at_end_of_backward(callback: Callable[[], None]) -> None:

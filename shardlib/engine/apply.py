@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,13 +25,14 @@ from shardlib._plan import Plan, Row, plan
 from shardlib.engine import _torch, agree, batchnorm, borders, exact, materialize, ops, optimizer, state
 from shardlib.engine._torch import pytree
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
-from shardlib.engine.exchange import Scratch
+from shardlib.engine.exchange import Peers, Scratch
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held
 from shardlib.engine.linear import compute_locally
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.region import Root, install_region
 from shardlib.engine.regions import find_regions, inside
+from shardlib.engine.units import Units, install, lend
 from shardlib.engine.updates import Updates
 from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.layout import Dim, Layout, cut
@@ -205,14 +207,6 @@ class _Build:
                 "Run on a mesh without it."
             )
         for row in self.plan.rows:
-            split = [axis for axis in self.data_axes if row.stored is not None and axis in row.stored.axes]
-            if split:
-                raise PlanError(
-                    f'The plan stores "{row.name}" as "{row.stored}", split over the data axis "{split[0]}". '
-                    "Parameters that are split over data axes can be planned but not run yet; replicate them there."
-                )
-
-        for row in self.plan.rows:
             self._refuse_what_torch_gathers_wrongly(row.name, row.compute)
             self._refuse_what_ops_cut_otherwise(row)
         for border in self.plan.borders:
@@ -338,6 +332,8 @@ class _Build:
             self._install_batch_norm(undo)
         held = self._held()
         scratch = Scratch()
+        peers = functools.cache(lambda axes: Peers(_torch.flattened(self.mesh, axes).get_group()))
+        units = self._lend(held, peers, scratch, undo)
         reducer = GradientReducer(
             held,
             self.mesh,
@@ -345,11 +341,14 @@ class _Build:
             bucket_bytes=bucket_bytes,
             passes=self.plan.step.accumulate,
             dtype=self.plan.step.reduce_dtype,
+            peers=peers,
             scratch=scratch,
         )
         undo.callback(reducer.remove)
-        optimizer.update_in_parts(held, Updates(held, reducer.peers, scratch, bucket_bytes=bucket_bytes))
-        root = Root(reducer, self._input_check(check))
+        optimizer.update_in_parts(held, Updates(held, peers, scratch, bucket_bytes=bucket_bytes))
+        if units is not None:
+            reducer.at_the_end.append(units.let_go)
+        root = Root(reducer, self._input_check(check), units)
         place = self.place()
         drawing = exact.draw_exactly(self.model, place) if place is not None else []
         for handle in (*drawing, *root.install(self.model), state.accept_plain_state(self.model)):
@@ -360,15 +359,31 @@ class _Build:
         """Each parameter once, with how its gradient and state lie."""
         return [self._held_one(name, param) for name, param in self.model.named_parameters()]
 
+    def _lend(
+        self, held: list[Held], peers: Callable[[tuple[str, ...]], Peers], scratch: Scratch, undo: ExitStack
+    ) -> Units | None:
+        """Where parameters are stored in parts, memory in which they are whole while modules compute with them."""
+        if not any(one.stage == 3 for one in held):
+            return None
+        units = lend(self.model, held, self.plan.units, lambda name: not self.rows[name].reshard, peers, scratch)
+        undo.callback(install(units, self.model))
+        return units
+
     def _held_one(self, name: str, param: nn.Parameter) -> Held:
         row = self.rows[name]
         first = dict.fromkeys(self.shape.names, 0)
         compute = self._on_model_axes(row.compute)
         room = math.prod(compute.local_shape(row.global_shape, self.shape, first))
-        state = row.compute if row.state is None else row.state
+        state = row.stored if row.state is None else row.state
         division = cut(compute, self._on_active_axes(state), row.global_shape, self.shape, self.coordinate)
         axes = tuple(axis for axis in self.data_axes if axis in state.axes) if division is not None else ()
-        return Held(name, param, param, axes, division, self._on_active_axes(state), self.mesh, room, self._stage(row))
+        spec = None
+        if isinstance(param, DTensor) and self.model_mesh is not None and self._is_global(name, param):
+            places = tuple(compute.placements(self.model_mesh))
+            spec = _torch.spec(self.model_mesh, places, tuple(row.global_shape), param.dtype)
+        layout = self._on_active_axes(state)
+        stage = self._stage(row) if division is not None else 0
+        return Held(row.tied, param, param, axes, division, layout, self.mesh, room, stage, spec)
 
     def _stage(self, row: Row) -> int:
         """Of ZeRO: how many of state, gradient and stored parameter are split over data axes."""
@@ -396,11 +411,14 @@ class _Build:
     def _install_linears(self, model_mesh: DeviceMesh, undo: ExitStack) -> None:
         layouts_out = {b.module: b.layout for b in self.plan.borders if b.side == "output" and b.layout is not None}
         for name, module in self.model.named_modules():
-            if type(module) is nn.Linear and isinstance(module.weight, DTensor) and inside(name, self.regions):
+            if type(module) is nn.Linear and self._is_global_weight(name, module) and inside(name, self.regions):
                 layout = layouts_out.get(name)
                 place = borders.border_placements
                 border = None if layout is None else place(self._on_model_axes(layout), model_mesh)
                 undo.callback(compute_locally(module, border))
+
+    def _is_global_weight(self, name: str, module: nn.Linear) -> bool:
+        return self.model_mesh is not None and self._is_global(f"{name}.weight".lstrip("."), module.weight)
 
     def _install_batch_norm(self, undo: ExitStack) -> None:
         group = self._group(self.data_axes)
@@ -447,6 +465,8 @@ class _Build:
 
     def _placed(self, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
         """What a tensor becomes: a DTensor inside a region, else a plain tensor on this rank's device."""
+        if self._is_stored_in_parts(name):
+            return self._stored(name, tensor, local)
         if self.model_mesh is None or not self._is_global(name, tensor):
             return self._moved(tensor, local)
         layout = self._layout(name, tensor)
@@ -457,6 +477,17 @@ class _Build:
             local.to(self.device), self.model_mesh, placements, run_check=False, shape=tensor.shape, stride=stride
         )
         return _as_parameter(after, tensor) if isinstance(tensor, nn.Parameter) else after
+
+    def _is_stored_in_parts(self, name: str) -> bool:
+        return name in self.rows and bool(self.rows[name].stored.axes & {*self.data_axes})
+
+    def _stored(self, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
+        """A parameter as it is kept between steps: a DTensor on the whole mesh."""
+        row = self.rows[name]
+        placements = tuple(self._on_active_axes(row.stored).placements(self.mesh))
+        local = (self._cut(name, tensor) if local is None else local).to(self.device)
+        after = _torch.wrap(local, _torch.spec(self.mesh, placements, tuple(row.global_shape), local.dtype))
+        return _as_parameter(after, tensor)
 
     def _is_global(self, name: str, tensor: torch.Tensor) -> bool:
         """In a region, parameters are DTensors, and buffers that are split or that BatchNorm updates from some."""
@@ -479,8 +510,8 @@ class _Build:
     def _cut(self, name: str, whole: Any) -> torch.Tensor:
         """This rank's part of a whole tensor, or of a slice of a safetensors file, which is then read in part only."""
         shape = tuple(whole.shape) if isinstance(whole, torch.Tensor) else tuple(whole.get_shape())
-        layout = self.rows[name].compute if name in self.rows else Layout.replicate(len(shape))
-        layout = self._on_model_axes(layout)
+        layout = self.rows[name].stored if name in self.rows else Layout.replicate(len(shape))
+        layout = self._on_active_axes(layout)
         if isinstance(whole, torch.Tensor):
             return layout.take(whole.detach(), self.shape, self.coordinate).clone()
         return _read(whole, layout.local_slices(shape, self.shape, self.coordinate))

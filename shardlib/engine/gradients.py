@@ -284,6 +284,8 @@ class GradientReducer:
         bucket_bytes: how much one bucket carries; a larger one has fewer latencies, a smaller one overlaps more.
         passes: backward passes that make one step; the gradient is that of their mean.
         dtype: in which gradients travel; by default their own.
+        peers: the ranks of some axes.
+        scratch: memory that transitions borrow.
     """
 
     def __init__(
@@ -295,16 +297,16 @@ class GradientReducer:
         bucket_bytes: int = 25 << 20,
         passes: int = 1,
         dtype: torch.dtype | None = None,
-        scratch: Scratch | None = None,
+        peers: Callable[[Axes], Peers],
+        scratch: Scratch,
     ) -> None:
         self.mesh, self.data_axes, self.bucket_bytes, self.passes = mesh, data_axes, bucket_bytes, passes
-        self.dtype, self.scratch = dtype, scratch or Scratch()
+        self.dtype, self.peers, self.scratch = dtype, peers, scratch
         self.enabled = True
         self.sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self._slots = [_Slot(h) for h in held]
         self._index = {id(slot.held.leaf): i for i, slot in enumerate(self._slots)}
         self._groups: dict[Axes, dist.ProcessGroup] = {}
-        self._peers: dict[Axes, Peers] = {}
         self._buckets: list[_Bucket] = []
         self._home: dict[int, tuple[_Bucket, _Slot]] = {}
         self._learned = False
@@ -316,6 +318,7 @@ class GradientReducer:
         self._used: list[bool] | None = None
         self._handles: dict[int, list[Any]] = {}
         self._converting: list[Any] = []
+        self.at_the_end: list[Callable[[], None]] = []  # what else to do when a backward pass has ended
         self._left_out = self._slots  # of the buckets, because they required no gradient when these were laid out
         self.notice_unfrozen()
 
@@ -339,11 +342,6 @@ class GradientReducer:
         if axes not in self._groups:
             self._groups[axes] = _torch.flattened(self.mesh, axes).get_group()
         return self._groups[axes]
-
-    def peers(self, axes: Axes) -> Peers:
-        if axes not in self._peers:
-            self._peers[axes] = Peers(self.group(axes))
-        return self._peers[axes]
 
     def notice_unfrozen(self) -> None:
         """Take in parameters that have begun to require gradients since; buckets are then laid out anew."""
@@ -435,6 +433,8 @@ class GradientReducer:
     def _finish(self) -> None:
         """The backward pass has ended: send what is left, in the order all ranks share, and hand the results out."""
         self._backward = -1
+        for also in self.at_the_end:
+            also()
         for slot in (slot for bucket in self._reducing[self._launched :] for slot in bucket.slots):
             slot.filled = slot.filled or slot.held.leaf.grad is not None
         while self._launched < len(self._reducing):

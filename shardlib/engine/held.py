@@ -25,7 +25,7 @@ class Held:
     """A parameter, and how its gradient and state lie.
 
     Attributes:
-        name: the first of its names.
+        names: all its names, the first one first.
         param: what the model shows its user: `model.get_parameter(name)`.
         leaf: what is computed with and what autograd gives gradients: `param` itself, unless parameters are stored in
             parts; whole over the data axes.
@@ -36,9 +36,11 @@ class Held:
         room: elements of the largest rank's compute tensor.
         stage: of ZeRO: 0 where nothing is split, 1 where a gradient keeps its whole memory, 2 where only this rank's
             part of it stays, 3 where the parameter is stored in parts too.
+        compute_spec: of the whole parameter on the model axes, where it is a DTensor there.
+        whole: local memory of `leaf`, where that is lent.
     """
 
-    name: str
+    names: tuple[str, ...]
     param: nn.Parameter
     leaf: nn.Parameter
     axes: Axes
@@ -47,11 +49,27 @@ class Held:
     mesh: DeviceMesh
     room: int
     stage: int = 0
+    compute_spec: Any = None
+    whole: torch.Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def make_leaf(self, local: torch.Tensor) -> nn.Parameter:
+        """A parameter to compute with, over this local memory."""
+        value = local if self.compute_spec is None else _torch.wrap(local, self.compute_spec)
+        return nn.Parameter(value, requires_grad=self.param.requires_grad)
 
     def wrap(self, part: torch.Tensor) -> DTensor:
         """This rank's part of gradient or state as a DTensor of global shape."""
         placements = tuple(self.layout.placements(self.mesh))
         return _torch.wrap(part, _torch.spec(self.mesh, placements, tuple(self.leaf.shape), part.dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is computed with."""
+        return self.param.dtype
 
     @property
     def part_shape(self) -> tuple[int, ...]:

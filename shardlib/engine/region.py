@@ -31,6 +31,7 @@ from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.ops._operands import redistributed
 from shardlib.engine.plain import plain
 from shardlib.engine.ungathered import Ungathered
+from shardlib.engine.units import Units
 
 __all__ = ["Root", "install_region"]
 
@@ -48,21 +49,30 @@ class Root:
     Args:
         reducer: told when a backward pass begins.
         check: looks at the inputs before anything else, and raises `InputError`.
+        units: made whole while the model runs.
     """
 
-    def __init__(self, reducer: GradientReducer, check: Check) -> None:
-        self.reducer, self.check = reducer, check
+    def __init__(self, reducer: GradientReducer, check: Check, units: Units | None = None) -> None:
+        self.reducer, self.check, self.units = reducer, check, units
 
     def install(self, model: nn.Module) -> list[Any]:
         return [
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._leave),
+            *([model.register_forward_hook(self._abandon, always_call=True)] if self.units is not None else []),
         ]
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.check(model, args, kwargs)
         self.reducer.notice_unfrozen()
         _torch.set_implicit_replication(True)
+        if self.units is not None:
+            self.units.enter_model()
+
+    def _abandon(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Called after a forward that raised, too: it has not come to `_leave`."""
+        assert self.units is not None
+        self.units.abandon()
 
     def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         leaves = pytree.tree_leaves(output)
@@ -72,7 +82,7 @@ class Root:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
                 leaf.register_hook(_beginning(weakref.ref(self.reducer)))
-        return output
+        return output if self.units is None else self.units.leave_model(output)
 
 
 def _beginning(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:

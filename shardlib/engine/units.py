@@ -1,0 +1,396 @@
+"""Parameters that are stored in parts are whole while they are computed with: a unit at a time.
+
+A unit is a module whose parameters are gathered together, such as a block. While its forward runs, its modules show
+whole parameters in the place of the stored ones; autograd gives these their gradients. The memory of whole parameters
+is lent: units take turns in two buffers, one for the unit that computes and one for the unit that comes next, which
+is gathered meanwhile. What autograd has saved of a parameter is this memory, so that before a unit's backward its
+parameters are gathered into the same place once more (Rajbhandari et al., "ZeRO", section 5.3; Zhao et al., "PyTorch
+FSDP", VLDB 2023, sections 3.3 and 4.2, whose schedule this is).
+
+What belongs to no unit (parameters of modules with parts that are units, parameters tied across units) is gathered
+when the model is entered, and stays until backward has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib.engine import _torch
+from shardlib.engine._torch import pytree
+from shardlib.engine.exchange import ALONE_BYTES, Bundle, Peers, Scratch
+from shardlib.engine.held import Axes, Held, local_of
+from shardlib.errors import ShardingError
+
+__all__ = ["Units", "install", "lend"]
+
+_ALIGNMENT = 64  # bytes; kernels are fastest there
+
+
+@dataclass(eq=False)
+class Lending:
+    """A flat buffer in which units take turns, and who has it.
+
+    Attributes:
+        holder: the unit whose whole parameters lie in it now.
+        busy: how many forwards of the holder are running.
+    """
+
+    flat: torch.Tensor
+    holder: _Unit | None = None
+    busy: int = 0
+
+
+@dataclass(eq=False)
+class _Unit:
+    """Parameters that are gathered together.
+
+    Attributes:
+        name: of its module; "" for what belongs to no unit.
+        places: where modules keep them: the dict of a module's parameters, the key, the parameter, and what stands
+            there while the model runs but not this unit.
+        kept: whether they stay whole until backward has ended.
+    """
+
+    name: str
+    held: list[Held]
+    places: list[tuple[dict[str, Any], str, Held, torch.Tensor]]
+    memory: Lending
+    bundles: list[tuple[Bundle, list[Held]]]
+    kept: bool
+    depth: int = 0
+    under_way: list[Any] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.memory.holder is self
+
+    def begin_to_gather(self) -> None:
+        """Ask for every rank's parts. What else lies in the memory is gone from now on."""
+        if self.memory.busy and self.memory.holder is not self:
+            assert self.memory.holder is not None
+            raise ShardingError(
+                f'"{self.name}" runs inside of "{self.memory.holder.name}", whose whole parameters lie in the memory '
+                "that both take turns in. Keep one of them whole: fsdp(reshard_after_forward=False), or zero(3) with "
+                f'only= patterns that leave "{self.name}" out.'
+            )
+        self.memory.holder = self
+        for bundle, held in self.bundles:
+            mine = [local_of(one.param).reshape(-1) for one in held]
+            flat = mine[0] if len(mine) == 1 else torch.cat(mine)
+            self.under_way.append(bundle.gather(flat, _wholes(held)))
+
+    def finish_gathering(self) -> None:
+        for moving, (bundle, held) in zip(self.under_way, self.bundles, strict=False):
+            bundle.unpack(moving, _wholes(held))
+        self.under_way = []
+
+    def show(self) -> None:
+        for owner, key, held, _ in self.places:
+            owner[key] = held.leaf
+
+    def guard(self) -> None:
+        for owner, key, _, guard in self.places:
+            owner[key] = guard
+
+    def hide(self) -> None:
+        for owner, key, held, _ in self.places:
+            owner[key] = held.param
+
+
+def _wholes(held: Iterable[Held]) -> list[torch.Tensor]:
+    return [one.whole for one in held if one.whole is not None]
+
+
+class Units:
+    """The units of a model.
+
+    Args:
+        units: by name.
+    """
+
+    def __init__(self, units: Mapping[str, _Unit]) -> None:
+        self.units = units
+        self._order: list[_Unit] = []  # in which units ran in the last forward
+        self._running: list[_Unit] = []
+        self._inside = 0  # forwards of the whole model that are running
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def enter_model(self) -> None:
+        """A forward of the whole model begins: parts may have changed since the last one."""
+        if _torch.backward_id() == -1:
+            self.let_go()
+            for unit in self.units.values():
+                for held in unit.held:
+                    if held.leaf.requires_grad != held.param.requires_grad:
+                        held.leaf.requires_grad_(held.param.requires_grad)
+            self._order, self._running = self._running, []
+        self._inside += 1
+        for unit in self.units.values():
+            if not unit.depth:
+                unit.guard()
+        if (rest := self.units.get("")) is not None:
+            self._enter(rest)
+
+    def leave_model(self, output: Any) -> Any:
+        if (rest := self.units.get("")) is not None:
+            output = self._leave(rest, output)
+        self._inside -= 1
+        self._show_stored()
+        return output
+
+    def _show_stored(self) -> None:
+        """Users see parameters as they are stored, unless a forward is running."""
+        if not self._inside:
+            for unit in self.units.values():
+                if not unit.depth:
+                    unit.hide()
+
+    def abandon(self) -> None:
+        """A forward of the model has raised."""
+        self._inside = 0
+        for unit in self.units.values():
+            unit.depth = unit.memory.busy = 0
+        self._show_stored()
+
+    def call(self, unit: _Unit, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A forward of one unit, with its parameters whole."""
+        self._enter(unit)
+        try:
+            output = inner(*args, **kwargs)
+        except BaseException:
+            self._hide(unit)
+            raise
+        return self._leave(unit, output)
+
+    def _enter(self, unit: _Unit) -> None:
+        self._make_whole(unit)
+        unit.memory.busy += 1
+        unit.depth += 1
+        unit.show()
+        if _torch.backward_id() == -1:
+            self._running.append(unit)
+            self._prefetch(unit, 1)
+
+    def _leave(self, unit: _Unit, output: Any) -> Any:
+        self._hide(unit)
+        backward_comes = False
+        if torch.is_grad_enabled():
+            hook = _before_backward(weakref.ref(self), weakref.ref(unit))
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                    leaf.register_hook(hook)
+                    backward_comes = True
+        if _torch.backward_id() == -1 and not (unit.kept and backward_comes):
+            unit.memory.holder = None if unit.memory.holder is unit else unit.memory.holder
+        return output
+
+    def _hide(self, unit: _Unit) -> None:
+        unit.memory.busy -= 1
+        unit.depth -= 1
+        if unit.depth == 0:
+            (unit.guard if self._inside else unit.hide)()
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def before_backward(self, unit: _Unit) -> None:
+        """Autograd is about to compute with what it has saved of a unit's parameters."""
+        self._make_whole(unit)
+        self._prefetch(unit, -1)
+
+    def let_go(self) -> None:
+        """Nobody computes with whole parameters any more."""
+        for unit in self.units.values():
+            unit.finish_gathering()
+            unit.memory.holder = None
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def _make_whole(self, unit: _Unit) -> None:
+        if not unit.is_whole:
+            unit.begin_to_gather()
+        unit.finish_gathering()
+
+    def _prefetch(self, unit: _Unit, step: int) -> None:
+        """The unit that computes next is gathered while this one computes, as far as the last forward tells."""
+        order = self._order if step > 0 else self._running
+        at = len(self._running) - 1 if step > 0 else _last_index(order, unit)
+        if at is None or not 0 <= at + step < len(order) or order[at] is not unit:
+            return
+        following = order[at + step]
+        if not following.is_whole and following.memory is not unit.memory and not following.memory.busy:
+            following.begin_to_gather()
+
+
+def _last_index(order: Sequence[_Unit], unit: _Unit) -> int | None:
+    return next((i for i in reversed(range(len(order))) if order[i] is unit), None)
+
+
+def _before_backward(units: weakref.ref[Units], unit: weakref.ref[_Unit]) -> Callable[[torch.Tensor], None]:
+    """A hook on an output, which does not keep the model: the collector does not see through a graph."""
+
+    def hook(_grad: torch.Tensor) -> None:
+        here, which = units(), unit()
+        if here is not None and which is not None:
+            here.before_backward(which)
+
+    return hook
+
+
+def lend(
+    model: nn.Module,
+    held: Iterable[Held],
+    units: Sequence[str],
+    kept: Callable[[str], bool],
+    peers: Callable[[Axes], Peers],
+    scratch: Scratch,
+) -> Units:
+    """Give every parameter that is stored in parts a whole one over lent memory, as its `leaf`.
+
+    Args:
+        model: that they are parameters of.
+        held: all parameters; those below stage 3 are left alone.
+        units: names of modules that are units.
+        kept: whether the parameters of a name stay whole until backward has ended.
+        peers: the ranks of some axes.
+        scratch: memory that gathering borrows.
+    """
+    stored = [one for one in held if one.stage == 3 and one.cut is not None]
+    groups: dict[str, list[Held]] = {}
+    for one in stored:
+        homes = {_unit_of(name, units) for name in one.names}
+        groups.setdefault(homes.pop() if len(homes) == 1 else "", []).append(one)
+    taking_turns: list[list[Held]] = [[], []]
+    turn: dict[str, int] = {}
+    ordered = [name for name in (*units, "") if name in groups]
+    for name in ordered:
+        if name and not all(kept(one.name) for one in groups[name]):
+            turn[name] = len(turn) % 2
+            taking_turns[turn[name]] += groups[name]
+    rings = [_memory_for([groups[n] for n in ordered if turn.get(n) == t]) for t in (0, 1)]
+    made = {}
+    for name in ordered:
+        memory = rings[turn[name]] if name in turn else _memory_for([groups[name]])
+        _give_leaves(groups[name], memory.flat)
+        places = _places(model, groups[name])
+        bundles = _bundles(groups[name], peers, scratch)
+        made[name] = _Unit(name, groups[name], places, memory, bundles, kept=name not in turn)
+    return Units(made)
+
+
+def _unit_of(name: str, units: Sequence[str]) -> str:
+    return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+
+
+def _memory_for(groups: list[list[Held]]) -> Lending:
+    """One buffer that is large enough for each of these groups."""
+    size = max((sum(map(_room, group)) for group in groups), default=0)
+    device = local_of(groups[0][0].param).device if groups else None
+    return Lending(torch.empty(size, dtype=torch.uint8, device=device))
+
+
+def _room(held: Held) -> int:
+    assert held.cut is not None
+    bytes_ = sum(held.cut.numels) * held.dtype.itemsize
+    return -(-bytes_ // _ALIGNMENT) * _ALIGNMENT
+
+
+def _give_leaves(group: list[Held], flat: torch.Tensor) -> None:
+    at = 0
+    for held in group:
+        assert held.cut is not None
+        numel = sum(held.cut.numels)
+        view = flat[at : at + numel * held.dtype.itemsize].view(held.dtype).view(held.cut.shape)
+        # Aliases that count writes apart: autograd must not take a gathering for a change of what it saved.
+        held.whole = view.data
+        held.leaf = held.make_leaf(view.data)
+        at += _room(held)
+
+
+def _places(model: nn.Module, group: list[Held]) -> list[tuple[dict[str, Any], str, Held, torch.Tensor]]:
+    by_id = {id(held.param): held for held in group}
+    return [
+        (parameters, key, by_id[id(param)], _Guard.of(by_id[id(param)]))
+        for module in model.modules()
+        for parameters in [_torch.own_tensors(module)[0]]
+        for key, param in parameters.items()
+        if id(param) in by_id
+    ]
+
+
+class _Guard(torch.Tensor):
+    """Stands for a parameter while the model runs but its unit does not. It can be asked for its shape and dtype.
+
+    The stored parameter must not be found there: computed with beside tensors that differ from rank to rank, it would
+    give wrong numbers without a word.
+    """
+
+    parameter: str
+
+    @staticmethod
+    def of(held: Held) -> torch.Tensor:
+        assert held.whole is not None
+        guard = torch.empty((), dtype=held.dtype, device=held.whole.device).expand(held.leaf.shape).as_subclass(_Guard)
+        guard.parameter = held.name
+        return guard
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _ASKING or func in _ASKING:
+            return _torch.call_below_subclass(func, *args, **(kwargs or {}))
+        guards = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Guard)]
+        raise ShardingError(
+            f'"{guards[0].parameter}" is stored in parts and was read while its own module was not running, by '
+            f"{getattr(func, '__name__', func)}. Leave it whole: give zero(3) or fsdp() only= patterns without it."
+        )
+
+
+_ASKING = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride", "__len__"}
+
+
+def _bundles(group: list[Held], peers: Callable[[Axes], Peers], scratch: Scratch) -> list[tuple[Bundle, list[Held]]]:
+    """Large parameters by themselves, the others together."""
+    batches: dict[Any, list[Held]] = {}
+    for held in group:
+        assert held.cut is not None and held.whole is not None
+        alone = held.whole.nbytes >= ALONE_BYTES and held.cut.in_runs
+        key = id(held) if alone else (held.axes, held.dtype, held.param.dtype)
+        batches.setdefault(key, []).append(held)
+    return [
+        (
+            Bundle(
+                [held.cut for held in batch if held.cut is not None],
+                peers(batch[0].axes),
+                batch[0].dtype,
+                local_of(batch[0].param).device,
+                scratch,
+            ),
+            batch,
+        )
+        for batch in batches.values()
+    ]
+
+
+def install(units: Units, model: nn.Module) -> Callable[[], None]:
+    """Let the modules that are units run with whole parameters; returns what undoes it."""
+    undo: list[Callable[[], None]] = []
+    for name, unit in units.units.items():
+        if name:
+            module = model.get_submodule(name)
+            before = _torch.compiled_call(module)
+            inner = before if before is not None else functools.partial(_torch.call_eagerly, module)
+            _torch.set_compiled_call(module, functools.partial(units.call, unit, inner))
+            undo.append(functools.partial(_torch.set_compiled_call, module, before))
+
+    def undo_all() -> None:
+        for step in reversed(undo):
+            step()
+
+    return undo_all
