@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shardlib._plan import Plan
 from shardlib.errors import InputError
+from shardlib.transforms import fsdp, offload, zero
 
 __all__ = ["Transform", "register_transforms", "transforms"]
 
@@ -19,9 +20,20 @@ def identity(plan: Plan) -> Plan:
     return plan
 
 
+# Of those that `shardlib.transforms` offers, the ones that mean something for every model, mesh and dtype.
+_FOR_ENGINES_THAT_RUN_THEM: list[st.SearchStrategy[Transform]] = [
+    st.builds(zero, st.integers(1, 3)),
+    st.builds(fsdp, reshard_after_forward=st.sampled_from([None, True, False])),
+    st.builds(offload, st.sampled_from(["state", "params", "grads", "all"]), fraction=st.sampled_from([1.0, 0.5])),
+]
+_THE_ENGINE_RUNS_THEM = False
+
 # One strategy for each kind of transform. What `shardlib.transforms` gains is registered here, or with
 # `register_transforms` from a package of one's own, and is then part of every case.
-_TRANSFORMS: list[st.SearchStrategy[Transform]] = [st.just(identity)]
+_TRANSFORMS: list[st.SearchStrategy[Transform]] = [
+    st.just(identity),
+    *(_FOR_ENGINES_THAT_RUN_THEM if _THE_ENGINE_RUNS_THEM else ()),
+]
 
 
 def register_transforms(strategy: st.SearchStrategy[Transform]) -> None:
