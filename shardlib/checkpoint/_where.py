@@ -40,6 +40,8 @@ def begin(path: Path) -> None:
             f'"{path}" exists and is no checkpoint of shardlib ({MANIFEST} is not in it), so it is not replaced. Save '
             "to a new path, or remove it first."
         )
+    if path.parent.exists() and not path.parent.is_dir():
+        raise CheckpointError(f'"{path.parent}" is no folder. Save to a path in a folder.')
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(_previous(path))
     remove(writing(path))
