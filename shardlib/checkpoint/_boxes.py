@@ -100,6 +100,8 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
             if start > end:
                 return f"elements from {end} to {start} of dim {dim} are in no piece"
             end = start + length
+        if end > size:
+            return f"pieces reach to {end} in dim {dim}, which has size {size}"
         if end != size:
             return f"elements from {end} to {size} of dim {dim} are in no piece"
         cells *= len(intervals)

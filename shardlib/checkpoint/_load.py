@@ -286,13 +286,11 @@ class _Work:
             else:
                 self.missing.append(item.name)
         self.unexpected = [name for name in saved if name not in used]
-        self._refuse_names(saved)
+        self._refuse_names()
         self._refuse_kinds(self.into)
 
-    def _refuse_names(self, saved: Mapping[str, Saved]) -> None:
-        if not (self.missing or self.unexpected) or (self.strict and not self.into and not saved):
-            return
-        if not self.into or self.strict:
+    def _refuse_names(self) -> None:
+        if (self.missing or self.unexpected) and (self.strict or not self.into):
             lines = [f'the checkpoint "{self.source.folder}" does not fit the model by its names.']
             if self.missing:
                 lines.append(

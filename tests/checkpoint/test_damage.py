@@ -1,0 +1,312 @@
+"""Damaged, foreign and hostile files: refused with CheckpointError, and the model is as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shardlib import checkpoint
+from shardlib.checkpoint._manifest import MANIFEST, Manifest
+from shardlib.errors import CheckpointError
+
+_ALL = settings.default.max_examples
+
+
+class Job:
+    """A model in training, and a copy of all that loading could change."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1 * (seed + 1))
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3 + seed)
+        for _ in range(1 + seed):
+            self.model(torch.randn(5, 3)).square().sum().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def save(self, path: Path, **options: Any) -> None:
+        extra = {"epoch": 3, "seen": torch.arange(5)}
+        checkpoint.save(path, self.model, self.optimizer, lr_scheduler=self.scheduler, extra=extra, **options)
+
+    def load(self, path: Path, **options: Any) -> Any:
+        return checkpoint.load(path, self.model, self.optimizer, lr_scheduler=self.scheduler, **options)
+
+    def state(self) -> str:
+        """All of it, as text that is equal where all is equal, bit by bit."""
+        tensors = [*self.model.state_dict().values()]
+        tensors += [t for held in self.optimizer.state_dict()["state"].values() for t in held.values()]
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        values = [t.double().tolist() for t in tensors]
+        return repr((values, groups, self.scheduler.state_dict(), torch.get_rng_state().sum()))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole") / "checkpoint"
+    Job(0).save(path)
+    return path
+
+
+def _copy(whole: Path, folder: Path) -> Path:
+    target = folder / "copy"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(whole, target)
+    return target
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def _refused_or_harmless(path: Path, whole: Path, **options: Any) -> str | None:
+    """The refusal, which has changed nothing; or None, where what was loaded is what was saved."""
+    torch.manual_seed(3)
+    job = Job(1)
+    before = job.state()
+    try:
+        job.load(path, **options)
+    except CheckpointError as error:
+        assert job.state() == before, "refused, and yet something was changed"
+        return str(error)
+    good = Job(1)
+    good.load(whole)
+    assert job.state() == good.state(), "wrong numbers in silence"
+    return None
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scratch")
+
+
+@settings(max_examples=2 * _ALL)
+@given(at=st.floats(0, 1, exclude_max=True), which=st.integers(0, 99), bit=st.integers(0, 7))
+def test_a_flipped_bit_anywhere(whole: Path, scratch: Path, at: float, which: int, bit: int):
+    copy = _copy(whole, scratch)
+    file = _files(copy)[which % len(_files(copy))]
+    data = bytearray(file.read_bytes())
+    data[int(at * len(data))] ^= 1 << bit
+    file.write_bytes(data)
+    _refused_or_harmless(copy, whole)
+
+
+@settings(max_examples=_ALL)
+@given(at=st.floats(0, 1, exclude_max=True), which=st.integers(0, 99))
+def test_a_file_that_ends_early_anywhere(whole: Path, scratch: Path, at: float, which: int):
+    copy = _copy(whole, scratch)
+    file = _files(copy)[which % len(_files(copy))]
+    data = file.read_bytes()
+    file.write_bytes(data[: int(at * len(data))])
+    refused = _refused_or_harmless(copy, whole)
+    assert refused is not None and file.name in refused
+
+
+@pytest.mark.parametrize("verify", ["read", "all", "none"])
+def test_a_file_that_is_missing_or_longer(whole: Path, tmp_path: Path, verify: str):
+    for n in range(len(_files(whole))):
+        copy = _copy(whole, tmp_path)
+        file = _files(copy)[n]
+        with file.open("ab") as end:
+            end.write(b"more")
+        refused = _refused_or_harmless(copy, whole, verify=verify)
+        assert refused is not None and file.name in refused, file
+        file.unlink()
+        assert _refused_or_harmless(copy, whole, verify=verify) is not None, file
+
+
+def test_damage_where_nothing_is_read_is_found_by_looking_at_all(whole: Path, tmp_path: Path):
+    copy = _copy(whole, tmp_path)
+    file = next(copy.glob("optimizer/*"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    checkpoint.load(copy, Job(1).model)
+    with pytest.raises(CheckpointError, match=r"pieces-00000-000.safetensors\" is not what was saved"):
+        checkpoint.load(copy, Job(1).model, verify="all")
+
+
+def test_a_manifest_that_is_gone_is_said_to_be(whole: Path, tmp_path: Path):
+    copy = _copy(whole, tmp_path)
+    (copy / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"has files of a checkpoint but no shardlib.json"):
+        Job(1).load(copy)
+
+
+def test_pickles_are_not_read(tmp_path: Path):
+    torch.save(Job(0).model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"Pickled files \(.bin, .pt, .distcp\) are never read"):
+        checkpoint.load(tmp_path, Job(1).model)
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        checkpoint.load(tmp_path / "pytorch_model.bin", Job(1).model)
+
+
+# --- manifests that somebody wrote ----------------------------------------------------------------------------------
+
+
+def _with_checksum(body: Any) -> str:
+    text = json.dumps(body, separators=(",", ":"), sort_keys=True)
+    return f'{{"shardlib_checkpoint":1,"crc32":"{zlib.crc32(text.encode()):08x}","body":{text}}}'
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path to everything in a JSON value."""
+    yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from _places(value[key], (*path, key))
+
+
+def _changed(body: Any, path: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
+    body = json.loads(json.dumps(body))
+    at = body
+    for key in path[:-1]:
+        at = at[key]
+    change(at, path[-1])
+    return body
+
+
+_HOSTILE: list[Any] = [
+    *(None, True, False, -1, 0, 1, 2, 3, 1 << 31, 1 << 62, 1 << 64, 10**40, -(1 << 63), 0.5, 1e308),
+    *(
+        "",
+        "a",
+        "..",
+        "../up",
+        "/etc/passwd",
+        "values/../../up.safetensors",
+        "model\0.safetensors",
+        "x" * 5000,
+        "\ud800",
+    ),
+    *([], [[]], [0], [-1], [1 << 62], {}, [[[[[[[[]]]]]]]]),
+    *({"~": "tuple", "of": 3}, {"~": "tensor", "of": "no such"}, {"~": "tensor", "of": 3}, {"~": []}),
+    *({"~": "dict", "of": [[[1], 2]]}, {"~": "os.system", "of": "true"}, {"~": 1}, {"~": {}, "of": 1}),
+    *({"~": "counter", "of": [["a", "b"]]}, {"~": "float", "of": "1"}),
+]
+
+
+def _drop(at: Any, key: Any) -> None:
+    del at[key]
+
+
+def _set(value: Any) -> Callable[[Any, Any], None]:
+    def change(at: Any, key: Any) -> None:
+        at[key] = value
+
+    return change
+
+
+def _repeat(at: Any, key: Any) -> None:
+    if isinstance(at, list):
+        at.insert(0, at[key])
+    else:
+        at[f"{key}~"] = at[key]
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+_CHANGES = st.one_of(st.sampled_from(_HOSTILE).map(_set), _JSON.map(_set), st.just(_drop), st.just(_repeat))
+
+
+@settings(max_examples=6 * _ALL)
+@given(data=st.data())
+def test_a_manifest_with_hostile_values_anywhere(whole: Path, scratch: Path, data: st.DataObject):
+    copy = _copy(whole, scratch)
+    body = json.loads((copy / MANIFEST).read_text())["body"]
+    for _ in range(data.draw(st.integers(1, 2))):
+        places = [path for path in _places(body) if path]
+        body = _changed(body, data.draw(st.sampled_from(places)), data.draw(_CHANGES))
+    (copy / MANIFEST).write_text(_with_checksum(body))
+    job = Job(1)
+    try:
+        job.load(copy)
+    except CheckpointError:
+        return  # nothing else may come out
+
+
+_DEEP = "[" * 100_000 + "]" * 100_000
+_LONG = '{"shardlib_checkpoint":1,"crc32":"00000000","body":' + "9" * 5000 + "}"
+
+
+@given(text=st.text() | _JSON.map(json.dumps))
+@example(_DEEP)
+@example('{"shardlib_checkpoint":1,"crc32":"0","body":' + _DEEP + "}")
+@example(_LONG)
+@example('{"a":1,"a":2}')
+@example('{"shardlib_checkpoint":NaN}')
+@example("")
+@example("null")
+@example('{"shardlib_checkpoint":true,"crc32":"","body":{}}')
+def test_text_that_is_no_manifest(text: str):
+    with pytest.raises(CheckpointError):
+        Manifest.load(text)
+
+
+_BAD: dict[str, tuple[tuple[Any, ...], Any, str]] = {
+    "a path that leads out": (("files", 0, 0), "../outside.safetensors", "names a file '../outside.safetensors'"),
+    "an absolute path": (("files", 0, 0), "/etc/passwd", "names a file '/etc/passwd'"),
+    "a negative slice": (("tensors", "model", "0.weight", 2, 0, 1, 0), -1, "holds -1, which is no size"),
+    "a huge shape": (("tensors", "model", "0.weight", 1, 0), 1 << 61, "elements from 4 to 2305843009213693952"),
+    "overlapping pieces": (("tensors", "model", "0.weight", 2), [[0, [0, 0], [3, 3]], [0, [2, 0], [2, 3]]], "overlap"),
+    "a missing piece": (("tensors", "model", "0.weight", 2), [[0, [0, 0], [3, 3]]], "from 3 to 4 of dim 0 are in no"),
+    "a missing corner": (
+        ("tensors", "model", "0.weight", 2),
+        [[0, [0, 0], [2, 1]], [0, [2, 0], [2, 1]], [0, [0, 1], [2, 2]]],
+        "1 pieces of 4 are missing",
+    ),
+    "a file that is not listed": (("tensors", "model", "0.weight", 2, 0, 0), 7, "a piece is in file 7 of 3"),
+    "an unknown dtype": (("tensors", "model", "0.weight", 0), "F4", "unknown dtype 'F4'"),
+    "another dtype": (("tensors", "model", "0.weight", 0), "I32", 'torch.int32 in the checkpoint'),
+    "a piece of another shape": (("tensors", "model", "0.weight", 1), [3, 4], "reach to 4 in dim 0, which has size 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", _BAD)
+def test_a_hostile_manifest_is_refused_with_its_reason(whole: Path, tmp_path: Path, what: str):
+    path, value, reason = _BAD[what]
+    copy = _copy(whole, tmp_path)
+    body = json.loads((copy / MANIFEST).read_text())["body"]
+    (copy / MANIFEST).write_text(_with_checksum(_changed(body, path, _set(value))))
+    job = Job(1)
+    before = job.state()
+    with pytest.raises(CheckpointError) as caught:
+        job.load(copy)
+    assert reason in str(caught.value)
+    assert job.state() == before
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *("", "[]", _DEEP, '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../b"}}'),
+        *('{"weight_map": {"a": "/etc/passwd"}}', '{"weight_map": {"a": ""}}', '{"weight_map": {"a": "missing"}}'),
+    ],
+)
+def test_a_hostile_index_of_a_foreign_checkpoint(tmp_path: Path, index: str):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError):
+        checkpoint.load(tmp_path, Job(1).model)
+
+
+@given(data=st.binary(max_size=200))
+@example(b"\xff" * 8 + b"{}")
+@example((1 << 40).to_bytes(8, "little") + b"{}")
+@example((2).to_bytes(8, "little") + b"{}")
+def test_bytes_that_are_no_safetensors(scratch: Path, data: bytes):
+    (scratch / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError):
+        checkpoint.load(scratch / "model.safetensors", Job(1).model)
