@@ -62,6 +62,13 @@ def test_what_is_shared_with_the_outside_belongs_to_the_root_unit():
     assert made.unit(made["last.weight"]) == ""
 
 
+def test_what_several_units_share_belongs_to_the_root_unit():
+    model = _list(_linear(), _linear())
+    model[1].weight = model[0].weight
+    made = plan(model, "dp=2", {"**.weight": None, "**.bias": None})
+    assert [made.unit(row) for row in made.rows] == ["", "0", "1"]
+
+
 def test_units_are_kept_and_compared():
     made = gpt_plan()
     assert Plan.from_json(made.to_json()).units == made.units
