@@ -27,7 +27,7 @@ from shardlib.engine._torch import pytree
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
 from shardlib.engine.exchange import Peers, Scratch
 from shardlib.engine.gradients import GradientReducer
-from shardlib.engine.held import Held
+from shardlib.engine.held import Held, remember
 from shardlib.engine.linear import compute_locally
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.region import Root, install_region
@@ -332,8 +332,7 @@ class _Build:
             self._install_batch_norm(undo)
         held = self._held()
         scratch = Scratch()
-        peers = functools.cache(lambda axes: Peers(_torch.flattened(self.mesh, axes).get_group()))
-        units = self._lend(held, peers, scratch, undo)
+        units = self._lend(held, scratch, undo)
         reducer = GradientReducer(
             held,
             self.mesh,
@@ -341,11 +340,10 @@ class _Build:
             bucket_bytes=bucket_bytes,
             passes=self.plan.step.accumulate,
             dtype=self.plan.step.reduce_dtype,
-            peers=peers,
             scratch=scratch,
         )
         undo.callback(reducer.remove)
-        optimizer.update_in_parts(held, Updates(held, peers, scratch, bucket_bytes=bucket_bytes))
+        optimizer.update_in_parts(held, Updates(held, scratch, bucket_bytes=bucket_bytes))
         if units is not None:
             reducer.at_the_end.append(units.let_go)
         root = Root(reducer, self._input_check(check), units)
@@ -357,15 +355,16 @@ class _Build:
 
     def _held(self) -> list[Held]:
         """Each parameter once, with how its gradient and state lie."""
-        return [self._held_one(name, param) for name, param in self.model.named_parameters()]
+        held = [self._held_one(name, param) for name, param in self.model.named_parameters()]
+        for one in held:
+            remember(one)
+        return held
 
-    def _lend(
-        self, held: list[Held], peers: Callable[[tuple[str, ...]], Peers], scratch: Scratch, undo: ExitStack
-    ) -> Units | None:
+    def _lend(self, held: list[Held], scratch: Scratch, undo: ExitStack) -> Units | None:
         """Where parameters are stored in parts, memory in which they are whole while modules compute with them."""
         if not any(one.stage == 3 for one in held):
             return None
-        units = lend(self.model, held, self.plan.units, lambda name: not self.rows[name].reshard, peers, scratch)
+        units = lend(self.model, held, self.plan.units, lambda name: not self.rows[name].reshard, scratch)
         undo.callback(install(units, self.model))
         return units
 
@@ -378,17 +377,23 @@ class _Build:
         division = cut(compute, self._on_active_axes(state), row.global_shape, self.shape, self.coordinate)
         axes = tuple(axis for axis in self.data_axes if axis in state.axes) if division is not None else ()
         spec = None
-        if isinstance(param, DTensor) and self.model_mesh is not None and self._is_global(name, param):
+        if self.model_mesh is not None and self._is_global(name, param):
             places = tuple(compute.placements(self.model_mesh))
             spec = _torch.spec(self.model_mesh, places, tuple(row.global_shape), param.dtype)
         layout = self._on_active_axes(state)
         stage = self._stage(row) if division is not None else 0
-        return Held(row.tied, param, param, axes, division, layout, self.mesh, room, stage, spec)
+        peers = self._peers(axes) if axes else None
+        return Held(row.tied, param, param, axes, division, layout, self.mesh, room, stage, peers, spec)
+
+    @functools.cached_property
+    def _peers(self) -> Callable[[tuple[str, ...]], Peers]:
+        return functools.cache(lambda axes: Peers(_torch.flattened(self.mesh, axes).get_group()))
 
     def _stage(self, row: Row) -> int:
-        """Of ZeRO: how many of state, gradient and stored parameter are split over data axes."""
-        layouts_ = (row.state, row.grad, row.stored)
-        return sum(layout is not None and bool(layout.axes & {*self.data_axes}) for layout in layouts_)
+        """Of ZeRO: which of state, gradient and stored parameter are split over data axes."""
+        phases = ((3, row.stored), (2, row.grad), (1, row.state))
+        split = (stage for stage, layout in phases if layout is not None and layout.axes & {*self.data_axes})
+        return next(split, 0)
 
     def _install_regions(self, model_mesh: DeviceMesh, undo: ExitStack) -> None:
         for region in self.regions:

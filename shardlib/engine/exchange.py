@@ -96,8 +96,9 @@ class Bundle:
     """
 
     def __init__(
-        self, cuts: Sequence[Cut], peers: Peers, dtype: torch.dtype, device: torch.device, scratch: Scratch
+        self, cuts: Sequence[Cut], peers: Peers | None, dtype: torch.dtype, device: torch.device, scratch: Scratch
     ) -> None:
+        assert peers is not None, "what is cut is cut among peers"
         self.cuts, self.peers, self.dtype, self.device, self.scratch = cuts, peers, dtype, device, scratch
         self.sizes = [sum(cut.numels[rank] for cut in cuts) for rank in range(peers.count)]
         self.alone = len(cuts) == 1 and cuts[0].in_runs and (peers.direct or cuts[0].even)

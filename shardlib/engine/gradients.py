@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
-from shardlib.engine.exchange import ALONE_BYTES, Bundle, Peers, Scratch
+from shardlib.engine.exchange import ALONE_BYTES, Bundle, Scratch
 from shardlib.engine.held import Axes, Held, local_of
 from shardlib.engine.plain import plain
 from shardlib.errors import ShardingError
@@ -52,6 +52,10 @@ class _Slot:
         """Autograd adds to `p.grad`, and a part is nothing that it can add a whole gradient to."""
         param = self.held.param
         if self.held.leaf is not param:
+            return
+        if self.held.cut is None:
+            if self.held.is_part(param.grad) and isinstance(param, DTensor):
+                param.grad = _torch.wrap(local_of(param.grad), _torch.spec_of(param))  # type: ignore[arg-type,assignment]
             return
         if param.grad is None:
             self.prior = None
@@ -140,7 +144,7 @@ class _Reduced(_Bucket):
             local = local_of(slot.held.leaf)
             view = piece[: local.numel()].as_strided(local.shape, torch.empty_like(local, device="meta").stride())
             self.views.append(view)
-            self.shown.append(_shown(slot.held.param, view))
+            self.shown.append(self._shown(slot.held, view))
 
     def launch(self) -> None:
         grads = self._gradients()
@@ -178,9 +182,16 @@ class _Reduced(_Bucket):
         assert self.sent is not None
         for i, slot in enumerate(self.slots):
             if self.owner.is_used(slot):
-                shown = self.shown[i] if self.shown else _shown(slot.held.param, self.sent)
+                shown = self.shown[i] if self.shown else self._shown(slot.held, self.sent)
                 slot.held.param.grad = shown
         self.sent = None
+
+    def _shown(self, held: Held, local: torch.Tensor) -> torch.Tensor:
+        """What `p.grad` becomes. Beside gradients in parts, which lie on the whole mesh, others lie there too: torch's
+        own `clip_grad_norm_` takes DTensors of one mesh."""
+        if not isinstance(held.param, DTensor):
+            return local
+        return held.wrap(local) if self.owner.in_parts else _torch.wrap(local, _torch.spec_of(held.param))
 
 
 @dataclass(eq=False)
@@ -204,14 +215,16 @@ class _Scattered(_Bucket):
     def at_every_pass(self) -> bool:
         return not self.slots or self.slots[0].held.stage > 1
 
-    def allocate(self, split: Axes) -> None:
-        peers = self.owner.peers(split)
+    def allocate(self, like: Held) -> None:
+        """`like`: a parameter that is cut as those of this bucket are."""
+        peers = like.peers
+        assert peers is not None
         cuts = [slot.held.cut for slot in self.slots if slot.held.cut is not None]
         if self.last:
             cuts.append(Cut((peers.count,), 0, tuple((slice(r, r + 1),) for r in range(peers.count))))
         dtype, device = self.owner.dtype_of(self), self.owner.device
         self.bundle = Bundle(cuts, peers, dtype, device, self.owner.scratch)
-        self.rest = tuple(axis for axis in self.axes if axis not in split)
+        self.rest = tuple(axis for axis in self.axes if axis not in like.axes)
 
     def launch(self) -> None:
         assert self.bundle is not None
@@ -270,10 +283,6 @@ def _dense(grad: torch.Tensor | None, *, like: torch.Tensor) -> torch.Tensor:
     return grad if grad.stride() == like.stride() else torch.empty_like(like, dtype=grad.dtype).copy_(grad)
 
 
-def _shown(param: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    return _torch.wrap(local, _torch.spec_of(param)) if isinstance(param, DTensor) else local
-
-
 class GradientReducer:
     """Keeps `p.grad` of every parameter equal to the gradient of the mean loss over the data axes.
 
@@ -284,7 +293,6 @@ class GradientReducer:
         bucket_bytes: how much one bucket carries; a larger one has fewer latencies, a smaller one overlaps more.
         passes: backward passes that make one step; the gradient is that of their mean.
         dtype: in which gradients travel; by default their own.
-        peers: the ranks of some axes.
         scratch: memory that transitions borrow.
     """
 
@@ -297,14 +305,14 @@ class GradientReducer:
         bucket_bytes: int = 25 << 20,
         passes: int = 1,
         dtype: torch.dtype | None = None,
-        peers: Callable[[Axes], Peers],
         scratch: Scratch,
     ) -> None:
         self.mesh, self.data_axes, self.bucket_bytes, self.passes = mesh, data_axes, bucket_bytes, passes
-        self.dtype, self.peers, self.scratch = dtype, peers, scratch
+        self.dtype, self.scratch = dtype, scratch
         self.enabled = True
         self.sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self._slots = [_Slot(h) for h in held]
+        self.in_parts = any(one.cut is not None for one in held)
         self._index = {id(slot.held.leaf): i for i, slot in enumerate(self._slots)}
         self._groups: dict[Axes, dist.ProcessGroup] = {}
         self._buckets: list[_Bucket] = []
@@ -374,9 +382,8 @@ class GradientReducer:
         if self._backward == _torch.backward_id():
             return
         self._backward = _torch.backward_id()
-        for slot in self._slots:
-            if slot.held.cut is not None:
-                slot.put_prior_aside()
+        for slot in self._slots if self.in_parts else ():
+            slot.put_prior_aside()
         closing = False
         if self.enabled:
             self._pass = self._pass % self.passes + 1
@@ -496,8 +503,14 @@ class GradientReducer:
         self._buckets += [_bucket(self, key[0], batch) for key, batch in pending.items()]
         if self.data_axes and self._buckets:
             self._close()
+        cut = next((slot.held for bucket in self._buckets for slot in bucket.slots if slot.held.cut is not None), None)
         for bucket in self._buckets:
-            self._allocate(bucket)
+            if isinstance(bucket, _Scattered):
+                like = bucket.slots[0].held if bucket.slots else cut
+                assert like is not None
+                bucket.allocate(like)
+            elif isinstance(bucket, _Reduced) and (bucket.last or not _alone(bucket)):
+                bucket.allocate()
             bucket.reset()
         self._home = {self._index[id(s.held.leaf)]: (b, s) for b in self._buckets for s in b.slots}
 
@@ -512,12 +525,6 @@ class GradientReducer:
             closing = type(regular[0])(self, self.data_axes, [])
         closing.last = True
         self._buckets.append(closing)
-
-    def _allocate(self, bucket: _Bucket) -> None:
-        if isinstance(bucket, _Scattered):
-            bucket.allocate(bucket.slots[0].held.axes if bucket.slots else self.data_axes)
-        elif isinstance(bucket, _Reduced) and (bucket.last or not _alone(bucket)):
-            bucket.allocate()
 
 
 _UNDER_WAY = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,9 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from shardlib._mesh import MeshShape
 from shardlib.engine import _torch
+from shardlib.engine.exchange import Bundle, Peers, Scratch
+from shardlib.engine.plain import plain
 from shardlib.layout import Cut, Layout
 
-__all__ = ["Axes", "Held", "local_of"]
+__all__ = ["Axes", "Held", "held_of", "local_of", "remember"]
 
 Axes = tuple[str, ...]
 
@@ -36,6 +39,7 @@ class Held:
         room: elements of the largest rank's compute tensor.
         stage: of ZeRO: 0 where nothing is split, 1 where a gradient keeps its whole memory, 2 where only this rank's
             part of it stays, 3 where the parameter is stored in parts too.
+        peers: the ranks among which `cut` divides.
         compute_spec: of the whole parameter on the model axes, where it is a DTensor there.
         whole: local memory of `leaf`, where that is lent.
     """
@@ -49,6 +53,7 @@ class Held:
     mesh: DeviceMesh
     room: int
     stage: int = 0
+    peers: Peers | None = None
     compute_spec: Any = None
     whole: torch.Tensor | None = None
 
@@ -84,6 +89,19 @@ class Held:
     def _place(self) -> dict[str, int]:
         return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True))
 
+    def gathered(self, part: torch.Tensor, scratch: Scratch | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank, of the parts that all ranks have: a parameter, its gradient or its state.
+
+        Collective over the axes that split it, data axes and model axes.
+        """
+        if self.cut is not None:
+            assert self.peers is not None
+            bundle = Bundle([self.cut], self.peers, part.dtype, part.device, scratch or Scratch())
+            whole = torch.empty(self.cut.shape, dtype=part.dtype, device=part.device)
+            bundle.unpack(bundle.gather(part.reshape(-1), [whole]), [whole])
+            part = whole
+        return part if self.compute_spec is None else plain(_torch.wrap(part, self.compute_spec))
+
     def is_part(self, tensor: Any) -> bool:
         """Whether a tensor is a DTensor that holds this rank's part, as `wrap` makes it."""
         return (
@@ -91,6 +109,21 @@ class Held:
             and tensor.device_mesh == self.mesh
             and tensor.placements == tuple(self.layout.placements(self.mesh))
         )
+
+
+# Weakly: whoever reduces a model's gradients keeps them, and they keep the parameters.
+_held: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
+
+
+def held_of(param: torch.Tensor) -> Held | None:
+    """What the engine knows of a parameter of a sharded model, asked for by identity; None of any other tensor."""
+    held = _held.get(id(param))
+    return held if held is not None and held.param is param else None
+
+
+def remember(held: Held) -> None:
+    """Let `held_of` find it, as long as its model lives."""
+    _held[id(held.param)] = held
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
-from shardlib.engine.held import Held, local_of
+from shardlib.engine.held import Held, held_of, local_of
 from shardlib.engine.updates import Updates
 from shardlib.errors import ShardingError
 
@@ -243,7 +243,14 @@ def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: An
         and all(p.device.type == "cpu" and p.dtype in dtypes for p in group["params"])
         and all(p.grad is None or p.grad.stride() == p.stride() for p in group["params"])
         and all(state[p].get("step", _STEP).dtype == _STEP.dtype for p in group["params"] if p in state)
+        and (type(optimizer) is not torch.optim.SGD or _momentum_of_all_or_none(group, state))
     )
+
+
+def _momentum_of_all_or_none(group: dict[str, Any], state: Any) -> bool:
+    """torch 2.13's fused SGD takes the momentum of some parameters only as an error: of one unfrozen since, say."""
+    begun = {"momentum_buffer" in state[p] if p in state else False for p in group["params"] if p.grad is not None}
+    return not group.get("momentum") or len(begun) < 2
 
 
 def _local_view(param: torch.Tensor, part: torch.Tensor | None, outer: Any, inner: Any) -> torch.Tensor:
@@ -276,14 +283,16 @@ def _local_gradient(param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
             f"A sharded parameter of global shape {tuple(param.shape)} has a plain gradient. Assign `p.grad` as a "
             "DTensor in the parameter's placements, or let backward() make it."
         )
-    if grad.placements != param.placements:
+    known = held_of(param)
+    if grad.placements != param.placements and not (known is not None and known.is_part(grad)):
         grad = moved(grad, param.placements)
     return _in_memory_like(leaf, _torch.local_of(grad))
 
 
 def _held(param: torch.Tensor) -> Held | None:
-    updates = _updates.get(param)
-    return None if updates is None else updates.held(param)
+    """What is known of a parameter whose gradient and state lie otherwise than it does itself; None of others."""
+    held = held_of(param)
+    return held if held is not None and held.cut is not None and held.stage < 3 else None
 
 
 def _in_memory_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -64,10 +64,10 @@ class Root:
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.check(model, args, kwargs)
-        self.reducer.notice_unfrozen()
         _torch.set_implicit_replication(True)
         if self.units is not None:
             self.units.enter_model()
+        self.reducer.notice_unfrozen()
 
     def _abandon(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Called after a forward that raised, too: it has not come to `_leave`."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
+from shardlib.engine.held import held_of, local_of
 from shardlib.errors import CheckpointError
 
 __all__ = ["accept_plain_state", "full_state_dict"]
@@ -33,13 +34,18 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True) -> dict[str, torch.Te
         >>> sorted(state)
         ['bias', 'weight']
     """
-    return {name: _whole(value, cpu=cpu) for name, value in model.state_dict().items()}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    return {name: _whole(value, params.get(name), cpu=cpu) for name, value in model.state_dict().items()}
 
 
-def _whole(value: Any, *, cpu: bool) -> Any:
+def _whole(value: Any, param: torch.Tensor | None, *, cpu: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    whole = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+    held = None if param is None else held_of(param)
+    if held is not None and held.stage == 3:
+        whole = held.gathered(local_of(held.param))
+    else:
+        whole = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
     return whole.cpu() if cpu else whole
 
 
@@ -65,4 +71,7 @@ def _cut(name: str, tensor: DTensor, given: torch.Tensor) -> DTensor:
             f"{tuple(tensor.shape)} (local shape {tuple(_torch.local_of(tensor).shape)} on this rank). Load a state "
             "dict of the same model: whole tensors, or DTensors."
         )
+    held = held_of(tensor)
+    if held is not None and held.stage == 3:
+        return held.wrap(held.take(given).to(local_of(tensor).device))
     return _torch.wrap(_torch.shard(given, tensor.device_mesh, tensor.placements), _torch.spec_of(tensor))

@@ -24,8 +24,8 @@ from torch import nn
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
-from shardlib.engine.exchange import ALONE_BYTES, Bundle, Peers, Scratch
-from shardlib.engine.held import Axes, Held, local_of
+from shardlib.engine.exchange import ALONE_BYTES, Bundle, Scratch
+from shardlib.engine.held import Held, local_of
 from shardlib.errors import ShardingError
 
 __all__ = ["Units", "install", "lend"]
@@ -249,7 +249,6 @@ def lend(
     held: Iterable[Held],
     units: Sequence[str],
     kept: Callable[[str], bool],
-    peers: Callable[[Axes], Peers],
     scratch: Scratch,
 ) -> Units:
     """Give every parameter that is stored in parts a whole one over lent memory, as its `leaf`.
@@ -259,7 +258,6 @@ def lend(
         held: all parameters; those below stage 3 are left alone.
         units: names of modules that are units.
         kept: whether the parameters of a name stay whole until backward has ended.
-        peers: the ranks of some axes.
         scratch: memory that gathering borrows.
     """
     stored = [one for one in held if one.stage == 3 and one.cut is not None]
@@ -280,7 +278,7 @@ def lend(
         memory = rings[turn[name]] if name in turn else _memory_for([groups[name]])
         _give_leaves(groups[name], memory.flat)
         places = _places(model, groups[name])
-        bundles = _bundles(groups[name], peers, scratch)
+        bundles = _bundles(groups[name], scratch)
         made[name] = _Unit(name, groups[name], places, memory, bundles, kept=name not in turn)
     return Units(made)
 
@@ -355,7 +353,7 @@ class _Guard(torch.Tensor):
 _ASKING = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride", "__len__"}
 
 
-def _bundles(group: list[Held], peers: Callable[[Axes], Peers], scratch: Scratch) -> list[tuple[Bundle, list[Held]]]:
+def _bundles(group: list[Held], scratch: Scratch) -> list[tuple[Bundle, list[Held]]]:
     """Large parameters by themselves, the others together."""
     batches: dict[Any, list[Held]] = {}
     for held in group:
@@ -367,7 +365,7 @@ def _bundles(group: list[Held], peers: Callable[[Axes], Peers], scratch: Scratch
         (
             Bundle(
                 [held.cut for held in batch if held.cut is not None],
-                peers(batch[0].axes),
+                batch[0].peers,
                 batch[0].dtype,
                 local_of(batch[0].param).device,
                 scratch,

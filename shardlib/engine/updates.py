@@ -7,15 +7,15 @@ parameters, all of them at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
-from shardlib.engine.exchange import ALONE_BYTES, Bundle, Peers, Scratch
-from shardlib.engine.held import Axes, Held, local_of
+from shardlib.engine.exchange import ALONE_BYTES, Bundle, Scratch
+from shardlib.engine.held import Held, local_of
 
 __all__ = ["Updates"]
 
@@ -25,13 +25,11 @@ class Updates:
 
     Args:
         held: all parameters of the model; others are left alone.
-        peers: the ranks of some axes.
+        scratch: memory that gathering borrows.
         bucket_bytes: how much a bucket carries.
     """
 
-    def __init__(
-        self, held: Iterable[Held], peers: Callable[[Axes], Peers], scratch: Scratch, *, bucket_bytes: int
-    ) -> None:
+    def __init__(self, held: Iterable[Held], scratch: Scratch, *, bucket_bytes: int) -> None:
         self._buckets: list[_Bucket] = []
         pending: dict[Any, list[Held]] = {}
         for one in held:
@@ -42,12 +40,12 @@ class Updates:
             alone = local.nbytes >= ALONE_BYTES and local.is_contiguous() and one.cut.in_runs
             batch = [one] if alone else pending.setdefault(key, [])
             if alone:
-                self._buckets.append(_Bucket(batch, peers(one.axes), scratch))
+                self._buckets.append(_Bucket(batch, scratch))
                 continue
             batch.append(one)
             if sum(local_of(h.param).nbytes for h in batch) >= bucket_bytes:
-                self._buckets.append(_Bucket(pending.pop(key), peers(one.axes), scratch))
-        self._buckets += [_Bucket(batch, peers(key[0]), scratch) for key, batch in pending.items()]
+                self._buckets.append(_Bucket(pending.pop(key), scratch))
+        self._buckets += [_Bucket(batch, scratch) for batch in pending.values()]
         self._home = {id(one.param): (bucket, i) for bucket in self._buckets for i, one in enumerate(bucket.held)}
 
     def held(self, param: torch.Tensor) -> Held | None:
@@ -82,13 +80,13 @@ class Updates:
 class _Bucket:
     """Parameters that are gathered together, and this rank's parts of them."""
 
-    def __init__(self, held: list[Held], peers: Peers, scratch: Scratch) -> None:
+    def __init__(self, held: list[Held], scratch: Scratch) -> None:
         self.held, self.ids = held, {id(one.param) for one in held}
         first = local_of(held[0].param)
         cuts = [one.cut for one in held if one.cut is not None]
-        self.bundle = Bundle(cuts, peers, first.dtype, first.device, scratch)
+        self.bundle = Bundle(cuts, held[0].peers, first.dtype, first.device, scratch)
         if self.bundle.alone and first.is_contiguous():
-            start = self.bundle.starts[peers.index]
+            start = self.bundle.starts[self.bundle.peers.index]
             self.mine = first.view(-1)[start : start + self.bundle.own]
         else:
             self.mine = torch.empty(self.bundle.own, dtype=first.dtype, device=first.device)
