@@ -119,14 +119,17 @@ def cut(
     if not changed:
         return None
     dim = changed[0]
-    parts = tuple(tuple(_inside(held[dim], part[dim], src, dst)) for part in given)
-    return Cut(local, dim, parts)
+    parts: list[Slices] = []
+    for part in given:
+        end = parts[-1][-1].stop if parts else 0
+        parts.append(tuple(_inside(held[dim], part[dim], src, dst)) or (slice(end, end),))
+    return Cut(local, dim, tuple(parts))
 
 
 def _inside(held: Slices, wanted: Slices, src: Layout, dst: Layout) -> Iterator[slice]:
-    """Slices of the whole dim as slices of what is held of it."""
+    """Slices of the whole dim as slices of what is held of it; none of an empty part."""
     offsets = list(accumulate((part.stop - part.start for part in held), initial=0))
-    for piece in wanted:
+    for piece in (piece for piece in wanted if piece.stop > piece.start):
         for part, offset in zip(held, offsets, strict=False):
             if part.start <= piece.start and piece.stop <= part.stop:
                 yield slice(offset + piece.start - part.start, offset + piece.stop - part.start)
