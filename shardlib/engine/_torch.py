@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor._random as dtensor_random
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -73,6 +73,7 @@ __all__ = [
     "graph_backend",
     "graph_breaks_raise",
     "group_to_sum_over",
+    "has_values",
     "implicit_replication",
     "inductor_backend",
     "innermost_mode",
@@ -116,6 +117,7 @@ __all__ = [
     "splits",
     "wrap",
 ]
+    "with_values",
 
 Op = torch._ops.OpOverload
 P = ParamSpec("P")
@@ -582,6 +584,17 @@ def give_fused_splits_real_offsets() -> None:
             return strided(*args, **kwargs)
 
     _StridedShard.local_shard_size_and_offset = with_real_offsets  # type: ignore[method-assign]
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be read: one of a dry run cannot, nor one on meta."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def with_values(make: Callable[[], R]) -> R:
+    """What a function makes, in a dry run too, where tensors would have no values."""
+    with unset_fake_temporarily():
+        return make()
+
 
 
 def fake_tensor_errors() -> tuple[type[Exception], ...]:

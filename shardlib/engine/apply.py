@@ -387,7 +387,7 @@ class _Build:
 
     @functools.cached_property
     def _peers(self) -> Callable[[tuple[str, ...]], Peers]:
-        return functools.cache(lambda axes: Peers(_torch.flattened(self.mesh, axes).get_group()))
+        return functools.cache(lambda axes: Peers(_torch.flattened(self.mesh, axes).get_group(), self.device))
 
     def _stage(self, row: Row) -> int:
         """Of ZeRO: which of state, gradient and stored parameter are split over data axes."""

@@ -26,14 +26,18 @@ ALONE_BYTES = 1 << 20
 
 
 class Peers:
-    """The ranks that a bundle's parts lie on: those of some mesh axes."""
+    """The ranks that a bundle's parts lie on: those of some mesh axes.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    A dry run does what its device's own back end would do.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.index = dist.get_rank(group)
         self.count = len(self.ranks)
-        self.direct = dist.get_backend(group) == dist.Backend.GLOO
+        backend = dist.get_backend(group)
+        self.direct = backend == dist.Backend.GLOO or (backend == dist.Backend.FAKE and device.type == "cpu")
 
     def others(self) -> list[int]:
         """Places in the group of all others, the next one first, so that not all send to the same rank at once."""

@@ -462,8 +462,11 @@ class GradientReducer:
         return sum(not slot.filled for bucket in self._reducing for slot in bucket.slots)
 
     def agree_on_missing(self, count: torch.Tensor) -> None:
-        """A rank that lacks a gradient which another one has takes part in it; one that none has stays None."""
-        if count.item():
+        """A rank that lacks a gradient which another one has takes part in it; one that none has stays None.
+
+        In a dry run nothing can be counted, and all ranks are taken to be alike.
+        """
+        if _torch.has_values(count) and count.item():
             used = torch.tensor([float(slot.filled) for slot in self._slots], device=count.device)
             dist.all_reduce(used, group=self.group(self.data_axes))
             self._used = [number > 0 for number in used.tolist()]

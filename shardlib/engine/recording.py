@@ -127,7 +127,8 @@ class _Recorder(TorchDispatchMode):
     def _record(self, kind: str, given: dict[str, Any]) -> None:
         ranks = _torch.ranks_of_collective(given)
         if len(ranks) > 1:
-            payload = 0 if kind == "barrier" else _bytes(next(given[name] for name in _PAYLOADS if name in given))
+            given_by_us = () if kind in ("barrier", "receive") else next(given[n] for n in _PAYLOADS if n in given)
+            payload = _bytes(given_by_us)
             module, phase = self.modules.place()
             what = Recorded(kind, self.axes.of(tuple(ranks)), payload, len(ranks), module, phase)
             self.recording.collectives.append(what)

@@ -335,7 +335,10 @@ class _Guard(torch.Tensor):
     @staticmethod
     def of(held: Held) -> torch.Tensor:
         assert held.whole is not None
-        guard = torch.empty((), dtype=held.dtype, device=held.whole.device).expand(held.leaf.shape).as_subclass(_Guard)
+        dtype, device, shape = held.dtype, held.whole.device, held.leaf.shape
+        guard = _torch.with_values(
+            lambda: torch.empty((), dtype=dtype, device=device).expand(shape).as_subclass(_Guard)
+        )
         guard.parameter = held.name
         return guard
 

@@ -18,6 +18,7 @@ from shardlib.engine.apply import shard_model
 from shardlib.engine.dryrun import plan, run_step
 from shardlib.engine.recording import record_collectives
 from shardlib.errors import PlanError
+from shardlib.transforms import Transform, fsdp, zero
 from tests.plan.cases import MLP_RULES, TINY, mlp, tiny
 
 IDS = torch.arange(2 * TINY.context).view(2, TINY.context) % TINY.vocab_size
@@ -40,10 +41,10 @@ def _llama_case() -> tuple[nn.Module, Any, tuple[torch.Tensor, ...]]:
 CASES = {"gpt": _gpt_case, "uneven mlp": _uneven_case, "llama": _llama_case}
 
 
-def _measured(case: str, shape: str) -> DryRun:
+def _measured(case: str, shape: str, transforms: tuple[Transform, ...] = ()) -> DryRun:
     """The second step of a real run, as one rank records it."""
     model, rules, args = CASES[case]()
-    sharded = shard_model(model, mesh(shape), rules, compile=None)
+    sharded = shard_model(model, mesh(shape), rules, transforms=transforms, compile=None)
     run_step(sharded, args, {})
     with record_collectives(sharded, mesh=mesh(shape)) as log:
         run_step(sharded, args, {})
@@ -61,6 +62,19 @@ def test_collectives_gathered_ops_and_memory_are_predicted(ranks, case: str, sha
     assert predicted.gathered == measured[0].gathered
     assert predicted.start_bytes == measured[0].start_bytes
     # gloo's own threads may hold the tensors of a finished collective for a moment longer.
+    assert 0 <= measured[0].peak_bytes - predicted.peak_bytes <= 2 * predicted.bytes()
+
+
+@pytest.mark.parametrize("shape", ["dp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("transform", [zero(1), zero(2), zero(3), fsdp()], ids=repr)
+def test_what_parts_send_is_predicted(ranks, transform: Transform, shape: str):
+    """Over gloo parts travel by sends; a dry run on CPU predicts those."""
+    model, rules, args = CASES["gpt"]()
+    predicted = plan(model, shape, rules, transforms=(transform,), example=args).report
+    assert predicted is not None
+    measured = ranks(2 if shape.count("=") == 1 else 4).run(_measured, "gpt", shape, (transform,))
+    assert predicted.collectives == measured[0].collectives
+    assert predicted.start_bytes == measured[0].start_bytes
     assert 0 <= measured[0].peak_bytes - predicted.peak_bytes <= 2 * predicted.bytes()
 
 
