@@ -7,7 +7,16 @@ from torch.distributed.tensor import Replicate, Shard
 from shardlib import errors, layouts
 from shardlib._mesh import MeshShape, mesh, register_axis
 from shardlib._plan import Plan
-from shardlib.engine import exact_random, full_state_dict, no_sync, plan, plan_of, register_elementwise, shard_model
+from shardlib.engine import (
+    OptimizerWrapper,
+    exact_random,
+    full_state_dict,
+    no_sync,
+    plan,
+    plan_of,
+    register_elementwise,
+    shard_model,
+)
 from shardlib.layout import Layout
 from shardlib.rules import Rules, register_dims
 from shardlib.transforms import accumulate, checkpoint_activations, fsdp, hsdp, offload, precision, replicate, zero
@@ -16,6 +25,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Layout",
     "MeshShape",
+    "OptimizerWrapper",
     "Plan",
     "Replicate",
     "Rules",

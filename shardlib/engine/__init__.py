@@ -8,8 +8,10 @@ from shardlib.engine.exact import exact_random
 from shardlib.engine.optimizer import register_elementwise
 from shardlib.engine.recording import record_collectives
 from shardlib.engine.state import full_state_dict
+from shardlib.engine.wrapper import OptimizerWrapper
 
 __all__ = [
+    "OptimizerWrapper",
     "apply_plan",
     "exact_random",
     "full_state_dict",

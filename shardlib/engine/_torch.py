@@ -55,6 +55,7 @@ __all__ = [
     "backward_id",
     "cached_by_mesh",
     "call_below_subclass",
+    "clamp_all",
     "clear_propagation_cache",
     "collective_name",
     "copy_all",
@@ -87,8 +88,10 @@ __all__ = [
     "local_shape_and_offset",
     "move_handlers",
     "moved",
+    "multiply_all",
     "named_arguments",
     "next_node_number",
+    "norms_of",
     "op_database",
     "op_names",
     "part",
@@ -115,9 +118,9 @@ __all__ = [
     "spec_of",
     "spec_with",
     "splits",
+    "with_values",
     "wrap",
 ]
-    "with_values",
 
 Op = torch._ops.OpOverload
 P = ParamSpec("P")
@@ -285,6 +288,25 @@ def call_below_subclass(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """Call a function of tensors as if they were of no subclass of `torch.Tensor`."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def clamp_all(tensors: Sequence[torch.Tensor], limit: float) -> None:
+    """`tensor.clamp_(-limit, limit)` for each, in two calls."""
+    if tensors:
+        torch._foreach_clamp_min_(list(tensors), -limit)
+        torch._foreach_clamp_max_(list(tensors), limit)
+
+
+def multiply_all(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """`tensor.mul_(factor)` for each, in one call."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def norms_of(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The p-norm of each that is not empty, in one call; by default computed and given in their own dtype."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    return list(torch._foreach_norm(filled, p, dtype)) if filled else []
 
 
 def run_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -571,6 +593,17 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be read: one of a dry run cannot, nor one on meta."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def with_values(make: Callable[[], R]) -> R:
+    """What a function makes, in a dry run too, where tensors would have no values."""
+    with unset_fake_temporarily():
+        return make()
+
+
 @functools.cache
 def give_fused_splits_real_offsets() -> None:
     """Let DTensor tell the shards of a fused split in a dry run and while a block is traced.
@@ -584,17 +617,6 @@ def give_fused_splits_real_offsets() -> None:
             return strided(*args, **kwargs)
 
     _StridedShard.local_shard_size_and_offset = with_real_offsets  # type: ignore[method-assign]
-
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be read: one of a dry run cannot, nor one on meta."""
-    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
-
-
-def with_values(make: Callable[[], R]) -> R:
-    """What a function makes, in a dry run too, where tensors would have no values."""
-    with unset_fake_temporarily():
-        return make()
-
 
 
 def fake_tensor_errors() -> tuple[type[Exception], ...]:

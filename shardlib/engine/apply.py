@@ -27,10 +27,10 @@ from shardlib.engine._torch import pytree
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
 from shardlib.engine.exchange import Peers, Scratch
 from shardlib.engine.gradients import GradientReducer
-from shardlib.engine.held import Held, remember
+from shardlib.engine.held import Held, local_of, remember
 from shardlib.engine.linear import compute_locally
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
-from shardlib.engine.region import Root, install_region
+from shardlib.engine.region import Casting, Root, install_region
 from shardlib.engine.regions import find_regions, inside
 from shardlib.engine.units import Units, install, lend
 from shardlib.engine.updates import Updates
@@ -38,7 +38,7 @@ from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.layout import Dim, Layout, cut
 from shardlib.rules import Rules
 
-__all__ = ["Sharded", "apply_plan", "is_sharded", "no_sync", "plan_of", "shard_model"]
+__all__ = ["Sharded", "apply_plan", "is_sharded", "no_sync", "plan_of", "record_of", "shard_model"]
 
 
 @dataclass(eq=False)
@@ -139,7 +139,7 @@ def plan_of(model: nn.Module) -> Plan:
     >>> plan_of(model).mesh
     MeshShape("dp=1,tp=1")
     """
-    record = _record(model)
+    record = record_of(model)
     return dataclasses.replace(record.plan, notes=record.plan.notes + record.compiled.notes())
 
 
@@ -150,7 +150,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     ...     loss_fn(model(first), targets).backward()
     >>> loss_fn(model(second), targets).backward()  # doctest: +SKIP
     """
-    return _record(model).reducer.no_sync()
+    return record_of(model).reducer.no_sync()
 
 
 def apply_plan(
@@ -198,6 +198,7 @@ class _Build:
         self.coordinate = self.shape.coordinate(_position(device_mesh))
         self.rows = {name: row for row in plan_.rows for name in (row.name, *row.tied)}
         self.regions = self._find_regions()
+        self._masters: dict[str, torch.Tensor] = {}
 
     def refuse_what_is_not_built(self) -> None:
         pipeline = _active(self.shape, self.shape.pipeline_axes)
@@ -273,7 +274,10 @@ class _Build:
         """Every parameter and buffer becomes this rank's part of it, on this rank's device."""
         before = _named_tensors(self.model)
         values = self._initial_values(init, check=check)
-        after = {id(tensor): self._placed(name, tensor, values.get(name)) for name, tensor in before.items()}
+        after = {
+            id(tensor): self._rounded(name, self._placed(name, tensor, values.get(name)))
+            for name, tensor in before.items()
+        }
         for name, tensor in before.items():
             new = after[id(tensor)]
             if isinstance(tensor, nn.Parameter) and isinstance(new, nn.Parameter) and new is not tensor:
@@ -320,8 +324,6 @@ class _Build:
     def install(self, undo: ExitStack, *, check: bool, global_batch_norm: bool, bucket_bytes: int) -> GradientReducer:
         """Hooks on the model: regions, borders, gradients, state dicts, inputs."""
         optimizer.watch_optimizers()
-        if self.model_axes or self.data_axes:
-            optimizer.look_after(self.model.parameters(), self.shape.data_ranks)
         if self.model_mesh is not None:
             _torch.gather_uneven_splits_in_turn()
             ops.enable(self.model_mesh)
@@ -343,10 +345,12 @@ class _Build:
             scratch=scratch,
         )
         undo.callback(reducer.remove)
+        scaled = self.plan.step.scaler is not None
+        optimizer.look_after(self.model.parameters(), self.shape.data_ranks, reducer, scaled=scaled)
         optimizer.update_in_parts(held, Updates(held, scratch, bucket_bytes=bucket_bytes))
         if units is not None:
             reducer.at_the_end.append(units.let_go)
-        root = Root(reducer, self._input_check(check), units)
+        root = Root(reducer, self._input_check(check), units, self._casting())
         place = self.place()
         drawing = exact.draw_exactly(self.model, place) if place is not None else []
         for handle in (*drawing, *root.install(self.model), state.accept_plain_state(self.model)):
@@ -383,7 +387,11 @@ class _Build:
         layout = self._on_active_axes(state)
         stage = self._stage(row) if division is not None else 0
         peers = self._peers(axes) if axes else None
-        return Held(row.tied, param, param, axes, division, layout, self.mesh, room, stage, peers, spec)
+        held = Held(row.tied, param, param, axes, division, layout, self.mesh, room, stage, peers, spec)
+        if row.state is not None and row.has_master:
+            held.master_dtype = row.state.dtype or row.dtype
+            held.first_master = self._masters.pop(name, None)
+        return held
 
     @functools.cached_property
     def _peers(self) -> Callable[[tuple[str, ...]], Peers]:
@@ -394,6 +402,15 @@ class _Build:
         phases = ((3, row.stored), (2, row.grad), (1, row.state))
         split = (stage for stage, layout in phases if layout is not None and layout.axes & {*self.data_axes})
         return next(split, 0)
+
+    def _casting(self) -> Casting:
+        """In which dtypes the model computes."""
+        computed = {row.compute.dtype or row.dtype for row in self.plan.rows if row.kind == "parameter"}
+        low = {dtype for dtype in computed if dtype in (torch.bfloat16, torch.float16)}
+        changed = any(row.compute.dtype not in (None, row.dtype) for row in self.plan.rows)
+        inputs = low.pop() if len(low) == 1 and changed else None
+        mixed = inputs if inputs is not None and len(computed) > 1 else None
+        return Casting(self.device.type, self.plan.step.autocast or mixed, None if mixed else inputs)
 
     def _install_regions(self, model_mesh: DeviceMesh, undo: ExitStack) -> None:
         for region in self.regions:
@@ -482,6 +499,27 @@ class _Build:
             local.to(self.device), self.model_mesh, placements, run_check=False, shape=tensor.shape, stride=stride
         )
         return _as_parameter(after, tensor) if isinstance(tensor, nn.Parameter) else after
+
+    def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter in the dtype that it is stored in. What rounding takes away stays in the optimizer's copy."""
+        row = self.rows.get(name)
+        if not isinstance(tensor, nn.Parameter) or row is None or row.stored.dtype in (None, tensor.dtype):
+            return tensor
+        wide, dtype = local_of(tensor), row.stored.dtype
+        if row.state is not None and row.has_master:
+            stored, state = self._on_active_axes(row.stored), self._on_active_axes(row.state)
+            parts = cut(stored, state, row.global_shape, self.shape, self.coordinate)
+            part = wide if parts is None else parts.take(wide, self._peers(self._added(stored, state)).index)
+            self._masters[name] = part.to(row.state.dtype or row.dtype, copy=True)
+        assert dtype is not None
+        low = wide.to(dtype)
+        if not isinstance(tensor, DTensor):
+            return _as_parameter(low, tensor)
+        spec = _torch.spec(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), dtype)
+        return _as_parameter(_torch.wrap(low, spec), tensor)
+
+    def _added(self, src: Layout, dst: Layout) -> tuple[str, ...]:
+        return tuple(axis for axis in self.data_axes if axis in dst.axes - src.axes)
 
     def _is_stored_in_parts(self, name: str) -> bool:
         return name in self.rows and bool(self.rows[name].stored.axes & {*self.data_axes})
@@ -583,7 +621,7 @@ def _refuse_unfit(model: nn.Module) -> None:
             )
 
 
-def _record(model: nn.Module) -> Sharded:
+def record_of(model: nn.Module) -> Sharded:
     if model not in _sharded:
         raise ShardingError(
             f"This {type(model).__name__} was not sharded by shardlib; "

@@ -351,6 +351,19 @@ class GradientReducer:
             self._groups[axes] = _torch.flattened(self.mesh, axes).get_group()
         return self._groups[axes]
 
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that train on different examples; None where there is one."""
+        return self.group(self.data_axes) if self.data_axes else None
+
+    def group_of_all(self) -> dist.ProcessGroup | None:
+        """All ranks of the mesh; None where it is one."""
+        axes = tuple(axis for axis, size in self.sizes.items() if size > 1)
+        return self.group(axes) if axes else None
+
+    def is_between_passes(self) -> bool:
+        """Whether a step has begun, and backward passes that belong to it are still to come."""
+        return 0 < self._pass < self.passes
+
     def notice_unfrozen(self) -> None:
         """Take in parameters that have begun to require gradients since; buckets are then laid out anew."""
         thawed = [slot for slot in self._left_out if slot.held.leaf.requires_grad]

@@ -42,6 +42,9 @@ class Held:
         peers: the ranks among which `cut` divides.
         compute_spec: of the whole parameter on the model axes, where it is a DTensor there.
         whole: local memory of `leaf`, where that is lent.
+        master_dtype: of the copy of the parameter that the optimizer steps on, laid out as its state; None where it
+            steps on the parameter.
+        first_master: that copy, until the first step.
     """
 
     names: tuple[str, ...]
@@ -56,6 +59,8 @@ class Held:
     peers: Peers | None = None
     compute_spec: Any = None
     whole: torch.Tensor | None = None
+    master_dtype: torch.dtype | None = None
+    first_master: torch.Tensor | None = None
 
     @property
     def name(self) -> str:

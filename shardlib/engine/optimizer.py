@@ -13,7 +13,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -25,11 +26,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
+from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, held_of, local_of
 from shardlib.engine.updates import Updates
 from shardlib.errors import ShardingError
 
-__all__ = ["adopt", "look_after", "register_elementwise", "update_in_parts", "watch_optimizers"]
+__all__ = [
+    "adopt",
+    "look_after",
+    "register_elementwise",
+    "stepping_through_wrapper",
+    "update_in_parts",
+    "watch_optimizers",
+]
 
 _ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
     torch.optim.ASGD,
@@ -69,9 +78,19 @@ class _ByParameter(Generic[T]):
         return held[1] if held is not None and held[0]() is param else None
 
 
+@dataclass(frozen=True)
+class _Keeper:
+    """What a step has to know of a parameter's model: how many data ranks it trains on, what reduces its gradients, and
+    whether its loss is scaled."""
+
+    data_ranks: int
+    reducer: weakref.ref[GradientReducer]
+    scaled: bool
+
+
 _local_leaf: _ByParameter[torch.Tensor] = _ByParameter()  # of a sharded parameter: a plain leaf over its local memory
 _replaced: _ByParameter[str] = _ByParameter()  # of a parameter that was replaced in sharding: its name
-_ours: _ByParameter[int] = _ByParameter()  # of each parameter of a sharded model: over how many data ranks
+_ours: _ByParameter[_Keeper] = _ByParameter()  # of each parameter of a sharded model
 _updates: _ByParameter[Updates] = _ByParameter()  # of each that is updated in parts: what gathers them
 _looked_at: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizers that have stepped
 _stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> _Saved
@@ -98,10 +117,32 @@ def adopt(name: str, before: nn.Parameter, after: nn.Parameter) -> None:
         _local_leaf.put(after, _torch.local_of(after).detach())
 
 
-def look_after(params: Iterable[nn.Parameter], data_ranks: int) -> None:
-    """Tell the hooks that these are the parameters of a model whose gradients are averaged over data ranks."""
+def look_after(params: Iterable[nn.Parameter], data_ranks: int, reducer: GradientReducer, *, scaled: bool) -> None:
+    """Tell the hooks that these are the parameters of a model whose gradients are averaged over data ranks.
+
+    Args:
+        params: of the model.
+        data_ranks: how many.
+        reducer: of the model's gradients.
+        scaled: whether its loss is scaled, which only an `OptimizerWrapper` knows to undo.
+    """
+    keeper = _Keeper(data_ranks, weakref.ref(reducer), scaled)
     for param in params:
-        _ours.put(param, data_ranks)
+        _ours.put(param, keeper)
+
+
+_through_wrapper = False
+
+
+@contextmanager
+def stepping_through_wrapper() -> Iterator[None]:
+    """A step inside is one that an `OptimizerWrapper` has prepared."""
+    global _through_wrapper
+    before, _through_wrapper = _through_wrapper, True
+    try:
+        yield
+    finally:
+        _through_wrapper = before
 
 
 def update_in_parts(held: Iterable[Held], updates: Updates) -> None:
@@ -133,8 +174,10 @@ def _before_step(
     if optimizer not in _looked_at:
         _looked_at[optimizer] = True
         _warn_of_strangers(params)
-    if not any(_ours.get(p) for p in params):
+    keepers = {keeper for p in params if (keeper := _ours.get(p)) is not None}
+    if not keepers:
         return None
+    _refuse_half_a_step(keepers)
     if type(optimizer) not in _ELEMENTWISE:
         _step_on_whole_tensors(optimizer, params)
         return None
@@ -168,9 +211,24 @@ def _refuse_replaced(params: list[torch.Tensor]) -> None:
         )
 
 
+def _refuse_half_a_step(keepers: set[_Keeper]) -> None:
+    for keeper in keepers:
+        reducer = keeper.reducer()
+        if keeper.scaled and not _through_wrapper:
+            raise ShardingError(
+                "The plan scales the loss (precision), and this optimizer does not know of it. Wrap it: "
+                "opt = shardlib.OptimizerWrapper(opt, model), then opt.backward(loss) and opt.step()."
+            )
+        if reducer is not None and reducer.is_between_passes():
+            raise ShardingError(
+                f"The plan makes a step of {reducer.passes} backward passes (accumulate), and not all have run. "
+                "Step after the last one; shardlib.OptimizerWrapper counts them for you."
+            )
+
+
 def _warn_of_strangers(params: list[torch.Tensor]) -> None:
     """Blocks were sharded and the root forgotten: what is left trains on each data rank's own examples."""
-    data_ranks = max((_ours.get(p) or 1 for p in params), default=1)
+    data_ranks = max((keeper.data_ranks for p in params if (keeper := _ours.get(p)) is not None), default=1)
     strangers = [p for p in params if _ours.get(p) is None and p.requires_grad]
     if data_ranks > 1 and strangers:
         shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
@@ -192,6 +250,7 @@ class _Saved:
         updates: what gathers the parts that are stepped on.
         params: all parameters of the groups.
         gradients: those that were replaced by whole ones.
+        masters: copies that are stepped on, each with the parameter and the memory that it is rounded into.
     """
 
     groups: list[dict[str, Any]]
@@ -199,6 +258,7 @@ class _Saved:
     params: list[torch.Tensor]
     updates: list[Updates] = field(default_factory=list)
     gradients: dict[torch.Tensor, torch.Tensor | None] = field(default_factory=dict)
+    masters: list[tuple[Held, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
@@ -207,7 +267,7 @@ def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
     saved = _Saved([dict(group) for group in optimizer.param_groups], outer, params, _updates_of(params))
     parts = {key: part for updates in saved.updates for key, part in updates.begin(params).items()}
     for group in optimizer.param_groups:
-        group["params"] = [_local_view(p, parts.get(id(p)), outer, inner) for p in group["params"]]
+        group["params"] = [_local_view(p, parts.get(id(p)), outer, inner, saved) for p in group["params"]]
         if _may_fuse(optimizer, group, inner):
             group["fused"] = True
     optimizer.state = inner
@@ -253,17 +313,36 @@ def _momentum_of_all_or_none(group: dict[str, Any], state: Any) -> bool:
     return not group.get("momentum") or len(begun) < 2
 
 
-def _local_view(param: torch.Tensor, part: torch.Tensor | None, outer: Any, inner: Any) -> torch.Tensor:
+def _local_view(param: torch.Tensor, part: torch.Tensor | None, outer: Any, inner: Any, saved: _Saved) -> torch.Tensor:
     """The plain leaf that stands for a parameter during the step, with its gradient and state."""
     leaf = _local_leaf.get(param) if part is None else part
+    held = held_of(param)
+    if held is not None and held.master_dtype is not None:
+        memory = param.detach() if leaf is None else leaf
+        leaf = _master(held, memory, outer.get(param, {}))
+        saved.masters.append((held, leaf, memory))
     if leaf is None:
         if param in outer:
             inner[param] = outer[param]
         return param
     leaf.grad = None if param.grad is None else _local_gradient(param, leaf)
     if param in outer:
-        inner[leaf] = {key: _local_state(param, value) for key, value in outer[param].items()}
+        inner[leaf] = {k: _local_state(param, value) for k, value in outer[param].items() if k != MASTER}
     return leaf
+
+
+MASTER = "master_parameter"
+"""Under this key the optimizer's state keeps the copy that is stepped on, where a plan says that there is one."""
+
+
+def _master(held: Held, memory: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """The copy to step on. What somebody else has written to the parameter since the last step counts."""
+    known = _local_state(held.param, state[MASTER]) if MASTER in state else held.first_master
+    held.first_master = None
+    if known is None:
+        return memory.to(held.master_dtype, copy=True)
+    changed = known.to(memory.dtype) != memory
+    return torch.where(changed, memory.to(known.dtype), known) if changed.any() else known
 
 
 def _local_gradient(param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -277,7 +356,9 @@ def _local_gradient(param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
                 "the last backward pass before a step outside of no_sync."
             )
         return _in_memory_like(leaf, local_of(grad))  # type: ignore[arg-type]
-    assert isinstance(param, DTensor)
+    if not isinstance(param, DTensor):
+        assert grad is not None
+        return _in_memory_like(leaf, grad)
     if not isinstance(grad, DTensor):
         raise ShardingError(
             f"A sharded parameter of global shape {tuple(param.shape)} has a plain gradient. Assign `p.grad` as a "
@@ -297,7 +378,8 @@ def _held(param: torch.Tensor) -> Held | None:
 
 def _in_memory_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Fused kernels walk parameter and gradient in step, whatever the strides: a part of a larger tensor is copied."""
-    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
+    alike = grad.stride() == param.stride() and grad.dtype == param.dtype
+    return grad if alike else torch.empty_like(param).copy_(grad)
 
 
 def _local_state(param: torch.Tensor, value: Any) -> Any:
@@ -308,8 +390,8 @@ def _local_state(param: torch.Tensor, value: Any) -> Any:
         held = _held(param)
         if held is not None:
             return held.take(value)
-        assert isinstance(param, DTensor)
-        return _torch.shard(value, param.device_mesh, param.placements)
+        if isinstance(param, DTensor):
+            return _torch.shard(value, param.device_mesh, param.placements)
     return value
 
 
@@ -330,6 +412,12 @@ def _put_back(optimizer: torch.optim.Optimizer) -> None:
             if leaf is not param:
                 leaf.grad = None
         group.update({key: before[key] for key in ("params", "fused") if key in before})
+    for held, master, memory in saved.masters:
+        memory.copy_(master)
+        if held.param in outer:
+            outer[held.param][MASTER] = _global_value(held.param, outer[held.param].get(MASTER), master)
+        else:
+            held.first_master = master
     optimizer.state = outer
 
 
@@ -344,6 +432,7 @@ def _global_value(param: torch.Tensor, before: Any, value: Any) -> Any:
         return value
     held = _held(param)
     if held is not None:
-        assert held.cut is not None
         return held.wrap(value) if tuple(value.shape) == held.part_shape else value
+    if not isinstance(param, DTensor):
+        return value
     return _torch.wrap(value, _torch.spec_of(param)) if value.shape == local_of(param).shape else value  # type: ignore[arg-type]

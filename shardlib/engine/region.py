@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,9 +34,38 @@ from shardlib.engine.plain import plain
 from shardlib.engine.ungathered import Ungathered
 from shardlib.engine.units import Units
 
-__all__ = ["Root", "install_region"]
+__all__ = ["Casting", "Root", "install_region"]
 
 Check = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Casting:
+    """In which dtypes a model computes, where they are not those of its inputs.
+
+    Attributes:
+        device_type: of the mesh.
+        autocast: what forward casts to, op by op; None is off.
+        inputs: what inputs of other floating-point dtypes are cast to; None leaves them.
+    """
+
+    device_type: str
+    autocast: torch.dtype | None = None
+    inputs: torch.dtype | None = None
+
+    def on_entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (args, kwargs) if self.inputs is None else _cast((args, kwargs), {torch.float32}, self.inputs)
+
+    def on_leaving(self, output: Any) -> Any:
+        low = self.inputs or self.autocast
+        return output if low is None else _cast(output, {low}, torch.float32)
+
+
+def _cast(values: Any, which: set[torch.dtype], dtype: torch.dtype) -> Any:
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype in which else tensor
+
+    return pytree.tree_map_only(torch.Tensor, one, values)
 
 
 class Root:
@@ -50,31 +80,47 @@ class Root:
         reducer: told when a backward pass begins.
         check: looks at the inputs before anything else, and raises `InputError`.
         units: made whole while the model runs.
+        casting: in which dtypes it does.
     """
 
-    def __init__(self, reducer: GradientReducer, check: Check, units: Units | None = None) -> None:
-        self.reducer, self.check, self.units = reducer, check, units
+    def __init__(self, reducer: GradientReducer, check: Check, units: Units | None, casting: Casting) -> None:
+        self.reducer, self.check, self.units, self.casting = reducer, check, units, casting
+        self._autocasts: list[torch.autocast] = []
+        self._left = False
 
     def install(self, model: nn.Module) -> list[Any]:
         return [
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._leave),
-            *([model.register_forward_hook(self._abandon, always_call=True)] if self.units is not None else []),
+            model.register_forward_hook(self._abandon, always_call=True),
         ]
 
-    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check(model, args, kwargs)
         _torch.set_implicit_replication(True)
         if self.units is not None:
             self.units.enter_model()
         self.reducer.notice_unfrozen()
+        if self.casting.autocast is not None:
+            self._autocasts.append(torch.autocast(self.casting.device_type, self.casting.autocast))
+            self._autocasts[-1].__enter__()
+        return self.casting.on_entering(args, kwargs)
 
     def _abandon(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Called after a forward that raised, too: it has not come to `_leave`."""
-        assert self.units is not None
-        self.units.abandon()
+        """Called after every forward. One that raised has not come to `_leave`."""
+        if self._left:
+            self._left = False
+            return
+        if self._autocasts:
+            self._autocasts.pop().__exit__(None, None, None)
+        if self.units is not None:
+            self.units.abandon()
 
     def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self._left = True
+        if self._autocasts:
+            self._autocasts.pop().__exit__(None, None, None)
+        output = self.casting.on_leaving(output)
         leaves = pytree.tree_leaves(output)
         if any(isinstance(leaf, Ungathered | DTensor) for leaf in leaves):
             output = pytree.tree_map_only((Ungathered, DTensor), _made_plain, output)

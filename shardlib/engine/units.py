@@ -155,7 +155,7 @@ class Units:
 
     def abandon(self) -> None:
         """A forward of the model has raised."""
-        self._inside = 0
+        self._inside = 0  # whatever was running inside of it is over too
         for unit in self.units.values():
             unit.depth = unit.memory.busy = 0
         self._show_stored()

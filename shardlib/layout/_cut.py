@@ -92,7 +92,8 @@ def cut(
     """How the part that a rank has under `src` is divided under `dst` among the ranks of the axes that `dst` adds.
 
     Args:
-        src, dst: `dst` splits one dim further; None is returned where it splits none.
+        src: what the rank holds.
+        dst: splits one dim further; None is returned where it splits none.
         global_shape: of the tensor.
         mesh: names and sizes of the axes.
         coordinate: of the rank. Ranks of the group are in mesh order of the added axes, the last one fastest.

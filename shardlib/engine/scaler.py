@@ -1,0 +1,65 @@
+"""A dynamic loss scale on which all ranks agree (Micikevicius et al., "Mixed Precision Training", ICLR 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlib._plan import LossScale
+from shardlib.engine import _torch
+
+__all__ = ["LossScaler"]
+
+
+class LossScaler:
+    """Multiplies the loss, so that gradients do not vanish in float16, and divides the gradients by the same.
+
+    After a step with a gradient that is not finite, anywhere on the mesh, the scale backs off; after a number of good
+    ones in a row it grows.
+
+    Args:
+        settings: where it starts and how it moves.
+
+    Attributes:
+        scale: the factor now.
+        overflowed: whether the gradients looked at last are not all finite, on any rank.
+    """
+
+    def __init__(self, settings: LossScale) -> None:
+        self.settings = settings
+        self.scale = settings.init_scale
+        self.good_steps = 0
+        self.overflowed = False
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale, in float32 at least."""
+        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+        return wide * self.scale
+
+    def look_at(self, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        """See whether all elements of all local gradients are finite. Collective over the group."""
+        largest = [norm for norm in _torch.norms_of(gradients, float("inf")) if norm.numel()]
+        bad = sum((~torch.isfinite(norm)).float() for norm in largest) if largest else torch.zeros(())
+        flag = torch.as_tensor(bad).reshape(1).to(gradients[0].device if gradients else "cpu")
+        if group is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        self.overflowed = bool(flag.item())
+
+    def update(self) -> None:
+        """Move the scale after a step, taken or skipped."""
+        s = self.settings
+        if self.overflowed:
+            self.scale, self.good_steps = max(self.scale * s.backoff_factor, s.min_scale), 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= s.growth_interval:
+            self.scale, self.good_steps = min(self.scale * s.growth_factor, s.max_scale), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
