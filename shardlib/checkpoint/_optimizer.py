@@ -55,7 +55,7 @@ def known(model: nn.Module) -> Known:
         return Known(names, {}, None)
     plan = apply.plan_of(model)
     rows = {name: row for row in plan.rows for name in row.tied}
-    return Known(names, rows, apply._record(model).mesh)
+    return Known(names, rows, apply.record_of(model).mesh)
 
 
 def _params(optimizer: torch.optim.Optimizer, of: Known) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
@@ -189,7 +189,7 @@ def _room(
     dtype = _dtype(now, param, row, saved)
     if isinstance(now, torch.Tensor) and tuple(now.shape) == saved.shape:
         return torch.empty_like(now, dtype=dtype)
-    split = isinstance(param, DTensor) or (row is not None and row.state is not None and bool(row.state.axes))
+    split = isinstance(param, DTensor) or bool(_splitting(row, of))
     if saved.shape != tuple(param.shape):
         if split and saved.shape:
             raise CheckpointError(
@@ -209,6 +209,12 @@ def _dtype(now: Any, param: torch.Tensor, row: Row | None, saved: Saved) -> torc
     return param.dtype if saved.dtype.is_floating_point and saved.shape == tuple(param.shape) else saved.dtype
 
 
+def _splitting(row: Row | None, of: Known) -> set[str]:
+    """The axes that split the state of a row's parameter."""
+    axes = row.state.axes if row is not None and row.state is not None else ()
+    return {axis for axis in axes if of.mesh[axis].size() > 1}
+
+
 def _like_state(param: torch.Tensor, row: Row | None, of: Known, dtype: torch.dtype) -> torch.Tensor:
     """An empty DTensor in the state layout: on the parameter's own mesh where that has its axes, else on the whole."""
     shape = tuple(param.shape)
@@ -217,8 +223,7 @@ def _like_state(param: torch.Tensor, row: Row | None, of: Known, dtype: torch.dt
         local = torch.empty_like(_torch.local_of(param), dtype=dtype)
         return _torch.wrap(local, _torch.spec(mesh, param.placements, shape, dtype))
     assert row is not None and row.state is not None
-    splitting = {axis for axis in row.state.axes if of.mesh[axis].size() > 1}
-    if not splitting <= set(mesh.mesh_dim_names):
+    if not _splitting(row, of) <= set(mesh.mesh_dim_names):
         mesh = of.mesh
     layout = row.state.with_axes_dropped(row.state.axes - set(mesh.mesh_dim_names))
     coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))

@@ -129,11 +129,12 @@ class _Job(Peers):
         return answer
 
     def _report(self, phase: str, mine: Any) -> list[Any] | str:
-        """Other ranks: tell rank 0, and hear what it heard."""
+        """Other ranks: tell rank 0, and hear what it heard.
+
+        What is sent is not waited for: where rank 0 gives up on another rank, it no longer listens, but speaks.
+        """
         until = time.monotonic() + self.timeout
-        for work in self._send_json(mine, 0, self._groups.up):
-            with contextlib.suppress(RuntimeError):  # rank 0 may have given up on another rank: it will say
-                _wait(work, until)
+        self._send_json(mine, 0, self._groups.up)
         try:
             size = torch.zeros(1, dtype=torch.int64)
             _wait(self._irecv(size, 0, self._groups.down), until + 2 * _GRACE)
