@@ -9,12 +9,16 @@ from shardlib._mesh import MeshShape, mesh, register_axis
 from shardlib._plan import Plan
 from shardlib.engine import (
     OptimizerWrapper,
+    clip_grad_norm_,
+    clip_grad_value_,
     exact_random,
     full_state_dict,
+    get_grad_norm,
     no_sync,
     plan,
     plan_of,
     register_elementwise,
+    register_per_tensor,
     shard_model,
 )
 from shardlib.layout import Layout
@@ -32,10 +36,13 @@ __all__ = [
     "Shard",
     "accumulate",
     "checkpoint_activations",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "errors",
     "exact_random",
     "fsdp",
     "full_state_dict",
+    "get_grad_norm",
     "hsdp",
     "layouts",
     "mesh",
@@ -47,6 +54,7 @@ __all__ = [
     "register_axis",
     "register_dims",
     "register_elementwise",
+    "register_per_tensor",
     "replicate",
     "shard_model",
     "zero",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from shardlib.engine.apply import apply_plan, no_sync, plan_of, shard_model
 from shardlib.engine.dryrun import plan
 from shardlib.engine.exact import exact_random
-from shardlib.engine.optimizer import register_elementwise
+from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_, get_grad_norm
+from shardlib.engine.optimizer import register_elementwise, register_per_tensor
 from shardlib.engine.recording import record_collectives
 from shardlib.engine.state import full_state_dict
 from shardlib.engine.wrapper import OptimizerWrapper
@@ -13,12 +14,16 @@ from shardlib.engine.wrapper import OptimizerWrapper
 __all__ = [
     "OptimizerWrapper",
     "apply_plan",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "exact_random",
     "full_state_dict",
+    "get_grad_norm",
     "no_sync",
     "plan",
     "plan_of",
     "record_collectives",
     "register_elementwise",
+    "register_per_tensor",
     "shard_model",
 ]

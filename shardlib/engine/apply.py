@@ -387,7 +387,7 @@ class _Build:
         layout = self._on_active_axes(state)
         stage = self._stage(row) if division is not None else 0
         peers = self._peers(axes) if axes else None
-        held = Held(row.tied, param, param, axes, division, layout, self.mesh, room, stage, peers, spec)
+        held = Held(row.tied, param, param, axes, division, compute, layout, self.mesh, room, stage, peers, spec)
         if row.state is not None and row.has_master:
             held.master_dtype = row.state.dtype or row.dtype
             held.first_master = self._masters.pop(name, None)

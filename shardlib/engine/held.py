@@ -34,6 +34,7 @@ class Held:
             parts; whole over the data axes.
         axes: the data axes that split gradient and state.
         cut: how a local compute tensor is divided over them; None where they split nothing.
+        compute: layout of `leaf`, on the whole mesh.
         layout: of gradient and state, on the whole mesh.
         mesh: the whole mesh.
         room: elements of the largest rank's compute tensor.
@@ -52,6 +53,7 @@ class Held:
     leaf: nn.Parameter
     axes: Axes
     cut: Cut | None
+    compute: Layout
     layout: Layout
     mesh: DeviceMesh
     room: int
@@ -75,6 +77,21 @@ class Held:
         """This rank's part of gradient or state as a DTensor of global shape."""
         placements = tuple(self.layout.placements(self.mesh))
         return _torch.wrap(part, _torch.spec(self.mesh, placements, tuple(self.leaf.shape), part.dtype))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold different parts of its state."""
+        return bool(self.layout.axes)
+
+    @property
+    def home(self) -> Layout:
+        """How the parameter lies between steps."""
+        return self.layout if self.stage == 3 else self.compute
+
+    @property
+    def grad_layout(self) -> Layout:
+        """How its gradient lies once it is reduced."""
+        return self.compute if self.cut is None else self.layout
 
     @property
     def dtype(self) -> torch.dtype:

@@ -10,10 +10,11 @@ sharded, through torch's public door for that, and look only at parameters that 
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -29,12 +30,14 @@ from shardlib.engine.borders import moved
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, held_of, local_of
 from shardlib.engine.updates import Updates
+from shardlib.engine.whole import WholeStep
 from shardlib.errors import ShardingError
 
 __all__ = [
     "adopt",
     "look_after",
     "register_elementwise",
+    "register_per_tensor",
     "stepping_through_wrapper",
     "update_in_parts",
     "watch_optimizers",
@@ -53,6 +56,8 @@ _ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
     torch.optim.Rprop,
     torch.optim.SGD,
 }
+
+_PER_TENSOR: set[type[torch.optim.Optimizer]] = {torch.optim.Adafactor, torch.optim.Muon}
 
 _FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
 _FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -107,6 +112,21 @@ def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.o
     ...     pass
     """
     _ELEMENTWISE.add(optimizer)
+    return optimizer
+
+
+def register_per_tensor(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Say that an optimizer of your own updates each parameter from that parameter's gradient and state alone.
+
+    It then gets whole tensors where the plan splits them, each on one rank, so that norms and matrices are those of one
+    device. LAMB is such an optimizer, and Muon; one that looks at several parameters at once (a common step size) is
+    not. Usable as a decorator.
+
+    >>> @register_per_tensor
+    ... class Lars(torch.optim.SGD):
+    ...     pass
+    """
+    _PER_TENSOR.add(optimizer)
     return optimizer
 
 
@@ -178,27 +198,47 @@ def _before_step(
     if not keepers:
         return None
     _refuse_half_a_step(keepers)
-    if type(optimizer) not in _ELEMENTWISE:
-        _step_on_whole_tensors(optimizer, params)
-        return None
+    begin = _way_of(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
-    if closure is None:
-        _step_on_local_tensors(optimizer, params)
+    if closure is None or begin is _step_on_gathered_gradients:
+        begin(optimizer, params)
         return None
-    # An element-wise optimizer calls its closure first and once: the loss and its gradients are made before the
-    # parameters are replaced by their parts.
+    # These optimizers call their closure first and once: the loss and its gradients are made before the parameters are
+    # replaced by their parts.
     with torch.enable_grad():
         loss = closure()
-    _step_on_local_tensors(optimizer, params)
+    begin(optimizer, params)
     return (args[0], lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}
+
+
+def _way_of(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer, list[torch.Tensor]], None]:
+    if type(optimizer) in _ELEMENTWISE:
+        return _step_on_local_tensors
+    return _step_on_owned_tensors if type(optimizer) in _PER_TENSOR else _step_on_gathered_gradients
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     saved = _stepping.get(optimizer)
+    inner = optimizer.state
     _put_back(optimizer)
+    if saved is not None and saved.whole is not None:
+        _take_whole_step(saved, inner)
     if saved is not None:
         for updates in saved.updates:
             updates.end(saved.params)
+
+
+def _take_whole_step(saved: _Saved, inner: Any) -> None:
+    """Updated tensors and their state go back to where the plan has them."""
+    assert saved.whole is not None
+    ours = {id(one.held.param) for one in saved.whole.tensors}
+    saved.outer.update({p: inner[p] for p in saved.params if id(p) not in ours and p in inner})
+    for param, state in saved.whole.hand_out(inner).items():
+        saved.outer[param] = state
+    for one in saved.whole.tensors:
+        master = saved.whole.masters.get(id(one.held.param))
+        if master is not None:
+            saved.outer.setdefault(one.held.param, {})[MASTER] = one.held.wrap(master) if one.held.is_split else master
 
 
 def _refuse_replaced(params: list[torch.Tensor]) -> None:
@@ -251,6 +291,8 @@ class _Saved:
         params: all parameters of the groups.
         gradients: those that were replaced by whole ones.
         masters: copies that are stepped on, each with the parameter and the memory that it is rounded into.
+        whole: the step on whole tensors that is under way.
+        all_groups: the list of groups, where those without tensors of this rank were left out of it.
     """
 
     groups: list[dict[str, Any]]
@@ -259,6 +301,8 @@ class _Saved:
     updates: list[Updates] = field(default_factory=list)
     gradients: dict[torch.Tensor, torch.Tensor | None] = field(default_factory=dict)
     masters: list[tuple[Held, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    whole: WholeStep | None = None
+    all_groups: list[dict[str, Any]] | None = None
 
 
 def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
@@ -279,14 +323,82 @@ def _updates_of(params: list[torch.Tensor]) -> list[Updates]:
     return list(found.values())
 
 
-def _step_on_whole_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-    """Optimizers that are not known to be element-wise get whole gradients; every rank makes the same step."""
+def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+    """Each rank steps whole tensors of its own, where the plan splits some."""
+    known = [(p, one) for p in params if p.grad is not None and (one := held_of(p)) is not None]
+    held = [one for _, one in known]
+    if not any(one.is_split or one.master_dtype is not None for one in held):
+        return
+    outer = optimizer.state
+    saved = _Saved([dict(group) for group in optimizer.param_groups], outer, params)
+    saved.all_groups = optimizer.param_groups
+    masters = {}
+    for one in held:
+        _refuse_unreduced(one)
+        if one.master_dtype is not None:
+            masters[id(one.param)] = _master(one, _own_part(one), outer.get(one.param, {}))
+    saved.whole = WholeStep(held, masters)
+    inner: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    stripped = {p: {k: v for k, v in outer[p].items() if k != MASTER} for p, _ in known if p in outer}
+    inner.update(saved.whole.gather(stripped))
+    leaves = {id(one.held.param): one.leaf for one in saved.whole.own}
+    others = {id(p) for p, _ in known}
+    for group in optimizer.param_groups:
+        kept = (leaves.get(id(p)) if id(p) in others else p for p in group["params"])
+        group["params"] = [p for p in kept if p is not None]
+    inner.update({p: outer[p] for p in params if id(p) not in others and p in outer})
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    optimizer.state = inner
+    _stepping[optimizer] = saved
+
+
+def _own_part(held: Held) -> torch.Tensor:
+    """This rank's part, as the state lies, of what is stored."""
+    local = local_of(held.param)
+    if held.cut is None or held.stage == 3:
+        return local
+    assert held.peers is not None
+    return held.cut.take(local, held.peers.index)
+
+
+def _refuse_unreduced(held: Held) -> None:
+    if held.cut is not None and not held.is_part(held.param.grad):
+        raise ShardingError(
+            f'"{held.name}" has a gradient of this rank\'s examples alone: the plan splits its gradient or state '
+            f"over {', '.join(held.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Run "
+            "the last backward pass before a step outside of no_sync."
+        )
+
+
+def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+    """Nothing is known of this optimizer: it gets whole gradients, and every rank makes the same step."""
+    every = [one for p in params if (one := held_of(p)) is not None]
+    hard = next((one for one in every if one.master_dtype is not None or (one.stage == 3 and one.is_split)), None)
+    if hard is not None:
+        name = type(optimizer).__qualname__
+        raise ShardingError(
+            f"{name} steps on parameters that are stored in parts or in low precision (the first is "
+            f'"{hard.name}"), and it is not known what it needs of them. If each element of its update depends on that '
+            f"element alone, call shardlib.register_elementwise({name}); if on that whole tensor, "
+            f"shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), and without precision."
+        )
     saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params)
     for updates in _updates_of(params):
         for param, grad in updates.whole_gradients(params):
             saved.gradients[param], param.grad = param.grad, grad
     if saved.gradients:
         _stepping[optimizer] = saved
+        _tell_of_whole_state(type(optimizer).__qualname__)
+
+
+@functools.cache
+def _tell_of_whole_state(name: str) -> None:
+    warnings.warn(
+        f"The plan splits optimizer state over data axes, but nothing is known of {name}: every rank keeps all of its "
+        f"state and makes the whole step. Say what it needs: shardlib.register_elementwise({name}) if each element of "
+        f"its update depends on that element alone, shardlib.register_per_tensor({name}) if on one whole tensor.",
+        stacklevel=6,
+    )
 
 
 def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: Any) -> bool:
@@ -349,12 +461,7 @@ def _local_gradient(param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     grad = param.grad
     held = _held(param)
     if held is not None:
-        if not held.is_part(grad):
-            raise ShardingError(
-                f'"{held.name}" has a gradient of this rank\'s examples alone: the plan splits its gradient or state '
-                f"over {', '.join(held.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Run "
-                "the last backward pass before a step outside of no_sync."
-            )
+        _refuse_unreduced(held)
         return _in_memory_like(leaf, local_of(grad))  # type: ignore[arg-type]
     if not isinstance(param, DTensor):
         assert grad is not None
@@ -403,7 +510,12 @@ def _put_back(optimizer: torch.optim.Optimizer) -> None:
     for param, grad in saved.gradients.items():
         param.grad = grad
     inner, outer = optimizer.state, saved.outer
-    if inner is outer:
+    if saved.all_groups is not None:
+        optimizer.param_groups = saved.all_groups
+        for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
+            group["params"] = before["params"]
+        optimizer.state = outer
+    if inner is outer or saved.whole is not None:
         return
     for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
         for param, leaf in zip(before["params"], group["params"], strict=True):

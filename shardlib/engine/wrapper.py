@@ -78,6 +78,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.step_was_skipped = False
         self._count: torch.Tensor | None = None
         self._counted: bool | None = None  # whether this step's losses came with counts
+        self._divided_by: float | None = None
         self._settled = False  # gradients are those of the mean loss, unscaled
 
     def _refuse_strangers(self) -> None:
@@ -138,7 +139,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 param.grad.zero_()
 
     def _forget(self) -> None:
-        self._count, self._counted, self._settled = None, None, False
+        self._count, self._counted, self._divided_by, self._settled = None, None, None, False
 
     def _params(self) -> Iterator[torch.Tensor]:
         for group in self.inner.param_groups:
@@ -172,7 +173,21 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self._settled, self._counted = False, count is not None
         if count is not None:
             self._count = count if self._count is None else self._count + count
-        (total if self.scaler is None else self.scaler.scaled(total)).backward()
+        if self.scaler is not None:
+            # What flows through the model in float16 is then as large as on one device with the whole batch.
+            total = self.scaler.scaled(total) * (self._record.reducer.scale / self._divisor(count))
+        total.backward()
+
+    def _divisor(self, count: torch.Tensor | None) -> float:
+        """What sums are divided by before they are scaled: a number about as large as a step's count, on all ranks."""
+        if count is None:
+            return 1.0
+        if self._divided_by is None:
+            largest = count.clone()
+            if (group := self._record.reducer.data_group()) is not None:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            self._divided_by = max(1.0, largest.item())
+        return self._divided_by
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -232,7 +247,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 raise InputError("The counts of this step add up to zero on all ranks: there is nothing to learn from.")
             factor /= total.item() * self._record.reducer.scale
         if self.scaler is not None:
-            factor /= self.scaler.scale
+            factor *= (self._divided_by or 1.0) / (self.scaler.scale * self._record.reducer.scale)
         grads = [local_of(p.grad) for p in self._params() if p.grad is not None]
         if factor != 1.0:
             _torch.multiply_all(grads, factor)

@@ -26,7 +26,7 @@ _FOR_ENGINES_THAT_RUN_THEM: list[st.SearchStrategy[Transform]] = [
     st.builds(fsdp, reshard_after_forward=st.sampled_from([None, True, False])),
     st.builds(offload, st.sampled_from(["state", "params", "grads", "all"]), fraction=st.sampled_from([1.0, 0.5])),
 ]
-_THE_ENGINE_RUNS_THEM = False
+_THE_ENGINE_RUNS_THEM = True
 
 # One strategy for each kind of transform. What `shardlib.transforms` gains is registered here, or with
 # `register_transforms` from a package of one's own, and is then part of every case.

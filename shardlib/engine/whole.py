@@ -1,0 +1,241 @@
+"""Optimizers that need whole tensors: each tensor is whole on one rank, which steps it for all.
+
+LAMB takes norms of whole parameters, Adafactor sums of rows and columns, Muon whole matrices. The ranks of the mesh
+share the tensors among them by size. For a step, gradient, parameter and state of a tensor are gathered at its owner,
+and afterwards handed out again in the layouts of the plan, so that between steps they lie like any optimizer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardlib._mesh import MeshShape
+from shardlib.engine import _torch, agree
+from shardlib.engine.held import Held, local_of
+from shardlib.layout import Layout
+
+__all__ = ["WholeStep"]
+
+
+@dataclass(eq=False)
+class _Owned:
+    """One tensor's step.
+
+    Attributes:
+        held: the parameter.
+        owner: the rank of the mesh that steps it.
+        leaf: the whole parameter, on the owner.
+    """
+
+    held: Held
+    owner: int
+    leaf: torch.Tensor | None = None
+
+
+class WholeStep:
+    """One step, from gathering to handing out. Collective over the mesh of the parameters.
+
+    Args:
+        held: the parameters that have gradients, the same in the same order on every rank.
+        masters: of those that have one, this rank's part of the copy that is stepped on.
+    """
+
+    def __init__(self, held: Sequence[Held], masters: dict[int, torch.Tensor]) -> None:
+        self.masters = masters
+        self.mesh = held[0].mesh
+        self.shape = MeshShape.of(self.mesh)
+        axes = tuple(axis for axis, size in self.shape.items() if size > 1)
+        self.group = _torch.flattened(self.mesh, axes).get_group() if axes else None
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.ranks = [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
+        self.tensors = [_Owned(one, owner) for one, owner in zip(held, _owners(held, len(self.ranks)), strict=True)]
+
+    @property
+    def own(self) -> list[_Owned]:
+        return [one for one in self.tensors if one.owner == self.rank]
+
+    # --- before -------------------------------------------------------------------------------------------------------
+
+    def gather(self, state: Any) -> dict[torch.Tensor, dict[str, Any]]:
+        """Whole parameters and gradients as leaves of `own`; returns their state, whole too.
+
+        Args:
+            state: the optimizer's, by parameter, as it lies between steps.
+        """
+        jobs = []
+        for one in self.tensors:
+            held = one.held
+            master = self.masters.get(id(held.param))
+            jobs.append((one, held.home if master is None else held.layout, self._local(held, master)))
+        for one, leaf in self._to_owners(jobs):
+            one.leaf = leaf
+        jobs = [(one, one.held.grad_layout, local_of(_grad(one.held))) for one in self.tensors]
+        for one, grad in self._to_owners(jobs):
+            assert one.leaf is not None
+            one.leaf.grad = grad.to(one.leaf.dtype)
+        return self._whole_state(state)
+
+    def _local(self, held: Held, master: torch.Tensor | None) -> torch.Tensor:
+        return local_of(held.param) if master is None else master
+
+    def _whole_state(self, state: Any) -> dict[torch.Tensor, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        jobs = []
+        for one in self.tensors:
+            for key, value in state.get(one.held.param, {}).items():
+                if isinstance(value, DTensor):
+                    jobs.append(((one, key), one.held.layout, local_of(value)))
+                else:
+                    found.setdefault(id(one), {})[key] = value
+        for (one, key), whole in self._to_owners(jobs):
+            found.setdefault(id(one), {})[key] = whole
+        return {one.leaf: found[id(one)] for one in self.own if id(one) in found and one.leaf is not None}
+
+    # --- after --------------------------------------------------------------------------------------------------------
+
+    def hand_out(self, state: Any) -> dict[torch.Tensor, dict[str, Any]]:
+        """Write updated parameters where they lie; returns the state by parameter, as it lies between steps.
+
+        Args:
+            state: the optimizer's, by leaf, on the ranks that own some.
+        """
+        jobs: list[Any] = []
+        for one in self.tensors:
+            held, memory = one.held, local_of(one.held.param)
+            low = None if one.leaf is None else one.leaf.detach().to(memory.dtype)
+            jobs.append((one, held.home, low, memory))
+            if (master := self.masters.get(id(held.param))) is not None:
+                jobs.append((one, held.layout, one.leaf, master))
+        self._from_owners(jobs)
+        return self._state_in_parts(state)
+
+    def _state_in_parts(self, state: Any) -> dict[torch.Tensor, dict[str, Any]]:
+        mine = {
+            i: {key: _described(value) for key, value in state.get(one.leaf, {}).items()}
+            for i, one in enumerate(self.tensors)
+            if one.owner == self.rank
+        }
+        described = {i: keys for entry in agree.exchange(mine, self.group) for i, keys in entry.items()}
+        made: dict[torch.Tensor, dict[str, Any]] = {}
+        jobs = []
+        for i, one in enumerate(self.tensors):
+            param = one.held.param
+            for key, (shape, dtype, value) in described[i].items():
+                here = state[one.leaf][key] if one.owner == self.rank else None
+                if shape is None:
+                    made.setdefault(param, {})[key] = value
+                    continue
+                split = shape == tuple(one.held.leaf.shape) and len(shape) > 0
+                layout = one.held.layout if split else Layout.replicate(len(shape))
+                place = self.shape.coordinate(self.rank)
+                memory = torch.empty(
+                    layout.local_shape(shape, self.shape, place), dtype=dtype, device=local_of(param).device
+                )
+                jobs.append((one, layout, here, memory))
+                made.setdefault(param, {})[key] = one.held.wrap(memory) if split and one.held.is_split else memory
+        self._from_owners(jobs)
+        return made
+
+    # --- moving -------------------------------------------------------------------------------------------------------
+
+    def _to_owners(self, jobs: Iterable[tuple[Any, Layout, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
+        """Whole tensors, on their owners, of the parts that ranks hold; of replicas the first one is sent."""
+        ops, arriving, made = [], [], []
+        for key, layout, local in jobs:
+            one = key[0] if isinstance(key, tuple) else key
+            shape = self._shape_of(one, local)
+            if one.owner == self.rank:
+                whole = torch.empty(shape, dtype=local.dtype, device=local.device)
+                made.append((key, whole))
+            for rank in self._first_holders(layout):
+                place = self.shape.coordinate(rank)
+                size = layout.local_shape(shape, self.shape, place)
+                if not torch.Size(size).numel():
+                    continue
+                if one.owner == self.rank:
+                    part = local if rank == self.rank else torch.empty(size, dtype=local.dtype, device=local.device)
+                    if rank != self.rank:
+                        ops.append(self._op(dist.irecv, part, rank))
+                    arriving.append((whole, layout, place, part))
+                elif rank == self.rank:
+                    ops.append(self._op(dist.isend, local.contiguous(), one.owner))
+        _wait_for(ops)
+        for whole, layout, place, part in arriving:
+            _put(whole, layout, self.shape, place, part)
+        return made
+
+    def _from_owners(self, jobs: Iterable[tuple[_Owned, Layout, torch.Tensor | None, torch.Tensor]]) -> None:
+        """What owners have whole, in parts, into the memory of every rank."""
+        ops, arriving = [], []
+        for one, layout, whole, memory in jobs:
+            if one.owner == self.rank:
+                assert whole is not None
+                for rank in range(len(self.ranks)):
+                    part = layout.take(whole.detach(), self.shape, self.shape.coordinate(rank))
+                    if rank == self.rank:
+                        memory.copy_(part)
+                    elif part.numel():
+                        ops.append(self._op(dist.isend, part.to(memory.dtype).contiguous(), rank))
+            elif memory.numel():
+                target = memory if memory.is_contiguous() else torch.empty_like(memory).contiguous()
+                ops.append(self._op(dist.irecv, target, one.owner))
+                arriving.append((memory, target))
+        _wait_for(ops)
+        for memory, target in arriving:
+            if target is not memory:
+                memory.copy_(target)
+
+    def _op(self, kind: Any, tensor: torch.Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, self.ranks[rank], group=self.group)
+
+    def _shape_of(self, one: _Owned, local: torch.Tensor) -> tuple[int, ...]:
+        return tuple(one.held.leaf.shape)
+
+    def _first_holders(self, layout: Layout) -> list[int]:
+        whole = [axis for axis in self.shape.names if axis not in layout.axes]
+        return [r for r in range(len(self.ranks)) if not any(self.shape.coordinate(r)[axis] for axis in whole)]
+
+
+def _owners(held: Sequence[Held], ranks: int) -> list[int]:
+    """Whose each tensor is: the largest first, to the rank that has least so far."""
+    load, owner = [0] * ranks, {}
+    for i in sorted(range(len(held)), key=lambda i: (-held[i].leaf.numel(), i)):
+        owner[i] = min(range(ranks), key=lambda rank: (load[rank], rank))
+        load[owner[i]] += held[i].leaf.numel()
+    return [owner[i] for i in range(len(held))]
+
+
+def _grad(held: Held) -> torch.Tensor:
+    assert held.param.grad is not None
+    return held.param.grad
+
+
+def _described(value: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None, Any]:
+    """Shape and dtype of a tensor, or a value that is none."""
+    return (tuple(value.shape), value.dtype, None) if isinstance(value, torch.Tensor) else (None, None, value)
+
+
+def _put(whole: torch.Tensor, layout: Layout, mesh: MeshShape, place: dict[str, int], part: torch.Tensor) -> None:
+    target, done = [whole], [part]
+    for dim, slices in enumerate(layout.local_slices(tuple(whole.shape), mesh, place)):
+        at = 0
+        pieces, sources = [], []
+        for chosen in slices:
+            size = chosen.stop - chosen.start
+            pieces += [t.narrow(dim, chosen.start, size) for t in target]
+            sources += [s.narrow(dim, at, size) for s in done]
+            at += size
+        target, done = pieces, sources
+    _torch.copy_all(target, done)
+
+
+def _wait_for(ops: list[dist.P2POp]) -> None:
+    if ops:
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
