@@ -394,6 +394,9 @@ class _Work:
         self._refuse_kinds(into)
         self.into += into
         self.at_end.append(partial(_restore_optimizer, optimizer, options, state))
+        if (scaler := getattr(optimizer, "scaler", None)) is not None and "scaler" in saved:
+            loss_scale = decode(saved["scaler"], self._value)
+            self.at_end.append(partial(_load_state, "the loss scale of optimizer", scaler, loss_scale))
 
     def _prepare_scheduler(self, lr_scheduler: Any) -> None:
         saved = self._state("lr_scheduler", "learning rate scheduler")

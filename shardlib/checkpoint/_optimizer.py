@@ -98,7 +98,16 @@ def describe(optimizer: torch.optim.Optimizer, of: Known, put: Put) -> dict[str,
         for name, param, _ in _params(optimizer, of)
         if (other := {k: v for k, v in optimizer.state.get(param, {}).items() if not isinstance(v, torch.Tensor)})
     }
-    return {"class": type(optimizer).__name__, "groups": groups, "values": values}
+    made = {"class": _class_of(optimizer), "groups": groups, "values": values}
+    if (scaler := getattr(optimizer, "scaler", None)) is not None:
+        made["scaler"] = encode(scaler.state_dict(), "optimizer.scaler", put)
+    return made
+
+
+def _class_of(optimizer: Any) -> str:
+    """The class of an optimizer, or of the one that it wraps."""
+    inner = optimizer.unwrap() if callable(getattr(optimizer, "unwrap", None)) else optimizer
+    return type(inner).__name__
 
 
 def groups_for(
@@ -109,9 +118,9 @@ def groups_for(
     Raises:
         CheckpointError: another kind of optimizer, unknown parameters, or options that differ within a group.
     """
-    if saved["class"] != type(optimizer).__name__:
+    if saved["class"] != _class_of(optimizer):
         raise CheckpointError(
-            f"The checkpoint holds the state of {saved['class']}, and is loaded into {type(optimizer).__name__}. Use "
+            f"The checkpoint holds the state of {saved['class']}, and is loaded into {_class_of(optimizer)}. Use "
             "the same optimizer, or load the model alone."
         )
     options = [decode(group["options"], get) for group in saved["groups"]]

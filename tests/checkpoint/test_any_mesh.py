@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardlib import MeshShape, Rules
 from shardlib.testing import Ranks, shared_pool, strategies
-from shardlib.testing.models import Numbers, Tokens
-from shardlib.testing.strategies import Case
+from shardlib.testing.models import Numbers, Tokens, Transformer
+from shardlib.testing.strategies import Case, ModelFactory
+from shardlib.transforms import fsdp, zero
 from tests.checkpoint import training
 
 _ALL = settings.default.max_examples
@@ -48,6 +50,38 @@ def _same(pool: Ranks, folder: Path, first: Case, second: Case, **options: Any) 
     assert {name: value for name, value in at_save.items() if not torch.equal(value, at_load[name])} == {}
     assert at_load.keys() == at_save.keys()
     assert training.differences(resumed, at_end) == {}
+
+
+_GPT = ModelFactory(Transformer, (("vocab", 10), ("heads", 4), ("head", 4), ("tied", True), ("layers", 2)))
+_TENSOR = Rules(
+    {
+        "embed": "rowwise",
+        "attn.qkv": "(qkv=3 heads=4@tp head)",
+        "attn.proj": "rowwise",
+        "mlp.up": "colwise",
+        "mlp.down": "rowwise",
+    },
+    unmatched="replicate",
+)
+
+
+def _gpt(mesh: str, *transforms: Any) -> Case:
+    return Case(_GPT, Tokens(12, 5, 10), MeshShape(mesh), _TENSOR, transforms)
+
+
+_ZERO = [
+    (_gpt("dp=2,tp=2", zero(3)), _gpt("dp=2,tp=2", zero(1))),
+    (_gpt("dp=4,tp=1", zero(2)), _gpt("dp=2,tp=2", fsdp())),
+    (_gpt("dp=2,tp=2", zero(1)), _gpt("dp=1,tp=1")),
+    (_gpt("dp=1,tp=2"), _gpt("dp=3,tp=1", zero(3))),
+    (_gpt("dp=2,tp=2", fsdp()), _gpt("dp=1,tp=4")),
+]
+
+
+@pytest.mark.parametrize("weights", ["pieces", "huggingface"])
+@pytest.mark.parametrize(("first", "second"), _ZERO)
+def test_any_stage_of_zero_loads_into_any_other(tmp_path: Path, first: Case, second: Case, weights: str):
+    _same(shared_pool(4), tmp_path, first, second, weights=weights)
 
 
 @settings(max_examples=_ALL // 2)

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from shardlib import checkpoint
+from shardlib.engine.held import held_of, local_of
 from shardlib.testing.strategies import Case
-from tests.engine.same_numbers import local_rows, relative, values, whole
+from tests.engine.same_numbers import local_rows, relative
 
 # Sums reordered by another mesh differ by roundings; tests/engine/same_numbers.py says why only a wrong number passes
 # 1e-10. eps=1e-4 keeps AdamW from dividing noise by itself where a gradient is zero in exact arithmetic.
@@ -63,12 +65,20 @@ class Run:
 
     def state(self) -> State:
         """Everything that training has changed, whole."""
-        found = {f"model {name}": value for name, value in values(self.model).items()}
+        found = {f"model {name}": value for name, value in sl.full_state_dict(self.model).items()}
         for name, param in self.model.named_parameters():
             for key, value in self.optimizer.state.get(param, {}).items():
-                found[f"optimizer {name} {key}"] = whole(value.detach()).clone()
+                found[f"optimizer {name} {key}"] = _whole(param, value.detach())
         found["lr"] = torch.tensor(self.optimizer.param_groups[0]["lr"], dtype=torch.float64)
         return {name: value.detach().cpu().clone() for name, value in found.items()}
+
+
+def _whole(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """State of all ranks. The engine gathers what it has cut: `full_tensor` is wrong for a fused dim over two axes."""
+    held = held_of(param)
+    if held is not None and held.is_part(value):
+        return held.gathered(local_of(value)).clone()
+    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
 def spread(output: torch.Tensor) -> torch.Tensor:
