@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     verify: str = "read",
+    names: Callable[[str], str] | None = None,
     timeout: float = 1800,
 ) -> Loaded:
     """Load a checkpoint into a model, sharded or not, on any mesh, and what belongs to its training. Collective.
@@ -77,6 +78,7 @@ def load(
         random: put back the random states, where they were saved.
         strict: names that either side lacks are an error; else what both have is loaded, and the rest is told.
         cast: convert dtypes that differ; else they are an error.
+        names: what the model calls a tensor of a foreign checkpoint, where that is called otherwise there.
         verify: whose checksums are compared: of the files that are read ("read"; each by one rank), "all", or "none".
         timeout: seconds that ranks wait for each other in each phase.
 
@@ -98,7 +100,7 @@ def load(
     everyone = peers(f'loading "{given}"', timeout)
     everyone.run("check arguments", lambda: _check(model, optimizer, verify))
     place, text = everyone.first("read manifest", lambda: _found(given))
-    source = everyone.run("read manifest", lambda: _open(Path(str(place)), text, model))
+    source = everyone.run("read manifest", lambda: _open(Path(str(place)), text, model, names))
     with Readers(source.folder) as readers:
         work = _Work(source, everyone, model, optimizer, strict, cast, verify, readers)
         everyone.run("compare", work.compare)
@@ -176,16 +178,16 @@ def _foreign_files(folder: Path) -> list[Path]:
     return indices or sorted(folder.glob("*.safetensors"))
 
 
-def _open(folder: Path, text: str | None, model: nn.Module | None) -> _Opened:
+def _open(folder: Path, text: str | None, model: nn.Module | None, names: Callable[[str], str] | None) -> _Opened:
     if text is None:
-        return _open_foreign(folder, model)
+        return _open_foreign(folder, model, names)
     try:
         return _Opened(folder, Manifest.load(text), foreign=False)
     except CheckpointError as error:
         raise CheckpointError(f'"{folder / MANIFEST}" is damaged: {error}. Use another checkpoint.') from error
 
 
-def _open_foreign(place: Path, model: nn.Module | None) -> _Opened:
+def _open_foreign(place: Path, model: nn.Module | None, called: Callable[[str], str] | None) -> _Opened:
     """Plain safetensors files as if they had a manifest: every tensor is whole and in one piece."""
     folder = place if place.is_dir() else place.parent
     names = _names_of_files(place)
@@ -198,9 +200,10 @@ def _open_foreign(place: Path, model: nn.Module | None) -> _Opened:
                 )
             files.append(File(name, (folder / name).stat().st_size, None))
             for key, (dtype, shape) in readers.headers(name).items():
-                if key in tensors:
-                    raise CheckpointError(f'"{folder}" has the tensor "{key}" in two files. Use another checkpoint.')
-                tensors[key] = Saved(shape, dtype, (Piece(n, whole(shape)),), key)
+                name_here = called(key) if called is not None else key
+                if name_here in tensors:
+                    raise CheckpointError(f'"{folder}" has the tensor "{name_here}" twice. Use another checkpoint.')
+                tensors[name_here] = Saved(shape, dtype, (Piece(n, whole(shape)),), key)
     if model is not None:
         tensors = _with_prefix(tensors, model)
     return _Opened(folder, Manifest(tuple(files), {"model": tensors, "optimizer": {}, "values": {}}), foreign=True)
@@ -281,7 +284,7 @@ class _Work:
             found = [name for name in asked if name in saved]
             used.update(found)
             if found:
-                self.into.append((item, [saved[name] for name in found]))
+                self.into.append((item, [replace(saved[name], key=saved[name].key or name) for name in found]))
                 self.aliases[item.name] = found[0]
             else:
                 self.missing.append(item.name)
@@ -384,7 +387,7 @@ class _Work:
 
     def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.model is not None
-        saved = self._state("optimizer", "optimizer")
+        saved = self._state("optimizer", "an optimizer")
         of, tensors = known(self.model), self.manifest.tensors["optimizer"]
         options = groups_for(optimizer, of, saved, self.aliases, self._value)
         items, state = make_state(
@@ -399,7 +402,7 @@ class _Work:
             self.at_end.append(partial(_load_state, "the loss scale of optimizer", scaler, loss_scale))
 
     def _prepare_scheduler(self, lr_scheduler: Any) -> None:
-        saved = self._state("lr_scheduler", "learning rate scheduler")
+        saved = self._state("lr_scheduler", "a learning rate scheduler")
         if saved["class"] != type(lr_scheduler).__name__:
             raise CheckpointError(
                 f"the checkpoint holds the state of {saved['class']}, and is loaded into "
@@ -411,7 +414,7 @@ class _Work:
     def _state(self, key: str, what: str) -> Any:
         if key not in self.manifest.state:
             raise CheckpointError(
-                f'the checkpoint "{self.source.folder}" holds no state of a {what}. Load without it, or '
+                f'the checkpoint "{self.source.folder}" holds no state of {what}. Load without it, or '
                 "another checkpoint."
             )
         return self.manifest.state[key]
@@ -424,10 +427,10 @@ class _Work:
 
     def _of_rank(self, what: str, *, must: bool) -> Any:
         """The state that was saved for the rank that stood where this one stands."""
-        saved = self._state(what, what)
+        saved = self._state(what, f"a {what}")
         owners, states = saved["owners"], saved["states"]
         place, note = _place_for(self.everyone, self._mesh(), str(self.manifest.about.get("mesh")), owners)
-        if place is None and must:
+        if note and must:
             raise CheckpointError(
                 f"the {what} was at different places on {len(set(owners))} ranks when it was saved, on mesh "
                 f'"{self.manifest.about.get("mesh")}"; now the mesh is "{self._mesh()}", and no place is right. Load '

@@ -1,0 +1,359 @@
+"""What belongs to training besides tensors, what does not fit, folders of checkpoints, saving in the background."""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import shardlib as sl
+from shardlib import checkpoint
+from shardlib.checkpoint import _save
+from shardlib.checkpoint._values import decode, encode
+from shardlib.errors import CheckpointError
+from shardlib.testing import shared_pool
+from shardlib.testing.models import MLP
+
+_RULES = sl.Rules({"up": "colwise", "down": "rowwise"}, unmatched="replicate")
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+_KEYS = st.text(max_size=3) | st.integers() | st.booleans() | st.none() | st.just("~") | st.tuples(st.integers())
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(_KEYS, inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(value=_VALUES)
+def test_values_come_back_as_they_were(value: Any):
+    import json
+
+    made = json.loads(json.dumps(encode(value, "value", lambda name, tensor: None), allow_nan=False))
+    back = decode(made, lambda name: torch.zeros(0))
+    assert repr(back) == repr(value)
+
+
+def test_counters_tensors_and_numbers_of_numpy_come_back():
+    held: dict[str, torch.Tensor] = {}
+    value = {"counts": collections.Counter({3: 2}), "t": [torch.arange(3)], "n": np.float64(0.1), "nan": float("nan")}
+    back = decode(encode(value, "v", held.__setitem__), held.__getitem__)
+    assert back["counts"] == value["counts"] and type(back["counts"]) is collections.Counter
+    assert torch.equal(back["t"][0], torch.arange(3)) and list(held) == ["v.t.0"]
+    assert back["n"] == 0.1 and back["nan"] != back["nan"]
+
+
+@pytest.mark.parametrize("value", [object(), print, {1, 2}, b"bytes", 1j, torch.float32, Path("x")])
+def test_what_json_cannot_say_is_refused_with_its_place(tmp_path: Path, value: Any):
+    with pytest.raises(CheckpointError, match=r'"extra.a.1" is a .*, which cannot be saved'):
+        checkpoint.save(tmp_path / "saved", nn.Linear(2, 2), extra={"a": [0, value]})
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- training besides tensors ---------------------------------------------------------------------------------------
+
+
+def _schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
+    of = torch.optim.lr_scheduler
+    return [
+        of.StepLR(optimizer, 2),
+        of.MultiStepLR(optimizer, [2, 2, 5]),
+        of.CosineAnnealingLR(optimizer, 9),
+        of.OneCycleLR(optimizer, 0.1, total_steps=20),
+        of.ReduceLROnPlateau(optimizer, patience=1),
+        of.SequentialLR(optimizer, [of.ConstantLR(optimizer), of.ExponentialLR(optimizer, 0.9)], [3]),
+        of.LambdaLR(optimizer, lambda step: 0.9**step),
+    ]
+
+
+@pytest.mark.parametrize("which", range(7))
+def test_schedulers(tmp_path: Path, which: int):
+    rates = []
+    for resumed in (False, True):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        scheduler = _schedulers(optimizer)[which]
+        if resumed:
+            checkpoint.load(tmp_path / "saved", model, optimizer, lr_scheduler=scheduler)
+        found = []
+        for step in range(4 if resumed else 8):
+            if not resumed and step == 4:
+                checkpoint.save(tmp_path / "saved", model, optimizer, lr_scheduler=scheduler)
+            optimizer.step()
+            scheduler.step(*([1.0] if which == 4 else []))
+            found.append(optimizer.param_groups[0]["lr"])
+        rates.append(found)
+    assert rates[0][4:] == rates[1]
+
+
+def test_another_scheduler_or_optimizer_is_refused(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    checkpoint.save(tmp_path / "saved", model, optimizer, lr_scheduler=_schedulers(optimizer)[0])
+    with pytest.raises(CheckpointError, match="holds the state of StepLR, and is loaded into MultiStepLR"):
+        checkpoint.load(tmp_path / "saved", model, lr_scheduler=_schedulers(optimizer)[1])
+    with pytest.raises(CheckpointError, match="holds the state of SGD, and is loaded into Adam"):
+        checkpoint.load(tmp_path / "saved", model, torch.optim.Adam(model.parameters()))
+    checkpoint.save(tmp_path / "bare", model)
+    with pytest.raises(CheckpointError, match="holds no state of an optimizer"):
+        checkpoint.load(tmp_path / "bare", model, optimizer)
+
+
+def test_groups_by_name_however_they_are_cut(tmp_path: Path):
+    def made(names: list[list[str]], **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = MLP()
+        params = dict(model.named_parameters())
+        groups = [{"params": [params[name] for name in group]} for group in names]
+        return model, torch.optim.AdamW(groups, **options)
+
+    model, optimizer = made([["up.weight", "up.bias"], ["down.weight"], ["down.bias"]], lr=0.3)
+    optimizer.param_groups[0]["weight_decay"] = 0.7
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    other, theirs = made([["down.bias", "down.weight"], ["up.weight"], ["up.bias"]], lr=0.1)
+    checkpoint.load(tmp_path / "saved", other, theirs)
+    assert [(g["lr"], g["weight_decay"]) for g in theirs.param_groups] == [(0.3, 0.01), (0.3, 0.7), (0.3, 0.7)]
+    for (name, p), (_, q) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert all(torch.equal(v, theirs.state[q][k]) for k, v in optimizer.state[p].items()), name
+    mixed = made([["up.weight", "down.weight"], ["up.bias", "down.bias"]])
+    with pytest.raises(CheckpointError, match="joins parameters that were saved with different options"):
+        checkpoint.load(tmp_path / "saved", *mixed)
+    with pytest.raises(CheckpointError, match=r'It had "down.bias" in addition'):
+        checkpoint.load(tmp_path / "saved", *made([["up.weight", "up.bias", "down.weight"]]))
+
+
+def test_random_states_go_on(tmp_path: Path):
+    checkpoint.save(tmp_path / "saved", nn.Linear(2, 2))
+
+    def draw() -> tuple[Any, ...]:
+        return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()
+
+    want = draw()
+    assert draw() != want
+    checkpoint.load(tmp_path / "saved")
+    assert draw() == want
+
+
+class Position:
+    """A dataloader as far as checkpoints go: it knows where it is."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "order": torch.arange(self.at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+        assert torch.equal(state["order"], torch.arange(self.at))
+
+
+def _dataloader(path: str, mesh: str, save: bool) -> tuple[int, tuple[str, ...]] | str:
+    torch.manual_seed(3)
+    model = sl.shard_model(MLP(), mesh, _RULES, compile=None)
+    place = sl.plan_of(model).mesh.data_place(sl.plan_of(model).mesh.coordinate(dist.get_rank()))[0]
+    loader = Position(10 + place if save else 0)
+    if save:
+        checkpoint.save(path, model, dataloader=loader)
+        return loader.at, ()
+    try:
+        notes = checkpoint.load(path, model, dataloader=loader).notes
+    except CheckpointError as error:
+        return str(error)
+    return loader.at, notes
+
+
+def test_a_dataloader_goes_on_where_its_data_rank_was(tmp_path: Path):
+    path = str(tmp_path / "saved")
+    pool = shared_pool(4)
+    pool.run(_dataloader, path, "dp=2,tp=2", True)
+    assert pool.run(_dataloader, path, "dp=2,tp=2", False) == [(10, ()), (10, ()), (11, ()), (11, ())]
+    assert pool(2).run(_dataloader, path, "dp=2,tp=1", False) == [(10, ()), (11, ())]
+    refused = pool(1).run(_dataloader, path, "dp=1,tp=1", False)[0]
+    assert "the dataloader was at different places on 2 ranks" in refused
+
+
+def _notes(path: str, mesh: str) -> tuple[str, ...]:
+    model = sl.shard_model(MLP(), mesh, _RULES, compile=None)
+    return checkpoint.load(path, model).notes
+
+
+def test_random_streams_that_were_not_saved_are_told(tmp_path: Path):
+    path = str(tmp_path / "saved")
+    pool = shared_pool(4)
+    pool(2).run(_dataloader, path, "dp=2,tp=1", True)
+    told = pool.run(_notes, path, "dp=4,tp=1")
+    assert told[0] == ("random: saved for 2 data ranks, and there are 4",)
+    assert told[3] == (told[0][0] + "; this rank had no counterpart and keeps its own",)
+
+
+# --- what does not fit ----------------------------------------------------------------------------------------------
+
+
+def test_names_are_listed_at_once_with_the_nearest(tmp_path: Path):
+    checkpoint.save(tmp_path / "saved", nn.ModuleDict({"attn": nn.Linear(2, 2), "mlp": nn.Linear(2, 2)}))
+    other = nn.ModuleDict({"atn": nn.Linear(2, 2), "mlp": nn.Linear(2, 2)})
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(tmp_path / "saved", other)
+    assert '  not in the checkpoint: "atn.weight", "atn.bias". Did you mean "attn.weight"?' in str(caught.value)
+    assert '  not in the model: "attn.bias", "attn.weight". Did you mean "atn.bias"?' in str(caught.value)
+    loaded = checkpoint.load(tmp_path / "saved", other, strict=False)
+    assert loaded.missing == ("atn.weight", "atn.bias") and loaded.unexpected == ("attn.bias", "attn.weight")
+    with pytest.raises(CheckpointError, match="does not fit the model by its names"):
+        checkpoint.load(tmp_path / "saved", nn.BatchNorm1d(2), strict=False)
+
+
+def test_shapes_and_dtypes(tmp_path: Path):
+    model = nn.Linear(3, 2)
+    checkpoint.save(tmp_path / "saved", model)
+    with pytest.raises(
+        CheckpointError, match=r'"weight" has shape \(2, 3\) in the checkpoint, and global shape \(2, 4\)'
+    ):
+        checkpoint.load(tmp_path / "saved", nn.Linear(4, 2))
+    double = nn.Linear(3, 2).double()
+    with pytest.raises(CheckpointError, match=r"and torch.float64 here\n.*\nPass cast=True"):
+        checkpoint.load(tmp_path / "saved", double)
+    checkpoint.load(tmp_path / "saved", double, cast=True)
+    assert torch.equal(double.weight.float(), model.weight)
+
+
+def test_no_checkpoint_there(tmp_path: Path):
+    checkpoint.save(tmp_path / "best", nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r'there is nothing at ".*/bset". Did you mean "best"?'):
+        checkpoint.load(tmp_path / "bset", nn.Linear(2, 2))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"is no checkpoint: it holds neither shardlib.json nor safetensors"):
+        checkpoint.load(tmp_path / "empty", nn.Linear(2, 2))
+
+
+def test_tied_names(tmp_path: Path):
+    def made(tied: bool) -> nn.Module:
+        model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+        if tied:
+            model["b"].weight = model["a"].weight
+        return model
+
+    tied, apart = made(True), made(False)
+    checkpoint.save(tmp_path / "tied", tied)
+    checkpoint.load(tmp_path / "tied", apart)
+    assert torch.equal(apart["a"].weight, tied["a"].weight) and torch.equal(apart["b"].weight, tied["a"].weight)
+    checkpoint.save(tmp_path / "equal", apart)
+    checkpoint.load(tmp_path / "equal", made(True))
+    checkpoint.save(tmp_path / "apart", made(False))
+    with pytest.raises(CheckpointError, match=r'"a.weight" and the names tied to it are one tensor in the model'):
+        checkpoint.load(tmp_path / "apart", made(True))
+
+
+def test_wrong_arguments(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    for options, told in [
+        ({"weights": "hugingface"}, 'Did you mean "huggingface"'),
+        ({"shard_mb": 0}, "give a positive number of megabytes"),
+        ({"lr_scheduler": 3}, "which has no state_dict"),
+    ]:
+        with pytest.raises(CheckpointError, match=told):
+            checkpoint.save(tmp_path / "saved", model, **options)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="given without its model"):
+        checkpoint.save(tmp_path / "saved", None, torch.optim.SGD(model.parameters()))
+    with pytest.raises(CheckpointError, match=r"\(group 0, place 0\) that the model does not have"):
+        checkpoint.save(tmp_path / "saved", model, torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    with pytest.raises(CheckpointError, match="on the meta device"):
+        checkpoint.save(tmp_path / "saved", nn.Linear(2, 2, device="meta"))
+
+
+# --- folders and background -----------------------------------------------------------------------------------------
+
+
+def test_the_last_ones_are_kept(tmp_path: Path):
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep_last=2)
+    assert checkpoints.latest() is None
+    with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+        checkpoints.load(nn.Linear(2, 2))
+    for step in (5, 40, 1_000_000):
+        checkpoints.save(step, nn.Linear(2, 2), extra=step)
+    assert checkpoints.steps() == [40, 1_000_000] and checkpoints.latest() == tmp_path / "step-1000000"
+    assert checkpoints.load().extra == 1_000_000 and checkpoints.load(step=40).extra == 40
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5 in .*; there are 40, 1000000"):
+        checkpoints.load(step=5)
+    (tmp_path / ".step-2000000.writing").mkdir()  # what a crash leaves
+    assert checkpoints.latest() == tmp_path / "step-1000000"
+
+
+def test_what_training_changes_meanwhile_is_not_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    go_on = threading.Event()
+    write = _save.write_tensors
+
+    def waits(*args: Any) -> Any:
+        assert go_on.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(_save, "write_tensors", waits)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    want = [t.clone() for t in (model.weight, optimizer.state[model.weight]["momentum_buffer"])]
+    saving = checkpoint.save(tmp_path / "saved", model, optimizer, background=True)
+    assert not saving.done() and not (tmp_path / "saved").exists()
+    optimizer.step()
+    go_on.set()
+    assert saving.wait() == tmp_path / "saved" and saving.done()
+    checkpoint.load(tmp_path / "saved", model, optimizer)
+    got = [model.weight, optimizer.state[model.weight]["momentum_buffer"]]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_an_error_in_the_background_is_raised_by_wait_or_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_save, "write_tensors", fails)
+        for tell in (lambda saving: saving.wait(), lambda saving: checkpoint.save(tmp_path / "next", nn.Linear(2, 2))):
+            saving = checkpoint.save(tmp_path / "saved", nn.Linear(2, 2), background=True)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                tell(saving)
+    checkpoint.save(tmp_path / "next", nn.Linear(2, 2))
+
+
+def _in_turn(path: str, weights: str) -> list[float]:
+    torch.manual_seed(0)
+    model = sl.shard_model(MLP(), "dp=2,tp=2", _RULES, compile=None)
+    for value in (1.0, 2.0, 3.0):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(value)
+        checkpoint.save(f"{path}/{value}", model, background=True, weights=weights, shard_mb=1e-4)
+    found = []
+    for value in (1.0, 2.0, 3.0):
+        checkpoint.load(f"{path}/{value}", model)
+        found += {float(v) for t in sl.full_state_dict(model).values() for v in t.flatten()}
+    return found
+
+
+@pytest.mark.parametrize("weights", ["pieces", "huggingface"])
+def test_background_saves_of_ranks_follow_each_other(tmp_path: Path, weights: str):
+    assert shared_pool(4).run(_in_turn, str(tmp_path), weights) == [[1.0, 2.0, 3.0]] * 4
+
+
+def test_nothing_here_can_unpickle():
+    for file in Path(checkpoint.__file__).parent.glob("*.py"):
+        text = file.read_text()
+        for word in ("import pickle", "torch.load", "allow_pickle", "object_list", "gather_object", "eval(", "exec("):
+            assert word not in text, f"{file.name}: {word}"
