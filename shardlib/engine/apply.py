@@ -178,6 +178,8 @@ def apply_plan(
         reducer = build.install(undo, check=check, global_batch_norm=global_batch_norm, bucket_bytes=bucket_bytes)
         report, uncompile = compile_blocks(model, compile if build.model_mesh is not None else None, build.place())
         undo.callback(uncompile)
+        if build.units is not None:
+            undo.callback(install(build.units, model))
         if check and not build.exact_random:
             build.share_random_state()
         _sharded[model] = Sharded(plan_, device_mesh, build.model_mesh, reducer, report)
@@ -199,6 +201,7 @@ class _Build:
         self.rows = {name: row for row in plan_.rows for name in (row.name, *row.tied)}
         self.regions = self._find_regions()
         self._masters: dict[str, torch.Tensor] = {}
+        self.units: Units | None = None
 
     def refuse_what_is_not_built(self) -> None:
         pipeline = _active(self.shape, self.shape.pipeline_axes)
@@ -334,7 +337,7 @@ class _Build:
             self._install_batch_norm(undo)
         held = self._held()
         scratch = Scratch()
-        units = self._lend(held, scratch, undo)
+        units = self.units = self._lend(held, scratch)
         reducer = GradientReducer(
             held,
             self.mesh,
@@ -364,13 +367,11 @@ class _Build:
             remember(one)
         return held
 
-    def _lend(self, held: list[Held], scratch: Scratch, undo: ExitStack) -> Units | None:
+    def _lend(self, held: list[Held], scratch: Scratch) -> Units | None:
         """Where parameters are stored in parts, memory in which they are whole while modules compute with them."""
         if not any(one.stage == 3 for one in held):
             return None
-        units = lend(self.model, held, self.plan.units, lambda name: not self.rows[name].reshard, scratch)
-        undo.callback(install(units, self.model))
-        return units
+        return lend(self.model, held, self.plan.units, lambda name: not self.rows[name].reshard, scratch)
 
     def _held_one(self, name: str, param: nn.Parameter) -> Held:
         row = self.rows[name]

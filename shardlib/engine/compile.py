@@ -32,7 +32,8 @@ class CompileReport:
     """Which modules are compiled with which backend, and which of them fell back to eager, with the reason.
 
     `shapes`: by class of blocks, the shapes of inputs that they were compiled for; `varied`: what to say of those
-    that met more. `rows`: how many examples the batch had, where random numbers depend on that.
+    that met more. `rows`: how many examples the batch had, where random numbers depend on that. `stopped`: blocks that
+    cannot be compiled and are not tried again.
     """
 
     backend: str | None
@@ -41,6 +42,7 @@ class CompileReport:
     shapes: dict[type[nn.Module], set[tuple[torch.Size, ...]]] = field(default_factory=dict)
     rows: dict[tuple[torch.Size, ...], int | None] = field(default_factory=dict)
     varied: dict[type[nn.Module], str] = field(default_factory=dict)
+    stopped: set[str] = field(default_factory=set)
 
     def notes(self) -> tuple[str, ...]:
         """The report in sentences, for the plan."""
@@ -138,6 +140,8 @@ class _Call:
         self.in_one_graph = _torch.graph_breaks_raise()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.name in self.report.stopped:
+            return _torch.call_eagerly(self.block, *args, **kwargs)
         if keeper := _keeper(args, kwargs):
             _tell_of_keeper(self.name, keeper, self.report)
             return _torch.call_eagerly(self.block, *args, **kwargs)
@@ -149,7 +153,7 @@ class _Call:
                 return _with_plain_gradients(self.compiled(*args, **kwargs))
         except self.failures as error:
             _give_up(self.name, self.alike, _reason(error), self.report)
-            return self.block(*args, **kwargs)
+            return _torch.call_eagerly(self.block, *args, **kwargs)
 
     def _knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether blocks like this one are compiled for inputs of these shapes, or will be now.
@@ -190,7 +194,7 @@ def _and_alike(name: str, alike: dict[str, nn.Module]) -> str:
 
 def _give_up(name: str, alike: dict[str, nn.Module], reason: str, report: CompileReport) -> None:
     """What stops one block stops those of its class; trying each would cost the time of a compilation each."""
-    _undo(alike.values())
+    report.stopped.update(alike)
     report.eager.update(dict.fromkeys(alike, reason))
     warnings.warn(f"{_and_alike(name, alike)} cannot be compiled and run eagerly: {reason}", stacklevel=3)
 

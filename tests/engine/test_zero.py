@@ -1,0 +1,285 @@
+"""Every stage of ZeRO trains the numbers of one device: whatever optimizer, mesh, accumulation and clipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardlib as sl
+from shardlib.errors import ShardingError
+from shardlib.testing import assert_equivalent
+from shardlib.testing.models import MLP, Numbers, Tokens, Transformer, perturb, rules_for
+from shardlib.testing.strategies import ModelFactory
+
+STAGES = {
+    "zero(1)": sl.zero(1),
+    "zero(2)": sl.zero(2),
+    "zero(3)": sl.zero(3),
+    "fsdp()": sl.fsdp(),
+    "fsdp(kept)": sl.fsdp(reshard_after_forward=False),
+}
+MESHES = ["dp=2", "dp=3", "dp=2,tp=2", "tp=2,dp=2", "dp=2,fsdp=2"]
+# A dim that no rank count divides, a tied head, a fused qkv, heads split over tp; keys have no bias, whose gradient is
+# zero in exact arithmetic, so that an optimizer that divides by it makes noise.
+GPT = ModelFactory(
+    Transformer, (("vocab", 7), ("heads", 2), ("head", 4), ("layers", 3), ("tied", True), ("bias", False))
+)
+
+
+def _prove(mesh: str, *transforms: Any, **options: Any) -> None:
+    rows = 6 if sl.MeshShape(mesh).data_ranks == 3 else 8
+    options = {"steps": 2, **options}
+    assert_equivalent(GPT, Tokens(rows, 5, 7), mesh=mesh, rules=rules_for(GPT()), transforms=transforms, **options)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_stage_on_each_mesh(stage, mesh):
+    _prove(mesh, STAGES[stage])
+
+
+@pytest.mark.parametrize("stage", ["zero(1)", "zero(2)", "zero(3)"])
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulate": 2}, {"accumulate": 3, "no_sync": True}, {"clip": 0.1}, {"bucket_mb": 1e-4}],
+    ids=["accumulate", "no_sync", "clip", "small buckets"],
+)
+def test_accumulation_clipping_and_buckets_of_one_tensor(stage, options):
+    _prove("dp=2,tp=2", STAGES[stage], **options)
+
+
+@pytest.mark.parametrize("stage", ["zero(2)", "zero(3)"])
+def test_axes_may_be_chosen_and_patterns_may_leave_tensors_out(stage):
+    number = int(stage[5])
+    _prove("dp=2,fsdp=2", sl.zero(number, axis="fsdp"))
+    _prove("dp=2", sl.zero(number, only="blocks.*"))
+    _prove("dp=2", sl.zero(number), sl.replicate(only="blocks.1"))
+
+
+def test_hybrid_sharding_and_nested_axes():
+    _prove("dp=2,fsdp=2", sl.hsdp(shard="fsdp", replicate="dp"))
+    _prove("dp=2,fsdp=2", sl.zero(2, axis="fsdp"), sl.zero(1, axis=("dp", "fsdp")))
+
+
+def test_blocks_may_be_compiled_while_parameters_are_stored_in_parts():
+    for stage in ("zero(2)", "zero(3)"):
+        _prove("dp=2,tp=2", STAGES[stage], compile="auto")
+
+
+class Lamb(torch.optim.Optimizer):
+    """You et al., "Large Batch Optimization for Deep Learning", ICLR 2020, algorithm 2."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["t"] += 1
+                m = state["m"].lerp_(p.grad, 0.1) / (1 - 0.9 ** state["t"])
+                v = state["v"].lerp_(p.grad.square(), 0.01) / (1 - 0.99 ** state["t"])
+                update = m / (v.sqrt() + 1e-6) + 0.01 * p
+                p.add_(update * (p.norm() / update.norm()), alpha=-group["lr"])
+
+
+def _momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True)
+
+
+def _adafactor(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, lr=1e-2)
+
+
+def _muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2)
+
+
+def _lamb(params: Any) -> torch.optim.Optimizer:
+    sl.register_per_tensor(Lamb)
+    return Lamb(params)
+
+
+@pytest.mark.parametrize("stage", ["zero(1)", "zero(2)", "zero(3)"])
+@pytest.mark.parametrize("optimizer", [_momentum, _adafactor, _muon, _lamb], ids=lambda f: f.__name__[1:])
+def test_each_optimizer_at_each_stage(optimizer, stage):
+    for mesh in ("dp=2,tp=2", "dp=3"):
+        _prove(mesh, STAGES[stage], optimizer=optimizer, clip=1.0)
+
+
+def _whole_states_are_shared_out() -> tuple[int, int]:
+    model = sl.shard_model(perturb(GPT()), "dp=2", rules_for(GPT()), transforms=[sl.zero(2)])
+    optimizer = _lamb(model.parameters())
+    model(Tokens(4, 5, 7)(0)).square().mean().backward()
+    optimizer.step()
+    held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, DTensor)]
+    return sum(t.to_local().numel() for t in held), sum(t.numel() for t in held)
+
+
+def test_state_of_optimizers_that_need_whole_tensors_lies_in_parts_between_steps(ranks):
+    parts, wholes = zip(*ranks(2).run(_whole_states_are_shared_out), strict=True)
+    assert sum(parts) == wholes[0] == wholes[1]
+
+
+# --- what users see -------------------------------------------------------------------------------------------------
+
+
+def _model(*transforms: Any, mesh: str = "dp=2", **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = perturb(GPT())
+    return sl.shard_model(model, mesh, rules_for(model), transforms=transforms, **options)
+
+
+def _backward(model: nn.Module, step: int = 0) -> None:
+    rows = Tokens(4, 5, 7)(step).chunk(dist.get_world_size())[dist.get_rank()]
+    model(rows).square().mean().backward()
+
+
+def _gradients_and_state_are_dtensors() -> None:
+    for stage in (1, 2, 3):
+        model = _model(sl.zero(stage))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=None)
+        _backward(model)
+        optimizer.step()
+        for name, param in model.named_parameters():
+            assert isinstance(param, DTensor) == (stage == 3)
+            for tensor in (param.grad, optimizer.state[param]["exp_avg"]):
+                assert isinstance(tensor, DTensor) and tensor.shape == param.shape, name
+                assert tensor.to_local().numel() < tensor.numel(), name
+
+
+def test_gradients_and_state_are_dtensors_of_global_shape(ranks):
+    ranks(2).run(_gradients_and_state_are_dtensors)
+
+
+def _a_state_dict_goes_both_ways(mesh: str) -> None:
+    plain = perturb(GPT())
+    model = _model(sl.zero(3), mesh=mesh)
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.add_(1.0)
+    model.load_state_dict(plain.state_dict())
+    loaded = sl.full_state_dict(model)
+    assert all(torch.equal(loaded[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("mesh", ["dp=3", "dp=2,tp=2"])
+def test_a_plain_state_dict_goes_into_stored_parts_and_out_again(ranks, mesh):
+    ranks(sl.MeshShape(mesh).world_size).run(_a_state_dict_goes_both_ways, mesh)
+
+
+def _a_closure() -> float:
+    model = _model(sl.zero(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(Tokens(4, 5, 7)(0)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    assert optimizer.step(closure).item() == losses[0]
+    return losses[0] - model(Tokens(4, 5, 7)(0)).square().mean().item()
+
+
+def test_a_closure_runs_once_before_parameters_are_replaced_by_parts(ranks):
+    assert all(drop > 0 for drop in ranks(2).run(_a_closure))
+
+
+class Reader(nn.Module):
+    """Reads another module's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        assert self.blocks[1].weight.shape == (8, 8) and self.blocks[1].weight.dtype == torch.float32
+        return nn.functional.linear(x, self.blocks[0].weight)
+
+
+def _reads_a_stored_parameter() -> None:
+    model = sl.shard_model(Reader(), "dp=2", {"**": None}, transforms=[sl.zero(3)], check=False)
+    with pytest.raises(ShardingError, match=r'"blocks.0.weight" is stored in parts and was read'):
+        model(torch.ones(2, 8))
+    assert isinstance(model.blocks[0].weight, DTensor)  # and the model is as it was
+    assert model.blocks[1](torch.ones(2, 8)).shape == (2, 8)
+
+
+def test_a_stored_parameter_is_never_computed_with(ranks):
+    ranks(2).run(_reads_a_stored_parameter)
+
+
+def _steps_on_local_gradients() -> None:
+    for stage in (1, 2, 3):
+        model = _model(sl.zero(stage))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with sl.no_sync(model):
+            _backward(model)
+        if stage < 3:
+            with pytest.raises(ShardingError, match="no_sync"):
+                optimizer.step()
+
+
+def test_a_step_on_what_was_never_reduced_is_refused(ranks):
+    ranks(2).run(_steps_on_local_gradients)
+
+
+def _unknown_optimizer() -> None:
+    class Unknown(Lamb):
+        pass
+
+    model = _model(sl.zero(2))
+    _backward(model)
+    with pytest.warns(UserWarning, match="register_per_tensor"):
+        Unknown(model.parameters()).step()
+    model = _model(sl.zero(3))
+    _backward(model)
+    with pytest.raises(ShardingError, match="register_elementwise"):
+        Unknown(model.parameters()).step()
+
+
+def test_an_optimizer_that_nothing_is_known_of_is_asked_for(ranks):
+    ranks(2).run(_unknown_optimizer)
+
+
+def _unused(mode: str) -> list[str]:
+    """Rank 1 does not use the second layer; nobody uses the third. (What is stored in parts has to be used by all.)"""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layers[0](x)
+            return y if dist.get_rank() and mode != "zero(3)" else self.layers[1](y)
+
+    torch.manual_seed(0)
+    transforms = [STAGES[mode]] if mode in STAGES else []
+    model = sl.shard_model(Part(), "dp=2", {"**": None}, transforms=transforms, check=False)
+    model(torch.ones(2, 4)).sum().backward()
+    return [name for name, p in model.named_parameters() if p.grad is None]
+
+
+@pytest.mark.parametrize("mode", ["replicate", "zero(1)", "zero(2)", "zero(3)"])
+def test_a_parameter_that_some_ranks_leave_unused_has_a_gradient_and_one_that_all_do_has_none(ranks, mode):
+    assert ranks(2).run(_unused, mode) == [["layers.2.weight"]] * 2
+
+
+def test_a_model_without_blocks_and_one_with_uneven_sizes():
+    model = ModelFactory(MLP, (("ins", 5), ("width", 7), ("outs", 3)))
+    for stage in STAGES.values():
+        assert_equivalent(model, Numbers((6, 5)), mesh="dp=3", rules={"**": None}, transforms=(stage,), steps=2)
