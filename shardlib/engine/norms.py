@@ -1,0 +1,240 @@
+"""One norm of all gradients, whatever mixture they are: each element of each tensor counts once.
+
+A tensor that several ranks hold alike is counted by the one that stands at coordinate 0 of every axis that does not
+split it. So plain tensors, DTensors on the model mesh and parts on the whole mesh go into one sum, and one all-reduce
+over the whole mesh gives all ranks the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardlib.engine import _torch
+from shardlib.engine.borders import moved
+from shardlib.engine.held import held_of, local_of
+from shardlib.errors import ShardingError
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "get_grad_norm"]
+
+Parameters: TypeAlias = nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model_or_params: Parameters, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm, over all elements of all parameters, is at most `max_norm`.
+
+    What `torch.nn.utils.clip_grad_norm_` does on one device, for any sharded model. All ranks call it.
+
+    Args:
+        model_or_params: a model, or its parameters; they need not be sharded.
+        max_norm: gradients of a larger norm are multiplied by `max_norm / (norm + 1e-6)`; with `inf` none is.
+        norm_type: p of the p-norm, a positive number, or `inf` for the largest absolute value.
+        error_if_nonfinite: raise if the norm is infinite or nan, on all ranks alike, and change nothing.
+
+    Returns:
+        The norm before, a plain scalar of the same bits on every rank.
+
+    Raises:
+        ShardingError: arguments that make no norm; a gradient that no backward pass has reduced yet; with
+            `error_if_nonfinite` a norm that is not finite.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> layer(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> clip_grad_norm_(layer, 1.0)
+    tensor(5.)
+    >>> layer.weight.grad
+    tensor([[0.6000, 0.8000]])
+    """
+    limit = float(max_norm)
+    if not limit >= 0:
+        raise ShardingError(f"max_norm={max_norm!r} was given; give a number that is not negative, such as 1.0.")
+    params = _each_once(model_or_params)
+    norm = get_grad_norm(params, norm_type, error_if_nonfinite=error_if_nonfinite)
+    if limit < math.inf:
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        _torch.multiply_all([local_of(p.grad) for p in params if p.grad is not None], factor)
+    return norm
+
+
+@torch.no_grad()
+def get_grad_norm(
+    model_or_params: Parameters, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """The norm that `clip_grad_norm_` would return; gradients are left as they are. All ranks call it.
+
+    Args:
+        model_or_params: a model, or its parameters; they need not be sharded.
+        norm_type: p of the p-norm, a positive number, or `inf` for the largest absolute value.
+        error_if_nonfinite: raise if the norm is infinite or nan, on all ranks alike.
+
+    Raises:
+        ShardingError: as `clip_grad_norm_`.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> layer(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> get_grad_norm(layer), get_grad_norm(layer, 1), get_grad_norm(layer, "inf")
+    (tensor(5.), tensor(7.), tensor(4.))
+    """
+    p = _checked_type(norm_type)
+    params = _each_once(model_or_params)
+    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {_mesh_of(param): [] for param in params}
+    summed = list(_gradients(params))
+    for param, grad in summed:
+        mesh = _mesh_of(param)
+        if mesh is None or _counts_here(grad, mesh):
+            by_mesh[mesh].append(local_of(grad))
+    device = params[0].device if params else torch.device("cpu")
+    totals = [_summed(_power(local, p, device), mesh, p) for mesh, local in by_mesh.items()]
+    norm = _joined(totals, p, device).to(_wide([grad.dtype for _, grad in summed]))
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise ShardingError(
+            f"The norm of order {p:g} of all gradients is {norm.item()}, on all ranks. Look for the step at which the "
+            "loss stops to be finite, or leave error_if_nonfinite=False."
+        )
+    return norm
+
+
+@torch.no_grad()
+def clip_grad_value_(model_or_params: Parameters, clip_value: float) -> None:
+    """Clamp every element of every gradient to [-clip_value, clip_value], in place. All ranks call it.
+
+    Raises:
+        ShardingError: a value that is negative or nan; a gradient that no backward pass has reduced yet.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> layer(torch.tensor([[3.0, -4.0]])).sum().backward()
+    >>> clip_grad_value_(layer, 3.5)
+    >>> layer.weight.grad
+    tensor([[ 3.0000, -3.5000]])
+    """
+    limit = float(clip_value)
+    if not limit >= 0:
+        raise ShardingError(f"clip_value={clip_value!r} was given; give a number that is not negative, such as 1.0.")
+    summed = list(_gradients(_each_once(model_or_params)))
+    for param, grad in summed:
+        param.grad = grad
+    _torch.clamp_all([local_of(grad) for _, grad in summed], limit)
+
+
+def _each_once(given: Parameters) -> list[torch.Tensor]:
+    """Parameters in order; tied ones, and those that were given twice, once."""
+    params = (
+        given.parameters() if isinstance(given, nn.Module) else [given] if isinstance(given, torch.Tensor) else given
+    )
+    return list({id(param): param for param in params}.values())
+
+
+def _checked_type(norm_type: float) -> float:
+    p = float(norm_type)
+    if not p > 0:
+        raise ShardingError(f"norm_type={norm_type!r} was given; give a positive number, such as 2.0, or inf.")
+    return p
+
+
+def _gradients(params: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters that have a gradient, with it; what is still a partial sum is reduced first."""
+    for param in params:
+        if param.grad is not None:
+            _refuse_of_own_examples(param)
+            yield param, _whole_sum(param.grad)
+
+
+def _refuse_of_own_examples(param: torch.Tensor) -> None:
+    held = held_of(param)
+    if held is not None and held.cut is not None and not held.is_part(param.grad):
+        raise ShardingError(
+            f'"{held.name}" has a gradient of this rank\'s examples alone: the plan splits its gradient or state over '
+            f"{', '.join(held.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Clip after one."
+        )
+
+
+def _whole_sum(grad: torch.Tensor) -> torch.Tensor:
+    if not isinstance(grad, DTensor) or not any(place.is_partial() for place in grad.placements):
+        return grad
+    return moved(grad, tuple(Replicate() if place.is_partial() else place for place in grad.placements))
+
+
+def _mesh_of(param: torch.Tensor) -> DeviceMesh | None:
+    """The mesh over which the elements of a parameter are counted; None where each rank counts for itself."""
+    held = held_of(param)
+    return held.mesh if held is not None else param.device_mesh if isinstance(param, DTensor) else None
+
+
+def _counts_here(grad: torch.Tensor, mesh: DeviceMesh) -> bool:
+    """Whether this rank is the one that counts what it holds."""
+    own: DeviceMesh | None = grad.device_mesh if isinstance(grad, DTensor) else None
+    if own is None or own == mesh:
+        places = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
+        return all(at == 0 or not p.is_replicate() for at, p in zip(mesh.get_coordinate() or (), places, strict=True))
+    assert isinstance(grad, DTensor) and own.mesh_dim_names is not None and mesh.mesh_dim_names is not None
+    split = {name for name, p in zip(own.mesh_dim_names, grad.placements, strict=True) if not p.is_replicate()}
+    coordinate = zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=True)
+    return all(at == 0 or name in split for name, at in coordinate)
+
+
+def _power(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """What adds up over ranks: the norm to the power of p; of the largest, itself and whether it is nan."""
+    norms = [
+        norm.to(device, _ADDED_IN)
+        for batch in _alike(tensors)
+        for norm in _torch.norms_of(batch, p, _wide([batch[0].dtype]))
+    ]
+    each = torch.stack(norms) if norms else torch.zeros(1, dtype=_ADDED_IN, device=device)
+    if p < math.inf:
+        return each.pow(p).sum()
+    # A maximum over ranks may lose a nan.
+    return torch.stack([each.nan_to_num(nan=0.0, posinf=math.inf).max(), each.isnan().any().to(_ADDED_IN)])
+
+
+_ADDED_IN = torch.float64
+
+
+def _alike(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors by device and dtype, which go into one call together."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    yield from groups.values()
+
+
+def _wide(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The real dtype in which norms of tensors of these dtypes are given: float32 at least."""
+    found = torch.float32
+    for dtype in dtypes:
+        found = torch.promote_types(found, dtype.to_real())
+    return found
+
+
+def _summed(value: torch.Tensor, mesh: DeviceMesh | None, p: float) -> torch.Tensor:
+    for group in () if mesh is None else _groups(mesh):
+        dist.all_reduce(value, op=dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM, group=group)
+    return value
+
+
+def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """One group of all ranks where axes have names, as shardlib's have; else one for each dim, one after another."""
+    if mesh.size() == 1:
+        return []
+    if mesh.mesh_dim_names is None:
+        return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    active = tuple(name for dim, name in enumerate(mesh.mesh_dim_names) if mesh.size(dim) > 1)
+    return [_torch.flattened(mesh, active).get_group()]
+
+
+def _joined(totals: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    if not totals:
+        return torch.zeros((), device=device)
+    if p < math.inf:
+        return torch.stack(totals).sum().pow(1 / p)
+    largest, is_nan = torch.stack(totals).amax(0)
+    return torch.where(is_nan > 0, math.nan, largest)
