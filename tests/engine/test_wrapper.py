@@ -1,0 +1,223 @@
+"""`OptimizerWrapper`: losses with counts, steps of several passes, schedulers, groups, and state by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardlib as sl
+from shardlib.errors import CheckpointError, InputError, ShardingError
+from shardlib.testing.models import MLP, Tokens, Transformer, perturb, rules_for
+
+STAGES = {"replicate": (), "zero(1)": (sl.zero(1),), "zero(2)": (sl.zero(2),), "zero(3)": (sl.zero(3),)}
+
+
+def _gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return perturb(Transformer(vocab=9, heads=2, head=4, layers=2, tied=True)).double()
+
+
+def _sharded(mesh: str, *transforms: Any) -> nn.Module:
+    return sl.shard_model(_gpt(), mesh, rules_for(_gpt()), transforms=transforms, compile=None)
+
+
+def _data_rank(mesh: str) -> tuple[int, int]:
+    shape = sl.MeshShape(mesh)
+    return shape.data_place(shape.coordinate(dist.get_rank()))
+
+
+def _tokens(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and targets, with another number of targets that count for every rank and microbatch."""
+    ids = Tokens(2, 6, 9)(100 * step + 10 * micro + rank)
+    targets = ids.clone()
+    targets[:, : 1 + (2 * rank + micro) % 5] = -100
+    return ids, targets
+
+
+def _sum_and_count(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    return total, (targets != -100).sum()
+
+
+def _unequal_counts(mesh: str, stage: str, *, mean: bool) -> float:
+    """Train a single device on everything beside the ranks on their parts; the largest relative difference."""
+    rank, ranks = _data_rank(mesh)
+    single, model = _gpt(), _sharded(mesh, *STAGES[stage])
+    reference = torch.optim.AdamW(single.parameters(), lr=1e-2)
+    optimizer = sl.OptimizerWrapper(torch.optim.AdamW, model, lr=1e-2)
+    for step in range(2):
+        reference.zero_grad()
+        every = [_sum_and_count(single, *_tokens(step, micro, r)) for micro in range(2) for r in range(ranks)]
+        (sum(total for total, _ in every) / sum(count for _, count in every)).backward()
+        norm = nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+        reference.step()
+        optimizer.zero_grad()
+        for micro in range(2):
+            total, count = _sum_and_count(model, *_tokens(step, micro, rank))
+            if mean:
+                optimizer.backward(total / count, weight=count)
+            else:
+                optimizer.backward((total, count.item()))
+        torch.testing.assert_close(optimizer.clip_grad_norm_(0.5), norm, rtol=1e-12, atol=0)
+        optimizer.step()
+    trained = sl.full_state_dict(model)
+    return max(
+        ((trained[name] - value).abs().max() / value.abs().max()).item() for name, value in single.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mean", [True, False], ids=["weight", "sum and count"])
+def test_unequal_counts_give_the_gradient_of_one_device(ranks, stage, mean):
+    for mesh in ("dp=3", "dp=2,tp=2"):
+        worst = ranks(sl.MeshShape(mesh).world_size).run(_unequal_counts, mesh, stage, mean=mean)
+        assert max(worst) < 1e-10
+
+
+def _accumulating(stage: str) -> tuple[float, list[bool], int]:
+    single, model = _gpt(), _sharded("dp=2", *STAGES[stage], sl.accumulate(3))
+    reference = torch.optim.SGD(single.parameters(), lr=0.1)
+    optimizer = sl.OptimizerWrapper(torch.optim.SGD, model, lr=0.1)
+    scheduler = optimizer.follow(torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
+    skipped = []
+    for step in range(6):
+        ids = Tokens(4, 6, 9)(step)
+        (single(ids).square().mean() / 3).backward()
+        if step % 3 == 2:
+            reference.step()
+            reference.zero_grad()
+            reference.param_groups[0]["lr"] *= 0.5
+        optimizer.zero_grad()
+        optimizer.backward(model(ids.chunk(2)[dist.get_rank()]).square().mean())
+        optimizer.step()
+        scheduler.step()
+        skipped.append(optimizer.step_was_skipped)
+    trained = sl.full_state_dict(model)
+    worst = max(((trained[n] - v).abs().max() / v.abs().max()).item() for n, v in single.state_dict().items())
+    return worst, skipped, scheduler.last_epoch
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plan_that_accumulates_steps_after_so_many_passes_and_its_scheduler_too(ranks, stage):
+    for worst, skipped, epochs in ranks(2).run(_accumulating, stage):
+        assert worst < 1e-10
+        assert skipped == [True, True, False] * 2
+        assert epochs == 2
+
+
+def _half_a_step() -> None:
+    model = _sharded("dp=2", sl.accumulate(2))
+    bare = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(Tokens(2, 6, 9)(0)).square().mean().backward()
+    with pytest.raises(ShardingError, match="2 backward passes"):
+        bare.step()
+
+
+def test_a_plain_optimizer_does_not_take_half_a_step(ranks):
+    ranks(2).run(_half_a_step)
+
+
+def _groups() -> None:
+    model = _sharded("dp=2", sl.zero(2))
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = sl.OptimizerWrapper(torch.optim.AdamW([{"params": decayed}], lr=0.1, weight_decay=0.5), model)
+    optimizer.add_param_group({"params": others, "weight_decay": 0.0})
+    optimizer.param_groups[1]["lr"] = 0.0
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.backward(model(Tokens(2, 6, 9)(0)).square().mean())
+    optimizer.step()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name]) == (param.ndim < 2), name
+    assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.unwrap() is optimizer.inner
+
+
+def test_groups_may_be_added_and_edited_later(ranks):
+    ranks(2).run(_groups)
+
+
+def _train(model: nn.Module, optimizer: Any, steps: range, mesh: str) -> None:
+    rank, count = _data_rank(mesh)
+    for step in steps:
+        optimizer.zero_grad()
+        optimizer.backward(model(Tokens(4, 6, 9)(step).chunk(count)[rank]).square().mean())
+        optimizer.step()
+
+
+def _state_goes_from_one_device_and_back(mesh: str, stage: str) -> float:
+    """Two steps on a single device, its state dicts loaded, two more on the mesh: as four on the single device."""
+    single = _gpt()
+    reference = torch.optim.AdamW(single.parameters(), lr=1e-2)
+
+    def train_single(steps: range) -> None:
+        for step in steps:
+            reference.zero_grad()
+            single(Tokens(4, 6, 9)(step)).square().mean().backward()
+            reference.step()
+
+    train_single(range(2))
+    model = _sharded(mesh, *STAGES[stage])
+    model.load_state_dict(single.state_dict())
+    optimizer = sl.OptimizerWrapper(torch.optim.AdamW, model)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))  # by number, as torch.optim writes it
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    _train(model, optimizer, range(2, 3), mesh)
+    again = _sharded(mesh, *STAGES[stage])
+    again.load_state_dict(sl.full_state_dict(model))
+    second = sl.OptimizerWrapper(torch.optim.AdamW, again)
+    second.load_state_dict(optimizer.state_dict())  # by name, in parts
+    _train(again, second, range(3, 4), mesh)
+    train_single(range(2, 4))
+    trained = sl.full_state_dict(again)
+    return max(((trained[n] - v).abs().max() / v.abs().max()).item() for n, v in single.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_loads_from_one_device_and_by_name(ranks, stage):
+    for mesh in ("dp=2", "dp=2,tp=2"):
+        assert max(ranks(sl.MeshShape(mesh).world_size).run(_state_goes_from_one_device_and_back, mesh, stage)) < 1e-10
+
+
+def _refusals() -> None:
+    model = sl.shard_model(MLP(), "dp=2", {"**": None}, transforms=[sl.zero(1)])
+    other = nn.Linear(2, 2)
+    with pytest.raises(ShardingError, match="not the model's"):
+        sl.OptimizerWrapper(torch.optim.SGD(other.parameters(), lr=1), model)
+    with pytest.raises(ShardingError, match="not sharded by shardlib"):
+        sl.OptimizerWrapper(torch.optim.SGD, other)
+    with pytest.raises(ShardingError, match="options lr"):
+        sl.OptimizerWrapper(torch.optim.SGD(model.parameters(), lr=1), model, lr=2)
+    with pytest.raises(ShardingError, match="built from"):
+        sl.OptimizerWrapper("adam", model)
+    optimizer = sl.OptimizerWrapper(torch.optim.SGD, model, lr=1)
+    loss = model(torch.ones(2, model.ins)).sum()
+    for wrong, message in [
+        ((loss, 1, 2), "3 values"),
+        (torch.ones(3), r"a loss of \(3,\)"),
+        (1.0, "a loss of float"),
+        ((loss, -1), "count"),
+        ((loss, float("nan")), "count"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            optimizer.backward(wrong)
+    optimizer.backward((loss, 2))
+    with pytest.raises(InputError, match="some without"):
+        optimizer.backward(model(torch.ones(2, model.ins)).sum())
+    for wrong, message in [
+        ({}, "param_groups"),
+        ({"state": {}, "param_groups": []}, "0 param groups"),
+        ({"state": {}, "param_groups": [{"params": ["a"]}]}, "other parameters"),
+        ({"state": {}, "param_groups": [{"params": [0]}]}, "1 parameters"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            optimizer.load_state_dict(wrong)
+
+
+def test_what_is_refused(ranks):
+    ranks(2).run(_refusals)
