@@ -40,6 +40,14 @@ class Loaded:
         about: where the checkpoint comes from: versions, mesh, transforms, number of ranks. Empty for a foreign one.
         notes: what could not be as it was, in words: random streams that the saved mesh did not have.
         missing, unexpected: names of the model that the checkpoint lacked, or had besides, with `strict=False`.
+
+    >>> import tempfile
+    >>> from shardlib.checkpoint._save import save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save(folder + "/first", nn.Linear(2, 2, bias=False)).path
+    ...     loaded = load(path, nn.Linear(2, 2), strict=False)
+    >>> loaded.missing, loaded.about["mesh"]
+    (('bias',), 'dp=1')
     """
 
     path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
@@ -36,7 +37,17 @@ HF_INDEX = "model.safetensors.index.json"
 
 
 class Saving:
-    """A checkpoint that is being written, or was."""
+    """A checkpoint that is being written, or was; what `save` returns.
+
+    Attributes:
+        path: where it will be.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = save(folder + "/first", nn.Linear(2, 2), background=True)
+    ...     saving.wait() == saving.path, saving.done()
+    (True, True)
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -267,13 +278,19 @@ def _config(model: nn.Module) -> dict[str, str]:
     return {name: value.to_json_string() for name, value in found.items() if hasattr(value, "to_json_string")}
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("shardlib")
+    except importlib.metadata.PackageNotFoundError:  # run from its folder, not installed
+        return "unknown"
+
+
 def _about(everyone: Peers, model: Any) -> dict[str, Any]:
-    from shardlib import __version__
     from shardlib.engine import apply
 
     plan = apply.plan_of(model) if model is not None and apply.is_sharded(model) else None
     return {
-        "shardlib": __version__,
+        "shardlib": _version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "ranks": everyone.size,
