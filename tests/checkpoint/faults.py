@@ -6,7 +6,7 @@ import builtins
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ class FileSystem:
 
     def __init__(self, fail_at: int | None = None, kind: str = "error") -> None:
         self.fail_at, self.kind, self.done = fail_at, kind, list[str]()
-        self.unsynced: dict[int, Any] = {}
+        self.unsynced: dict[int, int] = {}  # by number of the file itself: names change, and descriptors are reused
 
     def reach(self, what: str, half: Callable[[], Any] = lambda: None) -> None:
         """Say that an operation begins; where it is to fail, half of it may happen."""
@@ -43,9 +43,8 @@ class FileSystem:
         if number == self.fail_at:
             half()
         if self.kind == "power loss":
-            for path in self.unsynced.values():
-                with suppress(FileNotFoundError):
-                    os.truncate(path, 0)
+            for descriptor in self.unsynced.values():
+                os.ftruncate(descriptor, 0)
         if self.kind in ("crash", "power loss"):
             raise Crash(what)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), what)
@@ -56,13 +55,21 @@ class FileSystem:
             for name in ("mkdir", "replace", "fsync", "rmdir", "unlink"):
                 patch.setattr(os, name, self._wrapped(name, getattr(os, name)))
             patch.setattr(_files, "open", self._open, raising=False)
-            yield self
+            try:
+                yield self
+            finally:
+                for file in list(self.unsynced):
+                    self._synced(file)
+
+    def _synced(self, file: int) -> None:
+        if file in self.unsynced:
+            os.close(self.unsynced.pop(file))
 
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.reach(name)
             if name == "fsync":
-                self.unsynced.pop(args[0], None)
+                self._synced(os.fstat(args[0]).st_ino)
             return real(*args, **kwargs)
 
         return call
@@ -72,7 +79,7 @@ class FileSystem:
             return builtins.open(path, mode)
         self.reach("open")
         file = builtins.open(path, mode, buffering=0)  # noqa: SIM115
-        self.unsynced[file.fileno()] = path
+        self.unsynced[os.fstat(file.fileno()).st_ino] = os.dup(file.fileno())
         return _File(self, file)
 
 
