@@ -10,6 +10,7 @@ A large tensor whose parts are runs of its memory moves by itself, from and to w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,18 +107,21 @@ class Bundle:
         self.cuts, self.peers, self.dtype, self.device, self.scratch = cuts, peers, dtype, device, scratch
         self.sizes = [sum(cut.numels[rank] for cut in cuts) for rank in range(peers.count)]
         self.alone = len(cuts) == 1 and cuts[0].in_runs and (peers.direct or cuts[0].even)
-        # Between ranks that send straight to each other, parts may differ in size; real collectives want them padded.
-        self.pitch = None if peers.direct else max(self.sizes)
-        self.starts = [sum(self._block(r) for r in range(rank)) for rank in range(peers.count)]
-        self.total = sum(self._block(rank) for rank in range(peers.count))
+        # In a bucket, every rank's block has room for the largest one.
+        self.pitch = max(self.sizes)
+        self.starts = list(cuts[0].starts) if self.alone else [rank * self.pitch for rank in range(peers.count)]
+        self.total = sum(self.sizes) if self.alone else self.pitch * peers.count
+        self._rows_of: dict[int, list[torch.Tensor]] = {}  # by address of a borrowed buffer
 
     @property
     def own(self) -> int:
         """Elements of this rank's parts."""
         return self.sizes[self.peers.index]
 
-    def _block(self, rank: int) -> int:
-        return self.sizes[rank] if self.pitch is None else self.pitch
+    def _blocks(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """What of a buffer is each rank's; a real collective takes the padding along."""
+        sizes = self.sizes if self.peers.direct else [self.pitch] * self.peers.count
+        return [packed[start : start + size] for start, size in zip(self.starts, sizes, strict=True)]
 
     def parts_in(self, flat: torch.Tensor, rank: int | None = None) -> list[torch.Tensor]:
         """The parts of one rank, by default this one, as views of a flat tensor that holds them all."""
@@ -125,6 +129,22 @@ class Bundle:
         sizes = [cut.numels[rank] for cut in self.cuts]
         views = flat[: sum(sizes)].split(sizes)
         return [view.view(cut.part_shape(rank)) for view, cut in zip(views, self.cuts, strict=True)]
+
+    @functools.cached_property
+    def _in_rows(self) -> bool:
+        """Whether each tensor is a row of equal runs, one for each rank: it is then copied as a whole."""
+        return all(cut.in_runs and cut.even for cut in self.cuts)
+
+    def _rows(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """For each tensor, where a buffer has the runs of all ranks, as (ranks, elements of a run)."""
+        rows = self._rows_of.get(packed.data_ptr())
+        if rows is None:
+            rows, at = [], packed.storage_offset()
+            for cut in self.cuts:
+                rows.append(packed.as_strided((self.peers.count, cut.numels[0]), (self.pitch, 1), at))
+                at += cut.numels[0]
+            self._rows_of = {packed.data_ptr(): rows}
+        return rows
 
     # --- summing ------------------------------------------------------------------------------------------------------
 
@@ -140,12 +160,14 @@ class Bundle:
             packed = self.scratch.take(self.total, self.dtype, self.device)
             borrowed.append(packed)
             self._pack(tensors, packed)
-        blocks = [packed[start : start + self._block(rank)] for rank, start in enumerate(self.starts)]
         if self.peers.direct:
-            return self._send_to_owners(blocks, borrowed)
+            return self._send_to_owners(self._blocks(packed), borrowed)
         return self._reduce_scatter(packed, borrowed)
 
     def _pack(self, tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+        if self._in_rows and all(tensor.is_contiguous() for tensor in tensors):
+            _torch.copy_all(self._rows(packed), [tensor.view(self.peers.count, -1) for tensor in tensors])
+            return
         targets, sources = [], []
         for rank, start in enumerate(self.starts):
             targets += self.parts_in(packed[start : start + self.sizes[rank]], rank)
@@ -167,8 +189,8 @@ class Bundle:
         return _Moving([w for w in works if w is not None], [*borrowed, inbox], in_order)
 
     def _reduce_scatter(self, packed: torch.Tensor, borrowed: list[torch.Tensor]) -> _Moving:
-        mine = self.scratch.take(self._block(self.peers.index), self.dtype, self.device)
-        out = mine[: self._block(self.peers.index)]
+        mine = self.scratch.take(self.pitch, self.dtype, self.device)
+        out = mine[: self.pitch]
         work = dist.reduce_scatter_single(out, packed[: self.total], group=self.peers.group, async_op=True)
         return _Moving([work], [*borrowed, mine], [out[: self.own]])
 
@@ -201,7 +223,7 @@ class Bundle:
         else:
             packed = self.scratch.take(self.total, self.dtype, self.device)
             borrowed.append(packed)
-        blocks = [packed[start : start + self._block(rank)] for rank, start in enumerate(self.starts)]
+        blocks = self._blocks(packed)
         here = blocks[self.peers.index]
         if self.own and here.data_ptr() != mine.data_ptr():
             here[: self.own].copy_(mine)
@@ -216,7 +238,10 @@ class Bundle:
     def unpack(self, moving: _Moving, tensors: Sequence[torch.Tensor]) -> None:
         """Wait for a gathering, and put what came into its places."""
         moving.wait()
-        if moving.borrowed:
+        if moving.borrowed and self._in_rows and all(tensor.is_contiguous() for tensor in tensors):
+            rows = [tensor.view(self.peers.count, -1) for tensor in tensors]
+            _torch.copy_all(rows, self._rows(moving.borrowed[0]))
+        elif moving.borrowed:
             targets, sources = [], []
             for rank, block in enumerate(moving.blocks):
                 for cut, tensor, part in zip(self.cuts, tensors, self.parts_in(block, rank), strict=True):

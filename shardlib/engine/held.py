@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from shardlib._mesh import MeshShape
 from shardlib.engine import _torch
@@ -75,8 +75,19 @@ class Held:
 
     def wrap(self, part: torch.Tensor) -> DTensor:
         """This rank's part of gradient or state as a DTensor of global shape."""
-        placements = tuple(self.layout.placements(self.mesh))
-        return _torch.wrap(part, _torch.spec(self.mesh, placements, tuple(self.leaf.shape), part.dtype))
+        spec = self._specs.get(part.dtype)
+        if spec is None:
+            spec = _torch.spec(self.mesh, self._placements, tuple(self.leaf.shape), part.dtype)
+            self._specs[part.dtype] = spec
+        return _torch.wrap(part, spec)
+
+    @cached_property
+    def _specs(self) -> dict[torch.dtype, Any]:
+        return {}
+
+    @cached_property
+    def _placements(self) -> tuple[Placement, ...]:
+        return tuple(self.layout.placements(self.mesh))
 
     @property
     def is_split(self) -> bool:
@@ -98,7 +109,7 @@ class Held:
         """In which it is computed with."""
         return self.param.dtype
 
-    @property
+    @cached_property
     def part_shape(self) -> tuple[int, ...]:
         """Local shape of this rank's part of gradient and state."""
         return self.layout.local_shape(tuple(self.leaf.shape), MeshShape.of(self.mesh), self._place)
@@ -128,8 +139,8 @@ class Held:
         """Whether a tensor is a DTensor that holds this rank's part, as `wrap` makes it."""
         return (
             isinstance(tensor, DTensor)
-            and tensor.device_mesh == self.mesh
-            and tensor.placements == tuple(self.layout.placements(self.mesh))
+            and tensor.placements == self._placements
+            and (tensor.device_mesh is self.mesh or tensor.device_mesh == self.mesh)
         )
 
 

@@ -37,13 +37,17 @@ class Cut:
     parts: tuple[Slices, ...]
 
     def part_shape(self, rank: int) -> tuple[int, ...]:
-        size = sum(part.stop - part.start for part in self.parts[rank])
-        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+        return self._part_shapes[rank]
+
+    @cached_property
+    def _part_shapes(self) -> tuple[tuple[int, ...], ...]:
+        sizes = (sum(part.stop - part.start for part in parts) for parts in self.parts)
+        return tuple((*self.shape[: self.dim], size, *self.shape[self.dim + 1 :]) for size in sizes)
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
         """Elements of each rank's part."""
-        return tuple(math.prod(self.part_shape(rank)) for rank in range(len(self.parts)))
+        return tuple(map(math.prod, self._part_shapes))
 
     @cached_property
     def even(self) -> bool:
