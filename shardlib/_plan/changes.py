@@ -41,6 +41,8 @@ def _head_changes(before: Plan, after: Plan) -> Iterator[str]:
         yield f"~ transforms: {', '.join(before.transforms) or 'none'} -> {', '.join(after.transforms) or 'none'}"
     if before.units != after.units:
         yield f"~ units: {setting_text(before.units)} -> {setting_text(after.units)}"
+    if before.repeated != after.repeated:
+        yield f"~ repeated blocks: {setting_text(before.repeated)} -> {setting_text(after.repeated)}"
     for name, (old, new) in _step_changes(before.step, after.step).items():
         yield f"~ step: {name} {setting_text(old)} -> {setting_text(new)}"
 

@@ -13,7 +13,7 @@ from shardlib._mesh import MeshLike, MeshShape
 from shardlib._plan.memory import Blocks
 from shardlib._plan.rows import Row
 from shardlib._plan.table import Plan
-from shardlib._plan.units import find_units
+from shardlib._plan.units import find_repeated, find_units, unit_of
 from shardlib.errors import PlanError
 from shardlib.rules import Rules, TensorLayout
 
@@ -52,15 +52,16 @@ def plan(
     shape = _known_sizes(MeshShape.of(mesh))
     rule_set = layouts.for_model(model) if rules is None else as_rules(rules)
     resolution = rule_set.resolve(model, shape)
-    blocks = _find_blocks(model)
+    blocks, units = _find_blocks(model), find_units(model)
     made = Plan(
         mesh=shape,
-        rows=tuple(_row(tensor, shape) for tensor in resolution.tensors.values()),
+        rows=tuple(_row(tensor, shape, units) for tensor in resolution.tensors.values()),
         borders=tuple(resolution.borders.values()),
         rules=rule_set,
         notes=_notes(shape, blocks),
         blocks=blocks,
-        units=find_units(model),
+        units=units,
+        repeated=find_repeated(model),
     )
     if callable(transforms):
         raise PlanError(f"plan() was given transforms={transforms!r}; give a list of functions plan -> plan.")
@@ -106,8 +107,9 @@ def _known_sizes(shape: MeshShape) -> MeshShape:
     return shape
 
 
-def _row(tensor: TensorLayout, mesh: MeshShape) -> Row:
+def _row(tensor: TensorLayout, mesh: MeshShape, units: Sequence[str]) -> Row:
     layout = tensor.layout
+    gathered = not layout.axes.isdisjoint(mesh.data_axes)
     trained = tensor.kind == "parameter" and tensor.requires_grad
     return Row(
         name=tensor.name,
@@ -123,6 +125,7 @@ def _row(tensor: TensorLayout, mesh: MeshShape) -> Row:
         state=layout if trained else None,
         rule=tensor.rule,
         note=_note(tensor),
+        reshard=not gathered or unit_of(tensor.tied, units) != "",
     )
 
 

@@ -34,7 +34,7 @@ class Row:
         rule: the user's pattern that decided, or None.
         note: what a reader should know, in words.
         reshard: where it is stored in pieces that compute does without: whether the gathered tensor is let go between
-            forward and backward.
+            forward and backward. Only what lies in a unit can be.
     """
 
     name: str

@@ -40,8 +40,9 @@ class Plan:
         blocks: the repeated part of the model, if any.
         report: what a dry run found, if one was made.
         step: how a training step runs.
-        units: modules whose parameters are gathered together where they are stored in pieces; what lies in none of
-            them is the root unit.
+        units: modules whose parameters are gathered together where they are stored in pieces: the repeated blocks, and
+            layers outside of them. What lies in none stays gathered from the model's entry to the end of backward.
+        repeated: those of the units that are repeated blocks.
 
     >>> from torch import nn
     >>> from shardlib._plan import plan
@@ -60,6 +61,7 @@ class Plan:
     report: DryRun | None = None
     step: Step = dataclasses.field(default_factory=Step)
     units: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Row:
         """The row of a tensor, by any of its names."""
@@ -98,7 +100,7 @@ class Plan:
         return made
 
     def unit(self, row: Row) -> str:
-        """The unit that a row is gathered with, or "" for the root unit, which also has what several units share."""
+        """The unit that a row is gathered with, or "" for none, as of what several units share."""
         return unit_of(row.tied, self.units)
 
     def map_rows(self, fn: Callable[[Row], Row]) -> Plan:

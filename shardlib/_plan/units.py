@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-__all__ = ["find_units", "unit_of"]
+__all__ = ["find_repeated", "find_units", "unit_of"]
 
 
-def find_units(model: nn.Module) -> tuple[str, ...]:
+def find_repeated(model: nn.Module) -> tuple[str, ...]:
     """The repeated blocks: the elements of every outermost `ModuleList` with at least two that have parameters.
 
     A module that stands in several places is listed at the first of them.
 
-    >>> find_units(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)}))
+    >>> find_repeated(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)}))
     ('h.0', 'h.1')
     """
     found: list[str] = []
@@ -22,6 +22,26 @@ def find_units(model: nn.Module) -> tuple[str, ...]:
         blocks = _blocks(module) if isinstance(module, nn.ModuleList) else []
         if len(blocks) > 1 and unit_of([name], found) == "":
             found += [f"{name}.{index}".lstrip(".") for index in blocks]
+    return tuple(found)
+
+
+def find_units(model: nn.Module) -> tuple[str, ...]:
+    """The repeated blocks and, outside of them, every module that has parameters of its own and none in its parts.
+
+    In the model's order. A tensor that is in several units, and one of a module whose parts have some too, is in none;
+    nor is that of a model that is one layer. A module all of whose tensors are found elsewhere too is no unit.
+
+    >>> find_units(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)}))
+    ('h.0', 'h.1', 'head')
+    """
+    repeated = set(find_repeated(model))
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if name in repeated or (unit_of([name], found) == "" and _is_owner(name, module, names)):
+            found.append(name)
     return tuple(found)
 
 
@@ -39,6 +59,13 @@ def unit_of(names: Iterable[str], units: Sequence[str]) -> str:
 def _blocks(modules: nn.ModuleList) -> list[str]:
     """Indices of the elements that have parameters, each module once."""
     return [index for index, module in modules.named_children() if any(True for _ in module.parameters())]
+
+
+def _is_owner(name: str, module: nn.Module, names: Mapping[int, list[str]]) -> bool:
+    """Whether a module other than the model has parameters that no other place has, and all that its parts have."""
+    own = list(module.parameters(recurse=False))
+    alone = any(len(names[id(param)]) == 1 for param in own)
+    return name != "" and alone and len(own) == len(list(module.parameters()))
 
 
 def _prefixes(name: str) -> Iterable[str]:

@@ -195,8 +195,10 @@ class Units:
     def _hide(self, unit: _Unit) -> None:
         unit.memory.busy -= 1
         unit.depth -= 1
-        if unit.depth == 0:
-            (unit.guard if self._inside else unit.hide)()
+        if unit.depth == 0 and not self._inside:
+            unit.hide()
+        elif unit.depth == 0 and not unit.kept:
+            unit.guard()
 
     # --- backward -----------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ def fsdp(axis: Names = None, *, reshard_after_forward: bool | None = None, only:
 
     Args:
         axis: a data axis, several, outermost first, or None for all.
-        reshard_after_forward: True: they are let go and gathered again; False: they stay; None, as `fully_shard`
-            does: let go in units, kept in the root unit, whose parameters backward needs at once.
+        reshard_after_forward: True: those of every unit are let go and gathered again; False: they stay; None, as
+            `fully_shard` does for its root: those of repeated blocks are let go, others stay.
         only: patterns of parameters, or of modules, as in rules; None is all.
 
     Raises:
@@ -99,9 +99,11 @@ def _sharded(plan: Plan, axis: Names, reshard: bool | None, only: Names, who: ob
     made = split_plan(plan, ("stored", "grad", "state"), axis, only, who)
     names, data = chosen(made, only, who), frozenset(made.mesh.data_axes)
 
+    units = {None: {*made.repeated}, True: {*made.units}, False: set()}[reshard]
+
     def settled(row: Row) -> Row:
         if row.name not in names or data.isdisjoint(row.stored.axes):
             return row
-        return row.replace(reshard=bool(made.unit(row)) if reshard is None else reshard)
+        return row.replace(reshard=made.unit(row) in units)
 
     return made.map_rows(settled)

@@ -53,9 +53,9 @@ class CheckpointActivations(Transform):
         return plan.replace(step=plan.step.replace(recompute=recompute))
 
     def _units(self, plan: Plan) -> tuple[str, ...]:
-        if not plan.units:
+        if not plan.repeated:
             raise PlanError(
                 f'{self}: the model has no repeated blocks (a ModuleList of two or more) that "units" could mean. Name '
                 'the modules, as in checkpoint_activations("layers.*").'
             )
-        return tuple(f"^{name}" for name in plan.units)
+        return tuple(f"^{name}" for name in plan.repeated)

@@ -24,7 +24,10 @@ def zero(stage: int, *, axis: Names = None, only: Names = None) -> Transform:
 
         stage 1: state  whole -> split    gradients are reduced to pieces, updated pieces are gathered
         stage 2: grad   whole -> split    and a whole gradient does not outlive its reduction
-        stage 3: stored whole -> split    and parameters are gathered before they are used
+        stage 3: stored whole -> split    and parameters are gathered before they are used, and let go after it
+
+    Parameters are gathered by units (`plan.units`): repeated blocks, and layers outside of them. What lies in none, a
+    tied tensor say, stays gathered from the model's entry to the end of backward.
 
     What a rule splits stays split; the axes go inside of it. Buffers stay whole, and frozen parameters have only
     stage 3. A phase that an axis splits already is left as it is, so `zero(2) | zero(2)` is `zero(2)`.
@@ -64,7 +67,13 @@ class Zero(Transform):
     only: str | tuple[str, ...] | None = None
 
     def __call__(self, plan: Plan) -> Plan:
-        return split_plan(plan, _PHASES[self.stage], self.axis, self.only, self)
+        made = split_plan(plan, _PHASES[self.stage], self.axis, self.only, self)
+        before = {row.name: row.stored for row in plan.rows}
+
+        def settled(row: Row) -> Row:
+            return row if row.stored == before[row.name] else row.replace(reshard=bool(made.unit(row)))
+
+        return made.map_rows(settled)
 
 
 def split_plan(plan: Plan, phases: tuple[Phase, ...], axis: Names, only: Names, who: object) -> Plan:

@@ -89,6 +89,7 @@ PLANS = st.builds(
     report=st.one_of(st.none(), REPORTS),
     step=STEPS,
     units=st.lists(NAMES, max_size=2).map(tuple),
+    repeated=st.lists(NAMES, max_size=2).map(tuple),
 )
 
 
@@ -102,7 +103,19 @@ def test_a_plan_comes_back_from_its_text(plan: Plan):
 @given(PLANS)
 def test_keys_stand_in_one_order_and_every_row_on_a_line(plan: Plan):
     text = plan.to_json()
-    keys = ["version", "mesh", "transforms", "notes", "blocks", "units", "step", "rows", "borders", "report"]
+    keys = [
+        "version",
+        "mesh",
+        "transforms",
+        "notes",
+        "blocks",
+        "units",
+        "repeated",
+        "step",
+        "rows",
+        "borders",
+        "report",
+    ]
     assert list(json.loads(text)) == keys
     assert sum(line.startswith('    {"name": ') for line in text.splitlines()) == len(plan.rows)
 
@@ -110,8 +123,8 @@ def test_keys_stand_in_one_order_and_every_row_on_a_line(plan: Plan):
 def test_a_plan_that_was_kept_before_steps_and_units_is_still_read():
     made = gpt_plan()
     data = json.loads(made.to_json())
-    del data["units"], data["step"]
-    assert Plan.from_json(json.dumps(data)) == made.replace(units=())
+    del data["units"], data["repeated"], data["step"]
+    assert Plan.from_json(json.dumps(data)) == made.replace(units=(), repeated=())
 
 
 def test_a_plan_that_was_read_back_still_prints_counts_and_differs_in_nothing():

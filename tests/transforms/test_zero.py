@@ -81,14 +81,19 @@ def test_an_axis_that_a_rule_uses_is_left_where_it_is():
     assert str((split | zero(3))["frozen.weight"].stored) == "_ _@(fsdp,dp)"
 
 
-def test_fsdp_keeps_what_is_outside_of_units_gathered_as_fully_shard_does():
+def test_fsdp_keeps_what_is_outside_of_repeated_blocks_gathered_as_fully_shard_does():
     made = laid_out() | fsdp()
-    assert made.units == ("blocks.0", "blocks.1")
-    assert {made.unit(row) for row in made.rows if row.stored != row.compute and row.reshard} == set(made.units)
-    assert {made.unit(row) for row in made.rows if not row.reshard} == {""}
+    assert made.repeated == ("blocks.0", "blocks.1")
+    assert {made.unit(row) for row in made.rows if row.stored != row.compute and row.reshard} == {*made.repeated}
+    assert {made.unit(row) for row in made.rows if not row.reshard} == {"", *made.units} - {*made.repeated}
     assert "stays gathered until its backward" in str(made)
-    assert all(row.reshard for row in (laid_out() | zero(3)).rows)
-    assert all(row.reshard for row in (laid_out() | fsdp(reshard_after_forward=True)).rows)
+
+
+def test_what_lies_in_no_unit_stays_gathered():
+    for transform in (zero(3), fsdp(reshard_after_forward=True)):
+        made = laid_out() | transform
+        assert {made.unit(row) for row in made.rows if row.stored != row.compute and not row.reshard} == {""}
+        assert {made.unit(row) for row in made.rows if row.stored != row.compute and row.reshard} == {*made.units}
     never = laid_out() | fsdp(reshard_after_forward=False)
     assert {row.name for row in never.rows if row.reshard} == {row.name for row in never.rows if not _split(row)}
 

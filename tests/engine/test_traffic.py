@@ -1,0 +1,82 @@
+"""What ranks send in a training step is what the plan says: counted where tensors enter the process group."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.testing.models import Transformer, rules_for
+from shardlib.transforms import Transform, fsdp, replicate, zero
+
+SIZES: dict[str, Any] = {"vocab": 8, "heads": 2, "head": 4, "layers": 3, "bias": True}
+UNEVEN = {**SIZES, "vocab": 7}
+TRANSFORMS = (
+    replicate(),
+    zero(1),
+    zero(2),
+    zero(3),
+    fsdp(),
+    fsdp(reshard_after_forward=True),
+    fsdp(reshard_after_forward=False),
+)
+COUNT = 4  # bytes of the number of missing gradients, which rides with them
+
+
+def _build(sizes: dict[str, Any]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Transformer(**sizes)
+
+
+def _sent(mesh: str, transform: Transform, sizes: dict[str, Any]) -> int:
+    """Bytes that this rank sends over dp in its third step."""
+    model = _build(sizes)
+    made = sl.shard_model(model, mesh, rules_for(model), transforms=(transform,), compile=None)
+    optimizer = torch.optim.AdamW(made.parameters())
+    ids = torch.randint(SIZES["vocab"] - 1, (2, 5), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        made(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    with sl.engine.record_collectives(made, mesh=sl.mesh(mesh)) as log:
+        step()
+    return sum(one.sent for one in log.collectives if one.axes == ("dp",))
+
+
+@pytest.mark.parametrize("sizes", [SIZES, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=4", "dp=2,tp=2", "tp=2,dp=2", "dp=3"])
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+def test_what_is_sent_is_what_the_plan_says(ranks, transform: Transform, mesh: str, sizes: dict[str, Any]):
+    """Over gloo parts go straight to their owners, and uneven ones are not padded; what is reduced whole has as much room
+    on every rank as on the one that has most of it.
+
+    Ranks' parts differ in size: the plan gives the mean over ranks, each tensor's rounded up to whole bytes.
+    """
+    shape = sl.MeshShape(mesh)
+    model = _build(sizes)
+    plan = sl.plan(model, mesh, rules_for(model), transforms=(transform,))
+    planned = plan.traffic()
+    measured = ranks(shape.world_size).run(_sent, mesh, transform, sizes)
+    others = shape["dp"] - 1
+    beside = others * COUNT
+    if transform == replicate():
+        beside = Fraction(2 * others, shape["dp"]) * (COUNT + _padding(plan))
+    missing = sum(each.bytes for each in planned) + beside - Fraction(sum(measured), len(measured))
+    rounded_up = sum(each.tensors for each in planned) if shape["dp"] == 3 else 0
+    assert 0 <= missing <= rounded_up
+
+
+def _padding(plan: sl.Plan) -> Fraction:
+    """By how much the largest parts over model axes are larger than the mean ones."""
+    tp = plan.mesh.only(plan.mesh.model_axes).world_size if plan.mesh.model_axes else 1
+    whole = (row.dtype.itemsize * math.prod(row.global_shape) for row in plan.rows if row.compute.axes)
+    largest = (row.local_bytes(plan.mesh, phase="compute") for row in plan.rows if row.compute.axes)
+    return sum(largest) - Fraction(sum(whole), tp)
