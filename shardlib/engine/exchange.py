@@ -118,6 +118,11 @@ class Bundle:
         """Elements of this rank's parts."""
         return self.sizes[self.peers.index]
 
+    def block_of_own(self, packed: torch.Tensor) -> torch.Tensor:
+        """This rank's block of a buffer, or of a tensor that moves alone."""
+        start = self.starts[self.peers.index]
+        return packed[start : start + self.own]
+
     def _blocks(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """What of a buffer is each rank's; a real collective takes the padding along."""
         sizes = self.sizes if self.peers.direct else [self.pitch] * self.peers.count
@@ -148,13 +153,17 @@ class Bundle:
 
     # --- summing ------------------------------------------------------------------------------------------------------
 
-    def reduce(self, tensors: Sequence[torch.Tensor]) -> _Moving:
+    def reduce(self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> _Moving:
         """Begin to sum tensors over the peers; each gets the sum of its parts from `sum_into`.
 
-        A tensor that moves alone must be left as it is until then.
+        A tensor that moves alone must be left as it is until then. Others are packed into a borrowed buffer, or `into`
+        a flat one of `total` elements.
         """
         borrowed = []
-        if self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
+        if into is not None:
+            packed = into
+            self._pack(tensors, packed)
+        elif self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
             packed = tensors[0].view(-1)
         else:
             packed = self.scratch.take(self.total, self.dtype, self.device)

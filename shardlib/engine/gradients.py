@@ -60,7 +60,9 @@ class _Slot:
         if param.grad is None:
             self.prior = None
         elif self.held.is_part(param.grad):
-            self.prior, param.grad = local_of(param.grad), None
+            prior = local_of(param.grad)
+            # Under stage 1 it may lie in a bucket's memory, which the next gradients are packed into.
+            self.prior, param.grad = prior.clone() if self.held.stage == 1 else prior, None
 
     def put_prior_back(self) -> None:
         if self.prior is not None and self.held.param.grad is None:
@@ -203,6 +205,7 @@ class _Scattered(_Bucket):
         rest: axes over which parts have to be summed still, since they do not split them.
         sent: the gradients, until they have arrived.
         out: this rank's parts.
+        flat: under stage 1, the memory of whole gradients in a bucket.
     """
 
     bundle: Bundle | None = None
@@ -210,6 +213,7 @@ class _Scattered(_Bucket):
     sent: list[torch.Tensor] = field(default_factory=list)
     moving: Any = None
     out: torch.Tensor | None = None
+    flat: torch.Tensor | None = None
 
     @property
     def at_every_pass(self) -> bool:
@@ -225,6 +229,8 @@ class _Scattered(_Bucket):
         dtype, device = self.owner.dtype_of(self), self.owner.device
         self.bundle = Bundle(cuts, peers, dtype, device, self.owner.scratch)
         self.rest = tuple(axis for axis in self.axes if axis not in like.axes)
+        if self.slots and self.slots[0].held.stage == 1 and not self.bundle.alone:
+            self.flat = torch.zeros(self.bundle.total, dtype=dtype, device=device)
 
     def launch(self) -> None:
         assert self.bundle is not None
@@ -234,7 +240,7 @@ class _Scattered(_Bucket):
         ]
         if self.last:
             self.sent.append(torch.full((self.bundle.peers.count,), self.owner.lacking(), dtype=self.bundle.dtype))
-        self.moving = self.bundle.reduce(self.sent)
+        self.moving = self.bundle.reduce(self.sent, self.flat)
         for slot in self.slots:
             slot.held.leaf.grad = None
 
@@ -253,11 +259,11 @@ class _Scattered(_Bucket):
     def _room(self) -> torch.Tensor:
         """Memory for this rank's parts. Under stage 1 it is in that of the whole gradient, which stays."""
         assert self.bundle is not None
-        own = self.bundle.own
+        if self.flat is not None:
+            return self.bundle.block_of_own(self.flat)
         if self.bundle.alone and self.slots[0].held.stage == 1 and self.sent[0].dtype == self.bundle.dtype:
-            start = self.bundle.starts[self.bundle.peers.index]
-            return self.sent[0].view(-1)[start : start + own]
-        return torch.empty(own, dtype=self.bundle.dtype, device=self.bundle.device)
+            return self.bundle.block_of_own(self.sent[0].view(-1))
+        return torch.empty(self.bundle.own, dtype=self.bundle.dtype, device=self.bundle.device)
 
     def hand_out(self) -> None:
         assert self.bundle is not None and self.out is not None

@@ -86,8 +86,7 @@ class _Bucket:
         cuts = [one.cut for one in held if one.cut is not None]
         self.bundle = Bundle(cuts, held[0].peers, first.dtype, first.device, scratch)
         if self.bundle.alone and first.is_contiguous():
-            start = self.bundle.starts[self.bundle.peers.index]
-            self.mine = first.view(-1)[start : start + self.bundle.own]
+            self.mine = self.bundle.block_of_own(first.view(-1))
         else:
             self.mine = torch.empty(self.bundle.own, dtype=first.dtype, device=first.device)
         self.parts = self.bundle.parts_in(self.mine)
