@@ -30,6 +30,7 @@ from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, local_of, remember
 from shardlib.engine.linear import compute_locally
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
+from shardlib.engine.recompute import modules_to_recompute, recompute
 from shardlib.engine.region import Casting, Root, install_region
 from shardlib.engine.regions import find_regions, inside
 from shardlib.engine.units import Units, install, lend
@@ -168,6 +169,7 @@ def apply_plan(
     """Carry out a plan on a model, in place; on an error the model is as it was. Arguments as in `shard_model`."""
     build = _Build(model, plan_, device_mesh, exact_random=rng == "exact")
     build.refuse_what_is_not_built()
+    again = modules_to_recompute(model, plan_.step.recompute)
     build.warn_of_idle_axes()
     if check:
         build.check_ranks_agree()
@@ -180,6 +182,7 @@ def apply_plan(
         undo.callback(uncompile)
         if build.units is not None:
             undo.callback(install(build.units, model))
+        undo.callback(recompute(model, again, build.units))
         if check and not build.exact_random:
             build.share_random_state()
         _sharded[model] = Sharded(plan_, device_mesh, build.model_mesh, reducer, report)

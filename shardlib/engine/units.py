@@ -207,6 +207,23 @@ class Units:
         self._make_whole(unit)
         self._prefetch(unit, -1)
 
+    def call_again(self, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A module computes again in backward, when no forward has its unit shown; in forward, a plain call."""
+        names = dict.fromkeys(("", _unit_of(f"{name}.", list(self.units))))
+        needed = [self.units[n] for n in names if n in self.units]
+        if _torch.backward_id() == -1:
+            return inner(*args, **kwargs)
+        for unit in needed:
+            self._make_whole(unit)
+            unit.memory.busy += 1
+            unit.depth += 1
+            unit.show()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            for unit in needed:
+                self._hide(unit)
+
     def let_go(self) -> None:
         """Nobody computes with whole parameters any more."""
         for unit in self.units.values():

@@ -55,8 +55,8 @@ def _sent(mesh: str, transform: Transform, sizes: dict[str, Any]) -> int:
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=4", "dp=2,tp=2", "tp=2,dp=2", "dp=3"])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
 def test_what_is_sent_is_what_the_plan_says(ranks, transform: Transform, mesh: str, sizes: dict[str, Any]):
-    """Over gloo parts go straight to their owners, and uneven ones are not padded; what is reduced whole has as much room
-    on every rank as on the one that has most of it.
+    """Over gloo parts go straight to their owners, and uneven ones are not padded; what is reduced whole has as much
+    room on every rank as on the one that has most of it.
 
     Ranks' parts differ in size: the plan gives the mean over ranks, each tensor's rounded up to whole bytes.
     """

@@ -1,0 +1,72 @@
+"""What forward computes inside some modules is computed again in backward, and not kept in between.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by `torch.utils.checkpoint`. It stands outermost
+around a module's call: what is computed again passes its regions, its compiled graph and its unit as forward did, so
+that parameters stored in parts are gathered before. Names, hooks and state dicts do not change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardlib.engine import _torch
+from shardlib.engine.units import Units
+from shardlib.errors import PlanError, nearest
+from shardlib.rules.patterns import compile_pattern
+
+__all__ = ["modules_to_recompute", "recompute"]
+
+
+def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Names of the modules that patterns match, in the model's order.
+
+    Raises:
+        PlanError: a pattern that matches no module.
+
+    >>> modules_to_recompute(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["^0"])
+    ('0',)
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    compiled = {text: compile_pattern(text) for text in patterns}
+    for text, pattern in compiled.items():
+        if not any(map(pattern.matches, names)):
+            raise PlanError(
+                f'checkpoint_activations("{text}"): the pattern matches none of the {len(names)} modules; patterns are '
+                f"written as in rules.{nearest(text, names)}"
+            )
+    return tuple(name for name in names if any(pattern.matches(name) for pattern in compiled.values()))
+
+
+def recompute(model: nn.Module, names: Sequence[str], units: Units | None = None) -> Callable[[], None]:
+    """Let these modules compute again in backward; returns what undoes it.
+
+    `units`: where parameters are stored in parts. A part of a unit needs the unit's, and any module those of none.
+    """
+    undo = [_install(model.get_submodule(name), name, units) for name in names]
+
+    def undo_all() -> None:
+        for step in reversed(undo):
+            step()
+
+    return undo_all
+
+
+def _install(module: nn.Module, name: str, units: Units | None) -> Callable[[], None]:
+    before = _torch.compiled_call(module)
+    inner = before if before is not None else functools.partial(_torch.call_eagerly, module)
+    if units is not None:
+        inner = functools.partial(units.call_again, name, inner)
+    _torch.set_compiled_call(module, functools.partial(_call, inner))
+    return functools.partial(_torch.set_compiled_call, module, before)
+
+
+def _call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    return checkpoint(functools.partial(inner, **kwargs), *args, use_reentrant=False)

@@ -1,0 +1,107 @@
+"""Modules that compute again in backward: the same numbers, under every transform, and less memory between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from shardlib.errors import PlanError
+from shardlib.testing import assert_equivalent
+from shardlib.testing.models import Tokens, Transformer, rules_for
+from shardlib.testing.strategies import ModelFactory
+from shardlib.transforms import Transform, fsdp, replicate, zero
+
+SIZES = (("vocab", 7), ("heads", 2), ("head", 4), ("layers", 3), ("tied", True), ("bias", False))
+GPT = ModelFactory(Transformer, SIZES)
+DROPPING = ModelFactory(Transformer, (*SIZES, ("dropout", 0.3)))
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("transform", [replicate(), zero(1), zero(2), zero(3), fsdp()], ids=repr)
+def test_training_is_that_of_one_device(transform: Transform, mesh: str):
+    """Dropout by element: what is computed again draws the masks of forward."""
+    given: dict[str, Any] = {"mesh": mesh, "rules": rules_for(GPT()), "steps": 2}
+    assert_equivalent(DROPPING, Tokens(8, 5, 7), transforms=(sl.checkpoint_activations(), transform), **given)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["blocks.*.mlp", ("blocks.0", "blocks.*.attn"), ("blocks.1", "blocks.1.mlp.up"), "head"]
+)
+def test_any_modules_may_be_named(pattern: Any):
+    given: dict[str, Any] = {"mesh": "dp=2,tp=2", "rules": rules_for(GPT()), "steps": 2}
+    transforms = (zero(3), sl.checkpoint_activations(pattern))
+    assert_equivalent(GPT, Tokens(8, 5, 7), transforms=transforms, **given)
+
+
+@pytest.mark.parametrize("transform", [replicate(), zero(3)], ids=repr)
+def test_blocks_may_be_compiled_besides(transform: Transform):
+    given: dict[str, Any] = {"mesh": "dp=2,tp=2", "rules": rules_for(GPT()), "steps": 2, "compile": "auto"}
+    assert_equivalent(GPT, Tokens(8, 5, 7), transforms=(sl.checkpoint_activations(), transform), **given)
+
+
+class Block(nn.Module):
+    """Takes what is no tensor, by position and by name, and returns a structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, label: str, *, scale: float, mask: torch.Tensor) -> dict[str, Any]:
+        hidden = torch.tanh(self.dropout(torch.relu(self.up(x)))).exp()
+        return {"x": x + scale * mask * self.down(hidden), "label": label}
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        label = "first"
+        for block in self.blocks:
+            out = block(x, label, scale=0.5, mask=torch.ones(16))
+            x, label = out["x"], out["label"]
+        return x
+
+
+def _saved(transforms: tuple[Any, ...], mesh: str) -> tuple[int, list[str], list[torch.Tensor]]:
+    """Bytes that forward leaves for backward beside parameters, names, and gradients."""
+    torch.manual_seed(0)
+    rules = {"up": "colwise", "down": "rowwise"} if "tp" in mesh else {"**": "replicate"}
+    model = sl.shard_model(Stack(), mesh, rules, transforms=transforms, compile=None)
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        held[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        return tensor
+
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(torch.ones(32, 16, requires_grad=True)).square().mean()
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    grads = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()]
+    return sum(held.values()), [*model.state_dict()], grads
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_activations_are_not_kept(ranks, mesh: str):
+    """Of each block its input is kept, [32, 16] floats, and the last output. Masks of `rng="fast"` are drawn again."""
+    plain = ranks(2).run(_saved, (), mesh)
+    again = ranks(2).run(_saved, (sl.checkpoint_activations(),), mesh)
+    for (much, names, wanted), (little, same_names, found) in zip(plain, again, strict=True):
+        assert names == same_names
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+        assert little <= (4 + 1) * 32 * 16 * 4
+        assert much > 4 * little
+
+
+def test_a_pattern_without_a_module_is_refused(ranks):
+    with pytest.raises(PlanError) as raised:
+        sl.shard_model(Stack(), "dp=1", {"**": None}, transforms=(sl.checkpoint_activations("blocks.*.mpl"),))
+    assert str(raised.value).startswith('checkpoint_activations("blocks.*.mpl"): the pattern matches none of the 17')
