@@ -7,6 +7,7 @@ from torch.distributed.tensor import Replicate, Shard
 from shardlib import errors, layouts
 from shardlib._mesh import MeshShape, mesh, register_axis
 from shardlib._plan import Plan
+from shardlib.checkpoint import Checkpoints, load, save
 from shardlib.engine import (
     OptimizerWrapper,
     clip_grad_norm_,
@@ -27,6 +28,7 @@ from shardlib.transforms import accumulate, checkpoint_activations, fsdp, hsdp, 
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "Checkpoints",
     "Layout",
     "MeshShape",
     "OptimizerWrapper",
@@ -45,6 +47,7 @@ __all__ = [
     "get_grad_norm",
     "hsdp",
     "layouts",
+    "load",
     "mesh",
     "no_sync",
     "offload",
@@ -56,6 +59,7 @@ __all__ = [
     "register_elementwise",
     "register_per_tensor",
     "replicate",
+    "save",
     "shard_model",
     "zero",
 ]
