@@ -110,6 +110,7 @@ __all__ = [
     "root_mesh",
     "run_at_end_of_backward",
     "running_node",
+    "scaled_product",
     "schema_of",
     "set_implicit_replication",
     "set_local",
@@ -676,6 +677,18 @@ def op_database() -> list[Any]:
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+
+
+def scaled_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_unit: torch.Tensor,
+    b_unit: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`(a * a_unit) @ (b * b_unit) + bias`, a and b in float8, summed in float32 and rounded once."""
+    return torch._scaled_mm(a, b, scale_a=a_unit, scale_b=b_unit, bias=bias, out_dtype=dtype, use_fast_accum=False)
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

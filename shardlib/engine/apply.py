@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, mesh
 from shardlib._plan import Plan, Row, plan
-from shardlib.engine import _torch, agree, batchnorm, borders, exact, materialize, ops, optimizer, state
+from shardlib.engine import _torch, agree, batchnorm, borders, exact, fp8, materialize, ops, optimizer, state
 from shardlib.engine._torch import pytree
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
 from shardlib.engine.exchange import Peers, Scratch
@@ -131,7 +131,8 @@ def shard_model(
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan that a model was sharded by; its notes say which blocks are compiled, and why others are not.
+    """The plan that a model was sharded by; its notes say which blocks are compiled and which modules multiply
+    in float8, and why others do not.
 
     Raises:
         ShardingError: the model was not sharded by shardlib.
@@ -170,6 +171,7 @@ def apply_plan(
     build = _Build(model, plan_, device_mesh, exact_random=rng == "exact")
     build.refuse_what_is_not_built()
     again = modules_to_recompute(model, plan_.step.recompute)
+    float8 = fp8.choose(model, plan_, build.device, build.regions)
     build.warn_of_idle_axes()
     if check:
         build.check_ranks_agree()
@@ -178,6 +180,7 @@ def apply_plan(
             share_random_state(build.group_of_all())
         build.replace_tensors(init, undo, check=check)
         reducer = build.install(undo, check=check, global_batch_norm=global_batch_norm, bucket_bytes=bucket_bytes)
+        undo.callback(fp8.install(model, float8))
         report, uncompile = compile_blocks(model, compile if build.model_mesh is not None else None, build.place())
         undo.callback(uncompile)
         if build.units is not None:
@@ -185,7 +188,8 @@ def apply_plan(
         undo.callback(recompute(model, again, build.units))
         if check and not build.exact_random:
             build.share_random_state()
-        _sharded[model] = Sharded(plan_, device_mesh, build.model_mesh, reducer, report)
+        told = dataclasses.replace(plan_, notes=plan_.notes + float8.notes())
+        _sharded[model] = Sharded(told, device_mesh, build.model_mesh, reducer, report)
         undo.pop_all()
     return model
 
@@ -214,11 +218,34 @@ class _Build:
                 "Run on a mesh without it."
             )
         for row in self.plan.rows:
+            self._refuse_phases_apart(row)
             self._refuse_what_torch_gathers_wrongly(row.name, row.compute)
             self._refuse_what_ops_cut_otherwise(row)
         for border in self.plan.borders:
             if border.layout is not None:
                 self._refuse_what_torch_gathers_wrongly(f"{border.module}.{border.side}", border.layout)
+
+    def _refuse_phases_apart(self, row: Row) -> None:
+        """Rows that a plan may have and the engine has no transition for."""
+        stored, data = self._on_active_axes(row.stored), {*self.data_axes}
+        for what, layout in (("gradient", row.grad), ("state", row.state)):
+            if layout is not None and stored.axes & data and (layout.axes & data) != (stored.axes & data):
+                raise PlanError(
+                    f'The plan stores "{row.name}" as "{row.stored}" and its {what} as "{layout}": over other data axes, '
+                    "which can be planned but not run yet. Give stage 3 all of these axes, as in zero(3, axis=...), or "
+                    "keep the parameter whole with zero(2)."
+                )
+        if (row.compute.dtype or row.dtype) != (row.stored.dtype or row.dtype):
+            raise PlanError(
+                f'The plan stores "{row.name}" as "{row.stored}" and computes with it as "{row.compute}": a parameter is '
+                "computed with in the dtype that it is stored in. precision(...) keeps a wider copy with the state."
+            )
+        hosted = [phase for phase, layout in row.layouts.items() if layout.memory == "host"]
+        if hosted and self.device.type != "cpu":
+            raise PlanError(
+                f'The plan keeps the {hosted[0]} phase of "{row.name}" in host memory, which can be planned but not run '
+                f"yet on {self.device.type}. Leave offload out."
+            )
 
     def warn_of_idle_axes(self) -> None:
         """A model axis that splits nothing makes its ranks compute the same thing, each for itself."""
