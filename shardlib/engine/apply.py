@@ -231,20 +231,20 @@ class _Build:
         for what, layout in (("gradient", row.grad), ("state", row.state)):
             if layout is not None and stored.axes & data and (layout.axes & data) != (stored.axes & data):
                 raise PlanError(
-                    f'The plan stores "{row.name}" as "{row.stored}" and its {what} as "{layout}": over other data axes, '
-                    "which can be planned but not run yet. Give stage 3 all of these axes, as in zero(3, axis=...), or "
-                    "keep the parameter whole with zero(2)."
+                    f'The plan stores "{row.name}" as "{row.stored}" and its {what} as "{layout}": over other data '
+                    "axes, which can be planned but not run yet. Give stage 3 all of these axes, as in "
+                    "zero(3, axis=...), or keep the parameter whole with zero(2)."
                 )
         if (row.compute.dtype or row.dtype) != (row.stored.dtype or row.dtype):
             raise PlanError(
-                f'The plan stores "{row.name}" as "{row.stored}" and computes with it as "{row.compute}": a parameter is '
-                "computed with in the dtype that it is stored in. precision(...) keeps a wider copy with the state."
+                f'The plan stores "{row.name}" as "{row.stored}" and computes with it as "{row.compute}": a parameter '
+                "is computed with in the dtype that it is stored in. precision(...) keeps a wider copy with the state."
             )
         hosted = [phase for phase, layout in row.layouts.items() if layout.memory == "host"]
         if hosted and self.device.type != "cpu":
             raise PlanError(
-                f'The plan keeps the {hosted[0]} phase of "{row.name}" in host memory, which can be planned but not run '
-                f"yet on {self.device.type}. Leave offload out."
+                f'The plan keeps the {hosted[0]} phase of "{row.name}" in host memory, which can be planned but not '
+                f"run yet on {self.device.type}. Leave offload out."
             )
 
     def warn_of_idle_axes(self) -> None:

@@ -283,3 +283,18 @@ def test_a_model_without_blocks_and_one_with_uneven_sizes():
     model = ModelFactory(MLP, (("ins", 5), ("width", 7), ("outs", 3)))
     for stage in STAGES.values():
         assert_equivalent(model, Numbers((6, 5)), mesh="dp=3", rules={"**": None}, transforms=(stage,), steps=2)
+
+
+def _what_can_be_planned_only() -> None:
+    with pytest.raises(sl.errors.PlanError, match="over other data axes"):
+        _model(sl.fsdp("fsdp"), sl.zero(1), mesh="dp=2,fsdp=2")
+
+    def wide(plan: sl.Plan) -> sl.Plan:
+        return plan.map_rows(lambda row: row.replace(stored=sl.Layout(row.stored.dims, dtype=torch.float64)))
+
+    with pytest.raises(sl.errors.PlanError, match="dtype that it is stored in"):
+        _model(wide, mesh="dp=2,fsdp=2")
+
+
+def test_what_can_be_planned_and_not_run_is_refused(ranks):
+    ranks(4).run(_what_can_be_planned_only)
