@@ -10,11 +10,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardlib.engine import _torch, apply, batchnorm, borders, exact, gradients, linear, optimizer, region
+from shardlib.engine import (
+    _torch,
+    apply,
+    batchnorm,
+    borders,
+    exact,
+    exchange,
+    gradients,
+    linear,
+    optimizer,
+    region,
+    updates,
+)
 from shardlib.layout import Dim, Layout
 from shardlib.rules import Rules
 from shardlib.testing import models
 from shardlib.testing.mutants._mutant import Arguments, Mutant, after_sharding, replaced, transformer
+from shardlib.transforms import zero
 
 __all__ = ["ENGINE"]
 
@@ -105,10 +118,11 @@ def _handed_out(change: Callable[[nn.Parameter, torch.Tensor], None]) -> Callabl
     """Gradients are changed when they come out of their bucket."""
 
     def make(original: Any) -> Any:
-        def hand_out(self: Any, bucket: Any) -> None:
-            original(self, bucket)
-            for slot in bucket.slots:
-                change(slot.param, slot.view)
+        def hand_out(self: Any) -> None:
+            original(self)
+            for slot in self.slots:
+                if slot.held.param.grad is not None:
+                    change(slot.held.param, slot.held.param.grad)
 
         return hand_out
 
@@ -121,8 +135,8 @@ def _embedding_twice(param: nn.Parameter, grad: torch.Tensor) -> None:
 
 
 def _last_rank_not_updated(original: Any) -> Any:
-    def local_view(param: torch.Tensor, outer: Any, inner: Any) -> torch.Tensor:
-        leaf: torch.Tensor = original(param, outer, inner)
+    def local_view(param: torch.Tensor, *others: Any) -> torch.Tensor:
+        leaf: torch.Tensor = original(param, *others)
         if leaf is not param and leaf.ndim == 2 and leaf.shape[0] == 5:  # of a vocabulary of 11
             leaf.grad = None
         return leaf
@@ -133,9 +147,9 @@ def _last_rank_not_updated(original: Any) -> Any:
 def _moving_average(original: Any) -> Any:
     def begin(self: Any) -> None:
         if self.enabled and self._backward != _torch.backward_id():
-            for param in self.params:
-                if param.grad is not None:
-                    param.grad.mul_(0.5)
+            for slot in self._slots:
+                if slot.held.leaf.grad is not None:
+                    slot.held.leaf.grad.mul_(0.5)
         original(self)
 
     return begin
@@ -146,11 +160,11 @@ def _not_sent(original: Any) -> Any:
         def wait(self) -> None:
             pass
 
-    def launch(self: Any, bucket: Any) -> None:
+    def launch(self: Any) -> None:
         all_reduce = dist.all_reduce
         try:
             dist.all_reduce = lambda *_args, **_kwargs: _Done()
-            original(self, bucket)
+            original(self)
         finally:
             dist.all_reduce = all_reduce
 
@@ -159,7 +173,7 @@ def _not_sent(original: Any) -> Any:
 
 def _blind_to_thawed(original: Any) -> Any:
     def notice_unfrozen(self: Any) -> None:
-        if not self._laid_out:
+        if not self._buckets:
             original(self)
 
     return notice_unfrozen
@@ -252,7 +266,21 @@ def _own_seed(model: nn.Module) -> None:
 
 
 def _sent_twice(original: Any) -> Any:
-    return lambda self, axes, partial=(): 1.0
+    return property(lambda self: 1.0 / self.passes)
+
+
+def _one_part_left_out(original: Any) -> Any:
+    def total(blocks: list[torch.Tensor], *, own: int) -> torch.Tensor:
+        result: torch.Tensor = original(
+            [block for rank, block in enumerate(blocks) if rank in (0, 1, own)], own=min(own, 2)
+        )
+        return result
+
+    return total
+
+
+def _never_gathered(original: Any) -> Any:
+    return lambda self, params: None
 
 
 def _half_gradient(original: Any) -> Any:
@@ -316,7 +344,7 @@ ENGINE = (
     Mutant(
         "data sum", "gradients are summed over data ranks, not averaged",
         "NVIDIA-NeMo/Automodel#3830; pytorch/torchtitan#2318", r"\(every module\)",
-        lambda: transformer("dp=2"), replaced(gradients.GradientReducer, "_scale", _sent_twice),
+        lambda: transformer("dp=2"), replaced(gradients.GradientReducer, "scale", _sent_twice),
     ),
     Mutant(
         "data reduction", "gradients never leave their rank",
@@ -327,7 +355,7 @@ ENGINE = (
         "tied twice", "the gradient of a tied weight is reduced once for each of its names",
         "pytorch/pytorch#176076", r"embed",
         lambda: transformer("dp=2", tied=True),
-        replaced(gradients.GradientReducer, "_hand_out", _handed_out(_embedding_twice)),
+        replaced(gradients._Reduced, "hand_out", _handed_out(_embedding_twice)),
     ),
     Mutant(
         "uneven last rank", "the last, smaller shard of an uneven weight is never updated",
@@ -349,6 +377,16 @@ ENGINE = (
         "frozen parameter", "sharding forgets that a parameter is frozen",
         "facebookresearch/fairscale#721; pytorch/pytorch#105371", r"blocks\.0\.mlp\.up",
         lambda: {**transformer("tp=2"), "model": _frozen}, after_sharding(_train_frozen),
+    ),
+    Mutant(
+        "a part left out", "under ZeRO an owner adds up one rank's part too few",
+        "NVIDIA-NeMo/Automodel#1260; deepspeedai/DeepSpeed#5583", r"\(every module\)",
+        lambda: transformer("dp=4", transforms=(zero(2),)), replaced(exchange, "_sum", _one_part_left_out),
+    ),
+    Mutant(
+        "parts not gathered", "after the step each rank keeps its own part of the parameters new and the others' old",
+        "facebookresearch/fairscale#601", r"\(every module\)",
+        lambda: transformer("dp=2", transforms=(zero(1),)), replaced(updates.Updates, "end", _never_gathered),
     ),
     Mutant(
         "batch statistics", "BatchNorm normalises with each rank's own examples",

@@ -47,7 +47,11 @@ class Mutant:
 
 def transformer(mesh: str, *, sequence: bool = False, steps: int = 2, **sizes: Any) -> Arguments:
     """The arguments of `equivalent` for a small transformer and its usual rules."""
-    extra = {key: sizes.pop(key) for key in ("accumulate", "clip", "options", "rng", "before_step") if key in sizes}
+    extra = {
+        key: sizes.pop(key)
+        for key in ("accumulate", "clip", "options", "rng", "before_step", "transforms")
+        if key in sizes
+    }
     model = models.Transformer(**sizes)
     options = extra.pop("options", {})
     return {
