@@ -137,7 +137,8 @@ def _hindrance(
     if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
         return "since nn.MultiheadAttention reads its weight without calling it"
     if (autocast or dtype) != torch.bfloat16:
-        return f"since it computes in {str(autocast or dtype).removeprefix('torch.')}, not bfloat16"
+        what = "its weight is" if autocast is None else "autocast is to"
+        return f"since {what} {str(autocast or dtype).removeprefix('torch.')}, not bfloat16"
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return f"since its features are not multiples of {MULTIPLE}"
     if any(inside(owner, regions) for owner in owners):
