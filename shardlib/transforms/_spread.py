@@ -5,7 +5,8 @@ change what is computed, only how even the pieces are and how they lie in memory
 
 1. dim 0 if its pieces come out even, or if they waste less than 1/16; pieces of it are contiguous;
 2. else the first dim whose pieces come out even;
-3. else a fused dim that the axes divide, on the factor that is split already or on its last one;
+3. else, for one axis, a fused dim that nothing splits yet, on its last factor that it divides: PyTorch (2.13) gathers
+   a DTensor with a fused dim over two axes in the wrong order;
 4. else the largest dim of at least as many elements as pieces, unevenly;
 5. else none: scalars and tiny tensors stay whole.
 
@@ -38,8 +39,8 @@ def spread(layout: Layout, global_shape: Sequence[int], mesh: MeshLike, axes: It
 
     >>> spread(Layout.parse("vocab@tp embed"), (512, 64), "dp=2,tp=4", ["dp"])
     Layout("vocab@(tp,dp) embed")
-    >>> spread(Layout.parse("(qkv heads@tp head)", sizes={"qkv": 3, "heads": 8}), (384,), "dp=2,tp=4", ["dp"])
-    Layout("(qkv=3 heads=8@(tp,dp) head=16)")
+    >>> spread(Layout.parse("(qkv heads head)", sizes={"qkv": 3, "heads": 8}), (384,), "dp=2,tp=4", ["dp"])
+    Layout("(qkv=3 heads=8 head=16@dp)")
     >>> spread(Layout.parse("few"), (3,), "dp=4", ["dp"])
     Layout("few")
     """
@@ -66,7 +67,8 @@ def find_place(layout: Layout, global_shape: Sequence[int], mesh: MeshShape, axe
         return plain[0], 0
     if found := [(dim, 0) for dim in plain if even(dim)]:
         return found[0]
-    if found := [place for dim in order for place in _inside(layout, dim, mesh, pieces)]:
+    alone = sum(mesh[axis] > 1 for axis in axes) == 1
+    if found := [place for dim in order if alone for place in _inside(layout, dim, mesh, pieces)]:
         return found[0]
     largest = max(plain, key=lambda dim: local[dim], default=None)
     return (largest, 0) if largest is not None and local[largest] >= pieces else None
@@ -88,14 +90,11 @@ def _waste(size: int, pieces: int) -> Fraction:
 
 
 def _inside(layout: Layout, dim: int, mesh: MeshShape, pieces: int) -> Iterator[Place]:
-    """The factors of a fused dim that may be split: the innermost that is split already, then the last."""
+    """The factors of a fused dim that may be split, the last one first."""
     factors = _dim(layout, dim).factors
-    if len(factors) > 1:
-        split = [at for at, factor in enumerate(factors) if factor.axes]
-        for at in (*split[-1:], len(factors) - 1):
-            held = math.prod(mesh[axis] for axis in factors[at].axes)
-            if (factors[at].size or 0) % (held * pieces) == 0:
-                yield dim, at
+    split = any(mesh[axis] > 1 for factor in factors for axis in factor.axes)
+    if len(factors) > 1 and not split:
+        yield from ((dim, at) for at in reversed(range(len(factors))) if (factors[at].size or 0) % pieces == 0)
 
 
 def _on_data(layout: Layout, dim: int, mesh: MeshShape) -> bool:

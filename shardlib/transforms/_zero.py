@@ -93,7 +93,8 @@ def _split(row: Row, phases: tuple[Phase, ...], axes: tuple[str, ...], mesh: Mes
     new = [axis for axis in axes if axis not in last.axes]
     place = find_place(last, row.global_shape, mesh, new) if new else None
     if new and place is None:
-        return _noted(row, f"too small to split over {','.join(new)}")
+        fused = any(isinstance(dim, Dim) and dim.fused for dim in last.dims)
+        return _noted(row, f"{'fused dim not split' if fused else 'too small to split'} over {','.join(new)}")
     for axis in axes:
         row = _nested(row, own, axis, place if axis in new else _held_place(last, axis), mesh)
     return row

@@ -22,7 +22,7 @@ def test_each_stage_splits_its_phases(stage: int, split: set[str]):
     for name, whole, parted in [
         ("embed.weight", "vocab@tp embed", "vocab@tp embed@dp"),
         ("blocks.0.qkv.weight", "(qkv heads@tp head) in", "(qkv heads@tp head) in@dp"),
-        ("blocks.1.qkv.bias", "(qkv heads@tp head)", "(qkv heads@(tp,dp) head)"),
+        ("blocks.1.qkv.bias", "(qkv heads@tp head)", "(qkv heads@tp head)"),  # torch gathers two axes wrongly
         ("blocks.1.proj.weight", "out in@tp", "out@dp in@tp"),
     ]:
         phases = ("stored", "compute", "grad", "state")
@@ -53,8 +53,8 @@ def test_axes_may_be_chosen_and_ordered():
 def test_tensors_may_be_chosen():
     made = laid_out() | zero(3, only=("blocks.0", "embed"))
     split = {row.name for row in made.rows if row.stored != row.compute}
-    blocks = {f"blocks.0.{module}.{tensor}" for module in ("qkv", "proj") for tensor in ("weight", "bias")}
-    assert split == blocks | {"embed.weight"}
+    assert split == {"blocks.0.qkv.weight", "blocks.0.proj.weight", "blocks.0.proj.bias", "embed.weight"}
+    assert made["blocks.0.qkv.bias"].note.endswith("fused dim not split over dp,fsdp")
 
 
 def test_a_tied_tensor_is_chosen_by_any_of_its_names():
@@ -116,7 +116,8 @@ def test_replicate_takes_splits_away_where_it_is_told_to():
     made = plain | fsdp() | replicate("norm")
     assert made["norm.weight"] == plain["norm.weight"]
     assert made["frozen.weight"] == (plain | fsdp())["frozen.weight"]
-    assert (plain | fsdp() | replicate("^")).rows == (plain | zero(1, only="^count")).rows
+    whole, told = plain | fsdp() | replicate("^"), plain | zero(1, only=("^count", "blocks.*.qkv.bias"))
+    assert whole.rows == told.rows  # but for the notes of what cannot be split
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=1,tp=2"])
