@@ -219,7 +219,8 @@ class _Build:
             )
         for row in self.plan.rows:
             self._refuse_phases_apart(row)
-            self._refuse_what_torch_gathers_wrongly(row.name, row.compute)
+            for layout in row.layouts.values():
+                self._refuse_what_torch_gathers_wrongly(row.name, layout)
             self._refuse_what_ops_cut_otherwise(row)
         for border in self.plan.borders:
             if border.layout is not None:
@@ -260,11 +261,11 @@ class _Build:
                 )
 
     def _refuse_what_torch_gathers_wrongly(self, name: str, layout: Layout) -> None:
-        """A fused dim split over two model axes: DTensor's shards are right, but what it gathers from them is not."""
-        for dim in self._on_model_axes(layout).dims:
+        """A fused dim split over two axes: DTensor's shards are right, but what it gathers from them is not."""
+        for dim in self._on_active_axes(layout).dims:
             if isinstance(dim, Dim) and dim.fused and len(dim.axes) > 1:
                 raise PlanError(
-                    f'"{name}" is laid out as "{layout}": a fused dim split over more than one model axis can '
+                    f'"{name}" is laid out as "{layout}": a fused dim split over more than one axis can '
                     "be planned but not run, since torch gathers such a DTensor in the wrong order. Split it over one "
                     "axis, and another dim over the other."
                 )

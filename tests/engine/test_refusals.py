@@ -246,7 +246,7 @@ def _fused_over_two_axes() -> str:
 
 def test_a_fused_dim_over_two_model_axes(ranks):
     assert ranks(4).run(_fused_over_two_axes)[0] == (
-        '"up.weight" is laid out as "(two half@(sp,tp)) in": a fused dim split over more than one model axis can be '
+        '"up.weight" is laid out as "(two half@(sp,tp)) in": a fused dim split over more than one axis can be '
         "planned but not run, since torch gathers such a DTensor in the wrong order. Split it over one axis, and "
         "another dim over the other."
     )
@@ -262,7 +262,7 @@ def test_an_activation_with_a_fused_dim_over_two_model_axes(ranks):
         ranks(4)
         .run(_fused_activation_over_two_axes)[0]
         .startswith(
-            '"up.output" is laid out as "batch (two half@(sp,tp))": a fused dim split over more than one model axis'
+            '"up.output" is laid out as "batch (two half@(sp,tp))": a fused dim split over more than one axis'
         )
     )
 

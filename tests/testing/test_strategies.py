@@ -290,7 +290,7 @@ def test_what_is_left_out_is_what_is_refused(ranks):
         lambda layout: layout.dims[0].fused and len(layout.axes) == 2,
     )
     rules = sl.Rules({"weight": f"{found.text} in"}, unmatched="replicate")
-    with pytest.raises(PlanError, match="a fused dim split over more than one model axis"):
+    with pytest.raises(PlanError, match="a fused dim split over more than one axis"):
         equivalent(
             ModelFactory(nn.Linear, (("in_features", 3), ("out_features", 8))), Numbers((2, 3)), "tp=2,sp=2", rules
         )
