@@ -129,7 +129,7 @@ class _Reduced(_Bucket):
             as the largest rank's part of it needs: what is the same on ranks whose other parts differ in size has to
             lie in the same place on all of them, since the order of a sum depends on that.
         views: what is local of each gradient, inside `flat`.
-        shown: what `p.grad` becomes.
+        shown: what `p.grad` becomes; empty where gradients travel in another dtype than theirs.
     """
 
     flat: torch.Tensor | None = None
@@ -146,7 +146,8 @@ class _Reduced(_Bucket):
             local = local_of(slot.held.leaf)
             view = piece[: local.numel()].as_strided(local.shape, torch.empty_like(local, device="meta").stride())
             self.views.append(view)
-            self.shown.append(self._shown(slot.held, view))
+            if view.dtype == local.dtype:
+                self.shown.append(self._shown(slot.held, view))
 
     def launch(self) -> None:
         grads = self._gradients()
@@ -184,9 +185,15 @@ class _Reduced(_Bucket):
         assert self.sent is not None
         for i, slot in enumerate(self.slots):
             if self.owner.is_used(slot):
-                shown = self.shown[i] if self.shown else self._shown(slot.held, self.sent)
-                slot.held.param.grad = shown
+                slot.held.param.grad = self.shown[i] if self.shown else self._shown(slot.held, self._result(i))
         self.sent = None
+
+    def _result(self, index: int) -> torch.Tensor:
+        """A reduced gradient that does not lie where `p.grad` shows it: one that moved alone, or in another dtype."""
+        assert self.sent is not None
+        if self.flat is None:
+            return self.sent
+        return self.views[index].to(self.slots[index].held.leaf.dtype)
 
     def _shown(self, held: Held, local: torch.Tensor) -> torch.Tensor:
         """What `p.grad` becomes. Beside gradients in parts, which lie on the whole mesh, others lie there too: torch's
@@ -515,7 +522,7 @@ class GradientReducer:
                 continue
             held, local = slot.held, local_of(slot.held.leaf)
             key = (axes, held.axes, held.stage, local.dtype)
-            batch = [slot] if _goes_alone(held, local) else pending.setdefault(key, [])
+            batch = [slot] if self._goes_alone(held) else pending.setdefault(key, [])
             if batch == [slot]:
                 self._buckets.append(_bucket(self, axes, batch))
                 continue
@@ -531,15 +538,24 @@ class GradientReducer:
                 like = bucket.slots[0].held if bucket.slots else cut
                 assert like is not None
                 bucket.allocate(like)
-            elif isinstance(bucket, _Reduced) and (bucket.last or not _alone(bucket)):
+            elif isinstance(bucket, _Reduced) and (bucket.last or not self._is_alone(bucket)):
                 bucket.allocate()
             bucket.reset()
         self._home = {self._index[id(s.held.leaf)]: (b, s) for b in self._buckets for s in b.slots}
 
+    def _is_alone(self, bucket: _Bucket) -> bool:
+        return len(bucket.slots) == 1 and self._goes_alone(bucket.slots[0].held)
+
+    def _goes_alone(self, held: Held) -> bool:
+        """Whether a gradient is a bucket of its own, which is sent from where it lies."""
+        local = local_of(held.leaf)
+        as_it_is = local.is_contiguous() and self.dtype in (None, local.dtype)
+        return as_it_is and local.nbytes >= ALONE_BYTES and (held.cut is None or held.cut.in_runs)
+
     def _close(self) -> None:
         """Put a bucket at the end that leaves at every pass, and has room to tell how many gradients are missing."""
         regular = [b for b in self._buckets if b.at_every_pass] or self._buckets
-        packed = [b for b in regular if not _alone(b)]
+        packed = [b for b in regular if not self._is_alone(b)]
         if packed:
             closing = packed[-1]
             self._buckets.remove(closing)
@@ -554,15 +570,6 @@ _UNDER_WAY = 2
 
 def _bucket(owner: GradientReducer, axes: Axes, slots: list[_Slot]) -> _Bucket:
     return (_Reduced if slots[0].held.cut is None else _Scattered)(owner, axes, slots)
-
-
-def _alone(bucket: _Bucket) -> bool:
-    return len(bucket.slots) == 1 and _goes_alone(bucket.slots[0].held, local_of(bucket.slots[0].held.leaf))
-
-
-def _goes_alone(held: Held, local: torch.Tensor) -> bool:
-    """Whether a gradient is a bucket of its own, which is sent from where it lies."""
-    return local.nbytes >= ALONE_BYTES and local.is_contiguous() and (held.cut is None or held.cut.in_runs)
 
 
 def _calling(reducer: weakref.ref[GradientReducer]) -> Callable[[nn.Parameter], None]:

@@ -18,6 +18,7 @@ from shardlib.transforms import LossScale
 
 RECIPES = {
     "bf16": sl.precision("bf16"),
+    "bf16, reduced in float32": sl.precision("bf16", reduce="float32"),
     "bf16, norms kept": sl.precision("bf16", keep="norm*"),
     "bf16 autocast": sl.precision("bf16", autocast=True),
     "fp16": sl.precision("fp16", scaler=LossScale(init_scale=2.0**10)),
