@@ -19,7 +19,7 @@ from shardlib.checkpoint._boxes import Box, whole
 from shardlib.checkpoint._files import Readers, checksum
 from shardlib.checkpoint._items import Item, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
-from shardlib.checkpoint._optimizer import groups_for, known, make_state
+from shardlib.checkpoint._optimizer import groups_for, known, make_state, master_items
 from shardlib.checkpoint._peers import Peers, described, peers
 from shardlib.checkpoint._save import HF_INDEX, wait_for_saving
 from shardlib.checkpoint._values import decode
@@ -299,6 +299,19 @@ class _Work:
         self.unexpected = [name for name in saved if name not in used]
         self._refuse_names()
         self._refuse_kinds(self.into)
+        self._fill_masters(self.model)
+
+    def _fill_masters(self, model: nn.Module) -> None:
+        """What rounding takes away from a parameter is kept in the copy that its optimizer steps on."""
+        saved = {item.name: (item.dtype, several) for item, several in self.into}
+        for name, held, master in master_items(model):
+            if name not in saved:
+                continue
+            stored, several = saved[name]
+            wider = several[0].dtype.is_floating_point and several[0].dtype.itemsize > stored.itemsize
+            if wider:
+                self.into.append((master, several))
+            self.at_end.append(partial(setattr, held, "first_master", master.local if wider else None))
 
     def _refuse_names(self) -> None:
         if (self.missing or self.unexpected) and (self.strict or not self.into):

@@ -11,13 +11,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib._plan import Row
-from shardlib.checkpoint._items import Item, item_of
+from shardlib.checkpoint._items import Item, home_of, item_of
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._values import Get, Put, decode, encode
 from shardlib.engine import _torch
+from shardlib.engine.held import Held, held_of
+from shardlib.engine.optimizer import MASTER
 from shardlib.errors import CheckpointError, nearest
 
-__all__ = ["Known", "describe", "groups_for", "known", "make_state", "optimizer_items"]
+__all__ = ["Known", "describe", "groups_for", "known", "make_state", "master_items", "optimizer_items"]
 
 # How a machine computes the update, which is no part of it: another run may choose otherwise.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -67,9 +69,28 @@ def _params(optimizer: torch.optim.Optimizer, of: Known) -> Iterator[tuple[str, 
 def optimizer_items(optimizer: torch.optim.Optimizer, of: Known, size: int) -> Iterator[Item]:
     """Tensors of the optimizer's state as items "state.<parameter>.<key>"."""
     for name, param, _ in _params(optimizer, of):
-        for key, value in optimizer.state.get(param, {}).items():
+        state = optimizer.state.get(param, {})
+        for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 yield _state_item(f"state.{name}.{key}", param, value, size)
+        held = held_of(param)
+        if held is not None and held.first_master is not None and MASTER not in state:
+            yield _master_item("optimizer", f"state.{name}.{MASTER}", held, held.first_master)
+
+
+def master_items(model: nn.Module) -> Iterator[tuple[str, Held, Item]]:
+    """For each parameter with a copy in more bits that is stepped on: its name, and memory for another such copy."""
+    for name, param in model.named_parameters():
+        held = held_of(param)
+        if held is not None and held.master_dtype is not None:
+            room = torch.empty(held.part_shape, dtype=held.master_dtype, device=param.device)
+            yield name, held, _master_item("model", name, held, room)
+
+
+def _master_item(section: str, name: str, held: Held, local: torch.Tensor) -> Item:
+    home = home_of(held.mesh)
+    layout = held.layout.with_axes_dropped(held.layout.axes - set(home.mesh.names))
+    return Item(section, name, tuple(held.param.shape), local.dtype, layout, home, local)
 
 
 def _state_item(name: str, param: torch.Tensor, value: torch.Tensor, size: int) -> Item:
@@ -169,7 +190,10 @@ def make_state(
     get: Get,
     size: int,
 ) -> tuple[list[tuple[str, Item]], dict[torch.Tensor, dict[str, Any]]]:
-    """State as it was saved: saved names with the items to read into, and what becomes `optimizer.state`."""
+    """State as it was saved: saved names with the items to read into, and what becomes `optimizer.state`.
+
+    A saved copy in more bits goes into the parameter where that has these bits itself and no copy is stepped on.
+    """
     items, state = list[tuple[str, Item]](), dict[torch.Tensor, dict[str, Any]]()
     by_param: dict[str, list[str]] = {}
     for name in saved:
@@ -179,6 +203,10 @@ def make_state(
         held: dict[str, Any] = dict(decode(values[old], get)) if old in values else {}
         for full in by_param.get(old, []):
             key = full.rpartition(".")[2]
+            if key == MASTER and not _has_master(param):
+                if saved[full].dtype == param.dtype:
+                    items.append((full, item_of("optimizer", full, param, size)))
+                continue
             now = optimizer.state.get(param, {}).get(key)
             tensor = _room(full, key, now, param, of.rows.get(name), of, saved[full], group)
             held[key] = tensor
@@ -186,6 +214,11 @@ def make_state(
         if held:
             state[param] = held
     return items, state
+
+
+def _has_master(param: torch.Tensor) -> bool:
+    held = held_of(param)
+    return held is not None and held.master_dtype is not None
 
 
 def _room(
