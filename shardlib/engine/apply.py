@@ -607,12 +607,15 @@ class _Build:
 
 
 def _read(source: Any, slices: tuple[tuple[slice, ...], ...]) -> torch.Tensor:
-    """The product of the dims' slices, read from a file piece by piece."""
+    """The product of the dims' slices, read from a file piece by piece.
+
+    Copied: what safetensors gives is a view of the mapped file, which keeps the whole tensor alive.
+    """
 
     def read(chosen: tuple[slice, ...]) -> torch.Tensor:
         dim = len(chosen)
         if dim == len(slices):
-            return source[chosen] if chosen else source[:]
+            return (source[chosen] if chosen else source[:]).clone(memory_format=torch.contiguous_format)
         parts = [read((*chosen, part)) for part in slices[dim]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

@@ -173,3 +173,18 @@ def test_no_checkpoint_there(ranks, tmp_path):
         f'No checkpoint at "{tmp_path / "model.safetensors"}". Give a .safetensors file, its .index.json, or a folder '
         'that holds "model.safetensors" or an index.'
     )
+
+
+def _bytes_kept_of_a_file(folder: Path) -> list[bool]:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    rules = {"0": "colwise", "1": "rowwise"}
+    model = sl.shard_model(model, "dp=2,tp=2", rules, init=str(folder), transforms=[sl.zero(3)])
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    return [t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in local]
+
+
+def test_what_is_read_of_a_file_does_not_keep_the_rest_of_it(ranks, tmp_path):
+    torch.manual_seed(0)
+    save_file(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)).state_dict(), tmp_path / "model.safetensors")
+    assert all(all(kept) for kept in ranks(4).run(_bytes_kept_of_a_file, tmp_path))
