@@ -50,6 +50,7 @@ class Sharded:
     mesh: DeviceMesh
     model_mesh: DeviceMesh | None
     reducer: GradientReducer
+    updates: Updates | None
     compiled: CompileReport
 
 
@@ -189,7 +190,7 @@ def apply_plan(
         if check and not build.exact_random:
             build.share_random_state()
         told = dataclasses.replace(plan_, notes=plan_.notes + float8.notes())
-        _sharded[model] = Sharded(told, device_mesh, build.model_mesh, reducer, report)
+        _sharded[model] = Sharded(told, device_mesh, build.model_mesh, reducer, build.updates, report)
         undo.pop_all()
     return model
 
@@ -209,6 +210,7 @@ class _Build:
         self.regions = self._find_regions()
         self._masters: dict[str, torch.Tensor] = {}
         self.units: Units | None = None
+        self.updates: Updates | None = None
 
     def refuse_what_is_not_built(self) -> None:
         pipeline = _active(self.shape, self.shape.pipeline_axes)
@@ -381,7 +383,8 @@ class _Build:
         undo.callback(reducer.remove)
         scaled = self.plan.step.scaler is not None
         optimizer.look_after(self.model.parameters(), self.shape.data_ranks, reducer, scaled=scaled)
-        optimizer.update_in_parts(held, Updates(held, scratch, bucket_bytes=bucket_bytes))
+        self.updates = Updates(held, scratch, bucket_bytes=bucket_bytes)
+        optimizer.update_in_parts(held, self.updates)
         if units is not None:
             reducer.at_the_end.append(units.let_go)
         root = Root(reducer, self._input_check(check), units, self._casting())

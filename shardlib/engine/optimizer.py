@@ -96,7 +96,8 @@ class _Keeper:
 _local_leaf: _ByParameter[torch.Tensor] = _ByParameter()  # of a sharded parameter: a plain leaf over its local memory
 _replaced: _ByParameter[str] = _ByParameter()  # of a parameter that was replaced in sharding: its name
 _ours: _ByParameter[_Keeper] = _ByParameter()  # of each parameter of a sharded model
-_updates: _ByParameter[Updates] = _ByParameter()  # of each that is updated in parts: what gathers them
+# Of each that is updated in parts, what gathers them; weakly, since that keeps the parameters.
+_updates: _ByParameter[weakref.ref[Updates]] = _ByParameter()
 _looked_at: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizers that have stepped
 _stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> _Saved
 
@@ -169,7 +170,7 @@ def update_in_parts(held: Iterable[Held], updates: Updates) -> None:
     """Tell the hooks that each rank updates its own parts of these parameters; the ones that are not cut are not."""
     for one in held:
         if updates.held(one.param) is not None:
-            _updates.put(one.param, updates)
+            _updates.put(one.param, weakref.ref(updates))
 
 
 _watching: list[Any] = []
@@ -319,7 +320,8 @@ def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
 
 
 def _updates_of(params: list[torch.Tensor]) -> list[Updates]:
-    found = {id(updates): updates for p in params if (updates := _updates.get(p)) is not None}
+    known = (ref() for p in params if (ref := _updates.get(p)) is not None)
+    found = {id(updates): updates for updates in known if updates is not None}
     return list(found.values())
 
 

@@ -171,11 +171,19 @@ class _Rank:
 _SPRING = 200  # calls from one thorough cleaning to the next: of old addresses in the store, of long-lived garbage
 
 
+_ROUNDS = 4
+
+
 def _collect(number: int) -> None:
-    """Free what a call left. What survives is mostly what it imported: most later collections need not look at that."""
+    """Free what a call left. What survives is mostly what it imported: most later collections need not look at that.
+
+    A model's parameters are freed only once what was computed with them is, so that one collection may not be enough.
+    """
     if number % _SPRING == 0:
         gc.unfreeze()
-    gc.collect()
+    for _ in range(_ROUNDS):
+        if not gc.collect():
+            break
     gc.freeze()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -298,3 +300,22 @@ def _what_can_be_planned_only() -> None:
 
 def test_what_can_be_planned_and_not_run_is_refused(ranks):
     ranks(4).run(_what_can_be_planned_only)
+
+
+def _is_freed(stage: str) -> bool:
+    def train() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
+        model = _model(STAGES[stage])
+        optimizer = sl.OptimizerWrapper(torch.optim.AdamW, model)
+        _backward(model)
+        optimizer.step()
+        return weakref.ref(model), weakref.ref(next(model.parameters()))
+
+    model, param = train()
+    for _ in range(3):
+        gc.collect()
+    return model() is None and param() is None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_is_freed_with_what_moves_its_parts(ranks, stage):
+    assert ranks(2).run(_is_freed, stage) == [True, True]
