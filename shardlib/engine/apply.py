@@ -382,7 +382,9 @@ class _Build:
         )
         undo.callback(reducer.remove)
         scaled = self.plan.step.scaler is not None
-        optimizer.look_after(self.model.parameters(), self.shape.data_ranks, reducer, scaled=scaled)
+        asked_of_optimizers = scaled or self.plan.step.accumulate > 1 or any(one.master_dtype for one in held)
+        if self.model_axes or self.data_axes or asked_of_optimizers:
+            optimizer.look_after(self.model.parameters(), self.shape.data_ranks, reducer, scaled=scaled)
         self.updates = Updates(held, scratch, bucket_bytes=bucket_bytes)
         optimizer.update_in_parts(held, self.updates)
         if units is not None:

@@ -476,6 +476,7 @@ class GradientReducer:
             self._collect()
         for bucket in self._reducing:
             bucket.hand_out()
+        self._reducing = []  # a pass inside of this one may have asked for this to be called twice
         for slot in self._slots:
             slot.put_prior_back()
         if self.enabled and not self._learned:

@@ -187,18 +187,6 @@ def test_a_pipeline_axis_can_be_planned_but_not_run(ranks):
     )
 
 
-def _data_axis_in_a_rule() -> str:
-    rules = {"up.weight": "out@fsdp in", "up.bias": None, "down": None}
-    return _message(PlanError, lambda: sl.shard_model(_mlp(), "fsdp=2", rules))
-
-
-def test_parameters_split_over_a_data_axis_can_be_planned_but_not_run(ranks):
-    assert ranks(2).run(_data_axis_in_a_rule)[0] == (
-        'The plan stores "up.weight" as "out@fsdp in", split over the data axis "fsdp". Parameters that are split '
-        "over data axes can be planned but not run yet; replicate them there."
-    )
-
-
 def _plan_for_another_mesh() -> str:
     plan = sl.plan(_mlp(), "tp=4", models.MLP_RULES)
     return _message(PlanError, lambda: sl.shard_model(_mlp(), "tp=2", plan))
