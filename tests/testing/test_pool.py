@@ -465,7 +465,7 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks processes
 
 @needs_proc
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_ranks_end_with_a_parent_that_is_ended(tmp_path: Path, sent: signal.Signals):
+def test_a_parent_that_is_ended(tmp_path: Path, sent: signal.Signals):
     process, pids = _start(tmp_path, "wait")
     _wait_for(lambda: len(_both(pids)) == 2)
     process.send_signal(sent)
@@ -479,7 +479,7 @@ def test_ranks_end_with_a_parent_that_is_ended(tmp_path: Path, sent: signal.Sign
 
 @needs_proc
 @pytest.mark.parametrize("words", [(), ("own",), ("raise",), ("own", "raise")], ids=" ".join)
-def test_ranks_end_with_a_parent_that_ends(tmp_path: Path, words: tuple[str, ...]):
+def test_a_parent_that_ends(tmp_path: Path, words: tuple[str, ...]):
     process, pids = _start(tmp_path, *words)
     _, err = process.communicate(timeout=60)
     assert process.returncode == ("raise" in words), err
