@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -36,6 +36,7 @@ __all__ = ["HangError", "RankDied", "RankError", "Ranks", "Spent", "ranks", "sha
 _GRACE_SECONDS = 5.0  # after one rank failed, the others get so long to notice
 _ASKED_SECONDS = 1.0  # to say where one stands
 _START_SECONDS = 300.0  # to import torch, on a machine however busy
+_LONGEST_TEMPORARY_FOLDER = 103 - 32  # bytes: a socket's path ends at 103 (macOS) or 107, multiprocessing adds 32
 _PRELOAD = [
     "torch",
     "torch.distributed.tensor",
@@ -295,10 +296,23 @@ def _start(rank: int) -> _Worker:
     their_stacks = Connection(os.dup(stacks.fileno()), readable=False)  # a Connection's descriptor can be sent
     arguments = (their_calls, their_questions, their_stacks, rank == 0)
     process = context.Process(target=serve, args=arguments, name=f"shardlib-rank-{rank}", daemon=True)  # type: ignore[attr-defined]
-    process.start()
+    with _room_for_a_socket_name():
+        process.start()
     for end in (their_calls, their_questions, their_stacks):
         end.close()
     return _Worker(process, calls, questions, stacks)
+
+
+@contextlib.contextmanager
+def _room_for_a_socket_name() -> Iterator[None]:
+    """Let the fork server bind its socket where the temporary folder's name leaves no room for a socket's."""
+    chosen = tempfile.tempdir
+    if os.name == "posix" and len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TEMPORARY_FOLDER:
+        tempfile.tempdir = "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = chosen
 
 
 # --- one call -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -438,12 +439,19 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
-def _start(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], Path]:
-    script, pids = tmp_path / "parent.py", tmp_path / "pids"
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a name so short that Python's fork server has its socket in it."""
+    with tempfile.TemporaryDirectory(prefix="p", dir="/tmp") as made:
+        yield Path(made)
+
+
+def _start(folder: Path, *words: str, temporary: str = "tmp") -> tuple[subprocess.Popen[str], Path]:
+    script, pids = folder / "parent.py", folder / "pids"
     script.write_text(PARENT)
     pids.touch()
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder / temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
+    (folder / temporary).mkdir()
     command = [sys.executable, str(script), str(pids), *words]
     process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     return process, pids
@@ -465,8 +473,8 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks processes
 
 @needs_proc
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_parent_that_is_ended(tmp_path: Path, sent: signal.Signals):
-    process, pids = _start(tmp_path, "wait")
+def test_a_parent_that_is_ended(folder: Path, sent: signal.Signals):
+    process, pids = _start(folder, "wait")
     _wait_for(lambda: len(_both(pids)) == 2)
     process.send_signal(sent)
     out, err = process.communicate(timeout=60)
@@ -474,23 +482,32 @@ def test_a_parent_that_is_ended(tmp_path: Path, sent: signal.Signals):
     assert process.returncode == -sent
     if sent is signal.SIGINT:
         assert "interrupted" in out and "KeyboardInterrupt" in err
-    assert _left(tmp_path) == []
+    assert _left(folder) == []
 
 
 @needs_proc
 @pytest.mark.parametrize("words", [(), ("own",), ("raise",), ("own", "raise")], ids=" ".join)
-def test_a_parent_that_ends(tmp_path: Path, words: tuple[str, ...]):
-    process, pids = _start(tmp_path, *words)
+def test_a_parent_that_ends(folder: Path, words: tuple[str, ...]):
+    process, pids = _start(folder, *words)
     _, err = process.communicate(timeout=60)
     assert process.returncode == ("raise" in words), err
     assert len(_both(pids)) == 2
     _wait_for(lambda: not any(map(_alive, _both(pids))))
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list((folder / "tmp").iterdir()) == []
 
 
-def _left(tmp_path: Path) -> list[Path]:
+@needs_proc
+def test_a_temporary_folder_with_a_long_name(folder: Path):
+    process, pids = _start(folder, temporary="long" * 30)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "ran\n"), err
+    _wait_for(lambda: not any(map(_alive, _both(pids))))
+    assert list((folder / ("long" * 30)).iterdir()) == []
+
+
+def _left(folder: Path) -> list[Path]:
     """Files in the system's temporary folder, but for Python's own socket of a fork server that was killed."""
-    return [f for f in (tmp_path / "tmp").rglob("*") if f.is_file() or not f.name.startswith(("pymp-", "listener-"))]
+    return [f for f in (folder / "tmp").rglob("*") if f.is_file() or not f.name.startswith(("pymp-", "listener-"))]
 
 
 @needs_proc
