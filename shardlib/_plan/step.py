@@ -60,6 +60,10 @@ class Step:
     recompute: tuple[str, ...] = ()
     fp8: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise PlanError(f"bucket_mb={self.bucket_mb!r} was given; give a positive number of megabytes, such as 25.")
+
     def replace(self, **changes: Any) -> Step:
         """A copy with some fields changed.
 

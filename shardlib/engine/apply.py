@@ -34,7 +34,7 @@ from shardlib.engine.recompute import modules_to_recompute, recompute
 from shardlib.engine.region import Casting, Root, install_region
 from shardlib.engine.regions import find_regions, inside
 from shardlib.engine.units import Units, install, lend
-from shardlib.engine.updates import Updates
+from shardlib.engine.updates import update_in_parts
 from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.layout import Dim, Layout, cut
 from shardlib.rules import Rules
@@ -50,7 +50,6 @@ class Sharded:
     mesh: DeviceMesh
     model_mesh: DeviceMesh | None
     reducer: GradientReducer
-    updates: Updates | None
     compiled: CompileReport
 
 
@@ -68,7 +67,7 @@ def shard_model(
     check: bool = True,
     rng: str = "fast",
     global_batch_norm: bool = True,
-    bucket_mb: float = 25,
+    bucket_mb: float | None = None,
 ) -> nn.Module:
     """Shard a model by rules, in place; the training loop stays as it is.
 
@@ -94,7 +93,7 @@ def shard_model(
             default CPU generator: draw your data from a generator of its own, and give each data rank as many
             examples as any other. "fast" is PyTorch's own: another stream for each data rank.
         global_batch_norm: in training, BatchNorm uses the statistics of all data ranks' examples, as one device would.
-        bucket_mb: megabytes of gradients that one all-reduce over the data axes carries.
+        bucket_mb: megabytes that travel in one collective over the data axes; by default what the plan says, 25.
 
     Returns:
         The same model. On an error it is as it was before.
@@ -113,11 +112,11 @@ def shard_model(
     """
     check_backend(compile)
     exact.check_mode(rng)
-    if not bucket_mb > 0:
-        raise ShardingError(f"bucket_mb={bucket_mb!r} was given; give a positive number of megabytes, such as 25.")
     device_mesh = mesh(mesh_)
     _refuse_unfit(model)
     the_plan = _planned(model, device_mesh, rules, transforms)
+    if bucket_mb is not None:
+        the_plan = the_plan.replace(step=the_plan.step.replace(bucket_mb=bucket_mb))
     return apply_plan(
         model,
         the_plan,
@@ -127,7 +126,6 @@ def shard_model(
         check=check,
         rng=rng,
         global_batch_norm=global_batch_norm,
-        bucket_bytes=int(bucket_mb * 2**20),
     )
 
 
@@ -166,7 +164,6 @@ def apply_plan(
     check: bool = True,
     rng: str = "fast",
     global_batch_norm: bool = True,
-    bucket_bytes: int = 25 << 20,
 ) -> nn.Module:
     """Carry out a plan on a model, in place; on an error the model is as it was. Arguments as in `shard_model`."""
     build = _Build(model, plan_, device_mesh, exact_random=rng == "exact")
@@ -180,7 +177,7 @@ def apply_plan(
         if build.exact_random:
             share_random_state(build.group_of_all())
         build.replace_tensors(init, undo, check=check)
-        reducer = build.install(undo, check=check, global_batch_norm=global_batch_norm, bucket_bytes=bucket_bytes)
+        reducer = build.install(undo, check=check, global_batch_norm=global_batch_norm)
         undo.callback(fp8.install(model, float8))
         report, uncompile = compile_blocks(model, compile if build.model_mesh is not None else None, build.place())
         undo.callback(uncompile)
@@ -190,7 +187,7 @@ def apply_plan(
         if check and not build.exact_random:
             build.share_random_state()
         told = dataclasses.replace(plan_, notes=plan_.notes + float8.notes())
-        _sharded[model] = Sharded(told, device_mesh, build.model_mesh, reducer, build.updates, report)
+        _sharded[model] = Sharded(told, device_mesh, build.model_mesh, reducer, report)
         undo.pop_all()
     return model
 
@@ -210,7 +207,6 @@ class _Build:
         self.regions = self._find_regions()
         self._masters: dict[str, torch.Tensor] = {}
         self.units: Units | None = None
-        self.updates: Updates | None = None
 
     def refuse_what_is_not_built(self) -> None:
         pipeline = _active(self.shape, self.shape.pipeline_axes)
@@ -357,7 +353,7 @@ class _Build:
         local = torch.empty(shape, dtype=tensor.dtype, device=self.device)
         return _torch.wrap(local, _torch.spec(self.model_mesh, placements, tensor.shape, tensor.dtype))
 
-    def install(self, undo: ExitStack, *, check: bool, global_batch_norm: bool, bucket_bytes: int) -> GradientReducer:
+    def install(self, undo: ExitStack, *, check: bool, global_batch_norm: bool) -> GradientReducer:
         """Hooks on the model: regions, borders, gradients, state dicts, inputs."""
         optimizer.watch_optimizers()
         if self.model_mesh is not None:
@@ -369,7 +365,7 @@ class _Build:
         if global_batch_norm and self.data_axes:
             self._install_batch_norm(undo)
         held = self._held()
-        scratch = Scratch()
+        bucket_bytes, scratch = int(self.plan.step.bucket_mb * 2**20), Scratch()
         units = self.units = self._lend(held, scratch)
         reducer = GradientReducer(
             held,
@@ -385,8 +381,7 @@ class _Build:
         asked_of_optimizers = scaled or self.plan.step.accumulate > 1 or any(one.master_dtype for one in held)
         if self.model_axes or self.data_axes or asked_of_optimizers:
             optimizer.look_after(self.model.parameters(), self.shape.data_ranks, reducer, scaled=scaled)
-        self.updates = Updates(held, scratch, bucket_bytes=bucket_bytes)
-        optimizer.update_in_parts(held, self.updates)
+        update_in_parts(held, scratch, bucket_bytes=bucket_bytes)
         if units is not None:
             reducer.at_the_end.append(units.let_go)
         root = Root(reducer, self._input_check(check), units, self._casting())

@@ -11,8 +11,9 @@ A large tensor whose parts are runs of its memory moves by itself, from and to w
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,38 @@ import torch.distributed as dist
 from shardlib.engine import _torch
 from shardlib.layout import Cut
 
-__all__ = ["ALONE_BYTES", "Bundle", "Peers", "Scratch"]
+__all__ = ["Bundle", "Peers", "Scratch", "goes_alone", "in_batches"]
 
-ALONE_BYTES = 1 << 20
-"""From this size on a tensor moves alone: the copies into a bucket then cost more than one more message."""
+_ALONE_BYTES = 1 << 20  # from here on the copies into a bucket cost more than one more message
+
+T = TypeVar("T")
+
+
+def goes_alone(local: torch.Tensor, cut: Cut | None) -> bool:
+    """Whether a tensor moves by itself, from and to where it lies."""
+    return local.nbytes >= _ALONE_BYTES and local.is_contiguous() and (cut is None or cut.in_runs)
+
+
+def in_batches(
+    items: Iterable[T],
+    *,
+    alone: Callable[[T], bool],
+    key: Callable[[T], Hashable],
+    size: Callable[[T], int],
+    limit: float,
+) -> list[list[T]]:
+    """Items that move together: those of one key, until they reach a size; in the order in which batches are full."""
+    batches: list[list[T]] = []
+    pending: dict[Hashable, list[T]] = {}
+    for item in items:
+        if alone(item):
+            batches.append([item])
+            continue
+        batch = pending.setdefault(key(item), [])
+        batch.append(item)
+        if sum(map(size, batch)) >= limit:
+            batches.append(pending.pop(key(item)))
+    return batches + list(pending.values())
 
 
 class Peers:
@@ -70,10 +99,6 @@ class Scratch:
 
     def give(self, buffer: torch.Tensor) -> None:
         self._free.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-
-    def release(self) -> None:
-        """Let go of what is not borrowed now."""
-        self._free.clear()
 
 
 @dataclass(eq=False)
@@ -203,19 +228,15 @@ class Bundle:
         work = dist.reduce_scatter_single(out, packed[: self.total], group=self.peers.group, async_op=True)
         return _Moving([work], [*borrowed, mine], [out[: self.own]])
 
-    def sum_into(self, moving: _Moving, out: torch.Tensor, scale: float, *, add: bool = False) -> None:
-        """Wait, and write the sum of this rank's parts times `scale` into a flat tensor, or add it there.
+    def sum_into(self, moving: _Moving, out: torch.Tensor, scale: float) -> None:
+        """Wait, and write the sum of this rank's parts times `scale` into a flat tensor.
 
         Summed in the order of ranks, so that the result does not depend on where in a buffer an element lies. `out` may
         be this rank's part of what it sent.
         """
         moving.wait()
         if self.own:
-            total = _sum(moving.blocks, own=self.peers.index)
-            if add:
-                out.add_(total, alpha=scale)
-            else:
-                torch.mul(total, scale, out=out)
+            torch.mul(_sum(moving.blocks, own=self.peers.index), scale, out=out)
         for buffer in moving.borrowed:
             self.scratch.give(buffer)
 

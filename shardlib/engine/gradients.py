@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
-from shardlib.engine.exchange import ALONE_BYTES, Bundle, Scratch
+from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
 from shardlib.engine.held import Axes, Held, local_of
 from shardlib.engine.plain import plain
 from shardlib.errors import ShardingError
@@ -514,23 +514,15 @@ class GradientReducer:
         self._learned = True
 
     def _lay_out(self, order: Sequence[tuple[int, Axes]]) -> None:
-        self._buckets = []
         self._left_out = [slot for slot in self._slots if not slot.held.leaf.requires_grad]
-        pending: dict[Any, list[_Slot]] = {}
-        for index, axes in order:
-            slot = self._slots[index]
-            if not axes or not slot.held.leaf.requires_grad:
-                continue
-            held, local = slot.held, local_of(slot.held.leaf)
-            key = (axes, held.axes, held.stage, local.dtype)
-            batch = [slot] if self._goes_alone(held) else pending.setdefault(key, [])
-            if batch == [slot]:
-                self._buckets.append(_bucket(self, axes, batch))
-                continue
-            batch.append(slot)
-            if sum(local_of(s.held.leaf).nbytes for s in batch) >= self.bucket_bytes:
-                self._buckets.append(_bucket(self, axes, pending.pop(key)))
-        self._buckets += [_bucket(self, key[0], batch) for key, batch in pending.items()]
+        batches = in_batches(
+            [(self._slots[i], axes) for i, axes in order if axes and self._slots[i].held.leaf.requires_grad],
+            alone=lambda one: self._goes_alone(one[0].held),
+            key=lambda one: (one[1], one[0].held.axes, one[0].held.stage, one[0].held.dtype),
+            size=lambda one: local_of(one[0].held.leaf).nbytes,
+            limit=self.bucket_bytes,
+        )
+        self._buckets = [_bucket(self, batch[0][1], [slot for slot, _ in batch]) for batch in batches]
         if self.data_axes and self._buckets:
             self._close()
         cut = next((slot.held for bucket in self._buckets for slot in bucket.slots if slot.held.cut is not None), None)
@@ -549,9 +541,7 @@ class GradientReducer:
 
     def _goes_alone(self, held: Held) -> bool:
         """Whether a gradient is a bucket of its own, which is sent from where it lies."""
-        local = local_of(held.leaf)
-        as_it_is = local.is_contiguous() and self.dtype in (None, local.dtype)
-        return as_it_is and local.nbytes >= ALONE_BYTES and (held.cut is None or held.cut.in_runs)
+        return self.dtype in (None, held.dtype) and goes_alone(local_of(held.leaf), held.cut)
 
     def _close(self) -> None:
         """Put a bucket at the end that leaves at every pass, and has room to tell how many gradients are missing."""

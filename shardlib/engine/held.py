@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,11 @@ from shardlib._mesh import MeshShape
 from shardlib.engine import _torch
 from shardlib.engine.exchange import Bundle, Peers, Scratch
 from shardlib.engine.plain import plain
+from shardlib.errors import ShardingError
 from shardlib.layout import Cut, Layout
+
+if TYPE_CHECKING:
+    from shardlib.engine.updates import Updates
 
 __all__ = ["Axes", "Held", "held_of", "local_of", "remember"]
 
@@ -46,6 +50,8 @@ class Held:
         master_dtype: of the copy of the parameter that the optimizer steps on, laid out as its state; None where it
             steps on the parameter.
         first_master: that copy, until the first step.
+        updates: what gathers it after a step, where each rank updates its own part of a parameter that is not stored in
+            parts.
     """
 
     names: tuple[str, ...]
@@ -63,6 +69,7 @@ class Held:
     whole: torch.Tensor | None = None
     master_dtype: torch.dtype | None = None
     first_master: torch.Tensor | None = None
+    updates: Updates | None = None
 
     @property
     def name(self) -> str:
@@ -122,18 +129,27 @@ class Held:
     def _place(self) -> dict[str, int]:
         return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True))
 
-    def gathered(self, part: torch.Tensor, scratch: Scratch | None = None) -> torch.Tensor:
+    def gathered(self, part: torch.Tensor) -> torch.Tensor:
         """The whole tensor, on every rank, of the parts that all ranks have: a parameter, its gradient or its state.
 
         Collective over the axes that split it, data axes and model axes.
         """
         if self.cut is not None:
             assert self.peers is not None
-            bundle = Bundle([self.cut], self.peers, part.dtype, part.device, scratch or Scratch())
+            bundle = Bundle([self.cut], self.peers, part.dtype, part.device, Scratch())
             whole = torch.empty(self.cut.shape, dtype=part.dtype, device=part.device)
             bundle.unpack(bundle.gather(part.reshape(-1), [whole]), [whole])
             part = whole
         return part if self.compute_spec is None else plain(_torch.wrap(part, self.compute_spec))
+
+    def refuse_own_examples(self) -> None:
+        """Its gradient is about to be used, and must not be that of this rank's examples alone."""
+        if self.cut is not None and not self.is_part(self.param.grad):
+            raise ShardingError(
+                f'"{self.name}" has a gradient of this rank\'s examples alone: the plan splits its gradient or state '
+                f"over {', '.join(self.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Run "
+                "the last backward pass before a step outside of no_sync; then clip, then step."
+            )
 
     def is_part(self, tensor: Any) -> bool:
         """Whether a tensor is a DTensor that holds this rank's part, as `wrap` makes it."""

@@ -145,17 +145,9 @@ def _gradients(params: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, t
     """Parameters that have a gradient, with it; what is still a partial sum is reduced first."""
     for param in params:
         if param.grad is not None:
-            _refuse_of_own_examples(param)
+            if (held := held_of(param)) is not None:
+                held.refuse_own_examples()
             yield param, _whole_sum(param.grad)
-
-
-def _refuse_of_own_examples(param: torch.Tensor) -> None:
-    held = held_of(param)
-    if held is not None and held.cut is not None and not held.is_part(param.grad):
-        raise ShardingError(
-            f'"{held.name}" has a gradient of this rank\'s examples alone: the plan splits its gradient or state over '
-            f"{', '.join(held.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Clip after one."
-        )
 
 
 def _whole_sum(grad: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,6 @@ __all__ = [
     "register_elementwise",
     "register_per_tensor",
     "stepping_through_wrapper",
-    "update_in_parts",
     "watch_optimizers",
 ]
 
@@ -96,8 +95,6 @@ class _Keeper:
 _local_leaf: _ByParameter[torch.Tensor] = _ByParameter()  # of a sharded parameter: a plain leaf over its local memory
 _replaced: _ByParameter[str] = _ByParameter()  # of a parameter that was replaced in sharding: its name
 _ours: _ByParameter[_Keeper] = _ByParameter()  # of each parameter of a sharded model
-# Of each that is updated in parts, what gathers them; weakly, since that keeps the parameters.
-_updates: _ByParameter[weakref.ref[Updates]] = _ByParameter()
 _looked_at: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizers that have stepped
 _stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> _Saved
 
@@ -164,13 +161,6 @@ def stepping_through_wrapper() -> Iterator[None]:
         yield
     finally:
         _through_wrapper = before
-
-
-def update_in_parts(held: Iterable[Held], updates: Updates) -> None:
-    """Tell the hooks that each rank updates its own parts of these parameters; the ones that are not cut are not."""
-    for one in held:
-        if updates.held(one.param) is not None:
-            _updates.put(one.param, weakref.ref(updates))
 
 
 _watching: list[Any] = []
@@ -320,9 +310,8 @@ def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
 
 
 def _updates_of(params: list[torch.Tensor]) -> list[Updates]:
-    known = (ref() for p in params if (ref := _updates.get(p)) is not None)
-    found = {id(updates): updates for updates in known if updates is not None}
-    return list(found.values())
+    known = (one.updates for p in params if (one := held_of(p)) is not None)
+    return list({id(updates): updates for updates in known if updates is not None}.values())
 
 
 def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
@@ -336,7 +325,7 @@ def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
     saved.all_groups = optimizer.param_groups
     masters = {}
     for one in held:
-        _refuse_unreduced(one)
+        one.refuse_own_examples()
         if one.master_dtype is not None:
             masters[id(one.param)] = _master(one, _own_part(one), outer.get(one.param, {}))
     saved.whole = WholeStep(held, masters)
@@ -361,15 +350,6 @@ def _own_part(held: Held) -> torch.Tensor:
         return local
     assert held.peers is not None
     return held.cut.take(local, held.peers.index)
-
-
-def _refuse_unreduced(held: Held) -> None:
-    if held.cut is not None and not held.is_part(held.param.grad):
-        raise ShardingError(
-            f'"{held.name}" has a gradient of this rank\'s examples alone: the plan splits its gradient or state '
-            f"over {', '.join(held.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Run "
-            "the last backward pass before a step outside of no_sync."
-        )
 
 
 def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
@@ -463,7 +443,7 @@ def _local_gradient(param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     grad = param.grad
     held = _held(param)
     if held is not None:
-        _refuse_unreduced(held)
+        held.refuse_own_examples()
         return _in_memory_like(leaf, local_of(grad))  # type: ignore[arg-type]
     if not isinstance(param, DTensor):
         assert grad is not None

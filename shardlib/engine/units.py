@@ -14,6 +14,7 @@ when the model is entered, and stays until backward has ended.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from torch import nn
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
-from shardlib.engine.exchange import ALONE_BYTES, Bundle, Scratch
+from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
 from shardlib.engine.held import Held, local_of
 from shardlib.errors import ShardingError
 
@@ -109,11 +110,7 @@ def _wholes(held: Iterable[Held]) -> list[torch.Tensor]:
 
 
 class Units:
-    """The units of a model.
-
-    Args:
-        units: by name.
-    """
+    """The units of a model, by name: which of them are whole now, and which comes next."""
 
     def __init__(self, units: Mapping[str, _Unit]) -> None:
         self.units = units
@@ -171,10 +168,7 @@ class Units:
         return self._leave(unit, output)
 
     def _enter(self, unit: _Unit) -> None:
-        self._make_whole(unit)
-        unit.memory.busy += 1
-        unit.depth += 1
-        unit.show()
+        self._show(unit)
         if _torch.backward_id() == -1:
             self._running.append(unit)
             self._prefetch(unit, 1)
@@ -191,6 +185,12 @@ class Units:
         if _torch.backward_id() == -1 and not (unit.kept and backward_comes):
             unit.memory.holder = None if unit.memory.holder is unit else unit.memory.holder
         return output
+
+    def _show(self, unit: _Unit) -> None:
+        self._make_whole(unit)
+        unit.memory.busy += 1
+        unit.depth += 1
+        unit.show()
 
     def _hide(self, unit: _Unit) -> None:
         unit.memory.busy -= 1
@@ -209,15 +209,12 @@ class Units:
 
     def call_again(self, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A module computes again in backward, when no forward has its unit shown; in forward, a plain call."""
-        names = dict.fromkeys(("", _unit_of(f"{name}.", list(self.units))))
-        needed = [self.units[n] for n in names if n in self.units]
         if _torch.backward_id() == -1:
             return inner(*args, **kwargs)
+        names = dict.fromkeys(("", _unit_of(f"{name}.", list(self.units))))
+        needed = [self.units[n] for n in names if n in self.units]
         for unit in needed:
-            self._make_whole(unit)
-            unit.memory.busy += 1
-            unit.depth += 1
-            unit.show()
+            self._show(unit)
         try:
             return inner(*args, **kwargs)
         finally:
@@ -284,13 +281,11 @@ def lend(
     for one in stored:
         homes = {_unit_of(name, units) for name in one.names}
         groups.setdefault(homes.pop() if len(homes) == 1 else "", []).append(one)
-    taking_turns: list[list[Held]] = [[], []]
     turn: dict[str, int] = {}
     ordered = [name for name in (*units, "") if name in groups]
     for name in ordered:
         if name and not all(kept(one.name) for one in groups[name]):
             turn[name] = len(turn) % 2
-            taking_turns[turn[name]] += groups[name]
     rings = [_memory_for([groups[n] for n in ordered if turn.get(n) == t]) for t in (0, 1)]
     made = {}
     for name in ordered:
@@ -377,25 +372,19 @@ _ASKING = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex",
 
 def _bundles(group: list[Held], scratch: Scratch) -> list[tuple[Bundle, list[Held]]]:
     """Large parameters by themselves, the others together."""
-    batches: dict[Any, list[Held]] = {}
-    for held in group:
-        assert held.cut is not None and held.whole is not None
-        alone = held.whole.nbytes >= ALONE_BYTES and held.cut.in_runs
-        key = id(held) if alone else (held.axes, held.dtype, held.param.dtype)
-        batches.setdefault(key, []).append(held)
-    return [
-        (
-            Bundle(
-                [held.cut for held in batch if held.cut is not None],
-                batch[0].peers,
-                batch[0].dtype,
-                local_of(batch[0].param).device,
-                scratch,
-            ),
-            batch,
-        )
-        for batch in batches.values()
-    ]
+    batches = in_batches(
+        group,
+        alone=lambda one: goes_alone(local_of(one.leaf), one.cut),
+        key=lambda one: (one.axes, one.dtype),
+        size=lambda one: local_of(one.leaf).nbytes,
+        limit=math.inf,
+    )
+    return [(_bundle(batch, scratch), batch) for batch in batches]
+
+
+def _bundle(batch: list[Held], scratch: Scratch) -> Bundle:
+    cuts = [held.cut for held in batch if held.cut is not None]
+    return Bundle(cuts, batch[0].peers, batch[0].dtype, local_of(batch[0].param).device, scratch)
 
 
 def install(units: Units, model: nn.Module) -> Callable[[], None]:

@@ -14,44 +14,39 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
-from shardlib.engine.exchange import ALONE_BYTES, Bundle, Scratch
+from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
 from shardlib.engine.held import Held, local_of
 
-__all__ = ["Updates"]
+__all__ = ["Updates", "update_in_parts"]
+
+
+def update_in_parts(held: Sequence[Held], scratch: Scratch, *, bucket_bytes: int) -> None:
+    """Let optimizers step on this rank's parts of those parameters whose state is split and that are not stored so."""
+    ours = [one for one in held if one.cut is not None and one.stage < 3]
+    updates = Updates(ours, scratch, bucket_bytes=bucket_bytes)
+    for one in ours:
+        one.updates = updates
 
 
 class Updates:
     """The parameters of a model whose state is split over data axes and which themselves are not.
 
     Args:
-        held: all parameters of the model; others are left alone.
+        held: the parameters.
         scratch: memory that gathering borrows.
         bucket_bytes: how much a bucket carries.
     """
 
     def __init__(self, held: Iterable[Held], scratch: Scratch, *, bucket_bytes: int) -> None:
-        self._buckets: list[_Bucket] = []
-        pending: dict[Any, list[Held]] = {}
-        for one in held:
-            if one.cut is None or one.leaf is not one.param or one.stage > 2:
-                continue
-            local = local_of(one.param)
-            key = (one.axes, local.dtype)
-            alone = local.nbytes >= ALONE_BYTES and local.is_contiguous() and one.cut.in_runs
-            batch = [one] if alone else pending.setdefault(key, [])
-            if alone:
-                self._buckets.append(_Bucket(batch, scratch))
-                continue
-            batch.append(one)
-            if sum(local_of(h.param).nbytes for h in batch) >= bucket_bytes:
-                self._buckets.append(_Bucket(pending.pop(key), scratch))
-        self._buckets += [_Bucket(batch, scratch) for batch in pending.values()]
+        batches = in_batches(
+            held,
+            alone=lambda one: goes_alone(local_of(one.param), one.cut),
+            key=lambda one: (one.axes, one.dtype),
+            size=lambda one: local_of(one.param).nbytes,
+            limit=bucket_bytes,
+        )
+        self._buckets = [_Bucket(batch, scratch) for batch in batches]
         self._home = {id(one.param): (bucket, i) for bucket in self._buckets for i, one in enumerate(bucket.held)}
-
-    def held(self, param: torch.Tensor) -> Held | None:
-        """What is known of a parameter that is updated in parts; None for others."""
-        home = self._home.get(id(param))
-        return None if home is None else home[0].held[home[1]]
 
     def begin(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """This rank's parts of some parameters, by the parameters' ids, to be updated in place."""

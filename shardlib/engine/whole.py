@@ -72,7 +72,8 @@ class WholeStep:
         for one in self.tensors:
             held = one.held
             master = self.masters.get(id(held.param))
-            jobs.append((one, held.home if master is None else held.layout, self._local(held, master)))
+            stored = (held.home, local_of(held.param)) if master is None else (held.layout, master)
+            jobs.append((one, *stored))
         for one, leaf in self._to_owners(jobs):
             one.leaf = leaf
         jobs = [(one, one.held.grad_layout, local_of(_grad(one.held))) for one in self.tensors]
@@ -80,9 +81,6 @@ class WholeStep:
             assert one.leaf is not None
             one.leaf.grad = grad.to(one.leaf.dtype)
         return self._whole_state(state)
-
-    def _local(self, held: Held, master: torch.Tensor | None) -> torch.Tensor:
-        return local_of(held.param) if master is None else master
 
     def _whole_state(self, state: Any) -> dict[torch.Tensor, dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
@@ -149,7 +147,7 @@ class WholeStep:
         ops, arriving, made = [], [], []
         for key, layout, local in jobs:
             one = key[0] if isinstance(key, tuple) else key
-            shape = self._shape_of(one, local)
+            shape = tuple(one.held.leaf.shape)
             if one.owner == self.rank:
                 whole = torch.empty(shape, dtype=local.dtype, device=local.device)
                 made.append((key, whole))
@@ -193,9 +191,6 @@ class WholeStep:
 
     def _op(self, kind: Any, tensor: torch.Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self.ranks[rank], group=self.group)
-
-    def _shape_of(self, one: _Owned, local: torch.Tensor) -> tuple[int, ...]:
-        return tuple(one.held.leaf.shape)
 
     def _first_holders(self, layout: Layout) -> list[int]:
         whole = [axis for axis in self.shape.names if axis not in layout.axes]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardlib.engine import _torch, optimizer
 from shardlib.engine.apply import Sharded, record_of
 from shardlib.engine.held import held_of, local_of
+from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_
 from shardlib.engine.scaler import LossScaler
 from shardlib.errors import CheckpointError, InputError, ShardingError
 
@@ -264,8 +265,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
         Returns the norm before. Of gradients that are not finite under a loss scale nothing is clipped: the step will
         be skipped.
         """
-        from shardlib.engine.norms import clip_grad_norm_
-
         self._settle()
         overflow = self.scaler is not None and self.scaler.overflowed
         return clip_grad_norm_(
@@ -277,8 +276,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of every gradient to [-clip_value, clip_value]."""
-        from shardlib.engine.norms import clip_grad_value_
-
         self._settle()
         clip_grad_value_(self._params(), clip_value)
 

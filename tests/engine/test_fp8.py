@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from shardlib.engine import fp8
 from shardlib.errors import PlanError
-from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
+from shardlib.testing.models import perturb, rules_for
+from tests.engine.low_precision import Trained, gpt, train
 
 # Of a format: half the distance of neighbours, relative for normal numbers and absolute for subnormal ones, which are
 # 2**-3 or 2**-2 of the smallest normal number apart; the largest number.
@@ -143,60 +142,28 @@ def test_only_the_weight_and_float8_are_kept_for_backward():
 
 FP8, BF16 = sl.precision("fp8"), sl.precision("bf16")
 STAGES = {"replicate": sl.replicate(), "zero(1)": sl.zero(1), "zero(2)": sl.zero(2), "zero(3)": sl.zero(3)}
-STEPS = 5
 
 
-def _gpt(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocab": 16, "heads": 4, "head": 8, "layers": 2, "tied": True}
-    return perturb(Transformer(**{**sizes, **changes})).to(dtype)
-
-
-def _train(mesh: str, *transforms: Any, dtype: torch.dtype = torch.float32) -> tuple[list[float], torch.Tensor]:
-    """Mean losses over data ranks, and all gradients of the first step."""
-    model = sl.shard_model(_gpt(dtype), mesh, rules_for(_gpt()), transforms=transforms, compile=None)
-    optimizer = sl.OptimizerWrapper(torch.optim.AdamW, model, lr=1e-3)
-    shape = sl.MeshShape(mesh)
-    rank, count = shape.data_place(shape.coordinate(dist.get_rank()))
-    losses, gradients = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        ids = Tokens(8, 5, 16)(step).chunk(count)[rank]
-        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-        optimizer.backward(loss)
-        gradients = gradients or [_whole(p.grad).double().flatten() for p in model.parameters()]
-        optimizer.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
-    return losses, torch.cat(gradients)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _error(found: tuple[list[float], torch.Tensor], exact: tuple[list[float], torch.Tensor]) -> tuple[float, float]:
-    losses = max(abs(a - b) / b for a, b in zip(found[0], exact[0], strict=True))
-    return losses, float((found[1] - exact[1]).norm() / exact[1].norm())
+def _errors(found: Trained, exact: Trained) -> tuple[float, float]:
+    return found.error(exact), float((found.gradients - exact.gradients).norm() / exact.gradients.norm())
 
 
 def test_training_on_ranks_is_as_near_to_float64_as_on_one(ranks):
-    exact = ranks(1).run(_train, "dp=1", dtype=torch.float64)[0]
-    single = _error(ranks(1).run(_train, "dp=1", FP8)[0], exact)
-    assert single[1] > 3 * _error(ranks(1).run(_train, "dp=1", BF16)[0], exact)[1]  # it was float8
+    exact = ranks(1).run(train, "dp=1", dtype=torch.float64)[0]
+    single = _errors(ranks(1).run(train, "dp=1", FP8)[0], exact)
+    assert single[1] > 3 * _errors(ranks(1).run(train, "dp=1", BF16)[0], exact)[1]  # it was float8
     # Sums over ranks in another order move a loss, and a gradient, by a unit in the last place of bfloat16.
     unit = torch.finfo(torch.bfloat16).eps
     for stage in STAGES.values():
-        runs = ranks(2).run(_train, "dp=2", FP8, stage)
-        assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1])
-        errors = _error(runs[0], exact)
+        runs = ranks(2).run(train, "dp=2", FP8, stage)
+        assert runs[0].losses == runs[1].losses and torch.equal(runs[0].gradients, runs[1].gradients)
+        errors = _errors(runs[0], exact)
         assert errors[0] < 2 * single[0] + unit
         assert errors[1] < 2 * single[1] + unit
 
 
 def test_stages_do_not_change_a_bit(ranks):
-    runs = [ranks(2).run(_train, "dp=2", FP8, stage)[0][0] for stage in STAGES.values()]
+    runs = [ranks(2).run(train, "dp=2", FP8, stage)[0].losses for stage in STAGES.values()]
     assert all(run == runs[0] for run in runs)
 
 
@@ -206,8 +173,8 @@ def test_scales_of_ranks_need_not_agree(ranks):
     apart."""
     distances = []
     for recipe in (FP8, BF16):
-        one, two = ranks(1).run(_train, "dp=1", recipe)[0][1], ranks(2).run(_train, "dp=2", recipe)[0][1]
-        distances.append(float((one - two).norm() / one.norm()))
+        one, two = ranks(1).run(train, "dp=1", recipe)[0], ranks(2).run(train, "dp=2", recipe)[0]
+        distances.append(_errors(two, one)[1])
     assert distances[0] < 4 * distances[1]
 
 
@@ -222,7 +189,7 @@ def _told(model: nn.Module, mesh: str, rules: Any, *transforms: Any) -> tuple[tu
 
 
 def _told_of_gpt(mesh: str, transform: Any, rules: Any = None, **changes: Any) -> tuple[tuple[str, ...], list[str]]:
-    notes, warned = _told(_gpt(**changes), mesh, rules or {"**": None}, transform)
+    notes, warned = _told(gpt(**changes), mesh, rules or {"**": None}, transform)
     return tuple(note for note in notes if "float8" in note), [text for text in warned if "float8" in text]
 
 
@@ -260,7 +227,7 @@ def test_what_is_kept_in_float32_is_told(ranks):
 
 def test_regions_of_a_model_axis_are_told(ranks):
     rules = sl.Rules({"mlp.up": "colwise", "mlp.down": "rowwise"}, unmatched="replicate")
-    notes, warned = ranks(2).run(_told_of_gpt, "tp=2", FP8, rules_for(_gpt()))[0]
+    notes, warned = ranks(2).run(_told_of_gpt, "tp=2", FP8, rules_for(gpt()))[0]
     assert notes[-1].startswith("Not in float8, since it computes on DTensors, in a region of a model axis: blocks.0")
     assert len(warned) == 1 and notes[-1] in warned[0]
     notes, warned = ranks(2).run(_told_of_gpt, "tp=2", FP8, rules)[0]
@@ -318,7 +285,7 @@ def test_a_device_of_another_kind_is_told():
 @pytest.mark.parametrize("wrong", ["mpl", "norm"])
 def test_a_pattern_without_a_linear_module_is_refused(wrong):
     with pytest.raises(PlanError) as raised:
-        _choose(_gpt(), linears=("mlp", wrong))
+        _choose(gpt(), linears=("mlp", wrong))
     assert str(raised.value).startswith(
         f'precision("fp8", linears="{wrong}"): the pattern matches none of the 9 linear modules of this Transformer, '
         "nor a module that one is in; patterns are written as in rules."
@@ -326,7 +293,7 @@ def test_a_pattern_without_a_linear_module_is_refused(wrong):
 
 
 def _refused_model_is_as_before() -> None:
-    model = _gpt()
+    model = gpt()
     before = dict(model.named_parameters())
     with pytest.raises(PlanError, match="matches none"):
         sl.shard_model(model, "dp=1", {"**": None}, transforms=[sl.precision("fp8", linears="mpl")])

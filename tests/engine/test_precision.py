@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from shardlib.errors import ShardingError
-from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
+from shardlib.testing.models import Tokens, rules_for
 from shardlib.transforms import LossScale
+from tests.engine.low_precision import gpt, train
 
 RECIPES = {
     "bf16": sl.precision("bf16"),
@@ -25,63 +24,31 @@ RECIPES = {
     "fp16_naive": sl.precision("fp16_naive", scaler=LossScale(init_scale=2.0**10)),
 }
 STAGES = {"replicate": sl.replicate(), "zero(2)": sl.zero(2), "zero(3)": sl.zero(3)}
-STEPS = 5
-
-
-def _gpt(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
-    return perturb(Transformer(vocab=16, heads=4, head=8, layers=2, tied=True)).to(dtype)
-
-
-def _train(mesh: str, *transforms: Any, dtype: torch.dtype = torch.float32) -> tuple[list[float], list[bool]]:
-    """Mean losses over data ranks, and which steps were skipped."""
-    model = sl.shard_model(_gpt(dtype), mesh, rules_for(_gpt()), transforms=transforms, compile=None)
-    optimizer = sl.OptimizerWrapper(torch.optim.AdamW, model, lr=1e-3)
-    shape = sl.MeshShape(mesh)
-    rank, count = shape.data_place(shape.coordinate(dist.get_rank()))
-    losses, skipped = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        ids = Tokens(8, 5, 16)(step).chunk(count)[rank]
-        logits = model(ids)
-        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
-        optimizer.backward(loss)
-        optimizer.clip_grad_norm_(5.0)
-        optimizer.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
-        skipped.append(optimizer.step_was_skipped)
-    return losses, skipped
-
-
-def _error(losses: list[float], reference: list[float]) -> float:
-    return max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_recipe_is_as_near_to_float64_as_on_one_device(ranks, recipe):
-    exact = ranks(1).run(_train, "dp=1", dtype=torch.float64)[0][0]
-    single = _error(ranks(1).run(_train, "dp=1", RECIPES[recipe])[0][0], exact)
+    exact = ranks(1).run(train, "dp=1", dtype=torch.float64, clip=5.0)[0]
+    single = ranks(1).run(train, "dp=1", RECIPES[recipe], clip=5.0)[0].error(exact)
     # Losses of single devices in few bits are themselves off by rounding that sharding orders otherwise: one unit in
     # the last place of what the loss is computed from is what a sum in another order may move it by.
     unit = torch.finfo(torch.float16 if "fp16" in recipe else torch.bfloat16).eps
     for mesh in ("dp=2", "dp=2,tp=2"):
         for stage in STAGES.values():
-            runs = ranks(sl.MeshShape(mesh).world_size).run(_train, mesh, RECIPES[recipe], stage)
-            assert all(run == runs[0] for run in runs)
-            assert _error(runs[0][0], exact) < 2 * single + unit
+            runs = ranks(sl.MeshShape(mesh).world_size).run(train, mesh, RECIPES[recipe], stage, clip=5.0)
+            assert all(run.losses == runs[0].losses and run.skipped == runs[0].skipped for run in runs)
+            assert runs[0].error(exact) < 2 * single + unit
 
 
 def test_stages_do_not_change_a_bit(ranks):
     """What is stored where decides no number: bf16 with masters is the same at every stage."""
-    runs = [ranks(2).run(_train, "dp=2", RECIPES["bf16"], stage)[0] for stage in STAGES.values()]
+    runs = [ranks(2).run(train, "dp=2", RECIPES["bf16"], stage, clip=5.0)[0].losses for stage in STAGES.values()]
     assert runs[0] == runs[1] == runs[2]
 
 
 def _overflow(stage: str, bad_rank: int) -> tuple[list[bool], list[float], bool]:
     model = sl.shard_model(
-        _gpt(), "dp=2", rules_for(_gpt()), compile=None, check=False,
+        gpt(), "dp=2", rules_for(gpt()), compile=None, check=False,
         transforms=[sl.precision("fp16", scaler=LossScale(init_scale=8.0, growth_interval=2)), STAGES[stage]],
     )  # fmt: skip
     optimizer = sl.OptimizerWrapper(torch.optim.SGD, model, lr=0.1)
@@ -119,7 +86,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_backs_off(ranks, stag
 
 
 def _bytes(stage: str) -> dict[str, int]:
-    model = sl.shard_model(_gpt(), "dp=2", {"**": None}, transforms=[sl.precision("bf16"), STAGES[stage]], compile=None)
+    model = sl.shard_model(gpt(), "dp=2", {"**": None}, transforms=[sl.precision("bf16"), STAGES[stage]], compile=None)
     optimizer = torch.optim.AdamW(model.parameters())  # a plain one keeps the copies too
     model(Tokens(2, 5, 16)(0)).square().mean().backward()
     optimizer.step()
@@ -138,7 +105,7 @@ def _bytes(stage: str) -> dict[str, int]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_bytes_are_those_of_the_paper(ranks, stage):
     """Two bytes a parameter, two a gradient, twelve of state: of which N ranks hold 1/N where the stage splits them."""
-    count = sum(p.numel() for p in _gpt().parameters())
+    count = sum(p.numel() for p in gpt().parameters())
     split = {"replicate": (1, 1, 1), "zero(2)": (1, 2, 2), "zero(3)": (2, 2, 2)}[stage]
     for held in ranks(2).run(_bytes, stage):
         assert held["parameters"] == 2 * count / split[0]
@@ -147,7 +114,7 @@ def test_bytes_are_those_of_the_paper(ranks, stage):
 
 
 def _bare_with_a_scale() -> None:
-    model = sl.shard_model(_gpt(), "dp=2", {"**": None}, transforms=[sl.precision("fp16")], compile=None)
+    model = sl.shard_model(gpt(), "dp=2", {"**": None}, transforms=[sl.precision("fp16")], compile=None)
     model(Tokens(2, 5, 16)(0)).square().mean().backward()
     with pytest.raises(ShardingError, match="OptimizerWrapper"):
         torch.optim.SGD(model.parameters(), lr=1.0).step()
@@ -159,7 +126,7 @@ def test_a_plain_optimizer_does_not_step_on_scaled_gradients(ranks):
 
 def _loaded_between_steps() -> float:
     """A parameter that is written to between two steps is what the next step starts from, not the old copy."""
-    model = sl.shard_model(_gpt(), "dp=2", {"**": None}, transforms=[sl.precision("bf16"), sl.zero(2)], compile=None)
+    model = sl.shard_model(gpt(), "dp=2", {"**": None}, transforms=[sl.precision("bf16"), sl.zero(2)], compile=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(2):
         model(Tokens(2, 5, 16)(0)).square().mean().backward()

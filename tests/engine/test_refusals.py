@@ -333,7 +333,7 @@ def test_options_that_are_none():
     assert _message(ShardingError, lambda: sl.shard_model(_mlp(), "tp=1", models.MLP_RULES, compile="fast")) == (
         'compile=\'fast\' was given; give "auto", "aot_eager", "inductor", or None for eager.'
     )
-    assert _message(ShardingError, lambda: sl.shard_model(_mlp(), "tp=1", models.MLP_RULES, bucket_mb=0)) == (
+    assert _message(PlanError, lambda: sl.shard_model(_mlp(), "tp=1", models.MLP_RULES, bucket_mb=0)) == (
         "bucket_mb=0 was given; give a positive number of megabytes, such as 25."
     )
     assert _message(PlanError, lambda: sl.plan(None, "tp=2", {})) == (
