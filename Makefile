@@ -10,6 +10,7 @@ BIN := .venv/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 TORCHRUN := $(RUN) -m torch.distributed.run --standalone --nproc_per_node
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PEERS_PIP := $(PIP:$(BIN)%=.venv-peers/bin%)
 
 .PHONY: demo test test-deep bench format clean
 
@@ -25,9 +26,9 @@ test: .venv/.dev
 test-deep: .venv/.dev
 	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest -n 2 -m "deep or not deep" $(ARGS)
 
-bench: .venv/.dev
+bench: .venv/.dev .venv-peers/.peers
 	$(RUN) benchmarks/tensor_parallel.py $(ARGS)
-	$(RUN) benchmarks/data_parallel.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-peers/bin/python benchmarks/data_parallel.py $(ARGS)
 	$(RUN) benchmarks/randomness.py $(ARGS)
 	$(RUN) benchmarks/proof.py $(ARGS)
 
@@ -36,7 +37,7 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"shardlib needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.12")'
@@ -52,4 +53,12 @@ clean:
 .venv/.dev: .venv/.core
 	$(PIP) --no-deps torchvision
 	$(PIP) --editable '.[dev,jax]' pillow
+	touch $@
+
+# Peers that want builds of their own, beside shardlib; one that does not install is left out of the tables.
+.venv-peers/.peers: .venv/.core
+	$(PYTHON) -m venv .venv-peers
+	$(PEERS_PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(PEERS_PIP) --editable . setuptools wheel
+	-$(PEERS_PIP) --no-build-isolation --no-deps fairscale
 	touch $@

@@ -36,17 +36,20 @@ PARTS = "forward", "backward", "optimizer"
 WARM_UP = 5
 LOSS_TOLERANCE = 1e-3  # float32 after some hundred AdamW steps; a wrong gradient is off by far more
 
-Build = Callable[[Size], nn.Module]
+OPTIONS = {"lr": 1e-3, "weight_decay": 0.01}  # of AdamW
+
+Trained = nn.Module | tuple[nn.Module, torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to take the step. `build` returns a module that maps local ids to local logits."""
+    """One way to take the step. `build` gives a module that maps local ids to local logits, or it and an optimizer."""
 
     name: str
-    build: Build
+    build: Callable[[Size], Trained]
     trains_alike: bool = True  # its losses must be those of the others
     fused: bool | None = None  # what AdamW is told; None leaves the choice to torch
+    set_to_none: bool = True  # how gradients are forgotten; some peers need theirs to stay
 
 
 @dataclass
@@ -66,17 +69,22 @@ class Record:
 
 
 class Trainee:
-    """A variant's model with a plain AdamW, and the record of its steps."""
+    """A variant's model and its optimizer, by default a plain AdamW, and the record of its steps."""
 
     def __init__(self, variant: Variant, size: Size) -> None:
         self.record = Record()
-        self.model = variant.build(size)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.01, fused=variant.fused)
+        self.set_to_none = variant.set_to_none
+        built = variant.build(size)
+        if isinstance(built, tuple):
+            self.model, self.optimizer = built
+        else:
+            self.model = built
+            self.optimizer = torch.optim.AdamW(built.parameters(), fused=variant.fused, **OPTIONS)
 
     def step(self, batch: Batch) -> tuple[float, list[float]]:
         """The loss, and how many milliseconds each part took."""
         clock = [time.perf_counter()]
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
         loss = loss_of(self.model, batch)
         clock.append(time.perf_counter())
         loss.backward()

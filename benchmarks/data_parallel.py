@@ -1,4 +1,4 @@
-"""A training step (forward, backward, AdamW) on two data-parallel ranks: `DistributedDataParallel` and shardlib.
+"""A training step (forward, backward, AdamW) on two data-parallel ranks: shardlib and its peers, at every stage.
 
     python benchmarks/data_parallel.py                       # both sizes, some minutes on two cores
     python benchmarks/data_parallel.py --size d512 --memory
@@ -7,6 +7,9 @@
 left between it and another variant is the price of data parallelism. Every other variant starts from the same weights,
 sees the same batches, and must show the same losses. Memory is the resident peak over that of the bare process, with
 each variant in processes of its own (`--memory`); sent bytes are those that the kernel counted on one rank's sockets.
+
+PyTorch's own peers always run. fairscale runs where it is installed, which `make bench` does in an environment of its
+own; its FullyShardedDataParallel asks for CUDA streams and does not run on a CPU.
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 
+import torch
 import torch.distributed as dist
-from _harness import Variant, compare, is_rank, parser, start_ranks
-from _models import Size, plain
+from _harness import OPTIONS, Trained, Variant, compare, is_rank, parser, start_ranks
+from _models import Block, Size, plain
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import shardlib as sl
@@ -45,11 +52,40 @@ def fsdp2(size: Size, *, reshard: bool) -> nn.Module:
     return model
 
 
+def fsdp1(size: Size) -> nn.Module:
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(plain(size), auto_wrap_policy=policy, use_orig_params=True, device_id=CPU)
+
+
+def zero_redundancy(size: Size) -> Trained:
+    model = ddp(size, view=False)
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **OPTIONS)
+
+
+def fairscale(size: Size, *, gradients: bool) -> Trained:
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim.oss import OSS
+
+    model = plain(size)
+    wrapped = model if gradients else DistributedDataParallel(model)
+    optimizer = OSS(wrapped.parameters(), torch.optim.AdamW, **OPTIONS)
+    return (ShardedDataParallel(model, optimizer) if gradients else wrapped), optimizer
+
+
+CPU = torch.device("cpu")
+FAIRSCALE = [
+    Variant("fairscale OSS + DDP", partial(fairscale, gradients=False)),
+    Variant("fairscale ShardedDDP", partial(fairscale, gradients=True), set_to_none=False),
+]
 VARIANTS = [
     Variant("DDP", partial(ddp, view=False)),
     Variant("DDP, gradient_as_bucket_view", partial(ddp, view=True)),
     Variant("DDP, fused AdamW", partial(ddp, view=False), fused=True),
+    Variant("ZeroRedundancyOptimizer + DDP", zero_redundancy),
+    *(FAIRSCALE if find_spec("fairscale") else []),
+    Variant("FullyShardedDataParallel", fsdp1),
     Variant("fully_shard", partial(fsdp2, reshard=True)),
+    Variant("fully_shard, not resharded", partial(fsdp2, reshard=False)),
     Variant("shardlib", ours),
     *(Variant(f"shardlib, zero({stage})", partial(ours, transforms=(zero(stage),))) for stage in (1, 2, 3)),
     Variant("alone", plain, trains_alike=False),
