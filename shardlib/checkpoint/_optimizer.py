@@ -83,7 +83,7 @@ def master_items(model: nn.Module) -> Iterator[tuple[str, Held, Item]]:
     for name, param in model.named_parameters():
         held = held_of(param)
         if held is not None and held.master_dtype is not None:
-            room = torch.empty(held.part_shape, dtype=held.master_dtype, device=param.device)
+            room = torch.empty(held.part_shape, dtype=held.master_dtype, device=held.state_device)
             yield name, held, _master_item("model", name, held, room)
 
 
@@ -227,7 +227,7 @@ def _room(
     """Memory for one tensor of state, laid out as the plan, the parameter or the state that is there now says."""
     if key == "step" and saved.shape == ():
         on_device = group.get("capturable") or group.get("fused")
-        return torch.empty((), dtype=saved.dtype, device=param.device if on_device else "cpu")
+        return torch.empty((), dtype=saved.dtype, device=_device(param) if on_device else "cpu")
     dtype = _dtype(now, param, row, saved)
     if isinstance(now, torch.Tensor) and tuple(now.shape) == saved.shape:
         return torch.empty_like(now, dtype=dtype)
@@ -239,8 +239,16 @@ def _room(
                 f"{tuple(param.shape)}, is split: nobody can tell how this state is to lie. Step the optimizer once "
                 "before loading, so that it makes its state, or load on one rank."
             )
-        return torch.empty(saved.shape, dtype=saved.dtype, device=param.device)
-    return _like_state(param, row, of, dtype) if split else torch.empty_like(param.detach(), dtype=dtype)
+        return torch.empty(saved.shape, dtype=saved.dtype, device=_device(param))
+    if split:
+        return _like_state(param, row, of, dtype)
+    return torch.empty_like(param.detach(), dtype=dtype, device=_device(param))
+
+
+def _device(param: torch.Tensor) -> torch.device:
+    """Where the state of a parameter lies."""
+    held = held_of(param)
+    return param.device if held is None else held.state_device
 
 
 def _dtype(now: Any, param: torch.Tensor, row: Row | None, saved: Saved) -> torch.dtype:
@@ -262,13 +270,12 @@ def _like_state(param: torch.Tensor, row: Row | None, of: Known, dtype: torch.dt
     shape = tuple(param.shape)
     mesh: Any = param.device_mesh if isinstance(param, DTensor) else of.mesh
     if isinstance(param, DTensor) and (row is None or row.state is None or row.state.axes == row.stored.axes):
-        local = torch.empty_like(_torch.local_of(param), dtype=dtype)
+        local = torch.empty_like(_torch.local_of(param), dtype=dtype, device=_device(param))
         return _torch.wrap(local, _torch.spec(mesh, param.placements, shape, dtype))
     assert row is not None and row.state is not None
     if not _splitting(row, of) <= set(mesh.mesh_dim_names):
         mesh = of.mesh
     layout = row.state.with_axes_dropped(row.state.axes - set(mesh.mesh_dim_names))
     coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
-    device = param.device if layout.memory == "device" else torch.device("cpu")
-    local = torch.empty(layout.local_shape(shape, mesh, coordinate), dtype=dtype, device=device)
+    local = torch.empty(layout.local_shape(shape, mesh, coordinate), dtype=dtype, device=_device(param))
     return _torch.wrap(local, _torch.spec(mesh, layout.placements(mesh), shape, dtype))

@@ -119,6 +119,7 @@ __all__ = [
     "spec_of",
     "spec_with",
     "splits",
+    "step_without_hooks",
     "with_values",
     "wrap",
 ]
@@ -318,6 +319,11 @@ def run_at_end_of_backward(callback: Callable[[], None]) -> None:
 def backward_id() -> int:
     """A number for the backward pass in progress, -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """A step of an optimizer's own code: what `Optimizer.profile_hook_step` has wrapped (2.13.0)."""
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 def forget_meshes() -> None:

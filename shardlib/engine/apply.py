@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, mesh
 from shardlib._plan import Plan, Row, plan
-from shardlib.engine import _torch, agree, batchnorm, borders, exact, fp8, materialize, ops, optimizer, state
+from shardlib.engine import _torch, agree, batchnorm, borders, exact, fp8, materialize, offload, ops, optimizer, state
 from shardlib.engine._torch import pytree
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
 from shardlib.engine.exchange import Peers, Scratch
@@ -239,12 +239,8 @@ class _Build:
                 f'The plan stores "{row.name}" as "{row.stored}" and computes with it as "{row.compute}": a parameter '
                 "is computed with in the dtype that it is stored in. precision(...) keeps a wider copy with the state."
             )
-        hosted = [phase for phase, layout in row.layouts.items() if layout.memory == "host"]
-        if hosted and self.device.type != "cpu":
-            raise PlanError(
-                f'The plan keeps the {hosted[0]} phase of "{row.name}" in host memory, which can be planned but not '
-                f"run yet on {self.device.type}. Leave offload out."
-            )
+        in_parts = bool(self._on_active_axes(row.stored).axes & data)
+        offload.refuse_what_does_not_run(row, self.device, stored_in_parts=in_parts)
 
     def warn_of_idle_axes(self) -> None:
         """A model axis that splits nothing makes its ranks compute the same thing, each for itself."""
@@ -378,7 +374,8 @@ class _Build:
         )
         undo.callback(reducer.remove)
         scaled = self.plan.step.scaler is not None
-        asked_of_optimizers = scaled or self.plan.step.accumulate > 1 or any(one.master_dtype for one in held)
+        special = any(one.master_dtype or one.hosted for one in held)
+        asked_of_optimizers = scaled or self.plan.step.accumulate > 1 or special
         if self.model_axes or self.data_axes or asked_of_optimizers:
             optimizer.look_after(self.model.parameters(), self.shape.data_ranks, reducer, scaled=scaled)
         update_in_parts(held, scratch, bucket_bytes=bucket_bytes)
@@ -420,6 +417,7 @@ class _Build:
         stage = self._stage(row) if division is not None else 0
         peers = self._peers(axes) if axes else None
         held = Held(row.tied, param, param, axes, division, compute, layout, self.mesh, room, stage, peers, spec)
+        held.device, held.hosted = self.device, offload.hosted(row, self.device)
         if row.state is not None and row.has_master:
             held.master_dtype = row.state.dtype or row.dtype
             held.first_master = self._masters.pop(name, None)
@@ -542,9 +540,11 @@ class _Build:
             stored, state = self._on_active_axes(row.stored), self._on_active_axes(row.state)
             parts = cut(stored, state, row.global_shape, self.shape, self.coordinate)
             part = wide if parts is None else parts.take(wide, self._peers(self._added(stored, state)).index)
-            self._masters[name] = part.to(row.state.dtype or row.dtype, copy=True)
+            away = "state" in offload.hosted(row, self.device)
+            home = offload.HOST if away else part.device
+            self._masters[name] = part.to(home, row.state.dtype or row.dtype, copy=True)
         assert dtype is not None
-        low = wide.to(dtype)
+        low = self._at_home(row, wide.to(dtype))
         if not isinstance(tensor, DTensor):
             return _as_parameter(low, tensor)
         spec = _torch.spec(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), dtype)
@@ -560,9 +560,15 @@ class _Build:
         """A parameter as it is kept between steps: a DTensor on the whole mesh."""
         row = self.rows[name]
         placements = tuple(self._on_active_axes(row.stored).placements(self.mesh))
-        local = (self._cut(name, tensor) if local is None else local).to(self.device)
+        local = self._at_home(row, self._cut(name, tensor) if local is None else local)
         after = _torch.wrap(local, _torch.spec(self.mesh, placements, tuple(row.global_shape), local.dtype))
         return _as_parameter(after, tensor)
+
+    def _at_home(self, row: Row, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter in the memory that it is stored in."""
+        if "stored" in offload.hosted(row, self.device):
+            return offload.on_host(local, self.device)
+        return local.to(self.device)
 
     def _is_global(self, name: str, tensor: torch.Tensor) -> bool:
         """In a region, parameters are DTensors, and buffers that are split or that BatchNorm updates from some."""

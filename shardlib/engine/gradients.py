@@ -28,6 +28,7 @@ from shardlib.engine import _torch
 from shardlib.engine.borders import moved
 from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
 from shardlib.engine.held import Axes, Held, local_of
+from shardlib.engine.offload import Downloads
 from shardlib.engine.plain import plain
 from shardlib.errors import ShardingError
 from shardlib.layout import Cut
@@ -211,7 +212,8 @@ class _Scattered(_Bucket):
         bundle: what moves them; where this bucket is the last, with a count for each rank behind the gradients.
         rest: axes over which parts have to be summed still, since they do not split them.
         sent: the gradients, until they have arrived.
-        out: this rank's parts.
+        out: this rank's parts, one behind the other.
+        parts: the same apart, where the plan keeps gradients.
         flat: under stage 1, the memory of whole gradients in a bucket.
     """
 
@@ -220,6 +222,7 @@ class _Scattered(_Bucket):
     sent: list[torch.Tensor] = field(default_factory=list)
     moving: Any = None
     out: torch.Tensor | None = None
+    parts: list[torch.Tensor] = field(default_factory=list)
     flat: torch.Tensor | None = None
 
     @property
@@ -262,6 +265,13 @@ class _Scattered(_Bucket):
         if self.rest or self.last:
             self.out.mul_(self.owner.scale)
         self.moving, self.sent = None, []
+        parts = zip(self.slots, self.bundle.parts_in(self.out), strict=False)
+        self.parts = [self._at_home(slot.held, part) for slot, part in parts]
+
+    def _at_home(self, held: Held, part: torch.Tensor) -> torch.Tensor:
+        """Where the plan keeps a gradient on the host, its copy begins now, and backward goes on."""
+        part = part.to(held.param.dtype)
+        return self.owner.downloads.begin(part) if "grad" in held.hosted else part
 
     def _room(self) -> torch.Tensor:
         """Memory for this rank's parts. Under stage 1 it is in that of the whole gradient, which stays."""
@@ -273,11 +283,9 @@ class _Scattered(_Bucket):
         return torch.empty(self.bundle.own, dtype=self.bundle.dtype, device=self.bundle.device)
 
     def hand_out(self) -> None:
-        assert self.bundle is not None and self.out is not None
-        parts = self.bundle.parts_in(self.out)
-        for slot, part in zip(self.slots, parts, strict=False):
+        for slot, part in zip(self.slots, self.parts, strict=True):
             self._hand_out(slot, part)
-        self.out = None
+        self.out, self.parts = None, []
 
     def _hand_out(self, slot: _Slot, part: torch.Tensor) -> None:
         held, prior = slot.held, slot.prior
@@ -285,7 +293,6 @@ class _Scattered(_Bucket):
             prior = local_of(held.param.grad)
         slot.prior = None
         if prior is not None or self.owner.is_used(slot):
-            part = part.to(held.param.dtype)
             held.param.grad = held.wrap(part if prior is None else part.add_(prior))  # type: ignore[assignment]
 
 
@@ -321,7 +328,7 @@ class GradientReducer:
         scratch: Scratch,
     ) -> None:
         self.mesh, self.data_axes, self.bucket_bytes, self.passes = mesh, data_axes, bucket_bytes, passes
-        self.dtype, self.scratch = dtype, scratch
+        self.dtype, self.scratch, self.downloads = dtype, scratch, Downloads()
         self.enabled = True
         self.sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self._slots = [_Slot(h) for h in held]
@@ -474,6 +481,7 @@ class GradientReducer:
             self._launch()
         while self._collected < len(self._reducing):
             self._collect()
+        self.downloads.wait()
         for bucket in self._reducing:
             bucket.hand_out()
         self._reducing = []  # a pass inside of this one may have asked for this to be called twice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardlib._mesh import MeshShape
-from shardlib.engine import _torch
+from shardlib.engine import _torch, offload
 from shardlib.engine.exchange import Bundle, Peers, Scratch
 from shardlib.engine.plain import plain
 from shardlib.errors import ShardingError
@@ -52,6 +52,9 @@ class Held:
         first_master: that copy, until the first step.
         updates: what gathers it after a step, where each rank updates its own part of a parameter that is not stored in
             parts.
+        device: on which it is computed with.
+        hosted: its phases that lie in host memory, where that is another memory than the device's.
+        landing: host memory for this rank's part and its gradient, where the optimizer steps on copies there.
     """
 
     names: tuple[str, ...]
@@ -70,6 +73,9 @@ class Held:
     master_dtype: torch.dtype | None = None
     first_master: torch.Tensor | None = None
     updates: Updates | None = None
+    device: torch.device = offload.HOST
+    hosted: frozenset[str] = frozenset()
+    landing: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -100,6 +106,16 @@ class Held:
     def is_split(self) -> bool:
         """Whether ranks hold different parts of its state."""
         return bool(self.layout.axes)
+
+    @property
+    def visits_host(self) -> bool:
+        """Whether the optimizer steps on a copy of it in host memory, where its state is."""
+        return "state" in self.hosted and "stored" not in self.hosted
+
+    @property
+    def state_device(self) -> torch.device:
+        """Where its state lies."""
+        return offload.HOST if "state" in self.hosted else self.device
 
     @property
     def home(self) -> Layout:
@@ -136,6 +152,7 @@ class Held:
         """
         if self.cut is not None:
             assert self.peers is not None
+            part = part.to(self.device)
             bundle = Bundle([self.cut], self.peers, part.dtype, part.device, Scratch())
             whole = torch.empty(self.cut.shape, dtype=part.dtype, device=part.device)
             bundle.unpack(bundle.gather(part.reshape(-1), [whole]), [whole])

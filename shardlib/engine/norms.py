@@ -62,7 +62,8 @@ def clip_grad_norm_(
     norm = get_grad_norm(params, norm_type, error_if_nonfinite=error_if_nonfinite)
     if limit < math.inf:
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        _torch.multiply_all([local_of(p.grad) for p in params if p.grad is not None], factor)
+        for grads in _alike([local_of(p.grad) for p in params if p.grad is not None]):
+            _torch.multiply_all(grads, factor.to(grads[0].device))
     return norm
 
 
@@ -93,7 +94,7 @@ def get_grad_norm(
         mesh = _mesh_of(param)
         if mesh is None or _counts_here(grad, mesh):
             by_mesh[mesh].append(local_of(grad))
-    device = params[0].device if params else torch.device("cpu")
+    device = _device_of(params)
     totals = [_summed(_power(local, p, device), mesh, p) for mesh, local in by_mesh.items()]
     norm = _joined(totals, p, device).to(_wide([grad.dtype for _, grad in summed]))
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -154,6 +155,12 @@ def _whole_sum(grad: torch.Tensor) -> torch.Tensor:
     if not isinstance(grad, DTensor) or not any(place.is_partial() for place in grad.placements):
         return grad
     return moved(grad, tuple(Replicate() if place.is_partial() else place for place in grad.placements))
+
+
+def _device_of(params: list[torch.Tensor]) -> torch.device:
+    """Where ranks exchange norms: on which parameters are computed with, wherever they lie between steps."""
+    known = next((held.device for param in params if (held := held_of(param)) is not None), None)
+    return known or (params[0].device if params else torch.device("cpu"))
 
 
 def _mesh_of(param: torch.Tensor) -> DeviceMesh | None:

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardlib.engine import _torch
+from shardlib.engine import _torch, offload
 from shardlib.engine.borders import moved
+from shardlib.engine.exchange import in_batches
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, held_of, local_of
 from shardlib.engine.updates import Updates
@@ -57,6 +58,8 @@ _ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
 }
 
 _PER_TENSOR: set[type[torch.optim.Optimizer]] = {torch.optim.Adafactor, torch.optim.Muon}
+
+_OF_TORCH = frozenset(_ELEMENTWISE)  # a step of theirs is that of each parameter by itself, one after another
 
 _FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
 _FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -281,9 +284,11 @@ class _Saved:
         updates: what gathers the parts that are stepped on.
         params: all parameters of the groups.
         gradients: those that were replaced by whole ones.
-        masters: copies that are stepped on, each with the parameter and the memory that it is rounded into.
+        leaves: what stands for parameters.
+        copies: those that are stepped on, each with the parameter and the memory that it is rounded into.
+        written: how many of them have been.
         whole: the step on whole tensors that is under way.
-        all_groups: the list of groups, where those without tensors of this rank were left out of it.
+        all_groups: the list of groups, of which some may be left out: those without tensors that this rank steps.
     """
 
     groups: list[dict[str, Any]]
@@ -291,22 +296,107 @@ class _Saved:
     params: list[torch.Tensor]
     updates: list[Updates] = field(default_factory=list)
     gradients: dict[torch.Tensor, torch.Tensor | None] = field(default_factory=dict)
-    masters: list[tuple[Held, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    leaves: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    copies: list[tuple[Held, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    written: int = 0
     whole: WholeStep | None = None
     all_groups: list[dict[str, Any]] | None = None
 
 
 def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-    outer = optimizer.state
-    inner: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-    saved = _Saved([dict(group) for group in optimizer.param_groups], outer, params, _updates_of(params))
+    saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params, _updates_of(params))
+    saved.all_groups = optimizer.param_groups
+    _stepping[optimizer], optimizer.state = saved, defaultdict(dict)
+    try:
+        _put_local_tensors(optimizer, saved, saved.all_groups)
+    except BaseException:
+        _put_back(optimizer)
+        raise
+
+
+def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved, groups: list[dict[str, Any]]) -> None:
+    """Let leaves stand for parameters. Those that step on the host have done so when this returns, where that is known
+    to be the same as stepping with all others."""
+    params = saved.params
     parts = {key: part for updates in saved.updates for key, part in updates.begin(params).items()}
-    for group in optimizer.param_groups:
-        group["params"] = [_local_view(p, parts.get(id(p)), outer, inner, saved) for p in group["params"]]
-        if _may_fuse(optimizer, group, inner):
+    pieces = [_Piece(each, parts) for each in _in_pieces(params)]
+    stepped: set[int] = set()
+    for piece in pieces:
+        piece.arrive()
+        if type(optimizer) in _OF_TORCH:
+            optimizer.param_groups = _groups_of(piece, optimizer, saved)
+            _torch.step_without_hooks(optimizer)
+            _write_back(saved)
+            stepped |= piece.copies.keys()
+    copies = {key: copy for piece in pieces for key, copy in piece.copies.items()}
+    for group in groups:
+        rest = [p for p in group["params"] if id(p) not in stepped]
+        group["params"] = [_local_view(p, parts.get(id(p)), copies.get(id(p)), optimizer.state, saved) for p in rest]
+        if _may_fuse(optimizer, group, optimizer.state):
             group["fused"] = True
-    optimizer.state = inner
-    _stepping[optimizer] = saved
+    optimizer.param_groups = [group for group in groups if group["params"]] if stepped else groups
+
+
+class _Piece:
+    """Parameters that step on the host together, while those of the next piece are on the way there.
+
+    Gradients leave the device now and not as soon as they are reduced, since until now they may be clipped there.
+
+    Args:
+        params: they.
+        parts: of some parameters, this rank's part by the parameter's id.
+
+    Attributes:
+        copies: by the parameter's id, on the host: this rank's part of it and of its gradient.
+    """
+
+    def __init__(self, params: list[torch.Tensor], parts: dict[int, torch.Tensor]) -> None:
+        self.params, self.parts, self._downloads = params, parts, offload.Downloads()
+        self.copies: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        for param in params:
+            held = held_of(param)
+            assert held is not None
+            grad = None
+            if param.grad is not None:
+                grad = self._downloads.begin(_own_gradient(param), held.landing, "gradient")
+            part = self._downloads.begin(_memory(param, parts.get(id(param))), held.landing, "part")
+            self.copies[id(param)] = part, grad
+
+    def arrive(self) -> None:
+        self._downloads.wait()
+
+
+def _in_pieces(params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    visitors = [p for p in params if (held := held_of(p)) is not None and held.visits_host]
+    return in_batches(
+        visitors,
+        alone=lambda _: False,
+        key=lambda _: None,
+        size=lambda p: local_of(p).nbytes,
+        limit=PIECE_BYTES,
+    )
+
+
+PIECE_BYTES = 32 << 20
+"""Of parameters that step on the host while others are on the way: enough for each transfer to run at full speed."""
+
+
+def _groups_of(piece: _Piece, optimizer: torch.optim.Optimizer, saved: _Saved) -> list[dict[str, Any]]:
+    """Param groups of a piece's copies."""
+    made = []
+    for before in saved.groups:
+        ours = [p for p in before["params"] if id(p) in piece.copies]
+        if ours:
+            views = (_local_view(p, piece.parts.get(id(p)), piece.copies[id(p)], optimizer.state, saved) for p in ours)
+            group = {**before, "params": list(views)}
+            made.append({**group, "fused": True} if _may_fuse(optimizer, group, optimizer.state) else group)
+    return made
+
+
+def _memory(param: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
+    """This rank's part of a parameter, as its state lies: memory that an update goes into."""
+    local = _local_leaf.get(param) if part is None else part
+    return param.detach() if local is None else local
 
 
 def _updates_of(params: list[torch.Tensor]) -> list[Updates]:
@@ -318,7 +408,7 @@ def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
     """Each rank steps whole tensors of its own, where the plan splits some."""
     known = [(p, one) for p in params if p.grad is not None and (one := held_of(p)) is not None]
     held = [one for _, one in known]
-    if not any(one.is_split or one.master_dtype is not None for one in held):
+    if not any(one.is_split or one.master_dtype is not None or one.hosted for one in held):
         return
     outer = optimizer.state
     saved = _Saved([dict(group) for group in optimizer.param_groups], outer, params)
@@ -327,7 +417,9 @@ def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
     for one in held:
         one.refuse_own_examples()
         if one.master_dtype is not None:
-            masters[id(one.param)] = _master(one, _own_part(one), outer.get(one.param, {}))
+            part = _own_part(one)
+            low = offload.on_host(part, one.device) if one.visits_host else part
+            masters[id(one.param)] = _master(one, low, outer.get(one.param, {}))
     saved.whole = WholeStep(held, masters)
     inner: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     stripped = {p: {k: v for k, v in outer[p].items() if k != MASTER} for p, _ in known if p in outer}
@@ -355,14 +447,14 @@ def _own_part(held: Held) -> torch.Tensor:
 def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
     """Nothing is known of this optimizer: it gets whole gradients, and every rank makes the same step."""
     every = [one for p in params if (one := held_of(p)) is not None]
-    hard = next((one for one in every if one.master_dtype is not None or (one.stage == 3 and one.is_split)), None)
+    hard = next((o for o in every if o.master_dtype is not None or o.hosted or (o.stage == 3 and o.is_split)), None)
     if hard is not None:
         name = type(optimizer).__qualname__
         raise ShardingError(
-            f"{name} steps on parameters that are stored in parts or in low precision (the first is "
-            f'"{hard.name}"), and it is not known what it needs of them. If each element of its update depends on that '
-            f"element alone, call shardlib.register_elementwise({name}); if on that whole tensor, "
-            f"shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), and without precision."
+            f"{name} steps on parameters that are stored in parts or in low precision, or whose state is on the host "
+            f'(the first is "{hard.name}"), and it is not known what it needs of them. If each element of its update '
+            f"depends on that element alone, call shardlib.register_elementwise({name}); if on that whole tensor, "
+            f"shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), without precision and offload."
         )
     saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params)
     for updates in _updates_of(params):
@@ -407,21 +499,44 @@ def _momentum_of_all_or_none(group: dict[str, Any], state: Any) -> bool:
     return not group.get("momentum") or len(begun) < 2
 
 
-def _local_view(param: torch.Tensor, part: torch.Tensor | None, outer: Any, inner: Any, saved: _Saved) -> torch.Tensor:
-    """The plain leaf that stands for a parameter during the step, with its gradient and state."""
-    leaf = _local_leaf.get(param) if part is None else part
-    held = held_of(param)
+def _local_view(
+    param: torch.Tensor,
+    part: torch.Tensor | None,
+    on_host: tuple[torch.Tensor, torch.Tensor | None] | None,
+    inner: Any,
+    saved: _Saved,
+) -> torch.Tensor:
+    """The plain leaf that stands for a parameter during the step, with its gradient and state.
+
+    Args:
+        param: as users know it.
+        part: this rank's part of it, where that is not what it holds.
+        on_host: copies of its part and gradient that are to be stepped on.
+        inner: the optimizer's state during the step, by leaf.
+        saved: remembers the leaf, and what is to be written back.
+    """
+    leaf = saved.leaves[param] = _leaf(param, part, on_host, saved)
+    state = saved.outer.get(param)
+    if leaf is not param:
+        grad = on_host[1] if on_host is not None else None if param.grad is None else _own_gradient(param)
+        leaf.grad = None if grad is None else _in_memory_like(leaf, grad)
+        state = state and {k: _local_state(param, value) for k, value in state.items() if k != MASTER}
+    if param in saved.outer:
+        inner[leaf] = state
+    return leaf
+
+
+def _leaf(param: torch.Tensor, part: torch.Tensor | None, on_host: Any, saved: _Saved) -> torch.Tensor:
+    held, memory = held_of(param), _memory(param, part)
+    here = memory if on_host is None else on_host[0]
     if held is not None and held.master_dtype is not None:
-        memory = param.detach() if leaf is None else leaf
-        leaf = _master(held, memory, outer.get(param, {}))
-        saved.masters.append((held, leaf, memory))
-    if leaf is None:
-        if param in outer:
-            inner[param] = outer[param]
-        return param
-    leaf.grad = None if param.grad is None else _local_gradient(param, leaf)
-    if param in outer:
-        inner[leaf] = {k: _local_state(param, value) for k, value in outer[param].items() if k != MASTER}
+        leaf = _master(held, here, saved.outer.get(param, {}))
+    elif on_host is not None:
+        leaf = here
+    else:
+        return param if part is None and _local_leaf.get(param) is None else memory
+    assert held is not None
+    saved.copies.append((held, leaf, memory))
     return leaf
 
 
@@ -435,19 +550,21 @@ def _master(held: Held, memory: torch.Tensor, state: dict[str, Any]) -> torch.Te
     held.first_master = None
     if known is None:
         return memory.to(held.master_dtype, copy=True)
+    known = known.to(memory.device)
     changed = known.to(memory.dtype) != memory
     return torch.where(changed, memory.to(known.dtype), known) if changed.any() else known
 
 
-def _local_gradient(param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+def _own_gradient(param: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a gradient: that of its part."""
     grad = param.grad
+    assert grad is not None
     held = _held(param)
     if held is not None:
         held.refuse_own_examples()
-        return _in_memory_like(leaf, local_of(grad))  # type: ignore[arg-type]
+        return local_of(grad)
     if not isinstance(param, DTensor):
-        assert grad is not None
-        return _in_memory_like(leaf, grad)
+        return grad
     if not isinstance(grad, DTensor):
         raise ShardingError(
             f"A sharded parameter of global shape {tuple(param.shape)} has a plain gradient. Assign `p.grad` as a "
@@ -456,7 +573,7 @@ def _local_gradient(param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     known = held_of(param)
     if grad.placements != param.placements and not (known is not None and known.is_part(grad)):
         grad = moved(grad, param.placements)
-    return _in_memory_like(leaf, _torch.local_of(grad))
+    return _torch.local_of(grad)
 
 
 def _held(param: torch.Tensor) -> Held | None:
@@ -472,7 +589,14 @@ def _in_memory_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _local_state(param: torch.Tensor, value: Any) -> Any:
-    """One entry of the optimizer's state as its local tensor; a plain tensor of global shape (loaded) is cut first."""
+    """One entry of the optimizer's state as its local tensor, where the plan keeps it: loaded ones may not be."""
+    local, held = _cut_state(param, value), held_of(param)
+    away = held is not None and "state" in held.hosted and isinstance(local, torch.Tensor)
+    return local.to(offload.HOST) if away else local
+
+
+def _cut_state(param: torch.Tensor, value: Any) -> Any:
+    """One entry as its local tensor; a plain tensor of global shape (loaded) is cut first."""
     if isinstance(value, DTensor):
         return _torch.local_of(value)
     if isinstance(value, torch.Tensor) and value.ndim and value.shape == param.shape:
@@ -494,25 +618,36 @@ def _put_back(optimizer: torch.optim.Optimizer) -> None:
     inner, outer = optimizer.state, saved.outer
     if saved.all_groups is not None:
         optimizer.param_groups = saved.all_groups
+    if saved.whole is not None:
         for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
             group["params"] = before["params"]
         optimizer.state = outer
     if inner is outer or saved.whole is not None:
         return
+    for param, leaf in saved.leaves.items():
+        if leaf in inner:
+            outer[param] = inner[leaf] if leaf is param else _global_state(param, outer.get(param, {}), inner[leaf])
+        if leaf is not param:
+            leaf.grad = None
     for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
-        for param, leaf in zip(before["params"], group["params"], strict=True):
-            if leaf in inner:
-                outer[param] = inner[leaf] if leaf is param else _global_state(param, outer.get(param, {}), inner[leaf])
-            if leaf is not param:
-                leaf.grad = None
         group.update({key: before[key] for key in ("params", "fused") if key in before})
-    for held, master, memory in saved.masters:
-        memory.copy_(master)
-        if held.param in outer:
+    _write_back(saved)
+    for held, master, _ in saved.copies:
+        if held.master_dtype is not None and held.param in outer:
             outer[held.param][MASTER] = _global_value(held.param, outer[held.param].get(MASTER), master)
-        else:
+        elif held.master_dtype is not None:
             held.first_master = master
     optimizer.state = outer
+
+
+def _write_back(saved: _Saved) -> None:
+    """What was stepped on beside the parameters goes into their own memory, each once."""
+    for held, stepped, memory in saved.copies[saved.written :]:
+        if held.visits_host:
+            offload.upload(stepped, memory, held.landing["part"])
+        else:
+            memory.copy_(stepped)
+    saved.written = len(saved.copies)
 
 
 def _global_state(param: torch.Tensor, before: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:

@@ -39,11 +39,11 @@ class LossScaler:
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         return wide * self.scale
 
-    def look_at(self, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """See whether all elements of all local gradients are finite. Collective over the group."""
+    def look_at(self, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """See whether all elements of all local gradients are finite. Collective over the group, on a device."""
         largest = [norm for norm in _torch.norms_of(gradients, float("inf")) if norm.numel()]
         bad = sum((~torch.isfinite(norm)).float() for norm in largest) if largest else torch.zeros(())
-        flag = torch.as_tensor(bad).reshape(1).to(gradients[0].device if gradients else "cpu")
+        flag = torch.as_tensor(bad).reshape(1).to(device)
         if group is not None:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         self.overflowed = bool(flag.item())

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.engine import _torch
+from shardlib.engine import _torch, offload
 from shardlib.engine._torch import pytree
 from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
 from shardlib.engine.held import Held, local_of
@@ -83,9 +83,7 @@ class _Unit:
             )
         self.memory.holder = self
         for bundle, held in self.bundles:
-            mine = [local_of(one.param).reshape(-1) for one in held]
-            flat = mine[0] if len(mine) == 1 else torch.cat(mine)
-            self.under_way.append(bundle.gather(flat, _wholes(held)))
+            self.under_way.append(_begin(bundle, held))
 
     def finish_gathering(self) -> None:
         for moving, (bundle, held) in zip(self.under_way, self.bundles, strict=False):
@@ -103,6 +101,15 @@ class _Unit:
     def hide(self) -> None:
         for owner, key, held, _ in self.places:
             owner[key] = held.param
+
+
+def _begin(bundle: Bundle, held: Sequence[Held]) -> Any:
+    """Ask for every rank's parts; own ones that lie on the host are copied first, beside what is computed."""
+    mine = [local_of(one.param).reshape(-1) for one in held]
+    if "stored" not in held[0].hosted:
+        return bundle.gather(mine[0] if len(mine) == 1 else torch.cat(mine), _wholes(held))
+    with offload.beside(bundle.device):
+        return bundle.gather(offload.joined(mine, bundle.device), _wholes(held))
 
 
 def _wholes(held: Iterable[Held]) -> list[torch.Tensor]:
@@ -304,7 +311,7 @@ def _unit_of(name: str, units: Sequence[str]) -> str:
 def _memory_for(groups: list[list[Held]]) -> Lending:
     """One buffer that is large enough for each of these groups."""
     size = max((sum(map(_room, group)) for group in groups), default=0)
-    device = local_of(groups[0][0].param).device if groups else None
+    device = groups[0][0].device if groups else None
     return Lending(torch.empty(size, dtype=torch.uint8, device=device))
 
 
@@ -375,7 +382,7 @@ def _bundles(group: list[Held], scratch: Scratch) -> list[tuple[Bundle, list[Hel
     batches = in_batches(
         group,
         alone=lambda one: goes_alone(local_of(one.leaf), one.cut),
-        key=lambda one: (one.axes, one.dtype),
+        key=lambda one: (one.axes, one.dtype, "stored" in one.hosted),
         size=lambda one: local_of(one.leaf).nbytes,
         limit=math.inf,
     )
@@ -384,7 +391,7 @@ def _bundles(group: list[Held], scratch: Scratch) -> list[tuple[Bundle, list[Hel
 
 def _bundle(batch: list[Held], scratch: Scratch) -> Bundle:
     cuts = [held.cut for held in batch if held.cut is not None]
-    return Bundle(cuts, batch[0].peers, batch[0].dtype, local_of(batch[0].param).device, scratch)
+    return Bundle(cuts, batch[0].peers, batch[0].dtype, batch[0].device, scratch)
 
 
 def install(units: Units, model: nn.Module) -> Callable[[], None]:

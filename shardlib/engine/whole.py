@@ -7,7 +7,7 @@ and afterwards handed out again in the layouts of the plan, so that between step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardlib._mesh import MeshShape
-from shardlib.engine import _torch, agree
+from shardlib.engine import _torch, agree, offload
 from shardlib.engine.held import Held, local_of
 from shardlib.layout import Layout
 
@@ -90,7 +90,8 @@ class WholeStep:
                 if isinstance(value, DTensor):
                     jobs.append(((one, key), one.held.layout, local_of(value)))
                 else:
-                    found.setdefault(id(one), {})[key] = value
+                    away = isinstance(value, torch.Tensor) and "state" in one.held.hosted
+                    found.setdefault(id(one), {})[key] = value.to(offload.HOST) if away else value
         for (one, key), whole in self._to_owners(jobs):
             found.setdefault(id(one), {})[key] = whole
         return {one.leaf: found[id(one)] for one in self.own if id(one) in found and one.leaf is not None}
@@ -132,9 +133,8 @@ class WholeStep:
                 split = shape == tuple(one.held.leaf.shape) and len(shape) > 0
                 layout = one.held.layout if split else Layout.replicate(len(shape))
                 place = self.shape.coordinate(self.rank)
-                memory = torch.empty(
-                    layout.local_shape(shape, self.shape, place), dtype=dtype, device=local_of(param).device
-                )
+                size = layout.local_shape(shape, self.shape, place)
+                memory = torch.empty(size, dtype=dtype, device=one.held.state_device)
                 jobs.append((one, layout, here, memory))
                 made.setdefault(param, {})[key] = one.held.wrap(memory) if split and one.held.is_split else memory
         self._from_owners(jobs)
@@ -143,11 +143,22 @@ class WholeStep:
     # --- moving -------------------------------------------------------------------------------------------------------
 
     def _to_owners(self, jobs: Iterable[tuple[Any, Layout, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
-        """Whole tensors, on their owners, of the parts that ranks hold; of replicas the first one is sent."""
+        """Whole tensors, on their owners, of the parts that ranks hold; of replicas the first one is sent.
+
+        On the host where their state is. They travel from device to device.
+        """
+        made = []
+        for wave in _waves(jobs):
+            for key, whole in self._send_to_owners(wave):
+                held = _owned(key).held
+                made.append((key, offload.on_host(whole, held.device) if "state" in held.hosted else whole))
+        return made
+
+    def _send_to_owners(self, jobs: Iterable[tuple[Any, Layout, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
         ops, arriving, made = [], [], []
-        for key, layout, local in jobs:
-            one = key[0] if isinstance(key, tuple) else key
-            shape = tuple(one.held.leaf.shape)
+        for key, layout, stored in jobs:
+            one = _owned(key)
+            shape, local = tuple(one.held.leaf.shape), offload.on_device(stored, one.held.device)
             if one.owner == self.rank:
                 whole = torch.empty(shape, dtype=local.dtype, device=local.device)
                 made.append((key, whole))
@@ -170,8 +181,13 @@ class WholeStep:
 
     def _from_owners(self, jobs: Iterable[tuple[_Owned, Layout, torch.Tensor | None, torch.Tensor]]) -> None:
         """What owners have whole, in parts, into the memory of every rank."""
+        for wave in _waves(jobs):
+            self._send_from_owners(wave)
+
+    def _send_from_owners(self, jobs: Iterable[tuple[_Owned, Layout, torch.Tensor | None, torch.Tensor]]) -> None:
         ops, arriving = [], []
         for one, layout, whole, memory in jobs:
+            device = one.held.device
             if one.owner == self.rank:
                 assert whole is not None
                 for rank in range(len(self.ranks)):
@@ -179,9 +195,11 @@ class WholeStep:
                     if rank == self.rank:
                         memory.copy_(part)
                     elif part.numel():
-                        ops.append(self._op(dist.isend, part.to(memory.dtype).contiguous(), rank))
+                        sent = offload.on_device(part.to(memory.dtype), device).contiguous()
+                        ops.append(self._op(dist.isend, sent, rank))
             elif memory.numel():
-                target = memory if memory.is_contiguous() else torch.empty_like(memory).contiguous()
+                fit = memory.is_contiguous() and memory.device == device
+                target = memory if fit else torch.empty(memory.shape, dtype=memory.dtype, device=device)
                 ops.append(self._op(dist.irecv, target, one.owner))
                 arriving.append((memory, target))
         _wait_for(ops)
@@ -195,6 +213,23 @@ class WholeStep:
     def _first_holders(self, layout: Layout) -> list[int]:
         whole = [axis for axis in self.shape.names if axis not in layout.axes]
         return [r for r in range(len(self.ranks)) if not any(self.shape.coordinate(r)[axis] for axis in whole)]
+
+
+def _owned(key: Any) -> _Owned:
+    """The tensor that a job is about, whose key has more in it where it moves state."""
+    one = key[0] if isinstance(key, tuple) else key
+    assert isinstance(one, _Owned)
+    return one
+
+
+def _waves(jobs: Iterable[Any]) -> Iterator[list[Any]]:
+    """Jobs that move together. What lies on the host goes one by one: a device need not hold all of it to step."""
+    together: list[Any] = []
+    apart: list[Any] = []
+    for job in jobs:
+        (apart if _owned(job[0]).held.hosted else together).append(job)
+    yield from ([together] if together else [])
+    yield from ([job] for job in apart)
 
 
 def _owners(held: Sequence[Held], ranks: int) -> list[int]:

@@ -253,7 +253,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         if factor != 1.0:
             _torch.multiply_all(grads, factor)
         if self.scaler is not None:
-            self.scaler.look_at(grads, self._record.reducer.group_of_all())
+            self.scaler.look_at(grads, self._record.reducer.group_of_all(), self._record.reducer.device)
 
     # --- clipping -----------------------------------------------------------------------------------------------------
 
@@ -368,5 +368,5 @@ def _taken(param: torch.Tensor, key: str, value: Any) -> Any:
     if not plain or held is None or value.shape != param.shape:
         return value
     if held.cut is None and held.compute_spec is None:
-        return value.clone()
-    return held.wrap(held.take(value).to(local_of(param).device))
+        return value.to(held.state_device, copy=True)
+    return held.wrap(held.take(value).to(held.state_device))

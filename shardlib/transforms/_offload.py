@@ -18,11 +18,17 @@ _PHASES: dict[str, Phase] = {"state": "state", "params": "stored", "grads": "gra
 
 
 def offload(what: str | Sequence[str] = "state", *, fraction: float = 1.0, only: Names = None) -> Transform:
-    """Keep phases of parameters in host memory; they are copied to the device to be used, or used where they lie.
+    """Keep phases of parameters in host memory: state is used there, parameters are copied to the device to be used.
+
+        "state"   gradients are copied to the host for a step, which is made there, and updated parameters back
+        "all"     with zero(3) or fsdp(): parameters are copied to the device whenever a unit gathers them, and
+                  gradients to the host as soon as they are reduced
+
+    On an accelerator these two run. torch keeps a gradient where its parameter is, and steps there, so that "params"
+    or "grads" without the others can be planned only; where the device is a CPU nothing has to move.
 
     Args:
-        what: "state" (the optimizer's, which then steps on the host), "params" (between steps), "grads", several of
-            them, or "all".
+        what: "state" (the optimizer's), "params" (between steps), "grads", several of them, or "all".
         fraction: how much of each phase's bytes, from 0 to 1. Whole tensors go, the largest first, until as much lies
             in host memory.
         only: patterns of parameters, or of modules, as in rules; None is all.
