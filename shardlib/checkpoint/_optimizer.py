@@ -122,6 +122,8 @@ def describe(optimizer: torch.optim.Optimizer, of: Known, put: Put) -> dict[str,
     made = {"class": _class_of(optimizer), "groups": groups, "values": values}
     if (scaler := getattr(optimizer, "scaler", None)) is not None:
         made["scaler"] = encode(scaler.state_dict(), "optimizer.scaler", put)
+    if (history := getattr(optimizer, "fp8_history", None)) is not None:
+        made["fp8_history"] = encode(history.state_dict(), "optimizer.fp8_history", put)
     return made
 
 

@@ -51,6 +51,7 @@ class Sharded:
     model_mesh: DeviceMesh | None
     reducer: GradientReducer
     compiled: CompileReport
+    fp8_history: fp8.History | None = None
 
 
 _sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
@@ -178,7 +179,8 @@ def apply_plan(
             share_random_state(build.group_of_all())
         build.replace_tensors(init, undo, check=check)
         reducer = build.install(undo, check=check, global_batch_norm=global_batch_norm)
-        undo.callback(fp8.install(model, float8))
+        history = build.fp8_history(float8, reducer)
+        undo.callback(fp8.install(model, float8, history))
         report, uncompile = compile_blocks(model, compile if build.model_mesh is not None else None, build.place())
         undo.callback(uncompile)
         if build.units is not None:
@@ -187,7 +189,7 @@ def apply_plan(
         if check and not build.exact_random:
             build.share_random_state()
         told = dataclasses.replace(plan_, notes=plan_.notes + float8.notes())
-        _sharded[model] = Sharded(told, device_mesh, build.model_mesh, reducer, report)
+        _sharded[model] = Sharded(told, device_mesh, build.model_mesh, reducer, report, history)
         undo.pop_all()
     return model
 
@@ -387,6 +389,15 @@ class _Build:
         for handle in (*drawing, *root.install(self.model), state.accept_plain_state(self.model)):
             undo.callback(handle.remove)
         return reducer
+
+    def fp8_history(self, linears: fp8.Linears, reducer: GradientReducer) -> fp8.History | None:
+        """What float8 is scaled by, if by earlier steps; a step ends with its last backward pass."""
+        steps = self.plan.step.fp8_history
+        if not steps or not linears.names:
+            return None
+        history = fp8.History(linears, steps, self.device)
+        reducer.at_the_end_of_steps.append(functools.partial(history.end_step, self.group_of_all()))
+        return history
 
     def _held(self) -> list[Held]:
         """Each parameter once, with how its gradient and state lie."""

@@ -9,12 +9,18 @@ magnitude to the format's range, rounded, multiplied with another in float32, an
 
 Results, weights and their gradients are bfloat16; the bias and its gradient never are in float8.
 
-Scales are current ones, of the tensor as it is, and **powers of two**: the largest that keeps the tensor in range.
+Scales are **powers of two**: by default current ones, the largest that keep the tensor, as it is, in range.
 What a normal number is rounded to then does not depend on the scale at all, and so not on which other elements are on
 the rank: each data rank scales its own activations and nothing is sent, and yet rounds what one device would round, to
 the same bits. Only where a number is so much smaller than the largest (2**13 times in e4m3, 2**28 in e5m2) that it may
 become subnormal does the scale matter, and a rank's own is never worse than that of all ranks. It costs at most one of
 these powers of two of range, and no precision.
+
+Delayed scales keep in range what was largest, on any rank, in a number of earlier steps, so that a kernel need not look
+at a tensor before it rounds it; what is larger now is cut off at the largest number of the format (section 3.1 of the
+paper; docs.nvidia.com/deeplearning/transformer-engine, "DelayedScaling", whose history this is, with "max"). Ranks must
+then agree on scales, since these decide what is cut off: after each step one all-reduce tells all ranks the largest
+magnitudes of all tensors.
 
 Weights are whole wherever they are multiplied here, those stored in parts too; their scales are alike on all ranks.
 """
@@ -23,10 +29,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -35,10 +42,10 @@ from torch.distributed.tensor import DTensor
 from shardlib._plan import Plan, Row
 from shardlib.engine import _torch
 from shardlib.engine.regions import inside
-from shardlib.errors import PlanError, nearest
+from shardlib.errors import CheckpointError, PlanError, nearest
 from shardlib.rules.patterns import compile_pattern
 
-__all__ = ["E4M3", "E5M2", "Linears", "Rounded", "choose", "install", "rounded"]
+__all__ = ["E4M3", "E5M2", "History", "Linears", "Rounded", "choose", "install", "rounded"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of features: what the kernels of CUDA take
@@ -90,12 +97,67 @@ def choose(model: nn.Module, plan: Plan, device: torch.device, regions: Collecti
     return made
 
 
-def install(model: nn.Module, linears: Linears) -> Callable[[], None]:
-    """Let these modules multiply in float8; returns what undoes it."""
+class History:
+    """The largest magnitudes of earlier steps: of the input, the weight and the gradient of each of some modules.
+
+    The same on all ranks. Before there are any, a tensor is scaled by what is largest in it.
+
+    Args:
+        linears: the modules.
+        steps: how many steps are remembered.
+        device: that they compute on.
+
+    Attributes:
+        largest: of all steps remembered, (modules, 3); zero where there is none.
+        now: of this step, and on this rank, until it ends.
+    """
+
+    def __init__(self, linears: Linears, steps: int, device: torch.device) -> None:
+        self.names, self._next = linears.names, 0
+        self._steps = torch.zeros(steps, len(self.names), 3, device=device)
+        self.largest, self.now = torch.zeros_like(self._steps[0]), torch.zeros_like(self._steps[0])
+
+    def end_step(self, group: dist.ProcessGroup | None) -> None:
+        """What was largest in this step, on any rank of the group, counts from now on. Collective over the group."""
+        if group is not None and self.names:
+            dist.all_reduce(self.now, op=dist.ReduceOp.MAX, group=group)
+        self._steps[self._next].copy_(self.now)
+        self._next = (self._next + 1) % len(self._steps)
+        self.largest.copy_(self._steps.amax(0))
+        self.now.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps that are remembered, the oldest first."""
+        return {"names": list(self.names), "steps": self._steps.roll(-self._next, 0)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave, of the same modules; of more or fewer steps the last ones."""
+        if list(state["names"]) != list(self.names):
+            unlike = sorted({*state["names"]} ^ {*self.names})
+            raise CheckpointError(
+                f"The state is of a model that multiplies in float8 in {len(state['names'])} modules, and this one in "
+                f"{len(self.names)}. In one of them only: {_listed(unlike[:5])}. Choose the same linears=."
+            )
+        last = state["steps"][-len(self._steps) :].to(self._steps)
+        self._steps.zero_()
+        self._steps[len(self._steps) - len(last) :].copy_(last)
+        self._next = 0
+        self.largest.copy_(self._steps.amax(0))
+
+
+def install(model: nn.Module, linears: Linears, history: History | None = None) -> Callable[[], None]:
+    """Let these modules multiply in float8; returns what undoes it.
+
+    Args:
+        model: that they are in.
+        linears: their names.
+        history: what scales are chosen by; by default by the tensor itself.
+    """
     modules = [model.get_submodule(name) for name in linears.names]
-    for module in modules:
+    for index, module in enumerate(modules):
         assert isinstance(module, nn.Linear)
-        module.forward = _forward(module)  # type: ignore[method-assign,assignment]
+        way = _CURRENT if history is None else _Delayed(history.largest[index], history.now[index])
+        module.forward = _forward(module, way)  # type: ignore[method-assign,assignment]
 
     def undo() -> None:
         for module in modules:
@@ -162,7 +224,47 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(name or "the model itself" for name in names)
 
 
-def _forward(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+@dataclass(frozen=True)
+class _Current:
+    """How a module's input (0), weight (1) and gradient (2) are rounded: each by what is largest in it."""
+
+    def round(self, which: int, tensor: torch.Tensor) -> Rounded:
+        return rounded(tensor, _FORMATS[which])
+
+    def seen_only(self) -> _Current:
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class _Delayed(_Current):
+    """The same by what was largest in earlier steps; what is largest now is noted for later ones.
+
+    Attributes:
+        largest, now: a module's part of `History`.
+        notes: whether backward will follow. What is only looked at does not count.
+    """
+
+    largest: torch.Tensor = field(default_factory=lambda: torch.zeros(3))
+    now: torch.Tensor = field(default_factory=lambda: torch.zeros(3))
+    notes: bool = True
+
+    def round(self, which: int, tensor: torch.Tensor) -> Rounded:
+        largest = _largest(tensor)
+        if self.notes:
+            finite = torch.where(largest.isfinite(), largest, 0)
+            self.now[which].copy_(torch.maximum(self.now[which], finite))
+        before = self.largest[which]
+        return rounded(tensor, _FORMATS[which], largest, torch.where(before > 0, before, largest))
+
+    def seen_only(self) -> _Delayed:
+        return _Delayed(self.largest, self.now, notes=False)
+
+
+_CURRENT = _Current()
+_FORMATS = (E4M3, E4M3, E5M2)
+
+
+def _forward(module: nn.Linear, way: _Current) -> Callable[[torch.Tensor], torch.Tensor]:
     """The weight is read at each call: one that is stored in parts is whole only then."""
 
     def forward(input: torch.Tensor) -> torch.Tensor:
@@ -171,7 +273,8 @@ def _forward(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         if low is None or not input.numel() or isinstance(input, DTensor) or isinstance(weight, DTensor):
             return F.linear(input, weight, bias)
         rows = input.reshape(-1, input.shape[-1]).to(low)
-        out = _Linear.apply(rows, weight.to(low), None if bias is None else bias.to(low))
+        rounding = way if torch.is_grad_enabled() else way.seen_only()
+        out = _Linear.apply(rows, weight.to(low), None if bias is None else bias.to(low), rounding)
         return out.view(*input.shape[:-1], -1)
 
     return forward
@@ -190,27 +293,43 @@ class _Linear(torch.autograd.Function):
     costs nothing between forward and backward; it is rounded again, to the same bits."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
-        low = rounded(x, E4M3)
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: _Current
+    ) -> torch.Tensor:
+        low = way.round(0, x)
+        ctx.way = way
         ctx.save_for_backward(*(low if ctx.needs_input_grad[1] else (None, None)), weight)
-        return _product(low, rounded(weight, E4M3), x.dtype, bias)
+        return _product(low, way.round(1, weight), x.dtype, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, unit, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        low = rounded(grad, E5M2)
-        turned = _turned(rounded(weight, E4M3)) if needs_x else None
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        low = ctx.way.round(2, grad)
+        turned = _turned(ctx.way.round(1, weight)) if needs_x else None
         return (
             _product(low, turned, grad.dtype) if turned is not None else None,
             _product(_turned(low), _turned(Rounded(values, unit)), weight.dtype) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
+            None,
         )
 
 
-def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> Rounded:
+def _largest(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor, float("inf"), dtype=torch.float32)
+
+
+def rounded(
+    tensor: torch.Tensor, dtype: torch.dtype, largest: torch.Tensor | None = None, kept: torch.Tensor | None = None
+) -> Rounded:
     """A tensor in float8, by the largest power of two that keeps it in range. One that is not finite makes it all nan.
+
+    Args:
+        tensor: of any floating dtype.
+        dtype: of float8.
+        largest: the largest magnitude in it, where that is known.
+        kept: a magnitude to keep in range instead. What is larger is cut off.
 
     The bits of two positive floats differ by the difference of their exponents, and one less where the mantissa is
     the larger: shifted right, that is the exponent wanted, exactly and without waiting for the device. Multiplying by
@@ -220,11 +339,14 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> Rounded:
     >>> values.float() * unit, 1 / unit
     (tensor([  3.0000, -96.0000,   0.2500]), tensor(4.))
     """
-    largest = torch.linalg.vector_norm(tensor, float("inf"), dtype=torch.float32)
-    limit = torch.full_like(largest, torch.finfo(dtype).max)
-    exponent = ((limit.view(torch.int32) - largest.view(torch.int32)) >> 23).clamp(-126, 126)
+    largest = _largest(tensor) if largest is None else largest
+    most = torch.finfo(dtype).max
+    limit, bound = torch.full_like(largest, most), largest if kept is None else kept
+    exponent = ((limit.view(torch.int32) - bound.view(torch.int32)) >> 23).clamp(-126, 126)
     scale, unit = (((sign * exponent + 127) << 23).view(torch.float32) for sign in (1, -1))
-    values = (tensor * scale.to(tensor.dtype)).to(dtype, memory_format=torch.contiguous_format)
+    values = tensor * scale.to(tensor.dtype)
+    values = values if kept is None else values.clamp(-most, most)
+    values = values.to(dtype, memory_format=torch.contiguous_format)
     return Rounded(values, torch.where(largest.isfinite(), unit, torch.nan))
 
 

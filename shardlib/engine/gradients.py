@@ -347,6 +347,7 @@ class GradientReducer:
         self._handles: dict[int, list[Any]] = {}
         self._converting: list[Any] = []
         self.at_the_end: list[Callable[[], None]] = []  # what else to do when a backward pass has ended
+        self.at_the_end_of_steps: list[Callable[[], None]] = []  # and when it was the last one of a step
         self._left_out = self._slots  # of the buckets, because they required no gradient when these were laid out
         self.notice_unfrozen()
 
@@ -484,6 +485,9 @@ class GradientReducer:
         self.downloads.wait()
         for bucket in self._reducing:
             bucket.hand_out()
+        if self.enabled and not self.is_between_passes() and (self._reducing or not self._buckets):
+            for also in self.at_the_end_of_steps:
+                also()
         self._reducing = []  # a pass inside of this one may have asked for this to be called twice
         for slot in self._slots:
             slot.put_prior_back()

@@ -76,6 +76,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self._refuse_strangers()
         step = self._record.plan.step
         self.scaler = LossScaler(step.scaler) if step.scaler is not None else None
+        self.fp8_history = self._record.fp8_history
         self.step_was_skipped = False
         self._count: torch.Tensor | None = None
         self._counted: bool | None = None  # whether this step's losses came with counts
@@ -284,7 +285,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State by parameter names: DTensors of global shape where it is split, and each group's names and options.
 
-        Tensors are the optimizer's own, not copies. The loss scale is under "scaler".
+        Tensors are the optimizer's own, not copies. The loss scale is under "scaler", what delayed scales of float8 are
+        chosen by under "fp8_history".
         """
         state = {self._names[id(p)]: dict(self.inner.state[p]) for p in self._params() if self.inner.state.get(p)}
         groups = [
@@ -293,6 +295,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
         made: dict[str, Any] = {"state": state, "param_groups": groups}
         if self.scaler is not None:
             made["scaler"] = self.scaler.state_dict()
+        if self.fp8_history is not None:
+            made["fp8_history"] = self.fp8_history.state_dict()
         return made
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -304,7 +308,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
             CheckpointError: names or groups that are not this optimizer's.
         """
         given = dict(state_dict)
-        scaler = given.pop("scaler", None)
+        scaler, history = given.pop("scaler", None), given.pop("fp8_history", None)
         groups, state = given.get("param_groups"), given.get("state")
         if not isinstance(groups, list) or not isinstance(state, Mapping):
             raise CheckpointError('An optimizer\'s state dict has "state" and "param_groups"; this one does not.')
@@ -338,6 +342,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 self.inner.state[param] = {key: _taken(param, key, value) for key, value in known.items()}
         if scaler is not None and self.scaler is not None:
             self.scaler.load_state_dict(scaler)
+        if history is not None and self.fp8_history is not None:
+            self.fp8_history.load_state_dict(history)
 
 
 def _sum_and_count(loss: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

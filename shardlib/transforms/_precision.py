@@ -19,6 +19,7 @@ __all__ = ["Precision", "precision"]
 
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16_naive": torch.float16, "fp8": torch.bfloat16}
 _NAMES = (*_LOW, "fp32")
+_SCALINGS = ("current", "delayed")
 
 
 def precision(
@@ -30,6 +31,8 @@ def precision(
     keep: str | Sequence[str] = (),
     scaler: LossScale | None = None,
     linears: str | Sequence[str] = "**",
+    scaling: str = "current",
+    history: int = 16,
 ) -> Transform:
     """In which dtypes a model of float32 is trained.
 
@@ -49,6 +52,9 @@ def precision(
         keep: patterns of parameters, or of modules, that stay float32.
         scaler: how the loss is scaled; by default `LossScale()` for "fp16" and "fp16_naive", else not at all.
         linears: patterns of the linear modules that "fp8" is about.
+        scaling: of "fp8": "current" scales a tensor by what is largest in it now; "delayed" by what was largest in it,
+            on any rank, in earlier steps, and cuts off what is larger.
+        history: how many steps "delayed" looks back.
 
     Raises:
         PlanError: another name, arguments that contradict it; applied to a plan, one of another precision, a model of
@@ -65,7 +71,15 @@ def precision(
     if name not in _NAMES:
         raise PlanError(f"precision({name!r}): give one of {quoted(_NAMES)}.{nearest(str(name), _NAMES)}")
     made = Precision(
-        name, master, autocast, _dtype(reduce, name), as_names(keep) or (), scaler, as_names(linears) or ()
+        name,
+        master,
+        autocast,
+        _dtype(reduce, name),
+        as_names(keep) or (),
+        scaler,
+        as_names(linears) or (),
+        scaling,
+        history,
     )
     _check(made)
     return made
@@ -83,6 +97,8 @@ class Precision(Transform):
     keep: str | tuple[str, ...] = ()
     scaler: LossScale | None = None
     linears: str | tuple[str, ...] = "**"
+    scaling: str = "current"
+    history: int = 16
 
     @property
     def low(self) -> torch.dtype | None:
@@ -115,6 +131,7 @@ class Precision(Transform):
             "scaler": self.scaler or (LossScale() if scaled else None),
             "reduce_dtype": self.reduce,
             "fp8": ((self.linears,) if isinstance(self.linears, str) else self.linears) if self.name == "fp8" else (),
+            "fp8_history": self.history if self.scaling == "delayed" else 0,
         }
 
 
@@ -126,10 +143,16 @@ def _check(made: Precision) -> None:
         (bool(made.keep) and made.low is None, "keep", "every parameter stays float32"),
         (made.scaler is not None and made.name == "fp32", "scaler", "gradients of float32 need none"),
         (made.linears != "**" and made.name != "fp8", "linears", 'they are what "fp8" is about'),
+        (made.scaling == "delayed" and made.name != "fp8", "scaling", 'it is for "fp8"'),
+        (made.history != 16 and made.scaling != "delayed", "history", 'it is for scaling="delayed"'),
     ]
     for contradiction, argument, reason in wrong:
         if contradiction:
             raise PlanError(f"{made}: {argument} contradicts the rest: {reason}. Leave it out, or choose another name.")
+    if made.scaling not in _SCALINGS:
+        raise PlanError(f'{made}: scaling is "current" or "delayed".{nearest(str(made.scaling), _SCALINGS)}')
+    if not isinstance(made.history, int) or isinstance(made.history, bool) or made.history < 1:
+        raise PlanError(f"{made}: history is a number of steps, from 1 up.")
     if made.scaler is not None and not isinstance(made.scaler, LossScale):
         raise PlanError(f"{made}: scaler is a {type(made.scaler).__name__}; give a LossScale, or nothing.")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +15,9 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.engine import fp8
-from shardlib.errors import PlanError
-from shardlib.testing.models import perturb, rules_for
+from shardlib.errors import CheckpointError, PlanError
+from shardlib.testing.models import Tokens, perturb, rules_for
+from shardlib.transforms import parse
 from tests.engine.low_precision import Trained, gpt, train
 
 # Of a format: half the distance of neighbours, relative for normal numbers and absolute for subnormal ones, which are
@@ -324,3 +326,196 @@ def _autocast() -> list[bool]:
 
 def test_under_autocast_as_autocast_says(ranks):
     assert ranks(1).run(_autocast)[0] == [True, False, True]
+
+
+# --- delayed scaling --------------------------------------------------------------------------------------------------
+
+DELAYED = sl.precision("fp8", scaling="delayed", history=3)
+
+
+def _delayed(features: tuple[int, int], steps: int = 3) -> tuple[nn.Linear, fp8.History]:
+    module = nn.Linear(*features).bfloat16()
+    history = fp8.History(fp8.Linears(("",)), steps, torch.device("cpu"))
+    fp8.install(module, fp8.Linears(("",)), history)
+    return module, history
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@given(data=st.data())
+def test_what_is_beyond_earlier_steps_is_cut_off_and_the_rest_is_within_the_format(dtype, data):
+    """In range, an element is off by half the distance of its neighbours, relative or, if subnormal, absolute; that of
+    a scale which leaves at most one power of two unused. Beyond, it becomes the largest number, of its sign."""
+    relative, absolute, limit = FORMATS[dtype]
+    earlier = data.draw(st.floats(2.0**-60, 2.0**60, width=32))
+    size = earlier * data.draw(st.sampled_from([2.0**-20, 0.1, 1.0, 3.0, 2.0**10]))
+    x = _scaled_randn((8, 16), size, data.draw(st.integers(0, 100))).float()
+    values, unit = fp8.rounded(x, dtype, x.abs().max(), torch.tensor(earlier))
+    most = limit * unit.double()
+    assert earlier <= most < 2 * earlier * (1 + 2.0**-20)
+    exact, found = x.double(), values.double() * unit.double()
+    inside = exact.abs() <= most
+    bound = torch.maximum(relative * exact.abs(), absolute * unit.double())
+    assert ((found - exact).abs() <= bound)[inside].all()
+    assert torch.equal(found[~inside], (most * exact.sign())[~inside])
+
+
+def test_the_first_step_is_scaled_by_itself_and_later_ones_by_those_before():
+    module, history = _delayed((16, 32), steps=2)
+    plain = _linear((16, 32))
+    plain.load_state_dict(module.state_dict())
+
+    def run(x: torch.Tensor) -> bool:
+        """Whether a step is what current scaling makes."""
+        results = []
+        for each in (module, plain):
+            each.zero_grad()
+            y = each(x)
+            y.backward(torch.ones_like(y))
+            results.append((y.detach(), each.weight.grad))
+        history.end_step(None)
+        return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+    x = _scaled_randn((8, 16), 1.0, 0)
+    assert run(x)
+    assert history.largest[0].tolist() == [x.abs().max().item(), module.weight.abs().max().item(), 1.0]
+    assert run(x)  # as large as before
+    assert not run(x * 64)  # cut off
+    assert run(x * 64)
+    assert run(x * 64) and run(x * 64)
+    assert history.largest[0, 0] == 64 * x.abs().max()
+    run(x), run(x)
+    assert history.largest[0, 0] == x.abs().max()  # what is longer ago is forgotten
+
+
+def test_what_is_only_looked_at_does_not_count():
+    module, history = _delayed((16, 16))
+    with torch.no_grad():
+        module(torch.ones(4, 16, dtype=torch.bfloat16))
+    assert not history.now.any()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_seen_and_forgotten(bad):
+    module, history = _delayed((16, 16))
+    x = torch.ones(4, 16, dtype=torch.bfloat16)
+    module(x)
+    history.end_step(None)
+    x[1, 2] = bad
+    assert module(x).isnan().all()
+    history.end_step(None)
+    assert history.largest[0, 0] == 1
+
+
+def _histories(mesh: str, *transforms: Any) -> tuple[torch.Tensor, list[bool], torch.Tensor]:
+    """Scales after each step of a model whose ranks see other examples; largest magnitudes of this rank alone."""
+    model = sl.shard_model(gpt(), mesh, {"**": None}, transforms=transforms, compile=None)
+    optimizer = sl.OptimizerWrapper(torch.optim.AdamW, model, lr=1e-3)
+    seen, alone = [], []
+    for step in range(5):
+        optimizer.zero_grad()
+        ids = Tokens(8, 5, 16)(step).chunk(dist.get_world_size())[dist.get_rank()]
+        for part in ids.chunk(sl.plan_of(model).step.accumulate):
+            optimizer.backward(F.cross_entropy(model(part).flatten(0, 1), part.flatten()))
+            alone.append(optimizer.fp8_history.now.any().item())
+        optimizer.step()
+        seen.append(optimizer.fp8_history.largest.clone())
+    return torch.stack(seen), alone, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_ranks_agree_on_scales_bit_for_bit(ranks):
+    runs = ranks(2).run(_histories, "dp=2", DELAYED)
+    assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][2], runs[1][2])
+    assert runs[0][0].all() and len(runs[0][0].unique(dim=0)) == 5
+    single = ranks(1).run(_histories, "dp=1", DELAYED)[0][0]
+    # What is largest on any rank is what is largest on one device, but for the scale of a gradient of half as many.
+    torch.testing.assert_close(runs[0][0][0, :, :2], single[0, :, :2], rtol=2.0**-6, atol=0)
+    torch.testing.assert_close(runs[0][0][0, :, 2], 2 * single[0, :, 2], rtol=2.0**-4, atol=0)
+
+
+def test_a_step_of_several_passes_is_one_entry(ranks):
+    for largest, under_way, _ in ranks(2).run(_histories, "dp=2", DELAYED, sl.accumulate(2), sl.zero(2)):
+        assert under_way == [True, False] * 5
+        assert len(largest.unique(dim=0)) == 5
+
+
+def test_training_with_delayed_scales_is_as_near_to_float64_as_with_current_ones(ranks):
+    exact = ranks(1).run(train, "dp=1", dtype=torch.float64)[0]
+    current = _errors(ranks(1).run(train, "dp=1", FP8)[0], exact)
+    # Cut off is what grew since the last three steps, by a few percent: less than float8 rounds.
+    for mesh, stage in (("dp=1", sl.replicate()), ("dp=2", sl.zero(2)), ("dp=2", sl.zero(3))):
+        runs = ranks(sl.MeshShape(mesh).world_size).run(train, mesh, DELAYED, stage)
+        assert all(run.losses == runs[0].losses for run in runs)
+        assert _errors(runs[0], exact)[0] < 2 * current[0] + torch.finfo(torch.bfloat16).eps
+
+
+def test_stages_do_not_change_a_bit_with_delayed_scales(ranks):
+    runs = [ranks(2).run(train, "dp=2", DELAYED, stage)[0].losses for stage in STAGES.values()]
+    assert all(run == runs[0] for run in runs)
+    again = ranks(2).run(train, "dp=2", DELAYED, sl.checkpoint_activations())[0].losses
+    assert again == runs[0]
+
+
+def _continued(folder: str, by: str) -> list[float]:
+    """Six steps; after three, everything goes into a new model."""
+    made = [sl.shard_model(gpt(), "dp=2", {"**": None}, transforms=[DELAYED], compile=None) for _ in range(2)]
+    optimizers = [sl.OptimizerWrapper(torch.optim.AdamW, model, lr=1e-2) for model in made]
+    losses = []
+    for step in range(6):
+        which = int(step > 2 and by != "")
+        if step == 3 and by == "save":
+            sl.save(folder, made[0], optimizers[0])
+            sl.load(folder, made[1], optimizers[1])
+        elif step == 3 and by == "state_dict":
+            made[1].load_state_dict(made[0].state_dict())
+            optimizers[1].load_state_dict(optimizers[0].state_dict())
+        ids = Tokens(8, 5, 16)(step).chunk(2)[dist.get_rank()]
+        optimizers[which].zero_grad()
+        loss = F.cross_entropy(made[which](ids).flatten(0, 1), ids.flatten())
+        optimizers[which].backward(loss)
+        optimizers[which].step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("by", ["save", "state_dict"])
+def test_scales_are_saved_with_the_optimizer(ranks, tmp_path, by):
+    wanted = ranks(2).run(_continued, "", "")
+    assert ranks(2).run(_continued, str(tmp_path / "saved"), by) == wanted
+    assert len(set(wanted[0])) == 6
+
+
+def test_histories_of_other_lengths_and_models():
+    long, short = (fp8.History(fp8.Linears(("a", "b")), steps, torch.device("cpu")) for steps in (4, 2))
+    for step in range(6):
+        long.now.fill_(step)
+        long.end_step(None)
+    assert long.state_dict()["steps"][:, 0, 0].tolist() == [2, 3, 4, 5]
+    short.load_state_dict(long.state_dict())
+    assert short.state_dict()["steps"][:, 0, 0].tolist() == [4, 5] and short.largest.eq(5).all()
+    long.load_state_dict(short.state_dict())
+    assert long.state_dict()["steps"][:, 0, 0].tolist() == [0, 0, 4, 5]
+    with pytest.raises(CheckpointError, match=r"In one of them only: b, c\. Choose the same linears="):
+        long.load_state_dict(fp8.History(fp8.Linears(("a", "c")), 4, torch.device("cpu")).state_dict())
+
+
+def test_delayed_scaling_is_written_and_read():
+    text = 'precision("fp8", scaling="delayed")'
+    assert repr(parse(text)) == text
+    assert parse(text) == sl.precision("fp8", scaling="delayed")
+    made = sl.plan(nn.Linear(16, 16), "dp=2", {"**": None}, transforms=[DELAYED])
+    assert made.step.fp8_history == 3
+    assert (made | sl.zero(2)).step.fp8_history == 3
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"name": "bf16", "scaling": "delayed"}, 'scaling contradicts the rest: it is for "fp8"'),
+        ({"name": "fp8", "history": 4}, 'history contradicts the rest: it is for scaling="delayed"'),
+        ({"name": "fp8", "scaling": "late"}, 'scaling is "current" or "delayed"'),
+        ({"name": "fp8", "scaling": "delayed", "history": 0}, "history is a number of steps, from 1 up"),
+    ],
+)
+def test_contradictions_about_scales_are_refused(wrong, message):
+    with pytest.raises(PlanError, match=message):
+        sl.precision(**wrong)
