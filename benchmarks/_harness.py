@@ -36,7 +36,7 @@ PARTS = "forward", "backward", "optimizer"
 WARM_UP = 5
 LOSS_TOLERANCE = 1e-3  # float32 after some hundred AdamW steps; a wrong gradient is off by far more
 
-OPTIONS = {"lr": 1e-3, "weight_decay": 0.01}  # of AdamW
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}  # of AdamW
 
 Trained = nn.Module | tuple[nn.Module, torch.optim.Optimizer]
 

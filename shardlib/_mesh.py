@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -228,7 +229,13 @@ class MeshShape:
 MeshLike = str | Mapping[str, int] | MeshShape | DeviceMesh
 
 
-def mesh(spec: MeshLike | None = None, *, device_type: str | None = None, **axes: int) -> DeviceMesh:
+def mesh(
+    spec: MeshLike | None = None,
+    *,
+    device_type: str | None = None,
+    timeout: float | timedelta | None = None,
+    **axes: int,
+) -> DeviceMesh:
     """A torch `DeviceMesh` with named axes, over the processes that run now.
 
     Started by `torchrun` it joins that job (NCCL on GPU, gloo on CPU); started by nothing it becomes a job of one
@@ -238,24 +245,47 @@ def mesh(spec: MeshLike | None = None, *, device_type: str | None = None, **axes
         spec: "dp=2,tp=4", a `MeshShape` or a mapping; or give the axes as keywords.
         device_type: "cuda" or "cpu"; by default the accelerator that torch sees, else "cpu"; "cpu" too where a
             process group of gloo alone is there already.
+        timeout: how long ranks wait for each other, in seconds or as a `timedelta`; one that has stood still so long
+            counts as lost. By default that of the process group, half an hour where torch chose it.
         **axes: names and sizes, instead of `spec`.
 
     Raises:
-        MeshError: the sizes do not multiply to the number of processes.
+        MeshError: the sizes do not multiply to the number of processes; a timeout that is not positive.
 
     Example:
         >>> mesh("dp=1,tp=1").mesh_dim_names  # doctest: +SKIP
         ('dp', 'tp')
     """
+    limit = _checked_timeout(timeout)
     if isinstance(spec, DeviceMesh):
+        _set_timeouts(spec, limit)
         return spec
     shape = MeshShape.of(spec) if spec is not None else MeshShape(**axes)
     if spec is not None and axes:
         raise MeshError(f'Give the mesh once: as "{shape}" or as keywords ({_listed(axes)}), not both.')
     device_type = device_type or _default_device_type()
     shape = shape.resolve(_world_size())
-    _ensure_process_group(device_type)
-    return init_device_mesh(device_type, shape.sizes, mesh_dim_names=shape.names)
+    _ensure_process_group(device_type, limit)
+    made = init_device_mesh(device_type, shape.sizes, mesh_dim_names=shape.names)
+    _set_timeouts(made, limit)
+    return made
+
+
+def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
+    if timeout is None:
+        return None
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if limit <= timedelta(0):
+        raise MeshError(f"timeout={timeout!r} was given; give a positive number of seconds, or a timedelta.")
+    return limit
+
+
+def _set_timeouts(made: DeviceMesh, limit: timedelta | None) -> None:
+    """Of the job's process group, from which others take theirs, and of those of the axes."""
+    if limit is not None:
+        for group in (dist.group.WORLD, *made.get_all_groups()):
+            assert group is not None
+            group.set_timeout(limit)
 
 
 def _world_size() -> int:
@@ -270,16 +300,16 @@ def _default_device_type() -> str:
     return device.type if device else "cpu"
 
 
-def _ensure_process_group(device_type: str) -> None:
+def _ensure_process_group(device_type: str, timeout: timedelta | None = None) -> None:
     if dist.is_initialized():
         return
     if device_type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo" if device_type == "cpu" else None
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _parse(text: str) -> list[tuple[str, int]]:

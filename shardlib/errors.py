@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointError",
     "InputError",
     "LayoutError",
+    "LostRankError",
     "MeshError",
     "PlanError",
     "RuleError",
@@ -19,7 +20,7 @@ __all__ = [
 
 
 class ShardlibError(Exception):
-    """Base of every error that shardlib raises about what a user gave it."""
+    """Base of every error that shardlib raises about what a user gave it, or about ranks that are gone."""
 
 
 class MeshError(ShardlibError):
@@ -48,6 +49,19 @@ class InputError(ShardlibError):
 
 class CheckpointError(ShardlibError):
     """Saved values that do not fit the model they are loaded into."""
+
+
+class LostRankError(ShardlibError):
+    """A rank has ended, or did not answer in time, while others were waiting for it.
+
+    Attributes:
+        ranks: those that were lost first; empty where all answered again after a wait in vain.
+        phase: what this rank was doing when it noticed: "forward", "backward" or "step".
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = (), phase: str = "") -> None:
+        super().__init__(message)
+        self.ranks, self.phase = tuple(ranks), phase
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

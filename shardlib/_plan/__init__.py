@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardlib._plan.borrowed import ALONE_BYTES
 from shardlib._plan.make import RulesLike, Transform, as_rules, plan
 from shardlib._plan.memory import Blocks, Memory
 from shardlib._plan.report import DryRun, Gathered, Recorded
@@ -9,8 +10,10 @@ from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.step import LossScale, Step
 from shardlib._plan.table import Plan
 from shardlib._plan.traffic import Traffic
+from shardlib._plan.units import join_small, unit_of
 
 __all__ = [
+    "ALONE_BYTES",
     "PHASES",
     "Blocks",
     "DryRun",
@@ -26,5 +29,7 @@ __all__ = [
     "Traffic",
     "Transform",
     "as_rules",
+    "join_small",
     "plan",
+    "unit_of",
 ]

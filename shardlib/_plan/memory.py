@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardlib._mesh import MeshShape
+from shardlib._plan.borrowed import borrowed_bytes
 from shardlib._plan.rows import Phase, Row
+from shardlib._plan.step import Step
 
 __all__ = ["Blocks", "Memory", "largest_rank", "stages"]
 
@@ -16,8 +18,8 @@ class Memory:
     """Bytes that the largest rank holds between the backward pass and the optimizer step.
 
     `state` has the optimizer's tensors and, where parameters are stored in a narrower dtype than their state, a master
-    copy of them. `buckets` is what transitions travel in. `host` is the part of all this that layouts keep in host
-    memory; it is included in the other figures.
+    copy of them. `host` is the part of all this that layouts keep in host memory; it is included in the other figures.
+    `buckets` is not: it is what a step borrows beside them, at most (`borrowed.py`).
     """
 
     parameters: int
@@ -29,7 +31,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.state + self.buffers + self.buckets
+        return self.parameters + self.gradients + self.state + self.buffers
 
     @property
     def device(self) -> int:
@@ -59,14 +61,26 @@ class Blocks:
         return int(number) if inside else None
 
 
-def largest_rank(rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None, *, state_tensors: int = 2) -> Memory:
+def largest_rank(
+    rows: Sequence[Row],
+    mesh: MeshShape,
+    blocks: Blocks | None,
+    *,
+    units: Sequence[str] = (),
+    step: Step,
+    state_tensors: int = 2,
+) -> Memory:
     """The sum of every row's largest piece; with a pipeline axis, of the stage that holds most.
 
     Rank 0 of every axis holds the largest piece of every plain and every fused split, so the sum of the largest
     pieces is what that one rank holds, and no other holds more.
     """
     return max(
-        (_sum(stage, mesh, state_tensors) for stage in stages(rows, mesh, blocks)), key=lambda memory: memory.total
+        (
+            replace(_sum(stage, mesh, state_tensors), buckets=borrowed_bytes(stage, mesh, units, step))
+            for stage in stages(rows, mesh, blocks)
+        ),
+        key=lambda memory: memory.total,
     )
 
 

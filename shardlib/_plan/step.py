@@ -50,6 +50,7 @@ class Step:
         scaler: how the loss is scaled, or None.
         recompute: patterns of modules whose activations are computed again in backward.
         fp8: patterns of linear modules that compute in float8.
+        overlap: updated parameters of repeated blocks are gathered while the next forward runs, until their block does.
         fp8_history: steps whose largest magnitudes scale tensors for float8; 0 is for the tensor's own, as it is now.
     """
 
@@ -60,6 +61,7 @@ class Step:
     scaler: LossScale | None = None
     recompute: tuple[str, ...] = ()
     fp8: tuple[str, ...] = ()
+    overlap: bool = False
     fp8_history: int = 0
 
     def __post_init__(self) -> None:

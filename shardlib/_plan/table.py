@@ -123,7 +123,9 @@ class Plan:
         Args:
             state_tensors: tensors of optimizer state for each parameter: 2 for Adam, 1 for SGD with momentum.
         """
-        return largest_rank(self.rows, self.mesh, self.blocks, state_tensors=state_tensors)
+        return largest_rank(
+            self.rows, self.mesh, self.blocks, units=self.units, step=self.step, state_tensors=state_tensors
+        )
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What one rank sends in a training step over the data axes, by purpose and collective.

@@ -93,11 +93,11 @@ def memory_line(plan: Plan) -> str:
     memory = plan.memory()
     host = f", of which {human_bytes(memory.host)} in host memory" if memory.host else ""
     master = ", and a master copy" if any(row.has_master for row in plan.rows) else ""
-    buckets = f", buckets {human_bytes(memory.buckets)}" if memory.buckets else ""
+    borrowed = f"; a step borrows up to {human_bytes(memory.buckets)} more in buckets" if memory.buckets else ""
     return (
         f"Largest rank: parameters {human_bytes(memory.parameters)}, gradients {human_bytes(memory.gradients)}, "
         f"optimizer state (2 tensors, AdamW{master}) {human_bytes(memory.state)}, buffers "
-        f"{human_bytes(memory.buffers)}{buckets}; together {human_bytes(memory.total)}{host}"
+        f"{human_bytes(memory.buffers)}; together {human_bytes(memory.total)}{host}{borrowed}"
     )
 
 

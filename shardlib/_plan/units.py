@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
-__all__ = ["find_repeated", "find_units", "unit_of"]
+__all__ = ["find_repeated", "find_units", "join_small", "unit_of"]
 
 
 def find_repeated(model: nn.Module) -> tuple[str, ...]:
@@ -54,6 +54,27 @@ def unit_of(names: Iterable[str], units: Sequence[str]) -> str:
     known = set(units)
     found = {next((prefix for prefix in _prefixes(name) if prefix in known), "") for name in names}
     return found.pop() if len(found) == 1 else ""
+
+
+def join_small(sizes: Mapping[str, int], alike: Callable[[str], object], limit: int) -> list[tuple[str, ...]]:
+    """Units that are gathered as one: with a unit the following ones, until they have `limit` bytes together.
+
+    Args:
+        sizes: bytes of each unit, in the model's order.
+        alike: what neighbours must share to be joined.
+        limit: in bytes; a larger unit stands alone.
+
+    >>> join_small({"a": 10, "b": 10, "c": 90, "d": 90, "e": 5}, lambda unit: None, 100)
+    [('a', 'b', 'c'), ('d', 'e')]
+    """
+    joined: list[tuple[str, ...]] = []
+    for unit in sizes:
+        last = joined[-1] if joined else ()
+        if last and sum(sizes[one] for one in last) < limit and alike(last[0]) == alike(unit):
+            joined[-1] = (*last, unit)
+        else:
+            joined.append((unit,))
+    return joined
 
 
 def _blocks(modules: nn.ModuleList) -> list[str]:

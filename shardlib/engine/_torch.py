@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -59,6 +60,7 @@ __all__ = [
     "clear_propagation_cache",
     "collective_name",
     "copy_all",
+    "default_store",
     "dispatcher",
     "drawn_by_tracker",
     "fake_tensor_errors",
@@ -114,12 +116,14 @@ __all__ = [
     "schema_of",
     "set_implicit_replication",
     "set_local",
+    "set_timeouts",
     "shard",
     "spec",
     "spec_of",
     "spec_with",
     "splits",
     "step_without_hooks",
+    "wait_for",
     "with_values",
     "wrap",
 ]
@@ -236,7 +240,55 @@ def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """The one-axis mesh over several axes of a mesh, in any order, so that one collective spans them all."""
     axes = tuple(name for name in mesh.mesh_dim_names or () if name in axes)
     with unset_fake_temporarily():  # a mesh is a tensor of ranks
-        return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten()
+        if len(axes) == 1:
+            return mesh[axes[0]]
+        flat = mesh[axes]._flatten()
+        set_timeouts(flat)
+        return flat
+
+
+def set_timeouts(mesh: DeviceMesh) -> None:
+    """Let the groups of a mesh wait as long as the job's own, which its user chose in `init_process_group(timeout=)`.
+
+    Torch (2.13.0) gives a new group its own default, half an hour, whatever that of the job is. Where a user chose
+    another one for an axis, it stays.
+    """
+    world = _timeout_of(dist.group.WORLD)
+    if world is None:
+        return
+    for axis in mesh.mesh_dim_names or ():
+        group = mesh.get_group(axis)
+        if _timeout_of(group) in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout or world):
+            group.set_timeout(world)
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """None for groups whose operations do not wait, as imagined ones, and for back ends that do not say."""
+    if dist.get_backend(group) == dist.Backend.FAKE:
+        return None
+    try:
+        return group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def wait_for(works: Sequence[dist.Work], group: Any) -> None:
+    """Wait for sends and receives, no longer than their group's timeout.
+
+    Of itself gloo (2.13.0) waits for these as long as was said when the group was made, whatever has been set since.
+    On NCCL, a wait with a timeout would hold up the host.
+    """
+    limit = _timeout_of(group) if dist.get_backend(group) == dist.Backend.GLOO else None
+    for work in works:
+        if limit is None:
+            work.wait()
+        else:
+            work.wait(limit)
+
+
+def default_store() -> dist.Store:
+    """The store over which the ranks of this job met."""
+    return c10d._get_default_store()
 
 
 def set_implicit_replication(enabled: bool) -> bool:

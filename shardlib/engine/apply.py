@@ -22,7 +22,20 @@ from torch.distributed.tensor import DTensor
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, mesh
 from shardlib._plan import Plan, Row, plan
-from shardlib.engine import _torch, agree, batchnorm, borders, exact, fp8, materialize, offload, ops, optimizer, state
+from shardlib.engine import (
+    _torch,
+    agree,
+    batchnorm,
+    borders,
+    exact,
+    fp8,
+    lost,
+    materialize,
+    offload,
+    ops,
+    optimizer,
+    state,
+)
 from shardlib.engine._torch import pytree
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
 from shardlib.engine.exchange import Peers, Scratch
@@ -34,7 +47,7 @@ from shardlib.engine.recompute import modules_to_recompute, recompute
 from shardlib.engine.region import Casting, Root, install_region
 from shardlib.engine.regions import find_regions, inside
 from shardlib.engine.units import Units, install, lend
-from shardlib.engine.updates import update_in_parts
+from shardlib.engine.updates import Updates, update_in_parts, wait_in_modules
 from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.layout import Dim, Layout, cut
 from shardlib.rules import Rules
@@ -172,6 +185,7 @@ def apply_plan(
     again = modules_to_recompute(model, plan_.step.recompute)
     float8 = fp8.choose(model, plan_, build.device, build.regions)
     build.warn_of_idle_axes()
+    _torch.set_timeouts(device_mesh)
     if check:
         build.check_ranks_agree()
     with ExitStack() as undo:
@@ -185,7 +199,11 @@ def apply_plan(
         undo.callback(uncompile)
         if build.units is not None:
             undo.callback(install(build.units, model))
+        if build.updates is not None and plan_.step.overlap:
+            undo.callback(wait_in_modules(build.updates, model, plan_.repeated))
         undo.callback(recompute(model, again, build.units))
+        if check:
+            undo.callback(lost.watch_forward(model))
         if check and not build.exact_random:
             build.share_random_state()
         told = dataclasses.replace(plan_, notes=plan_.notes + float8.notes())
@@ -209,6 +227,7 @@ class _Build:
         self.regions = self._find_regions()
         self._masters: dict[str, torch.Tensor] = {}
         self.units: Units | None = None
+        self.updates: Updates | None = None
 
     def refuse_what_is_not_built(self) -> None:
         pipeline = _active(self.shape, self.shape.pipeline_axes)
@@ -288,6 +307,7 @@ class _Build:
         group = self._group(self.shape.names)
         agree.plans_agree([*self.plan.lines(), *(['rng="exact"'] if self.exact_random else [])], group)
         agree.weights_agree(agree.all_tensors(self.model), group)
+        lost.meet(group)
 
     def share_random_state(self) -> None:
         index, _ = self.shape.data_place(self.coordinate)
@@ -364,7 +384,7 @@ class _Build:
             self._install_batch_norm(undo)
         held = self._held()
         bucket_bytes, scratch = int(self.plan.step.bucket_mb * 2**20), Scratch()
-        units = self.units = self._lend(held, scratch)
+        units = self.units = self._lend(held, scratch, bucket_bytes)
         reducer = GradientReducer(
             held,
             self.mesh,
@@ -380,7 +400,8 @@ class _Build:
         asked_of_optimizers = scaled or self.plan.step.accumulate > 1 or special
         if self.model_axes or self.data_axes or asked_of_optimizers:
             optimizer.look_after(self.model.parameters(), self.shape.data_ranks, reducer, scaled=scaled)
-        update_in_parts(held, scratch, bucket_bytes=bucket_bytes)
+        late = self.plan.repeated if self.plan.step.overlap else ()
+        self.updates = update_in_parts(held, scratch, bucket_bytes=bucket_bytes, late=late)
         if units is not None:
             reducer.at_the_end.append(units.let_go)
         root = Root(reducer, self._input_check(check), units, self._casting())
@@ -406,11 +427,18 @@ class _Build:
             remember(one)
         return held
 
-    def _lend(self, held: list[Held], scratch: Scratch) -> Units | None:
+    def _lend(self, held: list[Held], scratch: Scratch, bucket_bytes: int) -> Units | None:
         """Where parameters are stored in parts, memory in which they are whole while modules compute with them."""
         if not any(one.stage == 3 for one in held):
             return None
-        return lend(self.model, held, self.plan.units, lambda name: not self.rows[name].reshard, scratch)
+        return lend(
+            self.model,
+            held,
+            self.plan.units,
+            lambda name: not self.rows[name].reshard,
+            scratch,
+            bucket_bytes=bucket_bytes,
+        )
 
     def _held_one(self, name: str, param: nn.Parameter) -> Held:
         row = self.rows[name]

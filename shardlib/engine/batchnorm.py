@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib.engine._torch import BatchNorm, check_input_dim
+from shardlib.engine.lost import naming_lost_ranks_in_backward
 
 __all__ = ["is_batch_norm", "use_global_batch"]
 
@@ -90,6 +91,7 @@ class _SumOverRanks(torch.autograd.Function):
         return _sum(grad, ctx.group), None
 
 
+@naming_lost_ranks_in_backward
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)

@@ -18,19 +18,18 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from shardlib._plan import ALONE_BYTES
 from shardlib.engine import _torch
 from shardlib.layout import Cut
 
 __all__ = ["Bundle", "Peers", "Scratch", "goes_alone", "in_batches"]
-
-_ALONE_BYTES = 1 << 20  # from here on the copies into a bucket cost more than one more message
 
 T = TypeVar("T")
 
 
 def goes_alone(local: torch.Tensor, cut: Cut | None) -> bool:
     """Whether a tensor moves by itself, from and to where it lies."""
-    return local.nbytes >= _ALONE_BYTES and local.is_contiguous() and (cut is None or cut.in_runs)
+    return local.nbytes >= ALONE_BYTES and local.is_contiguous() and (cut is None or cut.in_runs)
 
 
 def in_batches(
@@ -108,10 +107,10 @@ class _Moving:
     works: list[dist.Work]
     borrowed: list[torch.Tensor]
     blocks: list[torch.Tensor]
+    group: dist.ProcessGroup
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        _torch.wait_for(self.works, self.group)
 
 
 class Bundle:
@@ -137,6 +136,16 @@ class Bundle:
         self.starts = list(cuts[0].starts) if self.alone else [rank * self.pitch for rank in range(peers.count)]
         self.total = sum(self.sizes) if self.alone else self.pitch * peers.count
         self._rows_of: dict[int, list[torch.Tensor]] = {}  # by address of a borrowed buffer
+
+    @property
+    def arriving_bytes(self) -> int:
+        """What summing borrows for the parts of others, as a number that all ranks share."""
+        return self.pitch * (self.peers.count - 1) * self.dtype.itemsize
+
+    @property
+    def packed_bytes(self) -> int:
+        """What a buffer of all parts takes; nothing where a tensor moves alone."""
+        return 0 if self.alone else self.total * self.dtype.itemsize
 
     @property
     def own(self) -> int:
@@ -220,13 +229,13 @@ class Bundle:
                 found[other] = arriving[slot]
                 works.append(peers.receive(arriving[slot], other))
         in_order = [found[rank] for rank in sorted(found)] if self.own else []
-        return _Moving([w for w in works if w is not None], [*borrowed, inbox], in_order)
+        return _Moving([w for w in works if w is not None], [*borrowed, inbox], in_order, peers.group)
 
     def _reduce_scatter(self, packed: torch.Tensor, borrowed: list[torch.Tensor]) -> _Moving:
         mine = self.scratch.take(self.pitch, self.dtype, self.device)
         out = mine[: self.pitch]
         work = dist.reduce_scatter_single(out, packed[: self.total], group=self.peers.group, async_op=True)
-        return _Moving([work], [*borrowed, mine], [out[: self.own]])
+        return _Moving([work], [*borrowed, mine], [out[: self.own]], self.peers.group)
 
     def sum_into(self, moving: _Moving, out: torch.Tensor, scale: float) -> None:
         """Wait, and write the sum of this rank's parts times `scale` into a flat tensor.
@@ -236,7 +245,7 @@ class Bundle:
         """
         moving.wait()
         if self.own:
-            torch.mul(_sum(moving.blocks, own=self.peers.index), scale, out=out)
+            _scaled_sum(moving.blocks, scale, out, own=self.peers.index)
         for buffer in moving.borrowed:
             self.scratch.give(buffer)
 
@@ -259,11 +268,11 @@ class Bundle:
             here[: self.own].copy_(mine)
         if not self.peers.direct:
             work = dist.all_gather_single(packed[: self.total], here.clone(), group=self.peers.group, async_op=True)
-            return _Moving([work], borrowed, blocks)
+            return _Moving([work], borrowed, blocks, self.peers.group)
         works = []
         for other in self.peers.others():
             works += [self.peers.send(here, other), self.peers.receive(blocks[other], other)]
-        return _Moving([w for w in works if w is not None], borrowed, blocks)
+        return _Moving([w for w in works if w is not None], borrowed, blocks, self.peers.group)
 
     def unpack(self, moving: _Moving, tensors: Sequence[torch.Tensor]) -> None:
         """Wait for a gathering, and put what came into its places."""
@@ -283,12 +292,22 @@ class Bundle:
             self.scratch.give(buffer)
 
 
-def _sum(blocks: list[torch.Tensor], *, own: int) -> torch.Tensor:
-    """The sum in order; blocks but the own one are overwritten."""
-    if len(blocks) == 1:
-        return blocks[0]
-    target = blocks[0] if own != 0 else blocks[1]
-    torch.add(blocks[0], blocks[1], out=target)
-    for block in blocks[2:]:
-        target.add_(block)
-    return target
+_CACHED = 1 << 16  # elements that stay in a core's cache between an addition and the next
+
+
+def _scaled_sum(blocks: list[torch.Tensor], scale: float, out: torch.Tensor, *, own: int) -> None:
+    """The sum in order, times `scale`. `out` may be the own block; others are written over.
+
+    On a CPU so much at a time as a cache holds.
+    """
+    target = out if own < 2 else blocks[0]  # nothing that is read later
+    if out.device.type == "cpu" and out.numel() > _CACHED:
+        pieces = zip(*(tensor.split(_CACHED) for tensor in (out, target, *blocks)), strict=True)
+    else:
+        pieces = zip(*([tensor] for tensor in (out, target, *blocks)), strict=True)
+    for result, total, first, *others in pieces:
+        if others:
+            torch.add(first, others[0], out=total)
+        for other in others[1:]:
+            total.add_(other)
+        torch.mul(total if others else first, scale, out=result)

@@ -28,6 +28,7 @@ from shardlib.engine import _torch
 from shardlib.engine.borders import moved
 from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
 from shardlib.engine.held import Axes, Held, local_of
+from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.offload import Downloads
 from shardlib.engine.plain import plain
 from shardlib.errors import ShardingError
@@ -42,11 +43,13 @@ class _Slot:
 
     Attributes:
         filled: backward has made its gradient.
+        in_bucket: this rank's part of it lies in memory of the bucket, which the next one overwrites.
         prior: this rank's part of what earlier backward passes gave, to which the new one is added.
     """
 
     held: Held
     filled: bool = False
+    in_bucket: bool = False
     prior: torch.Tensor | None = None
 
     def put_prior_aside(self) -> None:
@@ -62,8 +65,7 @@ class _Slot:
             self.prior = None
         elif self.held.is_part(param.grad):
             prior = local_of(param.grad)
-            # Under stage 1 it may lie in a bucket's memory, which the next gradients are packed into.
-            self.prior, param.grad = prior.clone() if self.held.stage == 1 else prior, None
+            self.prior, param.grad = prior.clone() if self.in_bucket or self.held.stage == 1 else prior, None
 
     def put_prior_back(self) -> None:
         if self.prior is not None and self.held.param.grad is None:
@@ -91,6 +93,11 @@ class _Bucket:
     def at_every_pass(self) -> bool:
         """Whether it leaves after each of the backward passes that make a step."""
         return False
+
+    @property
+    def borrows(self) -> int:
+        """Bytes that it borrows while it is under way, the same on all ranks."""
+        return 0
 
     def reset(self) -> None:
         self.missing = len(self.slots)
@@ -215,6 +222,8 @@ class _Scattered(_Bucket):
         out: this rank's parts, one behind the other.
         parts: the same apart, where the plan keeps gradients.
         flat: under stage 1, the memory of whole gradients in a bucket.
+        mine: memory of this rank's parts, where they are packed and stay until the next backward pass.
+        shown: what `p.grad` becomes, over `mine`.
     """
 
     bundle: Bundle | None = None
@@ -224,10 +233,17 @@ class _Scattered(_Bucket):
     out: torch.Tensor | None = None
     parts: list[torch.Tensor] = field(default_factory=list)
     flat: torch.Tensor | None = None
+    mine: torch.Tensor | None = None
+    shown: list[DTensor] = field(default_factory=list)
 
     @property
     def at_every_pass(self) -> bool:
         return not self.slots or self.slots[0].held.stage > 1
+
+    @property
+    def borrows(self) -> int:
+        assert self.bundle is not None
+        return self.bundle.arriving_bytes + (self.bundle.packed_bytes if self.flat is None else 0)
 
     def allocate(self, like: Held) -> None:
         """`like`: a parameter that is cut as those of this bucket are."""
@@ -241,6 +257,13 @@ class _Scattered(_Bucket):
         self.rest = tuple(axis for axis in self.axes if axis not in like.axes)
         if self.slots and self.slots[0].held.stage == 1 and not self.bundle.alone:
             self.flat = torch.zeros(self.bundle.total, dtype=dtype, device=device)
+        if not self.bundle.alone and all(s.held.leaf is s.held.param and s.held.dtype == dtype for s in self.slots):
+            block = None if self.flat is None else self.bundle.block_of_own(self.flat)
+            self.mine = torch.empty(self.bundle.own, dtype=dtype, device=device) if block is None else block
+            parts = self.bundle.parts_in(self.mine)
+            self.shown = [slot.held.wrap(part) for slot, part in zip(self.slots, parts, strict=False)]
+            for slot in self.slots:
+                slot.in_bucket = True
 
     def launch(self) -> None:
         assert self.bundle is not None
@@ -276,6 +299,8 @@ class _Scattered(_Bucket):
     def _room(self) -> torch.Tensor:
         """Memory for this rank's parts. Under stage 1 it is in that of the whole gradient, which stays."""
         assert self.bundle is not None
+        if self.mine is not None:
+            return self.mine
         if self.flat is not None:
             return self.bundle.block_of_own(self.flat)
         if self.bundle.alone and self.slots[0].held.stage == 1 and self.sent[0].dtype == self.bundle.dtype:
@@ -283,7 +308,7 @@ class _Scattered(_Bucket):
         return torch.empty(self.bundle.own, dtype=self.bundle.dtype, device=self.bundle.device)
 
     def hand_out(self) -> None:
-        for slot, part in zip(self.slots, self.parts, strict=True):
+        for slot, part in zip(self.slots, self.shown or self.parts, strict=True):
             self._hand_out(slot, part)
         self.out, self.parts = None, []
 
@@ -293,7 +318,10 @@ class _Scattered(_Bucket):
             prior = local_of(held.param.grad)
         slot.prior = None
         if prior is not None or self.owner.is_used(slot):
-            held.param.grad = held.wrap(part if prior is None else part.add_(prior))  # type: ignore[assignment]
+            shown = part if isinstance(part, DTensor) else held.wrap(part)
+            if prior is not None:
+                local_of(shown).add_(prior)
+            held.param.grad = shown  # type: ignore[assignment]
 
 
 def _dense(grad: torch.Tensor | None, *, like: torch.Tensor) -> torch.Tensor:
@@ -430,6 +458,7 @@ class GradientReducer:
             bucket.reset()
         _torch.run_at_end_of_backward(self._finish)
 
+    @naming_lost_ranks("backward")
     def _on_gradient(self, leaf: nn.Parameter) -> None:
         if isinstance(leaf.grad, DTensor) and not isinstance(leaf, DTensor):
             self._make_plain(leaf)
@@ -461,16 +490,21 @@ class GradientReducer:
         self._converting.append(leaf.register_hook(plain))
 
     def _launch(self) -> None:
-        """The next bucket leaves. Only some are under way at a time, so that memory is borrowed for these alone."""
-        while self._launched - self._collected >= _UNDER_WAY:
+        """The next bucket leaves. Those under way borrow no more than a full bucket would, or are one."""
+        bucket = self._reducing[self._launched]
+        while bucket.borrows + sum(self._borrowed()) > self.bucket_bytes and self._collected < self._launched:
             self._collect()
-        self._reducing[self._launched].launch()
+        bucket.launch()
         self._launched += 1
+
+    def _borrowed(self) -> Iterator[int]:
+        return (bucket.borrows for bucket in self._reducing[self._collected : self._launched])
 
     def _collect(self) -> None:
         self._reducing[self._collected].collect()
         self._collected += 1
 
+    @naming_lost_ranks("backward")
     def _finish(self) -> None:
         """The backward pass has ended: send what is left, in the order all ranks share, and hand the results out."""
         self._backward = -1
@@ -566,9 +600,6 @@ class GradientReducer:
             closing = type(regular[0])(self, self.data_axes, [])
         closing.last = True
         self._buckets.append(closing)
-
-
-_UNDER_WAY = 2
 
 
 def _bucket(owner: GradientReducer, axes: Axes, slots: list[_Slot]) -> _Bucket:

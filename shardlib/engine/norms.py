@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
 from shardlib.engine.held import held_of, local_of
+from shardlib.engine.lost import naming_lost_ranks
 from shardlib.errors import ShardingError
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "get_grad_norm"]
@@ -214,6 +215,7 @@ def _wide(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return found
 
 
+@naming_lost_ranks("step")
 def _summed(value: torch.Tensor, mesh: DeviceMesh | None, p: float) -> torch.Tensor:
     for group in () if mesh is None else _groups(mesh):
         dist.all_reduce(value, op=dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM, group=group)

@@ -30,7 +30,8 @@ from shardlib.engine.borders import moved
 from shardlib.engine.exchange import in_batches
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, held_of, local_of
-from shardlib.engine.updates import Updates
+from shardlib.engine.lost import naming_lost_ranks
+from shardlib.engine.updates import Updates, settle
 from shardlib.engine.whole import WholeStep
 from shardlib.errors import ShardingError
 
@@ -179,6 +180,7 @@ def watch_optimizers() -> None:
     ]
 
 
+@naming_lost_ranks("step")
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -192,6 +194,7 @@ def _before_step(
     if not keepers:
         return None
     _refuse_half_a_step(keepers)
+    settle(params)
     begin = _way_of(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
     if closure is None or begin is _step_on_gathered_gradients:
@@ -211,6 +214,7 @@ def _way_of(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer
     return _step_on_owned_tensors if type(optimizer) in _PER_TENSOR else _step_on_gathered_gradients
 
 
+@naming_lost_ranks("step")
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     saved = _stepping.get(optimizer)
     inner = optimizer.state

@@ -1,11 +1,11 @@
 """Parameters that are stored in parts are whole while they are computed with: a unit at a time.
 
-A unit is a module whose parameters are gathered together, such as a block. While its forward runs, its modules show
-whole parameters in the place of the stored ones; autograd gives these their gradients. The memory of whole parameters
-is lent: units take turns in two buffers, one for the unit that computes and one for the unit that comes next, which
-is gathered meanwhile. What autograd has saved of a parameter is this memory, so that before a unit's backward its
-parameters are gathered into the same place once more (Rajbhandari et al., "ZeRO", section 5.3; Zhao et al., "PyTorch
-FSDP", VLDB 2023, sections 3.3 and 4.2, whose schedule this is).
+A unit is a module whose parameters are gathered together, such as a block, or several small ones. While its forward
+runs, its modules show whole parameters in the place of the stored ones; autograd gives these their gradients. The
+memory of whole parameters is lent: units take turns in two buffers, one for the unit that computes and one for the unit
+that comes next, which is gathered meanwhile. What autograd has saved of a parameter is this memory, so that before a
+unit's backward its parameters are gathered into the same place once more (Rajbhandari et al., "ZeRO", section 5.3; Zhao
+et al., "PyTorch FSDP", VLDB 2023, sections 3.3 and 4.2, whose schedule this is).
 
 What belongs to no unit (parameters of modules with parts that are units, parameters tied across units) is gathered
 when the model is entered, and stays until backward has ended.
@@ -23,10 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardlib._plan import ALONE_BYTES, join_small, unit_of
 from shardlib.engine import _torch, offload
 from shardlib.engine._torch import pytree
 from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
 from shardlib.engine.held import Held, local_of
+from shardlib.engine.lost import naming_lost_ranks_in_backward
 from shardlib.errors import ShardingError
 
 __all__ = ["Units", "install", "lend"]
@@ -53,10 +55,12 @@ class _Unit:
     """Parameters that are gathered together.
 
     Attributes:
-        name: of its module; "" for what belongs to no unit.
+        name: of its modules; "" for what belongs to no unit.
         places: where modules keep them: the dict of a module's parameters, the key, the parameter, and what stands
             there while the model runs but not this unit.
         kept: whether they stay whole until backward has ended.
+        depth: how many forwards of its modules are running.
+        awaited: a backward pass will ask for it.
     """
 
     name: str
@@ -66,12 +70,14 @@ class _Unit:
     bundles: list[tuple[Bundle, list[Held]]]
     kept: bool
     depth: int = 0
+    awaited: bool = False
     under_way: list[Any] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
         return self.memory.holder is self
 
+    @naming_lost_ranks_in_backward
     def begin_to_gather(self) -> None:
         """Ask for every rank's parts. What else lies in the memory is gone from now on."""
         if self.memory.busy and self.memory.holder is not self:
@@ -81,14 +87,23 @@ class _Unit:
                 "that both take turns in. Keep one of them whole: fsdp(reshard_after_forward=False), or zero(3) with "
                 f'only= patterns that leave "{self.name}" out.'
             )
+        if self.memory.holder is not None:
+            self.memory.holder.finish_gathering()  # what it asked for comes into this memory
         self.memory.holder = self
         for bundle, held in self.bundles:
             self.under_way.append(_begin(bundle, held))
 
+    @naming_lost_ranks_in_backward
     def finish_gathering(self) -> None:
         for moving, (bundle, held) in zip(self.under_way, self.bundles, strict=False):
             bundle.unpack(moving, _wholes(held))
         self.under_way = []
+
+    def release(self) -> None:
+        """Forward is over; what stays for backward stays."""
+        if self.memory.holder is self and not self.depth and not (self.kept and self.awaited):
+            self.finish_gathering()
+            self.memory.holder = None
 
     def show(self) -> None:
         for owner, key, held, _ in self.places:
@@ -121,6 +136,7 @@ class Units:
 
     def __init__(self, units: Mapping[str, _Unit]) -> None:
         self.units = units
+        self._each = list({id(unit): unit for unit in units.values()}.values())
         self._order: list[_Unit] = []  # in which units ran in the last forward
         self._running: list[_Unit] = []
         self._inside = 0  # forwards of the whole model that are running
@@ -131,13 +147,13 @@ class Units:
         """A forward of the whole model begins: parts may have changed since the last one."""
         if _torch.backward_id() == -1:
             self.let_go()
-            for unit in self.units.values():
+            for unit in self._each:
                 for held in unit.held:
                     if held.leaf.requires_grad != held.param.requires_grad:
                         held.leaf.requires_grad_(held.param.requires_grad)
             self._order, self._running = self._running, []
         self._inside += 1
-        for unit in self.units.values():
+        for unit in self._each:
             if not unit.depth:
                 unit.guard()
         if (rest := self.units.get("")) is not None:
@@ -148,19 +164,22 @@ class Units:
             output = self._leave(rest, output)
         self._inside -= 1
         self._show_stored()
+        if _torch.backward_id() == -1 and not self._inside:
+            for unit in self._each:
+                unit.release()
         return output
 
     def _show_stored(self) -> None:
         """Users see parameters as they are stored, unless a forward is running."""
         if not self._inside:
-            for unit in self.units.values():
+            for unit in self._each:
                 if not unit.depth:
                     unit.hide()
 
     def abandon(self) -> None:
         """A forward of the model has raised."""
         self._inside = 0  # whatever was running inside of it is over too
-        for unit in self.units.values():
+        for unit in self._each:
             unit.depth = unit.memory.busy = 0
         self._show_stored()
 
@@ -177,20 +196,20 @@ class Units:
     def _enter(self, unit: _Unit) -> None:
         self._show(unit)
         if _torch.backward_id() == -1:
-            self._running.append(unit)
+            if self._running[-1:] != [unit]:
+                self._running.append(unit)
             self._prefetch(unit, 1)
 
     def _leave(self, unit: _Unit, output: Any) -> Any:
         self._hide(unit)
-        backward_comes = False
         if torch.is_grad_enabled():
             hook = _before_backward(weakref.ref(self), weakref.ref(unit))
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
                     leaf.register_hook(hook)
-                    backward_comes = True
-        if _torch.backward_id() == -1 and not (unit.kept and backward_comes):
-            unit.memory.holder = None if unit.memory.holder is unit else unit.memory.holder
+                    unit.awaited = True
+        if _torch.backward_id() == -1 and not self._inside:
+            unit.release()
         return output
 
     def _show(self, unit: _Unit) -> None:
@@ -218,7 +237,7 @@ class Units:
         """A module computes again in backward, when no forward has its unit shown; in forward, a plain call."""
         if _torch.backward_id() == -1:
             return inner(*args, **kwargs)
-        names = dict.fromkeys(("", _unit_of(f"{name}.", list(self.units))))
+        names = dict.fromkeys(("", unit_of([name], list(self.units))))
         needed = [self.units[n] for n in names if n in self.units]
         for unit in needed:
             self._show(unit)
@@ -230,9 +249,9 @@ class Units:
 
     def let_go(self) -> None:
         """Nobody computes with whole parameters any more."""
-        for unit in self.units.values():
+        for unit in self._each:
             unit.finish_gathering()
-            unit.memory.holder = None
+            unit.memory.holder, unit.awaited = None, False
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
@@ -273,6 +292,8 @@ def lend(
     units: Sequence[str],
     kept: Callable[[str], bool],
     scratch: Scratch,
+    *,
+    bucket_bytes: int,
 ) -> Units:
     """Give every parameter that is stored in parts a whole one over lent memory, as its `leaf`.
 
@@ -282,30 +303,35 @@ def lend(
         units: names of modules that are units.
         kept: whether the parameters of a name stay whole until backward has ended.
         scratch: memory that gathering borrows.
+        bucket_bytes: small units are gathered as one until they have so much, or what a tensor has that moves alone.
     """
     stored = [one for one in held if one.stage == 3 and one.cut is not None]
     groups: dict[str, list[Held]] = {}
     for one in stored:
-        homes = {_unit_of(name, units) for name in one.names}
-        groups.setdefault(homes.pop() if len(homes) == 1 else "", []).append(one)
-    turn: dict[str, int] = {}
-    ordered = [name for name in (*units, "") if name in groups]
-    for name in ordered:
-        if name and not all(kept(one.name) for one in groups[name]):
-            turn[name] = len(turn) % 2
-    rings = [_memory_for([groups[n] for n in ordered if turn.get(n) == t]) for t in (0, 1)]
-    made = {}
-    for name in ordered:
-        memory = rings[turn[name]] if name in turn else _memory_for([groups[name]])
-        _give_leaves(groups[name], memory.flat)
-        places = _places(model, groups[name])
-        bundles = _bundles(groups[name], scratch)
-        made[name] = _Unit(name, groups[name], places, memory, bundles, kept=name not in turn)
+        groups.setdefault(unit_of(one.names, units), []).append(one)
+    let_go = {unit: unit != "" and not all(kept(one.name) for one in group) for unit, group in groups.items()}
+    sizes = {unit: sum(map(_room, groups[unit])) for unit in units if unit in groups}
+    joined = join_small(sizes, let_go.__getitem__, min(ALONE_BYTES, bucket_bytes))
+    turns = [_together(groups, names) for names in joined if let_go[names[0]]]
+    rings = [_memory_for(turns[start::2]) for start in (0, 1)]
+    made: dict[str, _Unit] = {}
+    turn = 0
+    for names in [*joined, *([("",)] if "" in groups else [])]:
+        group = _together(groups, names)
+        if let_go[names[0]]:
+            memory, turn = rings[turn], 1 - turn
+        else:
+            memory = _memory_for([group])
+        _give_leaves(group, memory.flat)
+        unit = _Unit(
+            ", ".join(names), group, _places(model, group), memory, _bundles(group, scratch), kept=not let_go[names[0]]
+        )
+        made |= dict.fromkeys(names, unit)
     return Units(made)
 
 
-def _unit_of(name: str, units: Sequence[str]) -> str:
-    return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+def _together(groups: Mapping[str, list[Held]], names: Iterable[str]) -> list[Held]:
+    return [held for name in names for held in groups[name]]
 
 
 def _memory_for(groups: list[list[Held]]) -> Lending:

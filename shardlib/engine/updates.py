@@ -2,30 +2,74 @@
 
 While an optimizer steps, each such parameter is represented by a plain tensor of this rank's part: a view of the
 parameter where that is a run of its memory, else a copy in a bucket. After the step the buckets are gathered into the
-parameters, all of them at once.
+parameters, all of them at once; or, where the plan says so, while the next forward runs: each block then waits for its
+own before it computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardlib._plan import unit_of
 from shardlib.engine import _torch
 from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
-from shardlib.engine.held import Held, local_of
+from shardlib.engine.held import Held, held_of, local_of
 
-__all__ = ["Updates", "update_in_parts"]
+__all__ = ["Updates", "settle", "update_in_parts", "wait_in_modules"]
 
 
-def update_in_parts(held: Sequence[Held], scratch: Scratch, *, bucket_bytes: int) -> None:
-    """Let optimizers step on this rank's parts of those parameters whose state is split and that are not stored so."""
+def update_in_parts(
+    held: Sequence[Held], scratch: Scratch, *, bucket_bytes: int, late: Sequence[str] = ()
+) -> Updates | None:
+    """Let optimizers step on this rank's parts of those parameters whose state is split and that are not stored so.
+
+    Args:
+        held: all parameters of a model.
+        scratch: memory that gathering borrows.
+        bucket_bytes: how much a bucket carries.
+        late: modules that wait for their own parameters when they run (`wait_in_modules`).
+    """
     ours = [one for one in held if one.cut is not None and one.stage < 3]
-    updates = Updates(ours, scratch, bucket_bytes=bucket_bytes)
+    updates = Updates(ours, scratch, bucket_bytes=bucket_bytes, late=late)
     for one in ours:
         one.updates = updates
+    return updates if ours else None
+
+
+def settle(params: Iterable[torch.Tensor]) -> None:
+    """Wait until parameters hold what the last step has made of them."""
+    for updates in {one.updates for param in params if (one := held_of(param)) is not None}:
+        if updates is not None:
+            updates.settle()
+
+
+def wait_in_modules(updates: Updates, model: nn.Module, late: Sequence[str]) -> Callable[[], None]:
+    """Let modules wait for their own parameters, and the model for all others; returns what undoes it."""
+    undo: list[Callable[[], None]] = []
+    for name in late:
+        module = model.get_submodule(name)
+        before = _torch.compiled_call(module)
+        inner = before if before is not None else functools.partial(_torch.call_eagerly, module)
+        _torch.set_compiled_call(module, functools.partial(updates.call, name, inner))
+        undo.append(functools.partial(_torch.set_compiled_call, module, before))
+    handles = [
+        model.register_forward_pre_hook(lambda *_: updates.settle("")),
+        model.register_forward_hook(lambda *_: updates.settle(), always_call=True),
+        model.register_state_dict_pre_hook(lambda *_: updates.settle()),
+        model.register_load_state_dict_pre_hook(lambda *_: updates.settle()),
+    ]
+
+    def undo_all() -> None:
+        for step in (*reversed(undo), *(handle.remove for handle in handles)):
+            step()
+
+    return undo_all
 
 
 class Updates:
@@ -35,17 +79,21 @@ class Updates:
         held: the parameters.
         scratch: memory that gathering borrows.
         bucket_bytes: how much a bucket carries.
+        late: modules whose parameters may arrive when they run; others are there when a step ends, or, if there are
+            such modules at all, when the model runs.
     """
 
-    def __init__(self, held: Iterable[Held], scratch: Scratch, *, bucket_bytes: int) -> None:
+    def __init__(self, held: Iterable[Held], scratch: Scratch, *, bucket_bytes: int, late: Sequence[str] = ()) -> None:
+        self._late = list(late)
         batches = in_batches(
             held,
             alone=lambda one: goes_alone(local_of(one.param), one.cut),
-            key=lambda one: (one.axes, one.dtype),
+            key=lambda one: (one.axes, one.dtype, bool(unit_of(one.names, self._late))),
             size=lambda one: local_of(one.param).nbytes,
             limit=bucket_bytes,
         )
-        self._buckets = [_Bucket(batch, scratch) for batch in batches]
+        self._buckets = [_Bucket(batch, scratch, self._late) for batch in batches]
+        self._under_way: list[tuple[_Bucket, Any]] = []
         self._home = {id(one.param): (bucket, i) for bucket in self._buckets for i, one in enumerate(bucket.held)}
 
     def begin(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -59,9 +107,23 @@ class Updates:
     def end(self, params: Sequence[torch.Tensor]) -> None:
         """Gather the updated parts into the parameters. Collective over the axes that split them."""
         touched = [b for b in self._buckets if any(id(p) in b.ids for p in params)]
-        under_way = [(bucket, bucket.gather()) for bucket in touched]
+        self._under_way = [(bucket, bucket.gather()) for bucket in touched]
+        if not self._late:
+            self.settle()
+
+    def settle(self, module: str | None = None) -> None:
+        """Wait for the parameters of a module; "" is for all outside of modules that wait, None for all there are."""
+        under_way, self._under_way = self._under_way, []
         for bucket, moving in under_way:
-            bucket.unpack(moving)
+            if module is None or module in bucket.units:
+                bucket.unpack(moving)
+            else:
+                self._under_way.append((bucket, moving))
+
+    def call(self, module: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A forward of a module that waits for its own parameters."""
+        self.settle(module)
+        return inner(*args, **kwargs)
 
     def whole_gradients(self, params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Gradients gathered for optimizers that need them whole. Collective over the axes that split them."""
@@ -75,8 +137,9 @@ class Updates:
 class _Bucket:
     """Parameters that are gathered together, and this rank's parts of them."""
 
-    def __init__(self, held: list[Held], scratch: Scratch) -> None:
+    def __init__(self, held: list[Held], scratch: Scratch, late: Sequence[str]) -> None:
         self.held, self.ids = held, {id(one.param) for one in held}
+        self.units = {unit_of(one.names, late) for one in held}
         first = local_of(held[0].param)
         cuts = [one.cut for one in held if one.cut is not None]
         self.bundle = Bundle(cuts, held[0].peers, first.dtype, first.device, scratch)
@@ -88,23 +151,19 @@ class _Bucket:
 
     def load(self) -> None:
         """What others may have written to the parameters since (a checkpoint, an average) counts."""
-        if self._is_view():
-            return
-        rank = self.bundle.peers.index
-        sources = [cut.take(local_of(one.param), rank) for one, cut in zip(self.held, self.bundle.cuts, strict=True)]
-        _torch.copy_all(self.parts, sources)
+        locals_ = self._locals()
+        if self.mine.untyped_storage().data_ptr() != locals_[0].untyped_storage().data_ptr():
+            rank = self.bundle.peers.index
+            _torch.copy_all(self.parts, [cut.take(t, rank) for cut, t in zip(self.bundle.cuts, locals_, strict=True)])
 
-    def _is_view(self) -> bool:
-        return self.mine.untyped_storage().data_ptr() == local_of(self.held[0].param).untyped_storage().data_ptr()
+    def _locals(self) -> list[torch.Tensor]:
+        return [local_of(one.param) for one in self.held]
 
     def gather(self) -> Any:
-        return self.bundle.gather(self.mine, self._targets())
+        return self.bundle.gather(self.mine, self._locals())
 
     def unpack(self, moving: Any) -> None:
-        self.bundle.unpack(moving, self._targets())
-
-    def _targets(self) -> list[torch.Tensor]:
-        return [local_of(one.param) for one in self.held]
+        self.bundle.unpack(moving, self._locals())
 
     def whole_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         parts = [local_of(one.param.grad) if one.param.grad is not None else None for one in self.held]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardlib.engine import _torch, optimizer
 from shardlib.engine.apply import Sharded, record_of
 from shardlib.engine.held import held_of, local_of
+from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_
 from shardlib.engine.scaler import LossScaler
 from shardlib.errors import CheckpointError, InputError, ShardingError
@@ -152,6 +153,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
+    @naming_lost_ranks("backward")
     def backward(self, loss: Any, *, weight: Any = None) -> None:
         """Run backward: of a mean loss, of a sum with its count, or of a mean with its weight.
 
@@ -210,6 +212,11 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.step_was_skipped = self._is_between_passes()
         if self.step_was_skipped:
             return loss
+        self._step()
+        return loss
+
+    @naming_lost_ranks("step")
+    def _step(self) -> None:
         self._settle()
         if self.scaler is not None:
             self.step_was_skipped = self.scaler.overflowed
@@ -218,7 +225,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
             with optimizer.stepping_through_wrapper():
                 self.inner.step()
         self._forget()
-        return loss
 
     def follow(self, scheduler: Any) -> Any:
         """Let a learning rate scheduler take only the steps that this optimizer takes; returns it.
@@ -234,6 +240,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         scheduler.step = step
         return scheduler
 
+    @naming_lost_ranks("step")
     def _settle(self) -> None:
         """Once a step: gradients of sums become those of means, scaled ones unscaled; ranks agree on what is finite."""
         if self._settled:

@@ -19,7 +19,7 @@ __all__ = ["Zero", "split_plan", "zero"]
 _PHASES: dict[int, tuple[Phase, ...]] = {1: ("state",), 2: ("grad", "state"), 3: ("stored", "grad", "state")}
 
 
-def zero(stage: int, *, axis: Names = None, only: Names = None) -> Transform:
+def zero(stage: int, *, axis: Names = None, only: Names = None, overlap: bool = False) -> Transform:
     """Divide optimizer state (stage 1), gradients too (2), parameters between steps too (3), over data axes.
 
         stage 1: state  whole -> split    gradients are reduced to pieces, updated pieces are gathered
@@ -36,6 +36,9 @@ def zero(stage: int, *, axis: Names = None, only: Names = None) -> Transform:
         stage: 1, 2 or 3.
         axis: a data axis of the mesh, several of them, outermost first, or None for all.
         only: patterns of parameters, or of modules, as in rules; None is all.
+        overlap: at stages 1 and 2, let updated parameters of repeated blocks arrive while the next forward runs; each
+            block waits for its own. Until then they hold the values before the step: forward, `state_dict()`,
+            `shardlib.save`, the optimizer and loading wait for them, code that reads `p` itself after a step does not.
 
     Raises:
         PlanError: another stage; applied to a plan, an axis that is no data axis, a pattern that matches nothing.
@@ -54,7 +57,12 @@ def zero(stage: int, *, axis: Names = None, only: Names = None) -> Transform:
             f"zero({stage!r}): the stages are 1 (optimizer state is divided), 2 (and gradients), 3 (and parameters); "
             "give one of them. To divide nothing leave it out, or write replicate()."
         )
-    return Zero(int(stage), as_names(axis), as_names(only))
+    if overlap and stage == 3:
+        raise PlanError(
+            "zero(3, overlap=True): stage 3 gathers the parameters of a unit while another computes, always. Leave "
+            "overlap out; stages 1 and 2 take it."
+        )
+    return Zero(int(stage), as_names(axis), as_names(only), bool(overlap))
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,9 +73,12 @@ class Zero(Transform):
     stage: int
     axis: str | tuple[str, ...] | None = None
     only: str | tuple[str, ...] | None = None
+    overlap: bool = False
 
     def __call__(self, plan: Plan) -> Plan:
         made = split_plan(plan, _PHASES[self.stage], self.axis, self.only, self)
+        if self.overlap:
+            made = made.replace(step=made.step.replace(overlap=True))
         before = {row.name: row.stored for row in plan.rows}
 
         def settled(row: Row) -> Row:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
+from shardlib.engine.held import held_of
 from shardlib.errors import ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import MLP, Numbers, Tokens, Transformer, perturb, rules_for
@@ -66,6 +67,69 @@ def test_axes_may_be_chosen_and_patterns_may_leave_tensors_out(stage):
 def test_hybrid_sharding_and_nested_axes():
     _prove("dp=2,fsdp=2", sl.hsdp(shard="fsdp", replicate="dp"))
     _prove("dp=2,fsdp=2", sl.zero(2, axis="fsdp"), sl.zero(1, axis=("dp", "fsdp")))
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=3", "dp=2,tp=2"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"optimizer": lambda p: _muon(p)}], ids=["", "2", "muon"])
+def test_updated_parameters_may_arrive_while_the_next_forward_runs(mesh, options):
+    for stage in (1, 2):
+        _prove(mesh, sl.zero(stage, overlap=True), steps=3, **options)
+    _prove(mesh, sl.zero(1, overlap=True), sl.replicate("blocks.1"), compile="auto", steps=3)
+
+
+def _pending(model: nn.Module) -> list[str]:
+    """Modules whose parameters have not arrived."""
+    updates = held_of(next(model.parameters())).updates
+    return sorted({unit for bucket, _ in updates._under_way for unit in bucket.units})
+
+
+def _trained_with(overlap: bool) -> tuple[list[torch.Tensor], list[list[str]]]:
+    model = _model(sl.zero(1, overlap=overlap), bucket_mb=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    arriving, saw = [], []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: saw.append(_pending(model)))
+    for step in range(3):
+        _backward(model, step)
+        optimizer.step()
+        arriving.append(_pending(model))
+    model.state_dict()
+    arriving.append(_pending(model))
+    return [p.detach() for p in model.parameters()], arriving + saw
+
+
+def test_blocks_wait_for_their_own_updates_only(ranks):
+    there, _ = ranks(2).run(_trained_with, False)[0]
+    for params, seen in ranks(2).run(_trained_with, True):
+        assert all(torch.equal(a, b) for a, b in zip(params, there, strict=True))
+        blocks = [f"blocks.{i}" for i in range(3)]
+        assert seen[:4] == [["", *blocks]] * 3 + [[]]  # after each step, and after state_dict()
+        assert seen[4:] == [[]] * 3 + [blocks[1:], blocks[2:], []] * 2
+
+
+def _what_waits(what: str, folder: str) -> bool:
+    model = _model(sl.zero(1, overlap=True), bucket_mb=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _backward(model)
+    optimizer.step()
+    assert _pending(model)
+    if what == "full_state_dict":
+        sl.full_state_dict(model)
+    elif what == "save":
+        sl.save(folder, model, optimizer)
+    elif what == "load_state_dict":
+        model.load_state_dict({name: torch.full_like(p, 7.0) for name, p in model.state_dict().items()})
+        optimizer.zero_grad()
+        assert all(bool((p == 7).all()) for p in model.parameters())
+    else:
+        optimizer.step()
+        model.eval()(Tokens(4, 5, 7)(0))
+    return not _pending(model)
+
+
+@pytest.mark.parametrize("what", ["full_state_dict", "save", "load_state_dict", "two steps, then eval"])
+def test_what_reads_parameters_waits_for_them(ranks, what, tmp_path):
+    assert all(ranks(2).run(_what_waits, what, str(tmp_path / "saved")))
 
 
 def test_blocks_may_be_compiled_while_parameters_are_stored_in_parts():

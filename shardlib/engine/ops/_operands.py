@@ -27,6 +27,7 @@ from shardlib.engine._torch import (
     schema_of,
     spec_of,
 )
+from shardlib.engine.lost import naming_lost_ranks_in_backward
 from shardlib.engine.ops._rows import Op
 from shardlib.errors import ShardingError
 
@@ -142,6 +143,7 @@ def spec_like(mesh: DeviceMesh, placements: tuple[Placement, ...], tensor: torch
     )
 
 
+@naming_lost_ranks_in_backward
 def redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.Tensor:
     """The local tensor in other placements, with strides in the order of the whole tensor's."""
     if spec.placements == want:

@@ -82,7 +82,7 @@ def _train(both: Twins) -> _Notes:
         notes.gradients(step)
         notes.norms(step, [run.clip() for run in both.runs])
         for run in both.runs:
-            run.optimizer.step()
+            run.step()
         notes.tensors(step)
         notes.state(step)
     return notes

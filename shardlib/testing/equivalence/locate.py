@@ -102,7 +102,7 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
     before = [_copied(run) for run in _two(both)]
     for run in _two(both):
         run.clip()
-        run.optimizer.step()
+        run.step()
     return _of_step(both, at_step, measured, before)
 
 
@@ -116,7 +116,7 @@ def _train_step(both: Twins, step: int) -> None:
         for micro in range(both.case.accumulate):
             run.forward_backward(step, micro)
         run.clip()
-        run.optimizer.step()
+        run.step()
 
 
 class _Watched:

@@ -18,6 +18,7 @@ from shardlib._mesh import mesh as make_mesh
 from shardlib.engine import exact, no_sync, shard_model
 from shardlib.engine._torch import pytree
 from shardlib.engine.exact import draw_exactly, exact_random
+from shardlib.engine.updates import settle
 from shardlib.errors import InputError, ShardlibError
 from shardlib.testing.equivalence.case import Case, default_loss, rows_of
 from shardlib.testing.equivalence.parts import Place
@@ -157,6 +158,11 @@ class Run:
         else:
             norm = nn.utils.clip_grad_norm_(params, self.case.clip)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self) -> None:
+        """The optimizer's, after which every parameter can be read."""
+        self.optimizer.step()
+        settle(self.model.parameters())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: p.grad for name, p in named_tensors(self.model)[0].items()}
