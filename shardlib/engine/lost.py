@@ -53,6 +53,7 @@ _OTHER_SIDE = re.compile(
     r"closed by peer|reset by peer|broken pipe|pair closure|connection refused|timed out|timeout|remote process exited",
     re.IGNORECASE,
 )
+_OF_GLOO_WITHOUT_ITS_NAME = "Application timeout caused pair closure"  # after another one in the group was in vain
 
 
 def naming_lost_ranks(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -120,8 +121,8 @@ def _look_into(error: Exception, phase: str) -> None:
 
 def _is_about_the_other_side(error: Exception) -> bool:
     text = str(error)
-    from_back_end = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
-    return from_back_end and _OTHER_SIDE.search(text) is not None
+    of_gloo = isinstance(error, RuntimeError) and ("gloo" in text or text.startswith(_OF_GLOO_WITHOUT_ITS_NAME))
+    return (of_gloo or isinstance(error, dist.DistError)) and _OTHER_SIDE.search(text) is not None
 
 
 # --- who is there -----------------------------------------------------------------------------------------------------
