@@ -26,19 +26,25 @@ def borrowed_bytes(rows: Sequence[Row], mesh: MeshShape, units: Sequence[str], s
 
 
 def _lent(rows: Iterable[Row], mesh: MeshShape, units: Sequence[str], step: Step) -> Iterator[int]:
-    """Buffers that units take turns in, and memory of what stays whole until backward has ended."""
+    """Buffers that units take turns in, memory of what stays whole until backward has ended, and what small tensors of
+    two units are gathered in."""
     sizes: dict[str, int] = {}
+    small: dict[str, int] = {}
     let_go: dict[str, bool] = {"": False}
     for row in rows:
         if _divisor(row, "stored", mesh) > 1:
             unit = unit_of(row.tied, units)
-            sizes[unit] = sizes.get(unit, 0) + row.local_bytes(mesh, phase="compute")
+            size = row.local_bytes(mesh, phase="compute")
+            sizes[unit] = sizes.get(unit, 0) + size
+            small[unit] = small.get(unit, 0) + (size if size < ALONE_BYTES else 0)
             let_go[unit] = let_go.get(unit, False) or (row.reshard and unit != "")
     ordered = {unit: sizes[unit] for unit in units if unit in sizes}
     joined = join_small(ordered, let_go.__getitem__, min(ALONE_BYTES, int(step.bucket_mb * 2**20)))
     turns = [sum(sizes[unit] for unit in one) for one in joined if let_go[one[0]]]
     yield sum(size for unit, size in sizes.items() if not let_go[unit])
     yield from (max(turns[start::2], default=0) for start in (0, 1))
+    packed = [small.get("", 0), *(sum(small[unit] for unit in one) for one in joined)]
+    yield sum(sorted(packed)[-2:])
 
 
 def _gradients(rows: Iterable[Row], mesh: MeshShape, step: Step) -> int:

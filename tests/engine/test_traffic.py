@@ -32,10 +32,10 @@ def _build(sizes: dict[str, Any]) -> torch.nn.Module:
     return Transformer(**sizes)
 
 
-def _sent(mesh: str, transform: Transform, sizes: dict[str, Any]) -> int:
+def _sent(mesh: str, transform: Transform, sizes: dict[str, Any], bucket_mb: float) -> int:
     """Bytes that this rank sends over dp in its third step."""
     model = _build(sizes)
-    made = sl.shard_model(model, mesh, rules_for(model), transforms=(transform,), compile=None)
+    made = sl.shard_model(model, mesh, rules_for(model), transforms=(transform,), compile=None, bucket_mb=bucket_mb)
     optimizer = torch.optim.AdamW(made.parameters())
     ids = torch.randint(SIZES["vocab"] - 1, (2, 5), generator=torch.Generator().manual_seed(0))
 
@@ -55,6 +55,16 @@ def _sent(mesh: str, transform: Transform, sizes: dict[str, Any]) -> int:
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=4", "dp=2,tp=2", "tp=2,dp=2", "dp=3"])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
 def test_what_is_sent_is_what_the_plan_says(ranks, transform: Transform, mesh: str, sizes: dict[str, Any]):
+    """Buckets are so small that units are gathered each by itself."""
+    _check_bytes(ranks, transform, mesh, sizes, bucket_mb=1e-3)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS[1:], ids=repr)
+def test_one_bucket_sends_as_much(ranks, transform: Transform):
+    _check_bytes(ranks, transform, "dp=2,tp=2", UNEVEN, bucket_mb=25)
+
+
+def _check_bytes(ranks, transform: Transform, mesh: str, sizes: dict[str, Any], *, bucket_mb: float) -> None:
     """Over gloo parts go straight to their owners, and uneven ones are not padded; what is reduced whole has as much
     room on every rank as on the one that has most of it.
 
@@ -64,7 +74,7 @@ def test_what_is_sent_is_what_the_plan_says(ranks, transform: Transform, mesh: s
     model = _build(sizes)
     plan = sl.plan(model, mesh, rules_for(model), transforms=(transform,))
     planned = plan.traffic()
-    measured = ranks(shape.world_size).run(_sent, mesh, transform, sizes)
+    measured = ranks(shape.world_size).run(_sent, mesh, transform, sizes, bucket_mb)
     others = shape["dp"] - 1
     beside = others * COUNT
     if transform == replicate():

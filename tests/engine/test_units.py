@@ -38,10 +38,13 @@ def _rows(step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 2), (3, 1, 0, 2, 3), (2, 2, 0, 0)], ids=str)
 @pytest.mark.parametrize("transform", [sl.zero(3), sl.fsdp()], ids=repr)
-def test_units_run_in_any_order(transform, order: tuple[int, ...]):
+@pytest.mark.parametrize("bucket_mb", [1e-4, 5e-4, 25], ids=["apart", "in pairs", "as one"])
+def test_units_run_in_any_order(transform, order: tuple[int, ...], bucket_mb: float):
     """Also several times, and where units that follow each other take the same buffer."""
     model = functools.partial(Shuffled, order)
-    assert_equivalent(model, _rows, mesh="dp=2", rules={"**": None}, transforms=(transform,), steps=3)
+    assert_equivalent(
+        model, _rows, mesh="dp=2", rules={"**": None}, transforms=(transform,), steps=3, bucket_mb=bucket_mb
+    )
 
 
 def test_a_layer_that_is_kept_may_be_read_by_others_after_it():
