@@ -356,12 +356,12 @@ def test_an_optimizer_that_nothing_is_known_of_is_refused(ranks):
 def _step_that_fails() -> None:
     model = _model(sl.zero(1), sl.offload("state"))
     stepping = torch.optim.AdamW(model.parameters())
-    groups, params = stepping.param_groups, list(stepping.param_groups[0]["params"])
+    state, groups, params = stepping.state, stepping.param_groups, list(stepping.param_groups[0]["params"])
     with sl.no_sync(model):
         _backward(model)
     with pytest.raises(ShardingError, match="no_sync"):
         stepping.step()
-    assert stepping.param_groups is groups
+    assert stepping.param_groups is groups and stepping.state is state
     assert all(a is b for a, b in zip(stepping.param_groups[0]["params"], params, strict=True))
 
 
@@ -383,6 +383,10 @@ class _NothingOnTheHostIsSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _stepped_on(stepping: torch.optim.Optimizer) -> set[str]:
+    return {p.device.type for group in stepping.param_groups for p in group["params"]}
+
+
 def _sent(ops: list[dist.P2POp]) -> None:
     assert all(op.tensor.device.type == AWAY for op in ops)
 
@@ -402,7 +406,13 @@ def _devices(transforms: tuple[Any, ...], make: Callable[[Any], torch.optim.Opti
         model = dryrun._fake_copy(model, AWAY)
         apply.apply_plan(model, plan, mesh, check=False)
         stepping = make(model.parameters())
-        with _NothingOnTheHostIsSent():
+        steps: set[str] = set()
+        stepping.register_step_pre_hook(lambda *_: steps.update(_stepped_on(stepping)))
+        bare = _torch.step_without_hooks
+        counting = mock.patch.object(
+            _torch, "step_without_hooks", lambda one: (steps.update(_stepped_on(one)), bare(one))
+        )
+        with counting, _NothingOnTheHostIsSent():
             for _ in range(2):
                 dryrun.run_step(model, (torch.zeros(4, 5, dtype=torch.int64, device=AWAY),), {})
                 sl.clip_grad_norm_(model, 1.0)
@@ -413,6 +423,7 @@ def _devices(transforms: tuple[Any, ...], make: Callable[[Any], torch.optim.Opti
             "leaves": {held_of(p).leaf.device.type for p in params},
             "grads": {p.grad.device.type for p in params},
             "state": {t.device.type for t in _state_of(stepping)},
+            "steps": steps,
         }
 
 
@@ -422,7 +433,13 @@ CASES = [(_adamw, "replicate"), (_adamw, "zero(2)"), (_adamw, "zero(3)"), (_lamb
 @pytest.mark.parametrize("make, stage", CASES, ids=lambda case: getattr(case, "__name__", case))
 def test_devices_do_not_mix(make, stage):
     def lie(params: str, state: str) -> dict[str, set[str]]:
-        return {"params": {params}, "leaves": {AWAY}, "grads": {params}, "state": set(state.split())}
+        return {
+            "params": {params},
+            "leaves": {AWAY},
+            "grads": {params},
+            "state": set(state.split()),
+            "steps": set(state.split()),
+        }
 
     assert _devices((STAGES[stage], sl.offload("state", fraction=0.3)), make) == lie(AWAY, "cpu " + AWAY)
     if stage == "zero(3)":
