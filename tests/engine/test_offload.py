@@ -103,6 +103,10 @@ def test_parameters_on_the_host_train_the_numbers_of_one_device(make):
     _prove("dp=3", sl.fsdp(), sl.offload("all", only="blocks"), optimizer=make)
 
 
+def test_what_was_stepped_on_the_host_may_be_gathered_while_the_next_forward_runs():
+    _prove("dp=2", sl.zero(2, overlap=True), sl.offload("state"), steps=3)
+
+
 def _on_one_rank() -> None:
     model = sl.shard_model(GPT().double(), "dp=1", rules_for(GPT()), transforms=[sl.offload("state")], compile=None)
     twin = GPT().double()
