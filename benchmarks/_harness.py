@@ -123,8 +123,16 @@ def alternate(names: list[str], rounds: int) -> Iterator[list[str]]:
         yield turned[::-1] if i % 2 else turned
 
 
-def compare(args: argparse.Namespace, variants: list[Variant], *, seed: int) -> None:
-    """What both benchmarks do on each rank: measure, check the losses, print a table, write the file."""
+Explain = Callable[[list[dict[str, Any]]], list[str]]
+
+
+def compare(
+    args: argparse.Namespace, variants: list[Variant], *, seed: int, explain: Explain = lambda rows: []
+) -> None:
+    """What both benchmarks do on each rank: measure, check the losses, print a table, write the file.
+
+    `explain` says in lines what to make of the rows of a table.
+    """
     chosen = [v for v in variants if v.name in args.only] if args.only else variants
     results = {}
     for name in SIZES if args.size == "all" else [args.size]:
@@ -133,7 +141,7 @@ def compare(args: argparse.Namespace, variants: list[Variant], *, seed: int) -> 
         check_losses(chosen, records)
         results[name] = summary(records)
         title = f"{name}: {rounds} rounds, {dist.get_world_size()} ranks, {chosen[0].name} = 1"
-        console().print(table(title, results[name]))
+        console().print(table(title, results[name]), *explain(results[name]), sep="\n")
     if args.json and dist.get_rank() == 0:
         write(args.json, results)
 
