@@ -4,8 +4,8 @@
     python benchmarks/data_parallel.py --size d512 --memory
 
 1.00 is `DistributedDataParallel` as it is by default. "alone" trains each rank by itself, with the optimizer that
-shardlib takes, and sends nothing: what is left between it and another variant is the price of data parallelism, which is
-printed under the table, part by part. Every other variant starts from the same weights,
+shardlib takes, and sends nothing: what is left between it and another variant is the price of data parallelism, which
+is printed under the table, part by part. Every other variant starts from the same weights,
 sees the same batches, and must show the same losses. Memory is the resident peak over that of the bare process, with
 each variant in processes of its own (`--memory`); sent bytes are those that the kernel counted on one rank's sockets.
 
