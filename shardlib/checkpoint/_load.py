@@ -23,6 +23,7 @@ from shardlib.checkpoint._optimizer import groups_for, known, make_state, master
 from shardlib.checkpoint._peers import Peers, described, peers
 from shardlib.checkpoint._save import HF_INDEX, wait_for_saving
 from shardlib.checkpoint._values import decode
+from shardlib.engine import pretrained
 from shardlib.errors import CheckpointError, MeshError, nearest
 
 __all__ = ["Loaded", "load"]
@@ -196,10 +197,11 @@ def _open(folder: Path, text: str | None, model: nn.Module | None, names: Callab
 
 
 def _open_foreign(place: Path, model: nn.Module | None, called: Callable[[str], str] | None) -> _Opened:
-    """Plain safetensors files as if they had a manifest: every tensor is whole and in one piece."""
+    """Plain safetensors files as if they had a manifest."""
     folder = place if place.is_dir() else place.parent
     names = _names_of_files(place)
-    files, tensors = [], dict[str, Saved]()
+    files = []
+    headers: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
     with Readers(folder) as readers:
         for n, name in enumerate(names):
             if not (folder / name).is_file():
@@ -208,13 +210,37 @@ def _open_foreign(place: Path, model: nn.Module | None, called: Callable[[str], 
                 )
             files.append(File(name, (folder / name).stat().st_size, None))
             for key, (dtype, shape) in readers.headers(name).items():
-                name_here = called(key) if called is not None else key
-                if name_here in tensors:
-                    raise CheckpointError(f'"{folder}" has the tensor "{name_here}" twice. Use another checkpoint.')
-                tensors[name_here] = Saved(shape, dtype, (Piece(n, whole(shape)),), key)
+                if key in headers:
+                    raise CheckpointError(f'"{folder}" has the tensor "{key}" twice. Use another checkpoint.')
+                headers[key] = n, dtype, shape
+    if called is None:
+        tensors = _as_the_model_has_them(headers, model)
+    else:
+        tensors = {}
+        for key, (n, dtype, shape) in headers.items():
+            if called(key) in tensors:
+                raise CheckpointError(f'names= calls two tensors of "{folder}" "{called(key)}", one of them "{key}".')
+            tensors[called(key)] = Saved(shape, dtype, (Piece(n, whole(shape)),), key)
     if model is not None:
         tensors = _with_prefix(tensors, model)
     return _Opened(folder, Manifest(tuple(files), {"model": tensors, "optimizer": {}, "values": {}}), foreign=True)
+
+
+def _as_the_model_has_them(
+    headers: Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]], model: nn.Module | None
+) -> dict[str, Saved]:
+    """Tensors of files under the names of the model, parts of one tensor together."""
+    tensors = {}
+    for name, found in pretrained.find(model, {key: shape for key, (_, _, shape) in headers.items()}).items():
+        pieces, dtypes = [], set()
+        for key, begin in found.parts:
+            n, dtype, shape = headers[key]
+            pieces.append(Piece(n, Box(begin, ((1,) if found.stacked else ()) + shape), key, found.stacked))
+            dtypes.add(dtype)
+        if len(dtypes) > 1:
+            raise CheckpointError(f'"{name}" is made of tensors of {len(dtypes)} dtypes. Use another checkpoint.')
+        tensors[name] = Saved(found.shape, dtypes.pop(), tuple(pieces))
+    return tensors
 
 
 def _names_of_files(place: Path) -> list[str]:
@@ -504,8 +530,11 @@ class _Work:
 
     def _read(self, name: str, saved: Saved, n: int, part: Box) -> torch.Tensor:
         piece = saved.pieces[n]
-        file = self.manifest.files[piece.file].path
-        return self.readers.read(file, saved.key or name, saved.dtype, piece.box.sizes, part)
+        file, key = self.manifest.files[piece.file].path, piece.key or saved.key or name
+        if not piece.stacked:
+            return self.readers.read(file, key, saved.dtype, piece.box.sizes, part)
+        inner = Box(part.offsets[1:], part.sizes[1:])
+        return self.readers.read(file, key, saved.dtype, piece.box.sizes[1:], inner).unsqueeze(0)
 
     def restore(self) -> None:
         for call in self.at_end:

@@ -36,10 +36,15 @@ class File:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor: in which file, by its number, and which box."""
+    """A part of a tensor: in which file, by its number, and which box.
+
+    In files of others it may have a name of its own (`key`), and lack the first dim, in which it then has one place.
+    """
 
     file: int
     box: Box
+    key: str | None = None
+    stacked: bool = False
 
 
 @dataclass(frozen=True)

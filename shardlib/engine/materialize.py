@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from shardlib.engine import pretrained
 from shardlib.engine._torch import own_tensors
 from shardlib.engine.ops import ShardlibGatherWarning
 from shardlib.engine.plain import plain
@@ -36,9 +37,13 @@ RESET = "reset_parameters"
 
 
 class Source:
-    """Where tensors come from by name: a state dict, a safetensors file, or a folder of them with an index."""
+    """Where tensors come from by name: a state dict, a safetensors file, or a folder of them with an index.
 
-    def __init__(self, init: str | Path | Mapping[str, torch.Tensor]) -> None:
+    Files may have the names, and the parts, that transformers knows how to make the model's.
+    """
+
+    def __init__(self, init: str | Path | Mapping[str, torch.Tensor], model: nn.Module | None = None) -> None:
+        self._model = model
         self._stack = ExitStack()
         self.tensors: dict[str, Callable[[], Any]] = (
             {name: partial(_itself, tensor) for name, tensor in init.items()}
@@ -53,10 +58,44 @@ class Source:
         self._stack.close()
 
     def _open(self, path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+        slices: dict[str, Callable[[], Any]] = {}
         for file in _files(path):
             handle = self._stack.enter_context(safe_open(str(file), framework="pt"))
-            for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, partial(handle.get_slice, name)
+            slices |= {name: partial(handle.get_slice, name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
+        shapes = {name: tuple(get().get_shape()) for name, get in slices.items()}
+        for name, found in pretrained.find(self._model, shapes).items():
+            one = len(found.parts) == 1 and not found.stacked
+            yield name, slices[found.parts[0][0]] if one else partial(_Joined, found, slices)
+
+
+class _Joined:
+    """Parts in files that are one tensor of the model: read like a slice of a file, each part as far as it is asked."""
+
+    def __init__(self, found: pretrained.Found, slices: Mapping[str, Callable[[], Any]]) -> None:
+        self._found = found
+        self._parts = [(slices[key](), begin) for key, begin in found.parts]
+
+    def get_shape(self) -> list[int]:
+        return list(self._found.shape)
+
+    def __getitem__(self, chosen: tuple[slice, ...]) -> torch.Tensor:
+        made = None
+        for part, begin in self._parts:
+            shape = (*((1,) if self._found.stacked else ()), *part.get_shape())
+            ends = [at + size for at, size in zip(begin, shape, strict=True)]
+            shared = [slice(max(c.start, at), min(c.stop, end)) for c, at, end in zip(chosen, begin, ends, strict=True)]
+            if any(one.stop <= one.start for one in shared):
+                continue
+            inside = _counted_from(begin, shared)
+            values = part[inside[1:]].unsqueeze(0) if self._found.stacked else part[inside]
+            if made is None:
+                made = torch.empty([c.stop - c.start for c in chosen], dtype=values.dtype)
+            made[_counted_from([c.start for c in chosen], shared)] = values
+        return torch.empty([c.stop - c.start for c in chosen]) if made is None else made
+
+
+def _counted_from(starts: Sequence[int], slices: Sequence[slice]) -> tuple[slice, ...]:
+    return tuple(slice(one.start - at, one.stop - at) for at, one in zip(starts, slices, strict=True))
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +128,7 @@ def initial_values(
         if callable(source) or source == RESET:
             values |= _from_initialiser(model, source, missing, cut, make)
         else:
-            values |= _from_checkpoint(source, missing, cut)
+            values |= _from_checkpoint(source, missing, cut, model)
     left = [name for name in missing if name not in values]
     if left:
         raise ShardingError(_no_values(left, len(missing), init))
@@ -101,9 +140,11 @@ def _meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor.is_meta}
 
 
-def _from_checkpoint(init: Any, missing: Mapping[str, torch.Tensor], cut: Cut) -> dict[str, torch.Tensor]:
+def _from_checkpoint(
+    init: Any, missing: Mapping[str, torch.Tensor], cut: Cut, model: nn.Module
+) -> dict[str, torch.Tensor]:
     values = {}
-    with Source(init) as source:
+    with Source(init, model) as source:
         found = [name for name in missing if name in source.tensors]
         if not found and missing:
             example = next(iter(missing))

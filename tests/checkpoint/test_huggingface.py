@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 import shardlib as sl
 from shardlib import checkpoint
@@ -21,12 +19,22 @@ from shardlib.testing import shared_pool
 from tests.families.transformer_models import build, transformers
 
 _FAMILIES = ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "ViTForImageClassification"]
+_TEXT = {"vocab_size": 67, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_MORE: dict[str, dict[str, Any]] = {
+    "T5ForConditionalGeneration": {**_TEXT, "d_model": 32, "d_kv": 8, "d_ff": 52, "num_layers": 2, "num_heads": 4}
+    | {"decoder_start_token_id": 0},
+    "MixtralForCausalLM": {**_TEXT, "hidden_size": 32, "intermediate_size": 52, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 32},
+}
 _MESHES = [("dp=2,tp=2", 4), ("tp=2", 2)]
 
 
 def _made(name: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return build(name)
+    if name not in _MORE:
+        return build(name)
+    cls = getattr(transformers, name)
+    return cls(cls.config_class(**_MORE[name]))
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -39,7 +47,7 @@ def _saves(name: str, mesh: str, path: str, shard_mb: float) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "world"), _MESHES)
-@pytest.mark.parametrize("name", _FAMILIES)
+@pytest.mark.parametrize("name", [*_FAMILIES, *_MORE])
 @pytest.mark.parametrize("shard_mb", [5000, 0.02])
 def test_from_pretrained_reads_what_a_sharded_model_saves(
     tmp_path: Path, name: str, mesh: str, world: int, shard_mb: float
@@ -63,21 +71,45 @@ def _loads(name: str, mesh: str, path: str, **options: Any) -> dict[str, torch.T
     return sl.full_state_dict(model)
 
 
-def _renamed(model: nn.Module) -> Callable[[str], str] | None:
-    """What transformers renames while it loads: the names of some families in files are those of an older version."""
-    renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
-    return (lambda key: rename_source_key(key, renamings, [])[0]) if "vit" in type(model).__name__.lower() else None
-
-
 @pytest.mark.parametrize(("mesh", "world"), _MESHES)
-@pytest.mark.parametrize("name", _FAMILIES)
+@pytest.mark.parametrize("name", [*_FAMILIES, *_MORE])
 def test_a_sharded_model_loads_what_save_pretrained_wrote(tmp_path: Path, name: str, mesh: str, world: int):
     saved = _made(name, 0)
     for folder, size in (("one", "5GB"), ("many", "20KB")):
         saved.save_pretrained(tmp_path / folder, max_shard_size=size)  # type: ignore[operator]
-        got = shared_pool(world).run(_loads, name, mesh, str(tmp_path / folder), names=_renamed(saved))[0]
+        got = shared_pool(world).run(_loads, name, mesh, str(tmp_path / folder))[0]
         _equal(got, _state(saved))
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+
+
+def _begins_on_meta(name: str, mesh: str, path: str) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = _made(name, 1)
+    return sl.full_state_dict(sl.shard_model(model, mesh, compile=None, init=(path, _counters)))
+
+
+def _counters(module: nn.Module) -> None:
+    """Buffers that no file has: positions, frequencies."""
+    fresh = type(module)(module.config) if hasattr(module, "inv_freq") else None  # type: ignore[call-arg]
+    for name, buffer in module.named_buffers(recurse=False):
+        buffer.copy_(getattr(fresh, name) if fresh is not None else torch.arange(buffer.numel()).view_as(buffer))
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM", "ViTForImageClassification"])
+def test_a_model_on_meta_begins_with_what_save_pretrained_wrote(tmp_path: Path, name: str):
+    saved = _made(name, 0)
+    saved.save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
+    got = shared_pool(4).run(_begins_on_meta, name, "dp=2,tp=2", str(tmp_path))[0]
+    _equal(got, _state(saved))
+
+
+def test_a_file_that_lacks_an_expert_is_refused(tmp_path: Path):
+    _made("MixtralForCausalLM", 0).save_pretrained(tmp_path)  # type: ignore[operator]
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r'"model.layers.0.mlp.experts.gate_up_proj" is made of 7 tensors of the'):
+        checkpoint.load(tmp_path, _made("MixtralForCausalLM", 1))
 
 
 def test_a_base_model_loads_into_one_with_a_head_and_the_reverse(tmp_path: Path):
