@@ -10,6 +10,7 @@ the middle half of the ratios within single rounds.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
@@ -61,7 +62,8 @@ class Record:
     losses: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     first_step_seconds: float = 0.0
-    peak_megabytes: float = 0.0  # known of a variant that runs in processes of its own
+    peak_megabytes: float = 0.0  # known of a variant that runs in processes of its own, as is
+    live_megabytes: float = 0.0  # what it has of the allocator when a step has ended, gradients included
 
     @property
     def steps(self) -> list[float]:
@@ -148,7 +150,7 @@ def compare(
 
 def run_variants(variants: list[Variant], size: Size, *, rounds: int, seed: int) -> dict[str, Record]:
     """Train all variants on the same batches; records hold the slowest rank's times and the mean loss over ranks."""
-    at_rest = resident("VmRSS")
+    at_rest, live_at_rest = resident("VmRSS"), live()
     data = list(batches(size, WARM_UP + rounds, seed=seed))
     trainees = {variant.name: Trainee(variant, size) for variant in variants}
     for trainee in trainees.values():
@@ -160,6 +162,7 @@ def run_variants(variants: list[Variant], size: Size, *, rounds: int, seed: int)
     records = {name: trainee.record for name, trainee in trainees.items()}
     if len(variants) == 1:
         records[variants[0].name].peak_megabytes = resident("VmHWM") - at_rest
+        records[variants[0].name].live_megabytes = live() - live_at_rest
     return {name: _over_ranks(record) for name, record in records.items()}
 
 
@@ -177,7 +180,7 @@ def table(title: str, rows: list[dict]) -> Table:
     """What `summary` returned, for the terminal."""
     with_memory = len(rows) == 1
     columns = ["", "ms a step", "ratio", "middle half", "cpu ratio", *PARTS, "sent kB", "first step s"]
-    table = Table(*columns, *(["memory MB"] if with_memory else []), title=title, title_justify="left")
+    table = Table(*columns, *(["live MB", "resident MB"] if with_memory else []), title=title, title_justify="left")
     for row in rows:
         low, high = row["middle_half"]
         cells = [
@@ -189,7 +192,7 @@ def table(title: str, rows: list[dict]) -> Table:
         ]
         cells += [f"{row[part]:.2f}" for part in PARTS]
         cells += [f"{row['sent_bytes'] / 1e3:,.1f}", f"{row['first_step_seconds']:.1f}"]
-        table.add_row(*cells, *([f"{row['peak_megabytes']:.0f}"] if with_memory else []))
+        table.add_row(*cells, *(f"{row[f'{what}_megabytes']:.0f}" for what in ("live", "peak") if with_memory))
     return table
 
 
@@ -211,7 +214,7 @@ def summary(records: dict[str, Record]) -> list[dict[str, Any]]:
         row |= {"cpu_ratio": statistics.median(record.cpu_ms) / statistics.median(first.cpu_ms)}
         row |= {part: statistics.median(record.ms[part]) for part in PARTS}
         row |= {"sent_bytes": statistics.median(record.sent), "rounds": len(reference)}
-        rows.append(row | {k: getattr(record, k) for k in ("first_step_seconds", "peak_megabytes")})
+        rows.append(row | {k: getattr(record, k) for k in ("first_step_seconds", "peak_megabytes", "live_megabytes")})
     return rows
 
 
@@ -253,6 +256,34 @@ def resident(what: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(what + ":")) / 1024
 
 
+class _MallocInfo(ctypes.Structure):
+    """glibc's `mallinfo2`: what is used in its arenas, and what it has mapped apart."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def live() -> float:
+    """Megabytes that the process has of glibc's allocator, those of torch's C++ included."""
+    count = ctypes.CDLL(None).mallinfo2
+    count.restype = _MallocInfo
+    info = count()
+    return (info.uordblks + info.hblkhd) / 2**20
+
+
 def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -280,4 +311,5 @@ def _over_ranks(record: Record) -> Record:
         sent=[max(sent) for sent in zip(*(one["sent"] for one in every), strict=True)],
         first_step_seconds=max(one["first_step_seconds"] for one in every),
         peak_megabytes=max(one["peak_megabytes"] for one in every),
+        live_megabytes=max(one["live_megabytes"] for one in every),
     )

@@ -6,8 +6,9 @@
 1.00 is `DistributedDataParallel` as it is by default. "alone" trains each rank by itself, with the optimizer that
 shardlib takes, and sends nothing: what is left between it and another variant is the price of data parallelism, which
 is printed under the table, part by part. Every other variant starts from the same weights,
-sees the same batches, and must show the same losses. Memory is the resident peak over that of the bare process, with
-each variant in processes of its own (`--memory`); sent bytes are those that the kernel counted on one rank's sockets.
+sees the same batches, and must show the same losses. Memory is what the
+allocator has given out when a step has ended, and the resident peak, over those of the bare process, with each variant
+in processes of its own (`--memory`); sent bytes are those that the kernel counted on one rank's sockets.
 
 PyTorch's own peers always run. fairscale runs where it is installed, which `make bench` does in an environment of its
 own; its FullyShardedDataParallel asks for CUDA streams and does not run on a CPU.
