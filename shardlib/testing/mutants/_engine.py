@@ -270,13 +270,10 @@ def _sent_twice(original: Any) -> Any:
 
 
 def _one_part_left_out(original: Any) -> Any:
-    def total(blocks: list[torch.Tensor], *, own: int) -> torch.Tensor:
-        result: torch.Tensor = original(
-            [block for rank, block in enumerate(blocks) if rank in (0, 1, own)], own=min(own, 2)
-        )
-        return result
+    def scaled_sum(blocks: list[torch.Tensor], scale: float, out: torch.Tensor, *, own: int) -> None:
+        original(blocks[:-1], scale, out, own=own)
 
-    return total
+    return scaled_sum
 
 
 def _never_gathered(original: Any) -> Any:
@@ -381,7 +378,7 @@ ENGINE = (
     Mutant(
         "a part left out", "under ZeRO an owner adds up one rank's part too few",
         "NVIDIA-NeMo/Automodel#1260; deepspeedai/DeepSpeed#5583", r"\(every module\)",
-        lambda: transformer("dp=4", transforms=(zero(2),)), replaced(exchange, "_sum", _one_part_left_out),
+        lambda: transformer("dp=4", transforms=(zero(2),)), replaced(exchange, "_scaled_sum", _one_part_left_out),
     ),
     Mutant(
         "parts not gathered", "after the step each rank keeps its own part of the parameters new and the others' old",
