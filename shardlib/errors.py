@@ -8,6 +8,7 @@ from collections.abc import Iterable
 __all__ = [
     "CheckpointError",
     "InputError",
+    "LaunchError",
     "LayoutError",
     "LostRankError",
     "MeshError",
@@ -21,6 +22,10 @@ __all__ = [
 
 class ShardlibError(Exception):
     """Base of every error that shardlib raises about what a user gave it, or about ranks that are gone."""
+
+
+class LaunchError(ShardlibError):
+    """A job that cannot be started as asked: a missing variable, a wrong number, a config, ranks that did not meet."""
 
 
 class MeshError(ShardlibError):

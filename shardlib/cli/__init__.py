@@ -1,6 +1,7 @@
-"""`shardlib plan | check | explain | init`: plans and layout files from the command line, without processes or values.
+"""`shardlib plan | check | explain | init`: plans and layout files, without processes or values; `run`: start ranks.
 
-Exit codes: 0 fine, 1 the layout does not do what was asked of it, 2 what was typed names nothing.
+Exit codes: 0 fine, 1 the layout does not do what was asked of it, 2 what was typed names nothing. `run` ends as the
+first host that fails does.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from shardlib.cli import commands
+from shardlib.cli import commands, run
 from shardlib.cli.models import FORMS, UsageError
 from shardlib.errors import MeshError, ShardlibError
 from shardlib.layouts import SuggestedLayoutWarning
@@ -53,17 +54,22 @@ def _report(error: ShardlibError, *, as_json: bool) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardlib", description=__doc__.splitlines()[0] if __doc__ else None)
-    subparsers = parser.add_subparsers(required=True, metavar="{plan,check,explain,init}")
+    subparsers = parser.add_subparsers(required=True, metavar="{plan,check,explain,init,run}")
     _add_plan(_command(subparsers, "plan", commands.plan, "how every tensor of a model lies on a mesh"))
-    _add_check(_command(subparsers, "check", commands.check, "does a layout file fit a model?"))
+    _add_check(
+        _command(subparsers, "check", commands.check, "does a layout file fit a model? -i: what is installed?", "?")
+    )
     _add_explain(_command(subparsers, "explain", commands.explain, "which rule decides about a tensor or module"))
     _add_init(_command(subparsers, "init", commands.init, "write a first layout file for a model"))
+    _add_run(subparsers)
     return parser
 
 
-def _command(subparsers: Any, name: str, run: object, help: str) -> argparse.ArgumentParser:
+def _command(
+    subparsers: Any, name: str, run: object, help: str, models: Literal["?"] | None = None
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, description=help)
-    parser.add_argument("model", help=_MODEL)
+    parser.add_argument("model", nargs=models, help=_MODEL)
     parser.add_argument("--json", action="store_true", help="print JSON, errors too")
     parser.set_defaults(run=run)
     return parser
@@ -91,7 +97,21 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="a line for every tensor: do not fold repeated blocks")
 
 
+def _add_run(subparsers: Any) -> None:
+    told = "run a script as many ranks, on this machine or on several"
+    # No abbreviations: --host is one of --hostfile.
+    parser = subparsers.add_parser("run", help=told, description=told, allow_abbrev=False)
+    run.add_options(parser)
+    parser.set_defaults(run=run.run, json=False)
+
+
 def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-i",
+        "--installed",
+        action="store_true",
+        help="say what is installed, what torch sees and whether ranks can meet here; needs no model",
+    )
     parser.add_argument("--mesh", default="tp=2", help='axes and sizes (default "tp=2")')
     parser.add_argument("--layout", help=_LAYOUT)
     parser.add_argument("--expect", metavar="FILE", help="fail unless the plan is the one in this file (plan --json)")

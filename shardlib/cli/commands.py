@@ -16,6 +16,7 @@ from torch import nn
 from shardlib import layouts, rules
 from shardlib._plan import Plan
 from shardlib._plan.text import plain
+from shardlib.cli import environment
 from shardlib.cli.models import UsageError, load_model
 from shardlib.engine import dryrun
 from shardlib.errors import ShardlibError, nearest
@@ -46,7 +47,14 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Say whether a layout fits a model: what is wrong, what deserves a look, and what each rule covers."""
+    """Say whether a layout fits a model: what is wrong, what deserves a look, and what each rule covers.
+
+    With `-i`, say what is installed instead.
+    """
+    if options.installed:
+        return _print_environment(options)
+    if options.model is None:
+        raise UsageError("`shardlib check` needs a model to check; -i alone says what is installed.")
     model = load_model(options.model)
     chosen = _rules(options, model)
     problems, remarks = _findings(options, model, chosen)
@@ -83,6 +91,14 @@ def init(options: argparse.Namespace) -> int:
         print(f"Wrote {options.output}. Read the lines marked as guesses, then run: {_next(options)}")
     else:
         print(text, end="")
+    return 0
+
+
+def _print_environment(options: argparse.Namespace) -> int:
+    if options.model or options.layout or options.expect:
+        raise UsageError("`shardlib check -i` tells of this machine and takes nothing else but --json.")
+    facts = environment.environment()
+    print(json.dumps(facts, indent=2) if options.json else environment.text(facts))
     return 0
 
 

@@ -1,0 +1,138 @@
+"""`shardlib check -i`: what is installed, what torch sees, and whether ranks could meet here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["environment", "text"]
+
+_PACKAGES = ("shardlib", "transformers", "safetensors", "jax", "peft", "numpy")
+_MISSING = "not installed"
+
+
+def environment() -> dict[str, Any]:
+    """The facts that a report of a problem needs, as JSON carries them."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": {
+            "version": torch.__version__,
+            "build": _build(),
+            "debug": torch.version.debug,
+        },
+        "devices": _devices(),
+        "backends": _backends(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "threads": {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+            "torch": torch.get_num_threads(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        },
+        "ranks_can_meet": {host: _meeting(host) for host in ("127.0.0.1", "::1", "localhost")},
+        "host": {"name": socket.gethostname(), "address": _address()},
+    }
+
+
+def text(facts: dict[str, Any]) -> str:
+    """The same for people: one line a fact.
+
+    >>> print(text({"python": "3.11", "torch": {"version": "2.13", "build": "CPU"}, "devices": []}))
+    python     3.11
+    torch      version: 2.13
+               build: CPU
+    devices    none
+    """
+    width = max(map(len, facts)) + 4
+    lines = []
+    for name, value in facts.items():
+        told = _lines(value)
+        lines += [f"{name if i == 0 else '':{width}}{line}" for i, line in enumerate(told)]
+    return "\n".join(lines)
+
+
+def _lines(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [f"{name}: {_word(inner)}" for name, inner in value.items()] or ["none"]
+    if isinstance(value, list):
+        return [_word(inner) for inner in value] or ["none"]
+    return [_word(value)]
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_word(inner)}" for name, inner in value.items())
+    return {True: "yes", False: "no", None: "none"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _build() -> str:
+    """What torch was built for."""
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    return f"ROCm {torch.version.hip}" if torch.version.hip else "CPU"
+
+
+def _devices() -> list[dict[str, Any]]:
+    """Every accelerator; none on a machine that has only its CPU."""
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return [{"type": kind.type, "index": index} | _device(kind.type, index) for index in range(_count())]
+
+
+def _count() -> int:
+    return torch.accelerator.device_count()
+
+
+def _device(kind: str, index: int) -> dict[str, Any]:
+    """Name and memory, where the kind of device tells them."""
+    ask = getattr(torch.get_device_module(kind), "get_device_properties", None)
+    if ask is None:
+        return {}
+    properties = ask(index)
+    memory = getattr(properties, "total_memory", None)
+    return {"name": getattr(properties, "name", kind), "memory_gib": round(memory / 2**30, 1) if memory else None}
+
+
+def _backends() -> dict[str, bool]:
+    return {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "ucc": dist.is_ucc_available(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return _MISSING
+
+
+def _meeting(host: str) -> bool | str:
+    """Whether a rank can listen at a name and another one reach it there, or why not."""
+    try:
+        listens = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+        joins = dist.TCPStore(host, listens.port, is_master=False, timeout=timedelta(seconds=5))
+        joins.set("met", "yes")
+        return bool(listens.get("met") == b"yes")
+    except (RuntimeError, OSError) as fault:
+        return str(fault).strip().split("\n")[0]
+
+
+def _address() -> str:
+    """Where this machine's own name leads: gloo tells other ranks to come there."""
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    except OSError as fault:
+        return f"its name leads nowhere: {fault}"

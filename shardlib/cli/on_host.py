@@ -1,0 +1,39 @@
+"""`python -m shardlib.cli.on_host command...`: one host's part of a job that `shardlib run` started over ssh.
+
+Runs the command until it ends, or until whoever started it is gone: ssh kills nothing on the far side when its near
+side ends, but it closes stdin.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+# torchrun gives its ranks half a minute to end by themselves.
+_PATIENCE = 40.0
+
+
+def main(command: Sequence[str]) -> int:
+    """Run a command while stdin is open, and return its exit status as a shell does."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    threading.Thread(target=_end_with_stdin, args=(child,), daemon=True).start()
+    status = child.wait()
+    return 128 - status if status < 0 else status
+
+
+def _end_with_stdin(child: subprocess.Popen[bytes]) -> None:
+    while sys.stdin.buffer.read(1):
+        pass
+    child.terminate()
+    try:
+        child.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
