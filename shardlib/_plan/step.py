@@ -19,6 +19,7 @@ class LossScale:
 
     It is multiplied by `backoff_factor` after a step whose gradients were not finite, which is skipped, and by
     `growth_factor` after `growth_interval` good ones in a row (Micikevicius et al., "Mixed Precision Training", 2018).
+    With a `hysteresis` of n, the first n - 1 such steps since it grew are skipped and leave it as it is.
     """
 
     init_scale: float = 2.0**16
@@ -27,14 +28,15 @@ class LossScale:
     growth_interval: int = 2000
     min_scale: float = 1.0
     max_scale: float = 2.0**32
+    hysteresis: int = 1
 
     def __post_init__(self) -> None:
         ordered = 0 < self.min_scale <= self.init_scale <= self.max_scale
         moves = self.growth_factor >= 1 and 0 < self.backoff_factor <= 1 and self.growth_interval >= 1
-        if not (ordered and moves):
+        if not (ordered and moves and self.hysteresis >= 1):
             raise PlanError(
-                f"{self}: give 0 < min_scale <= init_scale <= max_scale, growth_factor >= 1, 0 < backoff_factor <= 1 "
-                "and growth_interval >= 1."
+                f"{self}: give 0 < min_scale <= init_scale <= max_scale, growth_factor >= 1, 0 < backoff_factor <= 1, "
+                "growth_interval >= 1 and hysteresis >= 1."
             )
 
 

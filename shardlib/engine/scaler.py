@@ -17,8 +17,8 @@ __all__ = ["LossScaler"]
 class LossScaler:
     """Multiplies the loss, so that gradients do not vanish in float16, and divides the gradients by the same.
 
-    After a step with a gradient that is not finite, anywhere on the mesh, the scale backs off; after a number of good
-    ones in a row it grows.
+    After a step with a gradient that is not finite, anywhere on the mesh, the scale backs off (from the n-th such step
+    since it grew, with a hysteresis of n); after a number of good ones in a row it grows.
 
     Args:
         settings: where it starts and how it moves.
@@ -31,7 +31,7 @@ class LossScaler:
     def __init__(self, settings: LossScale) -> None:
         self.settings = settings
         self.scale = settings.init_scale
-        self.good_steps = 0
+        self.good_steps, self.bad_steps = 0, 0
         self.overflowed = False
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
@@ -52,14 +52,17 @@ class LossScaler:
         """Move the scale after a step, taken or skipped."""
         s = self.settings
         if self.overflowed:
-            self.scale, self.good_steps = max(self.scale * s.backoff_factor, s.min_scale), 0
+            self.good_steps, self.bad_steps = 0, self.bad_steps + 1
+            if self.bad_steps >= s.hysteresis:
+                self.scale = max(self.scale * s.backoff_factor, s.min_scale)
             return
         self.good_steps += 1
         if self.good_steps >= s.growth_interval:
-            self.scale, self.good_steps = min(self.scale * s.growth_factor, s.max_scale), 0
+            self.scale, self.good_steps, self.bad_steps = min(self.scale * s.growth_factor, s.max_scale), 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        return {"scale": self.scale, "good_steps": self.good_steps, "bad_steps": self.bad_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+        self.bad_steps = int(state.get("bad_steps", 0))

@@ -231,13 +231,15 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
         A step that was skipped since a gradient was not finite, or since further passes belong to it, is none.
         """
-        move = scheduler.step
+        kind = type(scheduler)
 
-        def step(*args: Any, **kwargs: Any) -> None:
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             if not self.step_was_skipped:
-                move(*args, **kwargs)
+                kind.step(scheduler, *args, **kwargs)
 
-        scheduler.step = step
+        # A class of its own, under the same name: an attribute would be part of the scheduler's state dict.
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        scheduler.__class__ = type(kind.__name__, (kind,), {**names, "step": step})
         return scheduler
 
     @naming_lost_ranks("step")

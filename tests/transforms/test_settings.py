@@ -113,7 +113,7 @@ def test_the_settings_of_the_step_are_printed_compared_and_kept_apart():
     assert str(made).splitlines()[-1] == (
         "Step: buckets of 25 MiB, accumulate 4, reduce_dtype float32, autocast float16, scaler "
         "LossScale(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, min_scale=1.0, "
-        "max_scale=4294967296.0), recompute ^blocks.{0-1} x2"
+        "max_scale=4294967296.0, hysteresis=1), recompute ^blocks.{0-1} x2"
     )
     assert "~ step: accumulate 1 -> 4" in laid_out().diff(made).splitlines()
     assert "~ step: recompute none -> ^blocks.{0-1} x2" in laid_out().diff(made).splitlines()
@@ -189,8 +189,8 @@ def _double() -> Plan:
         (
             lambda: LossScale(init_scale=0.5),
             "LossScale(init_scale=0.5, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, min_scale=1.0, "
-            "max_scale=4294967296.0): give 0 < min_scale <= init_scale <= max_scale, growth_factor >= 1, 0 < "
-            "backoff_factor <= 1 and growth_interval >= 1.",
+            "max_scale=4294967296.0, hysteresis=1): give 0 < min_scale <= init_scale <= max_scale, growth_factor >= 1, "
+            "0 < backoff_factor <= 1, growth_interval >= 1 and hysteresis >= 1.",
         ),
     ],
 )
