@@ -67,6 +67,7 @@ def load(
     lr_scheduler: Any = None,
     dataloader: Any = None,
     random: bool = True,
+    weights: bool = True,
     strict: bool = True,
     cast: bool = False,
     verify: str = "read",
@@ -85,6 +86,7 @@ def load(
         lr_scheduler: its `load_state_dict` is called, after the optimizer's turn.
         dataloader: the same, with this rank's state.
         random: put back the random states, where they were saved.
+        weights: False: the model's tensors stay as they are; it only says what the optimizer's parameters are called.
         strict: names that either side lacks are an error; else what both have is loaded, and the rest is told.
         cast: convert dtypes that differ; else they are an error.
         names: what the model calls a tensor of a foreign checkpoint, where that is called otherwise there.
@@ -111,7 +113,7 @@ def load(
     place, text = everyone.first("read manifest", lambda: _found(given))
     source = everyone.run("read manifest", lambda: _open(Path(str(place)), text, model, names))
     with Readers(source.folder) as readers:
-        work = _Work(source, everyone, model, optimizer, strict, cast, verify, readers)
+        work = _Work(source, everyone, model, optimizer, weights, strict, cast, verify, readers)
         everyone.run("compare", work.compare)
         everyone.run("verify", work.verify)
         everyone.run("prepare", lambda: work.prepare(lr_scheduler, dataloader, random=random))
@@ -287,6 +289,7 @@ class _Work:
     everyone: Peers
     model: nn.Module | None
     optimizer: torch.optim.Optimizer | None
+    weights: bool
     strict: bool
     cast: bool
     check_files: str
@@ -322,6 +325,9 @@ class _Work:
                 self.aliases[item.name] = found[0]
             else:
                 self.missing.append(item.name)
+        if not self.weights:
+            self.into, self.missing = [], []
+            return
         self.unexpected = [name for name in saved if name not in used]
         self._refuse_names()
         self._refuse_kinds(self.into)

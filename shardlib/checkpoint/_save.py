@@ -32,7 +32,7 @@ from shardlib.errors import CheckpointError, nearest
 
 __all__ = ["Saving", "save", "wait_for_saving"]
 
-WEIGHTS = ("pieces", "huggingface")
+WEIGHTS = ("pieces", "huggingface", "file", "none")
 HF_INDEX = "model.safetensors.index.json"
 
 
@@ -122,8 +122,10 @@ def save(
         dataloader: the same; each rank's state is kept, equal ones once.
         extra: numbers, text, lists, dicts and tensors of your own; rank 0's is kept.
         random: save the random states of torch, Python and numpy of every rank.
-        weights: "pieces", where ranks write what they have; or "huggingface", where each tensor is written whole, so
-            that `from_pretrained(path)` reads the folder. Either way no rank ever holds more than one whole tensor.
+        weights: "pieces", where ranks write what they have; "huggingface", where each tensor is written whole, so
+            that `from_pretrained(path)` reads the folder; "file", where a model alone becomes one safetensors file at
+            `path`, written by rank 0; or "none", where the model only says what the optimizer's parameters are called.
+            No rank ever holds more than one whole tensor.
         shard_mb: how large a file may become, in megabytes.
         background: copy what is to be written, and write it while training goes on. The next save waits for this one.
         timeout: seconds that ranks wait for each other in each phase; a rank that is gone is named then at the latest.
@@ -146,8 +148,12 @@ def save(
     target = Path(path).absolute()
     everyone = peers(f'saving "{target}"', timeout)
     everyone.run("check arguments", lambda: _check(model, optimizer, weights, shard_mb))
+    if weights == "file":
+        others = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader, "extra": extra}
+        everyone.run("check arguments", lambda: _check_file(model, others))
+        random = False
     state = _State.of(everyone, model, optimizer, lr_scheduler, dataloader, extra, random=random)
-    shared = agreed(everyone.run("collect", lambda: _items(model, optimizer, everyone.size)), everyone)
+    shared = agreed(everyone.run("collect", lambda: _items(model, optimizer, weights, everyone.size)), everyone)
     job = _Job(target, everyone, shared, turns(shared), state, weights, int(shard_mb * 2**20))
     saving = Saving(target)
     if background:
@@ -168,10 +174,19 @@ def _check(model: Any, optimizer: Any, weights: str, shard_mb: float) -> None:
         raise CheckpointError("An optimizer was given without its model, whose names its state is saved by. Give both.")
 
 
-def _items(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, size: int) -> list[Item]:
+def _check_file(model: Any, others: dict[str, Any]) -> None:
+    given = [name for name, value in others.items() if value is not None]
+    if model is None or given:
+        raise CheckpointError(
+            f'weights="file" writes one file with the tensors of a model, and was given '
+            f"{'no model' if model is None else ', '.join(given) + ' too'}. Save to a folder, with another weights=."
+        )
+
+
+def _items(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, weights: str, size: int) -> list[Item]:
     if model is None:
         return []
-    items = list(model_items(model, size))
+    items = list(model_items(model, size)) if weights != "none" else []
     if optimizer is not None:
         items += optimizer_items(optimizer, known(model), size)
     for item in items:
@@ -327,10 +342,13 @@ class _Job:
     def carry_out(self) -> None:
         everyone, folder = self.everyone, _where.writing(self.target)
         try:
-            everyone.run("prepare", lambda: _where.begin(self.target) if everyone.rank == 0 else None)
+            begin, commit = (
+                (_where.begin, _where.commit) if self.weights != "file" else (_where.begin_file, self._commit)
+            )
+            everyone.run("prepare", lambda: begin(self.target) if everyone.rank == 0 else None)
             written = everyone.gather("write", lambda: self._write(folder))
             everyone.run("write manifest", lambda: self._finish(folder, written) if everyone.rank == 0 else None)
-            everyone.run("put in place", lambda: _where.commit(self.target) if everyone.rank == 0 else None)
+            everyone.run("put in place", lambda: commit(self.target) if everyone.rank == 0 else None)
         except CheckpointError:
             if everyone.rank == 0:
                 _where.give_up(self.target)
@@ -338,10 +356,11 @@ class _Job:
 
     def _groups(self) -> list[tuple[int, list[int]]]:
         """Files of whole tensors: the rank that writes each, and its items by number."""
-        if self.weights != "huggingface":
+        if self.weights not in ("huggingface", "file"):
             return []
         of_model = [i for i, item in enumerate(self.items) if item.section == "model"]
-        groups = file_groups([self.items[i] for i in of_model], self.limit, self.everyone.size)
+        limit = self.limit if self.weights == "huggingface" else math.inf
+        groups = file_groups([self.items[i] for i in of_model], limit, self.everyone.size)
         return [(rank, _in_file_order(self.items, [of_model[i] for i in group])) for rank, group in groups]
 
     def _write(self, folder: Path) -> list[Any]:
@@ -387,7 +406,7 @@ class _Job:
 
     def _pieces(self, section: str) -> list[list[Entry]]:
         """What this rank writes of a section, in files."""
-        if section == "model" and self.weights == "huggingface":
+        if section == "model" and self.weights != "pieces":
             return []
         entries = [
             Entry(item.name, item.dtype, part.box, partial(_cut, item.local, part.local))
@@ -420,6 +439,9 @@ class _Job:
                 write_bytes(folder / HF_INDEX, _hf_index(manifest).encode())
         write_bytes(folder / MANIFEST, manifest.dump().encode())
         sync_folder(folder)
+
+    def _commit(self, target: Path) -> None:
+        _where.commit_file(target, "model.safetensors")
 
     def _manifest(self, files: Sequence[Any]) -> Manifest:
         shapes = {(item.section, item.name): (item.shape, item.dtype) for item in self.items}

@@ -122,7 +122,7 @@ def packed(pieces: Sequence[tuple[str, Box, int]], limit: int) -> list[int]:
     return found
 
 
-def file_groups(items: Sequence[Item], limit: int, size: int) -> list[tuple[int, list[int]]]:
+def file_groups(items: Sequence[Item], limit: float, size: int) -> list[tuple[int, list[int]]]:
     """For whole tensors: files in order, each as the rank that writes it and the numbers of its items."""
     groups: list[list[int]] = []
     held = 0

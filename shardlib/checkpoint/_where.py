@@ -9,7 +9,7 @@ from shardlib.checkpoint._files import new_folder, remove, rename
 from shardlib.checkpoint._manifest import MANIFEST
 from shardlib.errors import CheckpointError
 
-__all__ = ["begin", "commit", "give_up", "located", "writing"]
+__all__ = ["begin", "begin_file", "commit", "commit_file", "give_up", "located", "writing"]
 
 
 def writing(path: Path) -> Path:
@@ -40,12 +40,30 @@ def begin(path: Path) -> None:
             f'"{path}" exists and is no checkpoint of shardlib ({MANIFEST} is not in it), so it is not replaced. Save '
             "to a new path, or remove it first."
         )
-    if path.parent.exists() and not path.parent.is_dir():
-        raise CheckpointError(f'"{path.parent}" is no folder. Save to a path in a folder.')
+    _refuse_to_stand_on_a_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(_previous(path))
     remove(writing(path))
     new_folder(writing(path))
+
+
+def begin_file(path: Path) -> None:
+    """The same, where the checkpoint is to be one file, which may replace another.
+
+    Raises:
+        CheckpointError: a folder stands at the path.
+    """
+    if path.is_dir():
+        raise CheckpointError(f'"{path}" is a folder, and one file is to be written. Give the path of a file.')
+    _refuse_to_stand_on_a_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove(writing(path))
+    new_folder(writing(path))
+
+
+def _refuse_to_stand_on_a_file(path: Path) -> None:
+    if path.parent.exists() and not path.parent.is_dir():
+        raise CheckpointError(f'"{path.parent}" is no folder. Save to a path in a folder.')
 
 
 def _is_empty(path: Path) -> bool:
@@ -63,6 +81,12 @@ def commit(path: Path) -> None:
             rename(_previous(path), path)
         raise
     remove(_previous(path))
+
+
+def commit_file(path: Path, name: str) -> None:
+    """Put one of the files that were written in its place, by one rename, and clear the rest."""
+    rename(writing(path) / name, path)
+    remove(writing(path))
 
 
 def give_up(path: Path) -> None:
