@@ -1,0 +1,331 @@
+"""`Booster`: a training loop in the style of ColossalAI, on `shard_model`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib import checkpoint as checkpoints
+from shardlib._mesh import mesh
+from shardlib.booster._files import refuse_to_replace
+from shardlib.booster._optimizer import BoostedOptimizer, Carried
+from shardlib.booster._options import refuse
+from shardlib.booster._plugins import OneProcess, Plugin
+from shardlib.booster._precision import Transforms, mixed_precision_of
+from shardlib.checkpoint import Saving
+from shardlib.engine import no_sync, plan_of, shard_model
+from shardlib.errors import MeshError, PlanError, ShardingError
+
+__all__ = ["BoostedModule", "Booster"]
+
+Path = str | os.PathLike[str]
+
+
+class BoostedModule(nn.Module):
+    """What the class of a boosted model has besides: the model stays the module that it was."""
+
+    def unwrap(self, *args: Any, **options: Any) -> nn.Module:
+        """The model: itself, since nothing is wrapped around it."""
+        return self
+
+
+class Booster:
+    """Boosts a model and what trains it, by the recipe of a plugin; then saves and loads them.
+
+    Args:
+        device: "cuda" or "cpu"; by default the accelerator that torch sees, else "cpu".
+        mixed_precision: "fp16", "bf16", "fp8", "fp16_naive", "fp16_apex", or an object such as
+            `FP16TorchMixedPrecision(init_scale=2.0**10)`, where the plugin has no `precision` of its own.
+        plugin: how to train; without one, on one process.
+
+    Raises:
+        PlanError: a name that is none, or a precision beside that of the plugin.
+
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> booster = Booster()
+    >>> model, optimizer, criterion, _, _ = booster.boost(model, optimizer, nn.functional.mse_loss)
+    >>> loss = criterion(model(torch.ones(3, 4)), torch.zeros(3, 2))
+    >>> booster.backward(loss, optimizer)
+    >>> optimizer.clip_grad_by_norm(1.0) > 0
+    tensor(True)
+    >>> optimizer.step()
+    """
+
+    def __init__(self, device: Any = None, mixed_precision: Any = None, plugin: Plugin | None = None) -> None:
+        if plugin is not None and not isinstance(plugin, Plugin):
+            raise PlanError(
+                f"plugin={plugin!r} is no plugin of shardlib; give TorchDDPPlugin(), LowLevelZeroPlugin(), "
+                "TorchFSDPPlugin(), GeminiPlugin() or HybridParallelPlugin(), or a subclass of Plugin."
+            )
+        self.plugin = plugin if plugin is not None else OneProcess()
+        self.mixed_precision = mixed_precision_of(mixed_precision)
+        self.device_type = None if device is None else torch.device(device).type
+        if self.mixed_precision is not None and self.plugin.controls_precision:
+            raise PlanError(
+                f"mixed_precision={mixed_precision!r} was given beside {self.plugin!r}, which has a precision of its "
+                "own. Say it there: precision= of the plugin, or mixed_precision= of TorchFSDPPlugin."
+            )
+
+    @functools.cached_property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh, made when it is needed first."""
+        try:
+            return mesh(self.plugin.mesh_shape(), device_type=self.device_type)
+        except MeshError as error:
+            if isinstance(self.plugin, OneProcess):
+                raise MeshError(
+                    f"A Booster without a plugin trains on one process. On several, give one, such as "
+                    f"Booster(plugin=TorchDDPPlugin()). {error}"
+                ) from error
+            raise
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Shard a model in place, and let its optimizer and scheduler go on with what became of its parameters.
+
+        Args:
+            model: a plain module; on `meta`, it draws its first values with `reset_parameters`.
+            optimizer: built from its parameters. It stays the same object inside of the one that is returned.
+            criterion: any callable; returned as it is.
+            dataloader: returned as it is; `plugin.prepare_dataloader` makes one.
+            lr_scheduler: built on the optimizer. It takes the steps that the optimizer takes.
+
+        Returns:
+            All five, in this order, None for what was not given. The model is the same module; the optimizer is a
+            `BoostedOptimizer`.
+
+        Raises:
+            ShardingError: an optimizer of other parameters, a model that is sharded already.
+            ShardlibError: what `shard_model` says about the plugin's plan. Nothing has changed then.
+        """
+        carried = None if optimizer is None else Carried.of(optimizer, model)
+        if carried is None and lr_scheduler is not None:
+            raise ShardingError("boost was given a scheduler without its optimizer. Give both.")
+        if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+            raise ShardingError("boost was given a scheduler of another optimizer. Give the one that it was built on.")
+        device_mesh = self.mesh
+        if self.plugin.begins_with_first_rank or getattr(self.plugin, "sync_module_states", False):
+            _begin_with_first_rank(model, device_mesh.device_type)
+        on_meta = any(param.is_meta for param in model.parameters())
+        shard_model(
+            model,
+            device_mesh,
+            self.plugin.rules(model),
+            transforms=self._transforms(model),
+            init="reset_parameters" if on_meta else None,
+            bucket_mb=self.plugin.bucket_mb(),
+        )
+        _add_unwrap(model)
+        boosted = None if carried is None else carried.onto(model, self._boosted_optimizer)
+        if boosted is not None and lr_scheduler is not None:
+            boosted.follow(lr_scheduler)
+        if self.plugin.verbose and (not dist.is_initialized() or dist.get_rank() == 0):
+            print(plan_of(model))
+        return model, boosted, criterion, dataloader, lr_scheduler
+
+    def _transforms(self, model: nn.Module) -> Transforms:
+        given = self.mixed_precision
+        return (*self.plugin.transforms(model), *(given.transforms(model) if given is not None else ()))
+
+    def _boosted_optimizer(self, inner: torch.optim.Optimizer, model: nn.Module) -> BoostedOptimizer:
+        return BoostedOptimizer(inner, model, max_norm=self.plugin.max_norm, norm_type=self.plugin.norm_type)
+
+    def backward(self, loss: Any, optimizer: BoostedOptimizer) -> None:
+        """Run backward of a loss: a scalar, or `(sum, count)` where ranks have unequal numbers of examples."""
+        optimizer.backward(loss)
+
+    def no_sync(
+        self, model: nn.Module | None = None, optimizer: BoostedOptimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Backward passes inside only accumulate; the first one outside reduces the sum. With every plugin."""
+        owner = model if model is not None else getattr(optimizer, "model", None)
+        if owner is None:
+            raise ShardingError("no_sync was given neither a boosted model nor a boosted optimizer. Give one of them.")
+        return no_sync(owner)
+
+    def execute_pipeline(self, *args: Any, **options: Any) -> Any:
+        """Pipelines come later.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError("execute_pipeline: pipelines come later. Call model, criterion and booster.backward yourself.")
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+        use_safetensors: bool = False,
+        use_async: bool = False,
+    ) -> Saving:
+        """Save the model's tensors, whole and by their own names. Collective: every rank calls it.
+
+        Files are safetensors whatever `use_safetensors` says and whatever the path is called: nothing is pickled here.
+
+        Args:
+            model: boosted or not.
+            checkpoint: a file; with `shard`, a folder, which is replaced as a whole.
+            shard: write a folder as Hugging Face does, with an index and the model's `config.json`.
+            gather_dtensor: True; tensors are always whole in files, and never all whole in memory.
+            prefix: None; files have the names that `from_pretrained` knows.
+            size_per_shard: megabytes of a file, with `shard`.
+            use_safetensors: either; see above.
+            use_async: copy the tensors, and write them while training goes on. `wait()` of what is returned, the next
+                save and the next load wait for it.
+
+        Raises:
+            CheckpointError: why it was not saved, on every rank. What was there before still is.
+        """
+        _check_saving(gather_dtensor, prefix)
+        if shard:
+            refuse_to_replace(checkpoint, "model")
+        kind = "huggingface" if shard else "file"
+        return checkpoints.save(
+            checkpoint, model, weights=kind, shard_mb=size_per_shard, background=use_async, random=False
+        )
+
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: Path,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Load what `save_model` or `shardlib.save` wrote, with any plugin on any mesh, or Hugging Face's files.
+
+        Collective. Each rank reads its own slices; dtypes are converted.
+
+        Args:
+            model: its tensors are written to.
+            checkpoint: a file, a folder, or the index in one.
+            strict: names that either side lacks are an error.
+            low_cpu_mem_mode: True; no rank ever holds the whole.
+            num_threads: 1.
+
+        Raises:
+            CheckpointError: why it does not fit, on every rank. Pickled files are never read.
+        """
+        _check_loading(low_cpu_mem_mode, num_threads)
+        checkpoints.load(checkpoint, model, strict=strict, cast=True, random=False)
+
+    def save_optimizer(
+        self,
+        optimizer: BoostedOptimizer,
+        checkpoint: Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+        use_async: bool = False,
+    ) -> Saving:
+        """Save the optimizer's groups and state, and the loss scale. Collective.
+
+        Args:
+            optimizer: boosted.
+            checkpoint: a folder, also without `shard`: state is tensors and what they belong to. Each rank writes what
+                it has.
+            shard: let no file become larger than `size_per_shard` megabytes.
+            gather_dtensor: as in `save_model`.
+            prefix: the same.
+            size_per_shard: the same.
+            use_async: the same.
+
+        Raises:
+            CheckpointError: why it was not saved.
+        """
+        _check_saving(gather_dtensor, prefix)
+        refuse_to_replace(checkpoint, "optimizer")
+        return checkpoints.save(
+            checkpoint,
+            _model_of(optimizer),
+            optimizer,
+            weights="none",
+            shard_mb=size_per_shard if shard else 2.0**40,
+            background=use_async,
+            random=False,
+        )
+
+    def load_optimizer(
+        self, optimizer: BoostedOptimizer, checkpoint: Path, low_cpu_mem_mode: bool = True, num_threads: int = 1
+    ) -> None:
+        """Load what `save_optimizer` or `shardlib.save` wrote, with any plugin on any mesh. Collective.
+
+        Where parameters lie in few bits and their copies here do, load the model first, then its optimizer.
+
+        Raises:
+            CheckpointError: why it does not fit.
+        """
+        _check_loading(low_cpu_mem_mode, num_threads)
+        model = _model_of(optimizer)
+        checkpoints.load(checkpoint, model, optimizer, weights=False, cast=True, random=False)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: Path) -> Saving:
+        """Save a scheduler's state to a folder. Collective."""
+        refuse_to_replace(checkpoint, "lr_scheduler")
+        return checkpoints.save(checkpoint, lr_scheduler=lr_scheduler, random=False)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: Path) -> None:
+        """Load a scheduler's state; the optimizer's groups have been loaded before, with the optimizer. Collective."""
+        checkpoints.load(checkpoint, lr_scheduler=lr_scheduler, random=False)
+
+
+def _add_unwrap(model: nn.Module) -> None:
+    """Give the model's class `unwrap`, as `fully_shard` gives it methods: by a class of the same name over it.
+
+    A function kept in an attribute would be part of copies of the model, and refer to the model that it lies in.
+    """
+    if not hasattr(model, "unwrap"):
+        kind = type(model)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        model.__class__ = type(kind.__name__, (kind, BoostedModule), names)
+
+
+@torch.no_grad()
+def _begin_with_first_rank(model: nn.Module, device_type: str) -> None:
+    """All ranks take rank 0's parameters and buffers, as `DistributedDataParallel` has it."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for tensor in {id(t): t for t in (*model.parameters(), *model.buffers()) if not t.is_meta}.values():
+            sent = tensor.detach().to(device_type, copy=True).contiguous()
+            dist.broadcast(sent, 0)
+            tensor.detach().copy_(sent)
+
+
+def _model_of(optimizer: Any) -> nn.Module:
+    if not isinstance(optimizer, BoostedOptimizer):
+        raise ShardingError(
+            f"A {type(optimizer).__name__} was given as optimizer; give the one that boost returned, which knows the "
+            "names of its parameters."
+        )
+    return optimizer.model
+
+
+def _check_saving(gather_dtensor: bool, prefix: str | None) -> None:
+    refuse("save", "gather_dtensor", gather_dtensor, True, "tensors are whole in files, always.")
+    refuse("save", "prefix", prefix, None, "files have the names that from_pretrained knows; choose another folder.")
+
+
+def _check_loading(low_cpu_mem_mode: bool, num_threads: int) -> None:
+    refuse("load", "low_cpu_mem_mode", low_cpu_mem_mode, True, "each rank reads its slices, always.")
+    refuse("load", "num_threads", num_threads, 1, "each rank reads its own files, in one thread.")

@@ -1,0 +1,146 @@
+"""The optimizer that was built before boosting goes on, with the sharded parameters in the place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib.engine import OptimizerWrapper
+from shardlib.errors import ShardingError
+
+__all__ = ["BoostedOptimizer", "Carried"]
+
+
+class BoostedOptimizer(OptimizerWrapper):
+    """What `Booster.boost` makes of an optimizer: an `OptimizerWrapper` under the names that ColossalAI's users know.
+
+    Args:
+        inner, model: as for `OptimizerWrapper`.
+        max_norm: what `step` clips the norm of gradients to; 0 is not at all.
+        norm_type: of that norm.
+
+    >>> import shardlib as sl
+    >>> model = sl.shard_model(nn.Linear(4, 2), "dp=1", {"**": None})
+    >>> optimizer = BoostedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, max_norm=1.0)
+    >>> optimizer.backward(model(torch.ones(3, 4)).sum())
+    >>> optimizer.clip_grad_by_norm(10.0) > 0
+    tensor(True)
+    >>> optimizer.step()
+    >>> type(optimizer.unwrap()).__name__
+    'SGD'
+    """
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, model: nn.Module, *, max_norm: float = 0.0, norm_type: float = 2.0
+    ) -> None:
+        super().__init__(inner, model)
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self._scaled_losses = False
+
+    def __repr__(self) -> str:
+        return f"BoostedOptimizer({self.inner!r})"
+
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """The optimizer inside, as `unwrap()`."""
+        return self.inner
+
+    def backward(self, loss: Any, *args: Any, weight: Any = None, **options: Any) -> None:
+        """Run backward: of a mean loss, or of a loss with its count, as `OptimizerWrapper.backward` says."""
+        if args or options:
+            raise ShardingError(
+                f"backward() was given {len(args) + len(options)} arguments besides the loss"
+                f"{': ' + ', '.join(options) if options else ''}; it takes a loss, and weight=. To keep the graph, add "
+                "the losses up and call it once."
+            )
+        super().backward(loss, weight=weight)
+        self._scaled_losses = True
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm, over all elements of all parameters, is at most `max_norm`.
+
+        Returns the norm before.
+        """
+        return self.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clamp every element of every gradient to [-clip_value, clip_value]."""
+        self.clip_grad_value_(clip_value)
+
+    def _step(self) -> None:
+        if self.scaler is not None and not self._scaled_losses:
+            raise ShardingError(
+                "step() was called without a backward pass through the booster, and the loss is scaled: gradients of "
+                "loss.backward() would be divided by a scale that they never had. Call booster.backward(loss, "
+                "optimizer)."
+            )
+        if self.max_norm > 0:
+            self.clip_grad_norm_(self.max_norm, self.norm_type)
+        super()._step()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._scaled_losses = False
+
+
+@dataclass(frozen=True)
+class Carried:
+    """An optimizer and what it knew of a model's parameters before they were sharded.
+
+    Attributes:
+        optimizer: it.
+        groups: of each of its groups, names of parameters.
+        state: by name.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: tuple[tuple[str, ...], ...]
+    state: dict[str, Any]
+
+    @classmethod
+    def of(cls, optimizer: Any, model: nn.Module) -> Carried:
+        """Look at an optimizer, before anything is changed.
+
+        Raises:
+            ShardingError: it is none, or it has parameters that are not the model's.
+        """
+        if isinstance(optimizer, OptimizerWrapper) or not isinstance(optimizer, torch.optim.Optimizer):
+            raise ShardingError(
+                f"boost was given a {type(optimizer).__name__} as optimizer; give a torch optimizer built from "
+                "model.parameters(), one for each boost."
+            )
+        names = {id(param): name for name, param in model.named_parameters()}
+        strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+        if strangers:
+            raise ShardingError(
+                f"{len(strangers)} of the optimizer's parameters are not the model's (the first has shape "
+                f"{tuple(strangers[0].shape)}). Boost the model and the optimizer built from its parameters together."
+            )
+        groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
+        return cls(optimizer, groups, {names[id(p)]: value for p, value in optimizer.state.items()})
+
+    def onto(
+        self, model: nn.Module, make: Callable[[torch.optim.Optimizer, nn.Module], BoostedOptimizer]
+    ) -> BoostedOptimizer:
+        """The same optimizer on the parameters that now have these names.
+
+        It stays the object that it was: its class, options, hooks and whoever drives its groups go on.
+        """
+        params = dict(model.named_parameters())
+        for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["params"] = [params[name] for name in names]
+        self.optimizer.state.clear()
+        made = make(self.optimizer, model)
+        if self.state:
+            made.load_state_dict({"state": self.state, "param_groups": _described(self.optimizer, self.groups)})
+        return made
+
+
+def _described(optimizer: torch.optim.Optimizer, groups: tuple[tuple[str, ...], ...]) -> list[dict[str, Any]]:
+    return [{**group, "params": list(names)} for group, names in zip(optimizer.param_groups, groups, strict=True)]

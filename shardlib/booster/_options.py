@@ -1,0 +1,74 @@
+"""Keywords that users bring along: each one acts, or is refused with the reason and with how to say it here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, dataclass_transform
+
+from shardlib.errors import PlanError, nearest
+
+__all__ = ["Options", "keyword", "recipe", "refuse", "refused", "refused_keywords"]
+
+T = TypeVar("T", bound=type)
+
+
+def keyword(*, default: Any) -> Any:
+    """A keyword that several recipes have, after their own."""
+    return field(default=default, kw_only=True)
+
+
+def refused(reason: str, *, default: Any) -> Any:
+    """A keyword that means nothing here: its default is taken, and anything else is an error that says why."""
+    return field(default=default, kw_only=True, metadata={"refused": reason})
+
+
+class Options:
+    """What keywords make. It prints as the call that makes it."""
+
+    def __repr__(self) -> str:
+        said = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in said)})"
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field, keyword, refused))
+def recipe(cls: T) -> T:
+    """A frozen dataclass whose keywords are checked when it is made.
+
+    Raises, where it is made:
+        PlanError: an unknown keyword, with the nearest known one; a keyword that means nothing here and was changed.
+    """
+    made: Any = dataclass(frozen=True, repr=False, eq=False)(cls)
+    build = made.__init__
+
+    @functools.wraps(build)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        known = [f.name for f in fields(made)]
+        for name in given:
+            if name not in known:
+                raise PlanError(
+                    f'{cls.__name__} has no keyword "{name}"; it has {", ".join(known)}.{nearest(name, known)}'
+                )
+        build(self, *args, **given)
+        for f in fields(made):
+            if reason := f.metadata.get("refused"):
+                refuse(cls.__name__, f.name, getattr(self, f.name), f.default, reason)
+
+    made.__init__ = init
+    return made
+
+
+def refuse(call: str, name: str, value: Any, default: Any, reason: str) -> None:
+    """Refuse a value that is not the default.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if value is not default and value != default:
+        raise PlanError(f"{call}({name}={value!r}): {reason} (Leave it out, or give {default!r}.)")
+
+
+def refused_keywords(cls: type) -> Mapping[str, str]:
+    """The keywords of a class that mean nothing here, each with the reason."""
+    return {f.name: f.metadata["refused"] for f in fields(cls) if "refused" in f.metadata}

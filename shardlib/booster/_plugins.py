@@ -1,0 +1,505 @@
+"""Plugins: each a recipe that says which mesh, which rules and which transforms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlib._mesh import MeshShape
+from shardlib.booster._data import DataLoader, prepared
+from shardlib.booster._options import Options, keyword, recipe, refused
+from shardlib.booster._precision import Transforms, loss_scale, precision_of
+from shardlib.errors import MeshError, PlanError, nearest
+from shardlib.rules import Rules
+from shardlib.transforms import LossScale, Transform, fsdp, hsdp, offload, replicate, zero
+
+__all__ = ["GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+
+_SENT = 'gradients travel in the dtype that they have, or in communication_dtype="bfloat16".'
+_OVERLAPS = "gradients are reduced while backward runs, always."
+_KERNELS = (
+    "kernels are the model's: torch chooses that of scaled_dot_product_attention, and blocks that a model axis splits "
+    "are compiled."
+)
+_PIPELINES = "pipelines come later."
+_CHUNKS = "parameters travel by units, the model's repeated blocks, and nothing is packed into chunks."
+_SEQUENCE = 'say it in rules, as a border of blocks: custom_policy={"blocks.*.output": "batch seq@tp embed", ...}.'
+
+
+class Plugin(Options):
+    """A way to train, as a mesh, rules and transforms. Your own is a subclass that answers `mesh_shape`, and what else
+    differs."""
+
+    controls_precision: ClassVar[bool] = False
+    """Whether it has a `precision` of its own, so that `Booster` takes none."""
+    begins_with_first_rank: ClassVar[bool] = False
+    """Whether all ranks begin with rank 0's weights; else those of all ranks have to be equal."""
+    max_norm: float = 0.0
+    """What `step` clips the norm of gradients to; 0 is not at all."""
+    norm_type: float = 2.0
+    verbose: bool = False
+
+    def mesh_shape(self) -> MeshShape:
+        """The mesh; one size is -1 and becomes what the other ones leave of the processes."""
+        raise NotImplementedError
+
+    def rules(self, model: nn.Module) -> Any:
+        """How the model lies on model axes, as `shard_model` takes it."""
+        return {"**": None}
+
+    def transforms(self, model: nn.Module) -> Transforms:
+        """What is done with the plan that the rules make."""
+        return ()
+
+    def bucket_mb(self) -> float | None:
+        """Megabytes that travel in one collective."""
+        return None
+
+    def control_precision(self) -> bool:
+        """Whether it has a `precision` of its own."""
+        return self.controls_precision
+
+    def support_no_sync(self) -> bool:
+        """Whether backward passes can be accumulated: always."""
+        return True
+
+    def prepare_dataloader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        distributed_sampler_cls: Any = None,
+        **options: Any,
+    ) -> DataLoader:
+        """A dataloader over this rank's share of a data set.
+
+        The data axes of the mesh share the examples; ranks that differ only on model axes get the same ones. The
+        position has a `state_dict`, so that `shardlib.save(..., dataloader=loader)` keeps it.
+
+        Args:
+            dataset: with a length and items by number.
+            batch_size: of one data rank.
+            shuffle: in another order in each epoch, if `loader.sampler.set_epoch(epoch)` is called.
+            seed: of that order, and of the workers' random streams, which differ between data ranks and workers.
+            drop_last: leave out the last batch where it is smaller.
+            pin_memory: of torch's `DataLoader`.
+            num_workers: the same.
+            distributed_sampler_cls: instead of torch's `DistributedSampler`, called with `(dataset, num_replicas=,
+                rank=, shuffle=)`.
+            **options: of torch's `DataLoader`.
+        """
+        shape = self.mesh_shape().resolve(_of_job("WORLD_SIZE", 1))
+        place = shape.data_place(shape.coordinate(_of_job("RANK", 0)))
+        return prepared(
+            dataset,
+            place,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            sampler=distributed_sampler_cls,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_workers,
+            **options,
+        )
+
+
+def _of_job(name: str, alone: int) -> int:
+    """This rank, or the number of them: of the process group, else of who started the process."""
+    if dist.is_initialized():
+        return dist.get_rank() if name == "RANK" else dist.get_world_size()
+    return int(os.environ.get(name, alone))
+
+
+class OneProcess(Plugin):
+    """What a Booster without a plugin does: one process, nothing shared."""
+
+    def __repr__(self) -> str:
+        return "Booster()"
+
+    def mesh_shape(self) -> MeshShape:
+        return MeshShape(dp=1)
+
+
+@recipe
+class TorchDDPPlugin(Plugin):
+    """Data parallel: every rank holds the whole model, gradients are averaged.
+
+    BatchNorm uses the statistics of all data ranks' examples (SyncBN), in every plugin.
+
+    >>> TorchDDPPlugin(bucket_cap_mb=50)
+    TorchDDPPlugin(bucket_cap_mb=50)
+    """
+
+    begins_with_first_rank: ClassVar[bool] = True
+
+    broadcast_buffers: bool = refused(
+        "buffers are the same on all ranks: BatchNorm's are of all examples.", default=True
+    )
+    bucket_cap_mb: float = 25
+    find_unused_parameters: bool = False  # always found
+    check_reduction: bool = refused("a gradient that was not reduced is an error in step, always.", default=False)
+    gradient_as_bucket_view: bool = refused("large gradients are reduced where they lie, always.", default=False)
+    static_graph: bool = refused("no backward pass is assumed to be like another.", default=False)
+    fp8_communication: bool = refused("gradients travel in the dtype that they have.", default=False)
+
+    def mesh_shape(self) -> MeshShape:
+        return MeshShape(dp=-1)
+
+    def bucket_mb(self) -> float | None:
+        return self.bucket_cap_mb
+
+
+@recipe
+class _WithPrecision(Plugin):
+    """What plugins with a precision of their own have in common."""
+
+    controls_precision: ClassVar[bool] = True
+
+    precision: str = keyword(default="fp16")
+    master_weights: bool = keyword(default=True)
+    initial_scale: float = keyword(default=2.0**16)
+    min_scale: float = keyword(default=1.0)
+    growth_factor: float = keyword(default=2.0)
+    backoff_factor: float = keyword(default=0.5)
+    growth_interval: int = keyword(default=1000)
+    hysteresis: int = keyword(default=2)
+    max_scale: float = keyword(default=2.0**32)
+    max_norm: float = keyword(default=0.0)
+    norm_type: float = keyword(default=2.0)
+    use_fp8: bool = keyword(default=False)
+    verbose: bool = keyword(default=False)
+    fp8_communication: bool = refused(_SENT, default=False)
+
+    def loss_scale(self) -> LossScale:
+        """How the loss is scaled, where the precision asks for it."""
+        return loss_scale(
+            self.initial_scale,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+            hysteresis=self.hysteresis,
+        )
+
+    def precision_transforms(self, reduce: Any = None) -> Transforms:
+        """What `precision` and its companions do to a plan."""
+        scale = self.loss_scale()
+        return precision_of(
+            type(self).__name__, self.precision, scale, master=self.master_weights, reduce=reduce, fp8=self.use_fp8
+        )
+
+    def megabytes(self, millions: float) -> float:
+        """Of so many millions of gradients, in ColossalAI's count 2**20 each."""
+        low = self.precision in ("bf16", "fp16_naive", "fp8") or (self.precision == "fp16" and not self.master_weights)
+        return millions * (2 if low else 4)
+
+
+@recipe
+class LowLevelZeroPlugin(_WithPrecision):
+    """ZeRO: `zero(1)` or `zero(2)`, over all data ranks or over groups of them.
+
+    >>> LowLevelZeroPlugin(stage=2, precision="bf16", cpu_offload=True).transforms(nn.Linear(2, 2))
+    (zero(2), precision("bf16"), offload())
+    """
+
+    stage: int = 1
+    reduce_bucket_size_in_m: float = 12
+    communication_dtype: Any = None
+    overlap_communication: bool = refused(_OVERLAPS, default=True)
+    overlap_allgather: bool = False
+    cpu_offload: bool = False
+    cast_inputs: bool = refused(
+        "inputs are cast to what the model computes in; cast them back in your model.", default=True
+    )
+    extra_dp_size: int = 1
+
+    def mesh_shape(self) -> MeshShape:
+        return _zero_mesh(self.extra_dp_size)
+
+    def transforms(self, model: nn.Module) -> Transforms:
+        if self.stage not in (1, 2):
+            raise PlanError(f"{self}: the stages are 1 and 2; stage 3 is GeminiPlugin() or TorchFSDPPlugin().")
+        divide = zero(self.stage, axis=_zero_axis(self.extra_dp_size), overlap=self.overlap_allgather)
+        away = (offload("state"),) if self.cpu_offload else ()
+        return (divide, *self.precision_transforms(self.communication_dtype), *away)
+
+    def bucket_mb(self) -> float | None:
+        return self.megabytes(self.reduce_bucket_size_in_m)
+
+
+def _zero_mesh(copies: int, **model_axes: int) -> MeshShape:
+    """Copies of groups over which things are divided."""
+    data = {"dp": -1} if copies == 1 else {"replicate": copies, "zero": -1}
+    return MeshShape({**data, **model_axes})
+
+
+def _zero_axis(copies: int) -> str | None:
+    return None if copies == 1 else "zero"
+
+
+@recipe
+class TorchFSDPPlugin(Plugin):
+    """FSDP: `fsdp()`, or what the sharding strategy says.
+
+        FULL_SHARD, None     fsdp(reshard_after_forward=True)
+        SHARD_GRAD_OP        fsdp(reshard_after_forward=False)
+        NO_SHARD             replicate()
+        HYBRID_SHARD         hsdp(shard="fsdp", replicate="replicate"), where fsdp is the ranks of one node
+        _HYBRID_SHARD_ZERO2  fsdp("fsdp", reshard_after_forward=False), on the same mesh
+
+    >>> TorchFSDPPlugin(sharding_strategy="SHARD_GRAD_OP").transforms(nn.Linear(2, 2))
+    (fsdp(reshard_after_forward=False),)
+    """
+
+    controls_precision: ClassVar[bool] = True
+
+    process_group: Any = refused("the mesh is that of all processes.", default=None)
+    sharding_strategy: Any = None
+    cpu_offload: Any = None
+    auto_wrap_policy: Any = refused(
+        "units are the model's repeated blocks, found without it: plan.units.", default=None
+    )
+    backward_prefetch: Any = refused("a unit is gathered while the one before it computes, always.", default=None)
+    mixed_precision: Any = None
+    ignored_modules: Any = refused(
+        'write transforms: sl.fsdp(only=["blocks", "head"]) names what is sharded.', default=None
+    )
+    param_init_fn: Any = refused("give values before boost, or sl.shard_model(init=...).", default=None)
+    sync_module_states: bool = False
+    fp8_communication: bool = refused("set reduce_dtype of mixed_precision.", default=False)
+
+    def mesh_shape(self) -> MeshShape:
+        if not self._strategy().startswith(("HYBRID", "_HYBRID")):
+            return MeshShape(dp=-1)
+        return MeshShape(replicate=-1, fsdp=_of_job("LOCAL_WORLD_SIZE", 1) if not dist.is_initialized() else _node())
+
+    def transforms(self, model: nn.Module) -> Transforms:
+        away = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
+        return (_STRATEGIES[self._strategy()], *self._precision(model), *((offload("all"),) if away else ()))
+
+    def _strategy(self) -> str:
+        name = str(getattr(self.sharding_strategy, "name", self.sharding_strategy or "FULL_SHARD"))
+        if name not in _STRATEGIES:
+            raise PlanError(f"{self}: the strategies are {', '.join(_STRATEGIES)}.{nearest(name, _STRATEGIES)}")
+        return name
+
+    def _precision(self, model: nn.Module) -> Transforms:
+        """Of a `torch.distributed.fsdp.MixedPrecision`, or of a name."""
+        given = self.mixed_precision
+        if given is None or isinstance(given, str):
+            return precision_of(type(self).__name__, given or "fp32", LossScale())
+        buffers = any(buffer.is_floating_point() for buffer in model.buffers())
+        if getattr(given, "buffer_dtype", None) not in (None, torch.float32) and buffers:
+            raise PlanError(f"{self}: buffers keep their dtype here; leave buffer_dtype out, or convert them first.")
+        names = {None: "fp32", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        dtype = getattr(given, "param_dtype", None)
+        if dtype not in names:
+            raise PlanError(f"{self}: param_dtype is one of {', '.join(str(known) for known in names)}.")
+        return precision_of(type(self).__name__, names[dtype], LossScale(), reduce=getattr(given, "reduce_dtype", None))
+
+
+_STRATEGIES: dict[str, Transform] = {
+    "FULL_SHARD": fsdp(reshard_after_forward=True),
+    "SHARD_GRAD_OP": fsdp(reshard_after_forward=False),
+    "NO_SHARD": replicate(),
+    "HYBRID_SHARD": hsdp(shard="fsdp", replicate="replicate"),
+    "_HYBRID_SHARD_ZERO2": fsdp("fsdp", reshard_after_forward=False),
+}
+
+
+def _node() -> int:
+    """Ranks of one node, where its launcher says so; else all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+@recipe
+class GeminiPlugin(_WithPrecision):
+    """ZeRO with parts of the model in host memory: stage 3 for the largest parameters, stage 2 for the rest.
+
+        shard_param_frac     how much of the parameters' bytes is divided between steps: 1 is stage 3, 0 is stage 2
+        offload_optim_frac   how much of the optimizer's state lies in host memory
+        offload_param_frac   how much of the divided parameters and gradients does; their state has to, too
+
+    >>> GeminiPlugin(precision="bf16", offload_optim_frac=0.5).transforms(nn.Linear(2, 2))
+    (zero(3), precision("bf16"), offload(fraction=0.5))
+    """
+
+    chunk_config_dict: Any = refused(_CHUNKS, default=None)
+    chunk_init_device: Any = refused(_CHUNKS, default=None)
+    placement_policy: str = "static"
+    enable_gradient_accumulation: bool = False  # always possible: booster.no_sync
+    max_prefetch: int = refused("the next unit is gathered while one computes, always.", default=0)
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    warmup_non_model_data_ratio: float = refused("nothing is warmed up; the fractions say what is where.", default=0.8)
+    steady_cuda_cap_ratio: float = refused("the fractions say what is where.", default=0.9)
+    pin_memory: bool = refused("host memory of an accelerator is pinned, always.", default=False)
+    force_outputs_fp32: bool = False  # always so
+    strict_ddp_mode: bool = False
+    search_range_m: float = refused(_CHUNKS, default=32)
+    hidden_dim: Any = refused(_CHUNKS, default=None)
+    min_chunk_size_m: float = refused(_CHUNKS, default=32)
+    memstats: Any = refused("sl.plan_of(model).memory() counts; the fractions say what is where.", default=None)
+    gpu_margin_mem_ratio: float = refused("the fractions say what is where.", default=0.0)
+    tp_size: int = 1
+    extra_dp_size: int = 1
+    enable_all_optimization: bool = refused(_KERNELS, default=False)
+    enable_fused_normalization: bool = refused(_KERNELS, default=False)
+    enable_flash_attention: bool = refused(_KERNELS, default=False)
+    enable_sequence_parallelism: bool = refused(_SEQUENCE, default=False)
+    enable_jit_fused: bool = refused(_KERNELS, default=False)
+    enable_async_reduce: bool = refused(_OVERLAPS, default=True)
+
+    def mesh_shape(self) -> MeshShape:
+        return _zero_mesh(self.extra_dp_size, **({"tp": self.tp_size} if self.tp_size != 1 else {}))
+
+    def rules(self, model: nn.Module) -> Any:
+        return {"**": None} if self.tp_size == 1 else None
+
+    def transforms(self, model: nn.Module) -> Transforms:
+        self._check()
+        return (*self._divide(model), *self.precision_transforms(), *self._away())
+
+    def _check(self) -> None:
+        if self.placement_policy not in ("static", "auto"):
+            raise PlanError(
+                f'{self}: placement_policy is "static" or "auto". What "cuda" and "cpu" were is "static" with '
+                "offload_optim_frac=0, offload_param_frac=0 and with both 1."
+            )
+        if self.placement_policy == "auto" and torch.accelerator.is_available():
+            raise PlanError(
+                f'{self}: "auto" chooses nothing on accelerators yet. Give "static" with fractions; '
+                "sl.plan_of(model).memory() says what they come to."
+            )
+        if self.strict_ddp_mode and self.tp_size > 1:
+            raise PlanError(f"{self}: strict_ddp_mode is data parallel alone, and tp_size is {self.tp_size}.")
+        for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise PlanError(f"{self}: {name} is from 0 to 1.")
+        if self.offload_param_frac > self.offload_optim_frac:
+            raise PlanError(
+                f"{self}: the state of parameters in host memory lies there too; give offload_optim_frac at least "
+                "offload_param_frac."
+            )
+        if self.offload_param_frac and self.shard_param_frac < 1:
+            raise PlanError(f"{self}: parameters are offloaded where all are divided; give shard_param_frac=1.")
+
+    def _divide(self, model: nn.Module) -> Transforms:
+        axis = _zero_axis(self.extra_dp_size)
+        if self.shard_param_frac in (0, 1):
+            return (zero(3 if self.shard_param_frac else 2, axis=axis),)
+        going = tuple(f"^{name}" for name in _largest(model, self.shard_param_frac))
+        return (zero(3, axis=axis, only=going), zero(2, axis=axis))
+
+    def _away(self) -> Transforms:
+        state = (offload("state", fraction=self.offload_optim_frac),) if self.offload_optim_frac else ()
+        return (*state, *((offload("all", fraction=self.offload_param_frac),) if self.offload_param_frac else ()))
+
+
+def _largest(model: nn.Module, fraction: float) -> list[str]:
+    """Names of the largest parameters, enough of them to hold a fraction of all bytes."""
+    sizes = {name: param.nbytes for name, param in model.named_parameters()}
+    wanted, going, held = fraction * sum(sizes.values()), list[str](), 0
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if held >= wanted:
+            break
+        going.append(name)
+        held += sizes[name]
+    return going
+
+
+@recipe
+class HybridParallelPlugin(_WithPrecision):
+    """Tensor parallel and data parallel, with ZeRO of any stage. The layout is the one for the model's class
+    (`layouts.for_model`), or `custom_policy`.
+
+    >>> HybridParallelPlugin(tp_size=2, zero_stage=1, precision="bf16").mesh_shape()
+    MeshShape("dp=-1,tp=2")
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    sp_size: int | None = None
+    zero_stage: int = 0
+    enable_all_optimization: bool = refused(_KERNELS, default=False)
+    enable_fused_normalization: bool = refused(_KERNELS, default=False)
+    enable_flash_attention: bool = refused(_KERNELS, default=False)
+    enable_jit_fused: bool = refused(_KERNELS, default=False)
+    enable_sequence_parallelism: bool = refused(_SEQUENCE, default=False)
+    sequence_parallelism_mode: Any = refused(_SEQUENCE, default=None)
+    parallel_output: bool = True  # outputs are whole in either case
+    num_microbatches: Any = refused(_PIPELINES, default=None)
+    microbatch_size: Any = refused(_PIPELINES, default=None)
+    broadcast_buffers: bool = refused(
+        "buffers are the same on all ranks: BatchNorm's are of all examples.", default=True
+    )
+    ddp_bucket_cap_mb: float = 25
+    find_unused_parameters: bool = False  # always found
+    check_reduction: bool = refused("a gradient that was not reduced is an error in step, always.", default=False)
+    gradient_as_bucket_view: bool = refused("large gradients are reduced where they lie, always.", default=False)
+    static_graph: bool = refused("no backward pass is assumed to be like another.", default=False)
+    zero_bucket_size_in_m: float = 12
+    cpu_offload: bool = False
+    communication_dtype: Any = None
+    overlap_communication: bool = refused(_OVERLAPS, default=True)
+    custom_policy: Any = None
+    pp_style: str = refused(_PIPELINES, default="1f1b")
+    num_model_chunks: int = refused(_PIPELINES, default=1)
+    scheduler_nodes: Any = refused(_PIPELINES, default=None)
+    num_layers_per_stage: Any = refused(_PIPELINES, default=None)
+    gradient_checkpoint_config: Any = refused("call model.gradient_checkpointing_enable() before boost.", default=None)
+    enable_metadata_cache: bool = refused(_PIPELINES, default=True)
+    make_vocab_size_divisible_by: int = refused("a vocabulary of any size is split, unevenly if need be.", default=64)
+    dp_outside: bool = refused("the data axis is the outer one.", default=True)
+    overlap_p2p: bool = refused(_PIPELINES, default=True)
+    overlap_allgather: bool = False
+    inner_ring_size: Any = refused(_SEQUENCE, default=None)
+
+    def mesh_shape(self) -> MeshShape:
+        if self.pp_size != 1:
+            raise PlanError(f"{self}: pipelines come later; give pp_size=1, and a larger tp_size or zero_stage=3.")
+        sequence = {} if self.sp_size in (None, 1) else {"sp": int(self.sp_size or 1)}
+        if sequence and self.custom_policy is None:
+            raise PlanError(f'{self}: no layout file splits over "sp"; give custom_policy rules that name it.')
+        for name, size in (("tp_size", self.tp_size), ("sp_size", self.sp_size or 1)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise MeshError(f"{self}: {name} is a number of ranks, from 1 up.")
+        return MeshShape({"dp": -1, "tp": self.tp_size, **sequence})
+
+    def rules(self, model: nn.Module) -> Any:
+        given = self.custom_policy
+        if given is not None and not isinstance(given, Rules | dict | str | os.PathLike):
+            raise PlanError(
+                f"{type(self).__name__}: custom_policy is a {type(given).__name__}; here it is rules: a mapping from "
+                'patterns to layouts, such as {"mlp.up": "colwise", "mlp.down": "rowwise"}, or a layout file.'
+            )
+        return given if given is not None or self.tp_size > 1 else {"**": None}
+
+    def transforms(self, model: nn.Module) -> Transforms:
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise PlanError(f"{self}: zero_stage is 0, 1, 2 or 3.")
+        if self.overlap_allgather and self.zero_stage not in (1, 2):
+            raise PlanError(f"{self}: overlap_allgather is for zero_stage 1 and 2; at 3 it is always so.")
+        divide = (zero(self.zero_stage, overlap=self.overlap_allgather),) if self.zero_stage else ()
+        away = (offload("state"),) if self.cpu_offload else ()
+        return (*divide, *self.precision_transforms(self.communication_dtype), *away)
+
+    def bucket_mb(self) -> float | None:
+        return self.megabytes(self.zero_bucket_size_in_m) if self.zero_stage else self.ddp_bucket_cap_mb
+
+
+def known_plugins() -> Sequence[type[Plugin]]:
+    """Every plugin, for the documents and their test."""
+    return (TorchDDPPlugin, LowLevelZeroPlugin, TorchFSDPPlugin, GeminiPlugin, HybridParallelPlugin)
