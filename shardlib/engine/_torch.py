@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -767,6 +768,20 @@ def compiled_call(module: torch.nn.Module) -> Any:
 def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
     """Let calls of a module go through `call`; None for its own forward and hooks."""
     module._compiled_call_impl = call
+
+
+def go_through(module: torch.nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Let calls of a module, compiled or not, go through `wrapper(call, *args, **kwargs)`; returns what undoes it."""
+    before = module._compiled_call_impl
+    inner = before if before is not None else functools.partial(_call_if_there, weakref.ref(module))
+    module._compiled_call_impl = functools.partial(wrapper, inner)
+    return functools.partial(set_compiled_call, module, before)
+
+
+def _call_if_there(module: weakref.ref[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
+    here = module()
+    assert here is not None, "who calls it holds it"
+    return call_eagerly(here, *args, **kwargs)
 
 
 def call_eagerly(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

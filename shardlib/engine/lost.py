@@ -97,16 +97,11 @@ def naming_lost_ranks_in_backward(function: Callable[P, R]) -> Callable[P, R]:
 
 def watch_forward(model: nn.Module) -> Callable[[], None]:
     """Name ranks that are lost in a model's forward, where hooks see no errors; returns what undoes it."""
-    before = _torch.compiled_call(model)
-    inner = before if before is not None else functools.partial(_call_eagerly, weakref.ref(model))
-    _torch.set_compiled_call(model, naming_lost_ranks("forward")(inner))
-    return functools.partial(_torch.set_compiled_call, model, before)
+    return _torch.go_through(model, naming_lost_ranks("forward")(_call))
 
 
-def _call_eagerly(model: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    here = model()
-    assert here is not None, "who calls it holds it"
-    return _torch.call_eagerly(here, *args, **kwargs)
+def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _look_into(error: Exception, phase: str) -> None:

@@ -58,15 +58,12 @@ def recompute(model: nn.Module, names: Sequence[str], units: Units | None = None
 
 
 def _install(module: nn.Module, name: str, units: Units | None) -> Callable[[], None]:
-    before = _torch.compiled_call(module)
-    inner = before if before is not None else functools.partial(_torch.call_eagerly, module)
+    return _torch.go_through(module, functools.partial(_call, name, units))
+
+
+def _call(name: str, units: Units | None, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if units is not None:
         inner = functools.partial(units.call_again, name, inner)
-    _torch.set_compiled_call(module, functools.partial(_call, inner))
-    return functools.partial(_torch.set_compiled_call, module, before)
-
-
-def _call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     return checkpoint(functools.partial(inner, **kwargs), *args, use_reentrant=False)

@@ -422,14 +422,11 @@ def _bundle(batch: list[Held], scratch: Scratch) -> Bundle:
 
 def install(units: Units, model: nn.Module) -> Callable[[], None]:
     """Let the modules that are units run with whole parameters; returns what undoes it."""
-    undo: list[Callable[[], None]] = []
-    for name, unit in units.units.items():
-        if name:
-            module = model.get_submodule(name)
-            before = _torch.compiled_call(module)
-            inner = before if before is not None else functools.partial(_torch.call_eagerly, module)
-            _torch.set_compiled_call(module, functools.partial(units.call, unit, inner))
-            undo.append(functools.partial(_torch.set_compiled_call, module, before))
+    undo = [
+        _torch.go_through(model.get_submodule(name), functools.partial(units.call, unit))
+        for name, unit in units.units.items()
+        if name
+    ]
 
     def undo_all() -> None:
         for step in reversed(undo):

@@ -51,13 +51,7 @@ def settle(params: Iterable[torch.Tensor]) -> None:
 
 def wait_in_modules(updates: Updates, model: nn.Module, late: Sequence[str]) -> Callable[[], None]:
     """Let modules wait for their own parameters, and the model for all others; returns what undoes it."""
-    undo: list[Callable[[], None]] = []
-    for name in late:
-        module = model.get_submodule(name)
-        before = _torch.compiled_call(module)
-        inner = before if before is not None else functools.partial(_torch.call_eagerly, module)
-        _torch.set_compiled_call(module, functools.partial(updates.call, name, inner))
-        undo.append(functools.partial(_torch.set_compiled_call, module, before))
+    undo = [_torch.go_through(model.get_submodule(name), functools.partial(updates.call, name)) for name in late]
     handles = [
         model.register_forward_pre_hook(lambda *_: updates.settle("")),
         model.register_forward_hook(lambda *_: updates.settle(), always_call=True),
