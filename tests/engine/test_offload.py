@@ -94,6 +94,11 @@ OPTIMIZERS = [_momentum, _adamw, _adafactor, _muon, _lamb, _own]
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda f: f.__name__[1:])
 def test_state_on_the_host_trains_the_numbers_of_one_device(make, stage):
     _prove("dp=2,tp=2", STAGES[stage], sl.offload("state"), optimizer=make, accumulate=2, clip=1.0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("make", [OPTIMIZERS[0], OPTIMIZERS[-1]], ids=lambda f: f.__name__[1:])
+def test_half_of_the_state_on_the_host_does_too(make, stage):
     _prove("dp=3", STAGES[stage], sl.offload("state", fraction=0.5), optimizer=make)
 
 

@@ -52,7 +52,7 @@ def test_the_demo_finds_no_difference_but_rounding(tmp_path: Path):
     assert "largest relative difference" in result["printed"]
 
 
-@pytest.mark.parametrize(("mesh", "processes"), [("dp=2", 2), ("dp=2,tp=2", 4)])
+@pytest.mark.parametrize(("mesh", "processes"), [pytest.param("dp=2", 2, marks=pytest.mark.deep), ("dp=2,tp=2", 4)])
 def test_every_stage_holds_and_sends_what_the_plan_says_and_has_the_same_losses(
     tmp_path: Path, mesh: str, processes: int
 ):
@@ -78,7 +78,8 @@ _LLAMA = "--steps 4 --layers 3 --width 32 --context 16 --rows 4"
 
 
 @pytest.mark.parametrize(
-    ("mesh", "processes", "options"), [("dp=2", 2, ()), ("dp=2,tp=2", 4, ("--transform", "zero(3)"))]
+    ("mesh", "processes", "options"),
+    [pytest.param("dp=2", 2, (), marks=pytest.mark.deep), ("dp=2,tp=2", 4, ("--transform", "zero(3)"))],
 )
 def test_a_hugging_face_model_is_trained_resumed_and_read_back(
     tmp_path: Path, mesh: str, processes: int, options: tuple[str, ...]
