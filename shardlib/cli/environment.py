@@ -15,6 +15,7 @@ import torch.distributed as dist
 __all__ = ["environment", "text"]
 
 _PACKAGES = ("shardlib", "transformers", "safetensors", "jax", "peft", "numpy")
+_HOSTS = ("127.0.0.1", "::1", "localhost")
 _MISSING = "not installed"
 
 
@@ -37,7 +38,7 @@ def environment() -> dict[str, Any]:
             "cores": os.cpu_count(),
             "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         },
-        "ranks_can_meet": {host: _meeting(host) for host in ("127.0.0.1", "::1", "localhost")},
+        "ranks_can_meet": {host: _meeting(host) for host in _HOSTS},
         "host": {"name": socket.gethostname(), "address": _address()},
     }
 
@@ -86,11 +87,10 @@ def _devices() -> list[dict[str, Any]]:
         return []
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
-    return [{"type": kind.type, "index": index} | _device(kind.type, index) for index in range(_count())]
-
-
-def _count() -> int:
-    return torch.accelerator.device_count()
+    return [
+        {"type": kind.type, "index": index} | _device(kind.type, index)
+        for index in range(torch.accelerator.device_count())
+    ]
 
 
 def _device(kind: str, index: int) -> dict[str, Any]:

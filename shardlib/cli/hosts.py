@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from shardlib.cli import on_host
 from shardlib.cli.models import UsageError
 from shardlib.errors import nearest
 
@@ -63,16 +64,20 @@ def run_on(hosts: Sequence[str], commands: Sequence[Sequence[str]], ssh_port: in
     Returns:
         The exit status of the first that fails, the others having been ended; 0 if none does.
     """
-    labels = _labels(hosts)
-    started = []
+    ended: queue.Queue[tuple[int, int]] = queue.Queue()
+    labels, started, followers = _labels(hosts), [], []
     try:
-        for host, command in zip(hosts, commands, strict=True):
+        for index, (host, command) in enumerate(zip(hosts, commands, strict=True)):
             started.append(_start(host, command, ssh_port))
-        return _first_failure(started, hosts, labels)
+            followers.append(threading.Thread(target=_follow, args=(started[-1], index, labels[index], ended)))
+            followers[-1].start()
+        return _first_failure(ended, hosts, labels)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
         _end(started)
+        for follower in followers:
+            follower.join()
 
 
 def _from_file(path: Path) -> list[str]:
@@ -138,19 +143,17 @@ def _start(host: str, command: Sequence[str], ssh_port: int | None) -> subproces
 
 def _shell_line(command: Sequence[str]) -> str:
     travelling = [f"{name}={value}" for name, value in os.environ.items() if _travels(name)]
-    on_host = ["env", *travelling, sys.executable, "-m", "shardlib.cli.on_host", *command]
-    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(on_host)}"
+    # By its path, not as a module: it would wait for torch to be imported.
+    watched = ["env", *travelling, sys.executable, on_host.__file__, *command]
+    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(watched)}"
 
 
 def _travels(name: str) -> bool:
     return name in _TRAVEL or name.startswith(_TRAVEL_PREFIXES)
 
 
-def _first_failure(started: list[subprocess.Popen[bytes]], hosts: Sequence[str], labels: list[str]) -> int:
-    ended: queue.Queue[tuple[int, int]] = queue.Queue()
-    for index, process in enumerate(started):
-        threading.Thread(target=_follow, args=(process, index, labels[index], ended), daemon=True).start()
-    for _ in started:
+def _first_failure(ended: queue.Queue[tuple[int, int]], hosts: Sequence[str], labels: list[str]) -> int:
+    for _ in hosts:
         index, status = ended.get()
         if status:
             hint = f"; if ssh itself failed, `ssh {hosts[index]} true` says why" if status == _SSH_FAILED else ""
@@ -163,10 +166,11 @@ def _follow(process: subprocess.Popen[bytes], index: int, label: str, ended: que
     """Print what one host says, line by line, until it is silent; then tell how it ended."""
     assert process.stdout is not None
     assert process.stderr is not None
-    errors = threading.Thread(target=_relay, args=(process.stderr, sys.stderr, label), daemon=True)
-    errors.start()
-    _relay(process.stdout, sys.stdout, label)
-    errors.join()
+    with process.stdout, process.stderr:
+        errors = threading.Thread(target=_relay, args=(process.stderr, sys.stderr, label))
+        errors.start()
+        _relay(process.stdout, sys.stdout, label)
+        errors.join()
     ended.put((index, process.wait()))
 
 

@@ -1,4 +1,4 @@
-"""`python -m shardlib.cli.on_host command...`: one host's part of a job that `shardlib run` started over ssh.
+"""`python on_host.py command...`: one host's part of a job that `shardlib run` started over ssh.
 
 Runs the command until it ends, or until whoever started it is gone: ssh kills nothing on the far side when its near
 side ends, but it closes stdin.
@@ -6,6 +6,7 @@ side ends, but it closes stdin.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -26,7 +27,8 @@ def main(command: Sequence[str]) -> int:
 
 
 def _end_with_stdin(child: subprocess.Popen[bytes]) -> None:
-    while sys.stdin.buffer.read(1):
+    # The descriptor, not sys.stdin: an interpreter that ends while a thread reads that aborts.
+    while os.read(sys.stdin.fileno(), 1024):
         pass
     child.terminate()
     try:
