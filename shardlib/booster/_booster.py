@@ -21,7 +21,7 @@ from shardlib.booster._options import refuse
 from shardlib.booster._plugins import OneProcess, Plugin
 from shardlib.booster._precision import Transforms, mixed_precision_of
 from shardlib.checkpoint import Saving
-from shardlib.engine import no_sync, plan_of, shard_model
+from shardlib.engine import agree, no_sync, plan_of, shard_model
 from shardlib.errors import MeshError, PlanError, ShardingError
 
 __all__ = ["BoostedModule", "Booster"]
@@ -99,7 +99,8 @@ class Booster:
         """Shard a model in place, and let its optimizer and scheduler go on with what became of its parameters.
 
         Args:
-            model: a plain module; on `meta`, it draws its first values with `reset_parameters`.
+            model: a plain module; on `meta`, it draws its first values with `reset_parameters`. Where ranks have built
+                it with other values, all take rank 0's.
             optimizer: built from its parameters. It stays the same object inside of the one that is returned.
             criterion: any callable; returned as it is.
             dataloader: returned as it is; `plugin.prepare_dataloader` makes one.
@@ -119,8 +120,7 @@ class Booster:
         if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ShardingError("boost was given a scheduler of another optimizer. Give the one that it was built on.")
         device_mesh = self.mesh
-        if self.plugin.begins_with_first_rank or getattr(self.plugin, "sync_module_states", False):
-            _begin_with_first_rank(model, device_mesh.device_type)
+        _begin_with_first_rank(model, device_mesh.device_type)
         on_meta = any(param.is_meta for param in model.parameters())
         shard_model(
             model,
@@ -304,9 +304,19 @@ def _add_unwrap(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _begin_with_first_rank(model: nn.Module, device_type: str) -> None:
-    """All ranks take rank 0's parameters and buffers, as `DistributedDataParallel` has it."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        for tensor in {id(t): t for t in (*model.parameters(), *model.buffers()) if not t.is_meta}.values():
+    """Where ranks have other values of a parameter or buffer, all take rank 0's, as `DistributedDataParallel` has it.
+
+    A script that builds a second model would else have to seed again: each data rank has a random stream of its own.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    tensors = agree.all_tensors(model)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, [(name, t.shape, t.dtype, agree.fingerprint(t)) for name, t in tensors.items()])
+    if any([entry[:3] for entry in each] != [entry[:3] for entry in told[0]] for each in told):
+        return  # other models: shard_model says which tensors differ
+    for i, tensor in enumerate(tensors.values()):
+        if any(each[i] != told[0][i] for each in told):
             sent = tensor.detach().to(device_type, copy=True).contiguous()
             dist.broadcast(sent, 0)
             tensor.detach().copy_(sent)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.engine import OptimizerWrapper
+from shardlib._plan import Row
+from shardlib.engine import OptimizerWrapper, plan_of
 from shardlib.errors import ShardingError
 
 __all__ = ["BoostedOptimizer", "Carried"]
@@ -138,8 +139,21 @@ class Carried:
         self.optimizer.state.clear()
         made = make(self.optimizer, model)
         if self.state:
-            made.load_state_dict({"state": self.state, "param_groups": _described(self.optimizer, self.groups)})
+            rows = {name: row for row in plan_of(model).rows for name in row.tied}
+            state = {name: _in_dtype_of(rows[name], held) for name, held in self.state.items()}
+            made.load_state_dict({"state": state, "param_groups": _described(self.optimizer, self.groups)})
         return made
+
+
+def _in_dtype_of(row: Row, state: dict[str, Any]) -> dict[str, Any]:
+    """State of a parameter in the dtype that the plan keeps it in."""
+    dtype = row.state.dtype if row.state is not None else None
+
+    def one(value: Any) -> Any:
+        kept = isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == row.global_shape
+        return value.to(dtype) if kept and dtype is not None else value
+
+    return {key: one(value) for key, value in state.items()}
 
 
 def _described(optimizer: torch.optim.Optimizer, groups: tuple[tuple[str, ...], ...]) -> list[dict[str, Any]]:

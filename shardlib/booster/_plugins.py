@@ -37,8 +37,6 @@ class Plugin(Options):
 
     controls_precision: ClassVar[bool] = False
     """Whether it has a `precision` of its own, so that `Booster` takes none."""
-    begins_with_first_rank: ClassVar[bool] = False
-    """Whether all ranks begin with rank 0's weights; else those of all ranks have to be equal."""
     max_norm: float = 0.0
     """What `step` clips the norm of gradients to; 0 is not at all."""
     norm_type: float = 2.0
@@ -140,8 +138,6 @@ class TorchDDPPlugin(Plugin):
     TorchDDPPlugin(bucket_cap_mb=50)
     """
 
-    begins_with_first_rank: ClassVar[bool] = True
-
     broadcast_buffers: bool = refused(
         "buffers are the same on all ranks: BatchNorm's are of all examples.", default=True
     )
@@ -192,11 +188,17 @@ class _WithPrecision(Plugin):
             hysteresis=self.hysteresis,
         )
 
-    def precision_transforms(self, reduce: Any = None) -> Transforms:
+    def precision_transforms(self, model: nn.Module, reduce: Any = None) -> Transforms:
         """What `precision` and its companions do to a plan."""
         scale = self.loss_scale()
         return precision_of(
-            type(self).__name__, self.precision, scale, master=self.master_weights, reduce=reduce, fp8=self.use_fp8
+            type(self).__name__,
+            self.precision,
+            model,
+            scale,
+            master=self.master_weights,
+            reduce=reduce,
+            fp8=self.use_fp8,
         )
 
     def megabytes(self, millions: float) -> float:
@@ -232,7 +234,7 @@ class LowLevelZeroPlugin(_WithPrecision):
             raise PlanError(f"{self}: the stages are 1 and 2; stage 3 is GeminiPlugin() or TorchFSDPPlugin().")
         divide = zero(self.stage, axis=_zero_axis(self.extra_dp_size), overlap=self.overlap_allgather)
         away = (offload("state"),) if self.cpu_offload else ()
-        return (divide, *self.precision_transforms(self.communication_dtype), *away)
+        return (divide, *self.precision_transforms(model, self.communication_dtype), *away)
 
     def bucket_mb(self) -> float | None:
         return self.megabytes(self.reduce_bucket_size_in_m)
@@ -276,7 +278,7 @@ class TorchFSDPPlugin(Plugin):
         'write transforms: sl.fsdp(only=["blocks", "head"]) names what is sharded.', default=None
     )
     param_init_fn: Any = refused("give values before boost, or sl.shard_model(init=...).", default=None)
-    sync_module_states: bool = False
+    sync_module_states: bool = False  # rank 0's count, always
     fp8_communication: bool = refused("set reduce_dtype of mixed_precision.", default=False)
 
     def mesh_shape(self) -> MeshShape:
@@ -298,7 +300,7 @@ class TorchFSDPPlugin(Plugin):
         """Of a `torch.distributed.fsdp.MixedPrecision`, or of a name."""
         given = self.mixed_precision
         if given is None or isinstance(given, str):
-            return precision_of(type(self).__name__, given or "fp32", LossScale())
+            return precision_of(type(self).__name__, given or "fp32", model, LossScale())
         buffers = any(buffer.is_floating_point() for buffer in model.buffers())
         if getattr(given, "buffer_dtype", None) not in (None, torch.float32) and buffers:
             raise PlanError(f"{self}: buffers keep their dtype here; leave buffer_dtype out, or convert them first.")
@@ -306,7 +308,9 @@ class TorchFSDPPlugin(Plugin):
         dtype = getattr(given, "param_dtype", None)
         if dtype not in names:
             raise PlanError(f"{self}: param_dtype is one of {', '.join(str(known) for known in names)}.")
-        return precision_of(type(self).__name__, names[dtype], LossScale(), reduce=getattr(given, "reduce_dtype", None))
+        return precision_of(
+            type(self).__name__, names[dtype], model, LossScale(), reduce=getattr(given, "reduce_dtype", None)
+        )
 
 
 _STRATEGIES: dict[str, Transform] = {
@@ -370,7 +374,7 @@ class GeminiPlugin(_WithPrecision):
 
     def transforms(self, model: nn.Module) -> Transforms:
         self._check()
-        return (*self._divide(model), *self.precision_transforms(), *self._away())
+        return (*self._divide(model), *self.precision_transforms(model), *self._away())
 
     def _check(self) -> None:
         if self.placement_policy not in ("static", "auto"):
@@ -494,7 +498,7 @@ class HybridParallelPlugin(_WithPrecision):
             raise PlanError(f"{self}: overlap_allgather is for zero_stage 1 and 2; at 3 it is always so.")
         divide = (zero(self.zero_stage, overlap=self.overlap_allgather),) if self.zero_stage else ()
         away = (offload("state"),) if self.cpu_offload else ()
-        return (*divide, *self.precision_transforms(self.communication_dtype), *away)
+        return (*divide, *self.precision_transforms(model, self.communication_dtype), *away)
 
     def bucket_mb(self) -> float | None:
         return self.megabytes(self.zero_bucket_size_in_m) if self.zero_stage else self.ddp_bucket_cap_mb

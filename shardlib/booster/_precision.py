@@ -73,7 +73,7 @@ class FP8MixedPrecision(MixedPrecision):
 
 @recipe
 class FP16NaiveMixedPrecision(MixedPrecision):
-    """float16 parameters with a copy of each in float32, and a dynamic loss scale."""
+    """float16 parameters but for BatchNorm's, with a copy of each in float32, and a dynamic loss scale."""
 
     log_num_zeros_in_grad: bool = refused("gradients are not counted; look at p.grad before the step.", default=False)
     initial_scale: float = 2.0**16
@@ -93,7 +93,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
             hysteresis=self.hysteresis,
             max_scale=self.max_scale,
         )
-        return (precision("fp16_naive", scaler=scale),)
+        return (precision("fp16_naive", keep=batch_norms(model), scaler=scale),)
 
 
 @recipe
@@ -140,7 +140,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         second = self.opt_level == "O2"
         master = second if self.master_weights is None else self.master_weights
         keep = second if self.keep_batchnorm_fp32 is None else self.keep_batchnorm_fp32
-        names = _batch_norms(model) if keep else ()
+        names = batch_norms(model) if keep else ()
         return (precision("fp16_naive", master=master, keep=names, scaler=self._scale("dynamic" if second else 1.0)),)
 
     def _scale(self, default: float | str) -> LossScale | None:
@@ -155,7 +155,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         return LossScale(fixed, 1.0, 1.0, min_scale=fixed, max_scale=fixed)
 
 
-def _batch_norms(model: nn.Module) -> tuple[str, ...]:
+def batch_norms(model: nn.Module) -> tuple[str, ...]:
     """Patterns of the BatchNorm modules that have parameters."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     return tuple(f"^{name}" for name, m in model.named_modules() if isinstance(m, norms) and m.affine)
@@ -205,13 +205,21 @@ _NAMES = ("fp16", "bf16", "fp32", "fp16_naive", "fp8")
 
 
 def precision_of(
-    who: object, name: str, scale: LossScale, *, master: bool = True, reduce: Any = None, fp8: bool = False
+    who: object,
+    name: str,
+    model: nn.Module,
+    scale: LossScale,
+    *,
+    master: bool = True,
+    reduce: Any = None,
+    fp8: bool = False,
 ) -> Transforms:
     """What a plugin's keywords about precision do to a plan.
 
     Args:
         who: the plugin, for messages.
         name: "fp16", "bf16", "fp32", "fp16_naive" or "fp8".
+        model: parameters of its BatchNorm modules stay float32, as their statistics do.
         scale: of the loss, where the name asks for one.
         master: whether low-precision parameters have a copy in float32.
         reduce: the dtype in which gradients travel.
@@ -230,4 +238,5 @@ def precision_of(
     dtype = reduce if reduce is None or isinstance(reduce, torch.dtype) else str(reduce)
     low = name in ("bf16", "fp16_naive", "fp8")
     scaler = scale if name in ("fp16", "fp16_naive") else None
-    return (precision(name, master=master or not low, reduce=dtype, scaler=scaler),)
+    keep = batch_norms(model) if low else ()
+    return (precision(name, master=master or not low, reduce=dtype, keep=keep, scaler=scaler),)

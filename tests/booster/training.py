@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,7 @@ def warm_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+@functools.cache
 def plainly(dtype: torch.dtype, *, clip: float | None = None, accumulate: int = 1) -> Trained:
     """The same in plain torch, on one device."""
     model = gpt(dtype)
