@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_nodes", type=_positive, metavar="N", help="only the first N hosts")
     parser.add_argument("--master_addr", metavar="ADDRESS", help="where ranks meet (default: the first host)")
     parser.add_argument("--master_port", type=_port, metavar="PORT", help=f"and on which port (default {_PORT})")
-    more = "options of torchrun, as in max_restarts=2,tee=3"
+    more = "options of torchrun, as in tee=3,log_dir=logs"
     parser.add_argument("--extra_launch_args", default="", metavar="K=V,...", help=more)
     parser.add_argument("--ssh-port", "--ssh_port", type=_port, metavar="PORT", help="where the hosts' ssh listens")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` does")
