@@ -87,7 +87,7 @@ def test_a_precision_is_as_near_to_float64_as_on_one_device(ranks, name, precisi
     unit = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float16).eps
     runs = ranks(2).run(train_low, name, precision)
     assert all(run.losses == runs[0].losses for run in runs)
-    assert 0 < runs[0].error(exact) < 2 * single + unit  # in few bits, and not in float64
+    assert unit / 100 < runs[0].error(exact) < 2 * single + unit  # it is in few bits, and so near
 
 
 def _names() -> list[tuple[float, bool]]:
