@@ -31,7 +31,7 @@ from shardlib.engine.exchange import in_batches
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, held_of, local_of
 from shardlib.engine.lost import naming_lost_ranks
-from shardlib.engine.updates import Updates, settle
+from shardlib.engine.updates import Updates, settle, updates_of
 from shardlib.engine.whole import WholeStep
 from shardlib.errors import ShardingError
 
@@ -194,7 +194,6 @@ def _before_step(
     if not keepers:
         return None
     _refuse_half_a_step(keepers)
-    settle(params)
     begin = _way_of(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
     if closure is None or begin is _step_on_gathered_gradients:
@@ -308,7 +307,7 @@ class _Saved:
 
 
 def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-    saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params, _updates_of(params))
+    saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params, updates_of(params))
     saved.all_groups = optimizer.param_groups
     _stepping[optimizer], optimizer.state = saved, defaultdict(dict)
     try:
@@ -403,17 +402,13 @@ def _memory(param: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
     return param.detach() if local is None else local
 
 
-def _updates_of(params: list[torch.Tensor]) -> list[Updates]:
-    known = (one.updates for p in params if (one := held_of(p)) is not None)
-    return list({id(updates): updates for updates in known if updates is not None}.values())
-
-
 def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
     """Each rank steps whole tensors of its own, where the plan splits some."""
     known = [(p, one) for p in params if p.grad is not None and (one := held_of(p)) is not None]
     held = [one for _, one in known]
     if not any(one.is_split or one.master_dtype is not None or one.hosted for one in held):
         return
+    settle(params)
     outer = optimizer.state
     saved = _Saved([dict(group) for group in optimizer.param_groups], outer, params)
     saved.all_groups = optimizer.param_groups
@@ -461,7 +456,8 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[t
             f"shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), without precision and offload."
         )
     saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params)
-    for updates in _updates_of(params):
+    for updates in updates_of(params):
+        updates.settle()
         for param, grad in updates.whole_gradients(params):
             saved.gradients[param], param.grad = param.grad, grad
     if saved.gradients:

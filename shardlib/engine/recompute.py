@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -48,17 +49,10 @@ def recompute(model: nn.Module, names: Sequence[str], units: Units | None = None
 
     `units`: where parameters are stored in parts. A part of a unit needs the unit's, and any module those of none.
     """
-    undo = [_install(model.get_submodule(name), name, units) for name in names]
-
-    def undo_all() -> None:
-        for step in reversed(undo):
-            step()
-
-    return undo_all
-
-
-def _install(module: nn.Module, name: str, units: Units | None) -> Callable[[], None]:
-    return _torch.go_through(module, functools.partial(_call, name, units))
+    undo = ExitStack()
+    for name in names:
+        undo.callback(_torch.go_through(model.get_submodule(name), functools.partial(_call, name, units)))
+    return undo.close
 
 
 def _call(name: str, units: Units | None, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -422,14 +423,8 @@ def _bundle(batch: list[Held], scratch: Scratch) -> Bundle:
 
 def install(units: Units, model: nn.Module) -> Callable[[], None]:
     """Let the modules that are units run with whole parameters; returns what undoes it."""
-    undo = [
-        _torch.go_through(model.get_submodule(name), functools.partial(units.call, unit))
-        for name, unit in units.units.items()
-        if name
-    ]
-
-    def undo_all() -> None:
-        for step in reversed(undo):
-            step()
-
-    return undo_all
+    undo = ExitStack()
+    for name, unit in units.units.items():
+        if name:
+            undo.callback(_torch.go_through(model.get_submodule(name), functools.partial(units.call, unit)))
+    return undo.close

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from shardlib.engine import _torch
 from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
 from shardlib.engine.held import Held, held_of, local_of
 
-__all__ = ["Updates", "settle", "update_in_parts", "wait_in_modules"]
+__all__ = ["Updates", "settle", "update_in_parts", "updates_of", "wait_in_modules"]
 
 
 def update_in_parts(
@@ -44,26 +45,30 @@ def update_in_parts(
 
 def settle(params: Iterable[torch.Tensor]) -> None:
     """Wait until parameters hold what the last step has made of them."""
-    for updates in {one.updates for param in params if (one := held_of(param)) is not None}:
-        if updates is not None:
-            updates.settle()
+    for updates in updates_of(params):
+        updates.settle()
+
+
+def updates_of(params: Iterable[torch.Tensor]) -> list[Updates]:
+    """What gathers parameters after a step, each once; nothing for those that are not updated in parts."""
+    known = (one.updates for param in params if (one := held_of(param)) is not None)
+    return list({id(updates): updates for updates in known if updates is not None}.values())
 
 
 def wait_in_modules(updates: Updates, model: nn.Module, late: Sequence[str]) -> Callable[[], None]:
     """Let modules wait for their own parameters, and the model for all others; returns what undoes it."""
-    undo = [_torch.go_through(model.get_submodule(name), functools.partial(updates.call, name)) for name in late]
+    undo = ExitStack()
+    for name in late:
+        undo.callback(_torch.go_through(model.get_submodule(name), functools.partial(updates.call, name)))
     handles = [
         model.register_forward_pre_hook(lambda *_: updates.settle("")),
         model.register_forward_hook(lambda *_: updates.settle(), always_call=True),
         model.register_state_dict_pre_hook(lambda *_: updates.settle()),
         model.register_load_state_dict_pre_hook(lambda *_: updates.settle()),
     ]
-
-    def undo_all() -> None:
-        for step in (*reversed(undo), *(handle.remove for handle in handles)):
-            step()
-
-    return undo_all
+    for handle in handles:
+        undo.callback(handle.remove)
+    return undo.close
 
 
 class Updates:
@@ -92,6 +97,7 @@ class Updates:
 
     def begin(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """This rank's parts of some parameters, by the parameters' ids, to be updated in place."""
+        self.settle()
         touched = {id(self._home[id(p)][0]): self._home[id(p)][0] for p in params if id(p) in self._home}
         for bucket in touched.values():
             bucket.load()

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import shardlib as sl
 from shardlib.engine import _torch, apply, dryrun, offload, optimizer, units, whole
+from shardlib.engine._torch import TorchDispatchMode, pytree
 from shardlib.engine.held import held_of, local_of
 from shardlib.errors import PlanError, ShardingError
 from shardlib.testing import assert_equivalent
@@ -387,7 +386,9 @@ AWAY = "lazy"  # a device of which a CPU's build of torch knows enough for fake 
 class _NothingOnTheHostIsSent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            sent = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            sent = [
+                t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_floating_point()
+            ]
             assert all(t.device.type == AWAY for t in sent), func
         return func(*args, **(kwargs or {}))
 
