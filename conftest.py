@@ -1,4 +1,4 @@
-"""A Booster in this process joins a job of one; the tests that follow find none."""
+"""For all that pytest collects, docstrings' examples too: a job of one that a test joined in this process ends with it."""
 
 from __future__ import annotations
 
