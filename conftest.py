@@ -1,4 +1,4 @@
-"""For all that pytest collects, docstrings' examples too: a job of one that a test joined in this process ends with it."""
+"""Wherever tests are, in docstrings too: a job of one that a test joined in this process ends with it."""
 
 from __future__ import annotations
 
