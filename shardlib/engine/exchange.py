@@ -185,6 +185,11 @@ class Bundle:
             self._rows_of = {packed.data_ptr(): rows}
         return rows
 
+    def rows_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole tensors as rows of the ranks' runs; none where they do not lie so."""
+        fits = self._in_rows and all(tensor.is_contiguous() for tensor in tensors)
+        return [tensor.view(self.peers.count, -1) for tensor in tensors] if fits else []
+
     # --- summing ------------------------------------------------------------------------------------------------------
 
     def reduce(self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> _Moving:
@@ -208,8 +213,8 @@ class Bundle:
         return self._reduce_scatter(packed, borrowed)
 
     def _pack(self, tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
-        if self._in_rows and all(tensor.is_contiguous() for tensor in tensors):
-            _torch.copy_all(self._rows(packed), [tensor.view(self.peers.count, -1) for tensor in tensors])
+        if rows := self.rows_of(tensors):
+            _torch.copy_all(self._rows(packed), rows)
             return
         targets, sources = [], []
         for rank, start in enumerate(self.starts):
@@ -274,11 +279,10 @@ class Bundle:
             works += [self.peers.send(here, other), self.peers.receive(blocks[other], other)]
         return _Moving([w for w in works if w is not None], borrowed, blocks, self.peers.group)
 
-    def unpack(self, moving: _Moving, tensors: Sequence[torch.Tensor]) -> None:
-        """Wait for a gathering, and put what came into its places."""
+    def unpack(self, moving: _Moving, tensors: Sequence[torch.Tensor], rows: list[torch.Tensor] | None = None) -> None:
+        """Wait for a gathering, and put what came into its places; `rows_of` them, where the caller knows."""
         moving.wait()
-        if moving.borrowed and self._in_rows and all(tensor.is_contiguous() for tensor in tensors):
-            rows = [tensor.view(self.peers.count, -1) for tensor in tensors]
+        if moving.borrowed and (rows := self.rows_of(tensors) if rows is None else rows):
             _torch.copy_all(rows, self._rows(moving.borrowed[0]))
         elif moving.borrowed:
             targets, sources = [], []
@@ -305,9 +309,10 @@ def _scaled_sum(blocks: list[torch.Tensor], scale: float, out: torch.Tensor, *, 
         pieces = zip(*(tensor.split(_CACHED) for tensor in (out, target, *blocks)), strict=True)
     else:
         pieces = zip(*([tensor] for tensor in (out, target, *blocks)), strict=True)
-    for result, total, first, *others in pieces:
+    for result, total, so_far, *others in pieces:
+        for other in others[:-1]:
+            so_far = torch.add(so_far, other, out=total)
         if others:
-            torch.add(first, others[0], out=total)
-        for other in others[1:]:
-            total.add_(other)
-        torch.mul(total if others else first, scale, out=result)
+            so_far = torch.add(so_far, others[-1], out=result)
+        if scale != 1 or not others:
+            torch.mul(so_far, scale, out=result)

@@ -122,6 +122,8 @@ class _Bucket:
 
     def _gradient(self, slot: _Slot) -> torch.Tensor:
         grad = _like_its_parameter(slot.held.leaf, keep_partial=self.axes)
+        if self.axes == self.owner.data_axes:
+            return local_of(grad)
         partial = (*self.owner.data_axes, *_partial_axes(grad))
         # Alike on all ranks of an axis over which others in this bucket are still to be summed.
         copies = math.prod(self.owner.sizes[axis] for axis in self.axes if axis not in partial)
@@ -160,7 +162,7 @@ class _Reduced(_Bucket):
     def launch(self) -> None:
         grads = self._gradients()
         if self.flat is None:
-            self.sent = _dense(grads[0], like=local_of(self.slots[0].held.leaf))
+            self.sent = _dense(grads[0], self.slots[0].held)
         else:
             self.sent = self.flat
             self._pack(grads)
@@ -257,7 +259,10 @@ class _Scattered(_Bucket):
         self.rest = tuple(axis for axis in self.axes if axis not in like.axes)
         if self.slots and self.slots[0].held.stage == 1 and not self.bundle.alone:
             self.flat = torch.zeros(self.bundle.total, dtype=dtype, device=device)
-        if not self.bundle.alone and all(s.held.leaf is s.held.param and s.held.dtype == dtype for s in self.slots):
+        here = all(
+            s.held.leaf is s.held.param and s.held.dtype == dtype and "grad" not in s.held.hosted for s in self.slots
+        )
+        if here and not self.bundle.alone:
             block = None if self.flat is None else self.bundle.block_of_own(self.flat)
             self.mine = torch.empty(self.bundle.own, dtype=dtype, device=device) if block is None else block
             parts = self.bundle.parts_in(self.mine)
@@ -267,10 +272,7 @@ class _Scattered(_Bucket):
 
     def launch(self) -> None:
         assert self.bundle is not None
-        self.sent = [
-            _dense(grad, like=local_of(slot.held.leaf))
-            for slot, grad in zip(self.slots, self._gradients(), strict=True)
-        ]
+        self.sent = [_dense(grad, slot.held) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
         if self.last:
             self.sent.append(torch.full((self.bundle.peers.count,), self.owner.lacking(), dtype=self.bundle.dtype))
         self.moving = self.bundle.reduce(self.sent, self.flat)
@@ -288,8 +290,9 @@ class _Scattered(_Bucket):
         if self.rest or self.last:
             self.out.mul_(self.owner.scale)
         self.moving, self.sent = None, []
-        parts = zip(self.slots, self.bundle.parts_in(self.out), strict=False)
-        self.parts = [self._at_home(slot.held, part) for slot, part in parts]
+        if not self.shown:
+            parts = zip(self.slots, self.bundle.parts_in(self.out), strict=False)
+            self.parts = [self._at_home(slot.held, part) for slot, part in parts]
 
     def _at_home(self, held: Held, part: torch.Tensor) -> torch.Tensor:
         """Where the plan keeps a gradient on the host, its copy begins now, and backward goes on."""
@@ -324,8 +327,9 @@ class _Scattered(_Bucket):
             held.param.grad = shown  # type: ignore[assignment]
 
 
-def _dense(grad: torch.Tensor | None, *, like: torch.Tensor) -> torch.Tensor:
+def _dense(grad: torch.Tensor | None, held: Held) -> torch.Tensor:
     """A gradient in the order in memory of its parameter; zeros where there is none."""
+    like = held.memory
     if grad is None:
         return torch.zeros_like(like)
     return grad if grad.stride() == like.stride() else torch.empty_like(like, dtype=grad.dtype).copy_(grad)

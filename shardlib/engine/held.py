@@ -103,6 +103,16 @@ class Held:
         return tuple(self.layout.placements(self.mesh))
 
     @property
+    def memory(self) -> torch.Tensor:
+        """What this rank holds of the leaf, for looking at its shape: autograd is not kept away."""
+        return _torch.local_of(self.leaf) if isinstance(self.leaf, DTensor) else self.leaf
+
+    @property
+    def updated_in_parts(self) -> bool:
+        """Whether gradient and state lie otherwise than the parameter does."""
+        return self.cut is not None and self.stage < 3
+
+    @property
     def is_split(self) -> bool:
         """Whether ranks hold different parts of its state."""
         return bool(self.layout.axes)
@@ -170,10 +180,12 @@ class Held:
 
     def is_part(self, tensor: Any) -> bool:
         """Whether a tensor is a DTensor that holds this rank's part, as `wrap` makes it."""
-        return (
-            isinstance(tensor, DTensor)
-            and tensor.placements == self._placements
-            and (tensor.device_mesh is self.mesh or tensor.device_mesh == self.mesh)
+        if not isinstance(tensor, DTensor):
+            return False
+        if _torch.spec_of(tensor) is self._specs.get(tensor.dtype):
+            return True
+        return tensor.placements == self._placements and (
+            tensor.device_mesh is self.mesh or tensor.device_mesh == self.mesh
         )
 
 

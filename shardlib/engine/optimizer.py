@@ -39,6 +39,7 @@ __all__ = [
     "adopt",
     "look_after",
     "register_elementwise",
+    "register_in_pieces",
     "register_per_tensor",
     "stepping_through_wrapper",
     "watch_optimizers",
@@ -60,7 +61,7 @@ _ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
 
 _PER_TENSOR: set[type[torch.optim.Optimizer]] = {torch.optim.Adafactor, torch.optim.Muon}
 
-_OF_TORCH = frozenset(_ELEMENTWISE)  # a step of theirs is that of each parameter by itself, one after another
+_IN_PIECES = set(_ELEMENTWISE)  # a step of theirs is that of each parameter by itself, one after another
 
 _FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
 _FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -129,6 +130,20 @@ def register_per_tensor(optimizer: type[torch.optim.Optimizer]) -> type[torch.op
     ...     pass
     """
     _PER_TENSOR.add(optimizer)
+    return optimizer
+
+
+def register_in_pieces(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Say that a step of an element-wise optimizer may be several, each of some parameters: it counts nothing itself.
+
+    Of state on the host one piece then steps while others are on the way. Usable as a decorator.
+
+    >>> @register_in_pieces
+    ... @register_elementwise
+    ... class Plain(torch.optim.SGD):
+    ...     pass
+    """
+    _IN_PIECES.add(optimizer)
     return optimizer
 
 
@@ -287,7 +302,7 @@ class _Saved:
         updates: what gathers the parts that are stepped on.
         params: all parameters of the groups.
         gradients: those that were replaced by whole ones.
-        leaves: what stands for parameters.
+        leaves: parameters, what is known of each, and what stands for it.
         copies: those that are stepped on, each with the parameter and the memory that it is rounded into.
         written: how many of them have been.
         whole: the step on whole tensors that is under way.
@@ -299,7 +314,7 @@ class _Saved:
     params: list[torch.Tensor]
     updates: list[Updates] = field(default_factory=list)
     gradients: dict[torch.Tensor, torch.Tensor | None] = field(default_factory=dict)
-    leaves: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    leaves: list[tuple[torch.Tensor, Held | None, torch.Tensor]] = field(default_factory=list)
     copies: list[tuple[Held, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     written: int = 0
     whole: WholeStep | None = None
@@ -309,12 +324,24 @@ class _Saved:
 def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
     saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params, updates_of(params))
     saved.all_groups = optimizer.param_groups
-    _stepping[optimizer], optimizer.state = saved, defaultdict(dict)
+    _stepping[optimizer] = saved
+    if not saved.updates and all(map(_steps_as_it_is, params)):
+        for group in saved.all_groups:
+            if _may_fuse(optimizer, group, optimizer.state):
+                group["fused"] = True
+        return
+    optimizer.state = defaultdict(dict)
     try:
         _put_local_tensors(optimizer, saved, saved.all_groups)
     except BaseException:
         _put_back(optimizer)
         raise
+
+
+def _steps_as_it_is(param: torch.Tensor) -> bool:
+    held = held_of(param)
+    beside = held is not None and (held.master_dtype is not None or held.visits_host)
+    return not beside and _local_leaf.get(param) is None
 
 
 def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved, groups: list[dict[str, Any]]) -> None:
@@ -326,7 +353,7 @@ def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved, groups: 
     stepped: set[int] = set()
     for piece in pieces:
         piece.arrive()
-        if type(optimizer) in _OF_TORCH:
+        if type(optimizer) in _IN_PIECES:
             optimizer.param_groups = _groups_of(piece, optimizer, saved)
             _torch.step_without_hooks(optimizer)
             _write_back(saved)
@@ -361,7 +388,7 @@ class _Piece:
             assert held is not None
             grad = None
             if param.grad is not None:
-                grad = self._downloads.begin(_own_gradient(param), held.landing, "gradient")
+                grad = self._downloads.begin(_own_gradient(param, held), held.landing, "gradient")
             part = self._downloads.begin(_memory(param, parts.get(id(param))), held.landing, "part")
             self.copies[id(param)] = part, grad
 
@@ -481,16 +508,16 @@ def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: An
     On accelerators torch itself takes the multi-tensor form of the same update when nothing was chosen.
     """
     open_choice = all(group.get(key, True) is None for key in ("fused", "foreach")) and not group.get("differentiable")
-    dtypes = _FUSED_SGD_DTYPES if type(optimizer) is torch.optim.SGD else _FUSED_DTYPES
-    return (
-        open_choice
-        and type(optimizer) in _FUSED
-        and not isinstance(group.get("lr"), torch.Tensor)  # the loop computes with it in its own dtype
-        and all(p.device.type == "cpu" and p.dtype in dtypes for p in group["params"])
-        and all(p.grad is None or p.grad.stride() == p.stride() for p in group["params"])
-        and all(state[p].get("step", _STEP).dtype == _STEP.dtype for p in group["params"] if p in state)
-        and (type(optimizer) is not torch.optim.SGD or _momentum_of_all_or_none(group, state))
-    )
+    if not open_choice or type(optimizer) not in _FUSED or isinstance(group.get("lr"), torch.Tensor):
+        return False  # the loop computes with a tensor for learning rate in that one's dtype
+    sgd = type(optimizer) is torch.optim.SGD
+    dtypes = _FUSED_SGD_DTYPES if sgd else _FUSED_DTYPES
+    for p in group["params"]:
+        if p.device.type != "cpu" or p.dtype not in dtypes or (p.grad is not None and p.grad.stride() != p.stride()):
+            return False
+        if p in state and state[p].get("step", _STEP).dtype != _STEP.dtype:
+            return False
+    return not sgd or _momentum_of_all_or_none(group, state)
 
 
 def _momentum_of_all_or_none(group: dict[str, Any], state: Any) -> bool:
@@ -515,19 +542,23 @@ def _local_view(
         inner: the optimizer's state during the step, by leaf.
         saved: remembers the leaf, and what is to be written back.
     """
-    leaf = saved.leaves[param] = _leaf(param, part, on_host, saved)
+    held = held_of(param)
+    leaf = _leaf(param, held, part, on_host, saved)
     state = saved.outer.get(param)
+    saved.leaves.append((param, held, leaf))
     if leaf is not param:
-        grad = on_host[1] if on_host is not None else None if param.grad is None else _own_gradient(param)
+        grad = on_host[1] if on_host is not None else None if param.grad is None else _own_gradient(param, held)
         leaf.grad = None if grad is None else _in_memory_like(leaf, grad)
-        state = state and {k: _local_state(param, value) for k, value in state.items() if k != MASTER}
-    if param in saved.outer:
+        state = state and {k: _local_state(param, held, value) for k, value in state.items() if k != MASTER}
+    if state is not None:
         inner[leaf] = state
     return leaf
 
 
-def _leaf(param: torch.Tensor, part: torch.Tensor | None, on_host: Any, saved: _Saved) -> torch.Tensor:
-    held, memory = held_of(param), _memory(param, part)
+def _leaf(
+    param: torch.Tensor, held: Held | None, part: torch.Tensor | None, on_host: Any, saved: _Saved
+) -> torch.Tensor:
+    memory = _memory(param, part)
     here = memory if on_host is None else on_host[0]
     if held is not None and held.master_dtype is not None:
         leaf = _master(held, here, saved.outer.get(param, {}))
@@ -546,7 +577,7 @@ MASTER = "master_parameter"
 
 def _master(held: Held, memory: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     """The copy to step on. What somebody else has written to the parameter since the last step counts."""
-    known = _local_state(held.param, state[MASTER]) if MASTER in state else held.first_master
+    known = _local_state(held.param, held, state[MASTER]) if MASTER in state else held.first_master
     held.first_master = None
     if known is None:
         return memory.to(held.master_dtype, copy=True)
@@ -555,12 +586,11 @@ def _master(held: Held, memory: torch.Tensor, state: dict[str, Any]) -> torch.Te
     return torch.where(changed, memory.to(known.dtype), known) if changed.any() else known
 
 
-def _own_gradient(param: torch.Tensor) -> torch.Tensor:
+def _own_gradient(param: torch.Tensor, held: Held | None) -> torch.Tensor:
     """What this rank has of a gradient: that of its part."""
     grad = param.grad
     assert grad is not None
-    held = _held(param)
-    if held is not None:
+    if held is not None and held.updated_in_parts:
         held.refuse_own_examples()
         return local_of(grad)
     if not isinstance(param, DTensor):
@@ -570,16 +600,9 @@ def _own_gradient(param: torch.Tensor) -> torch.Tensor:
             f"A sharded parameter of global shape {tuple(param.shape)} has a plain gradient. Assign `p.grad` as a "
             "DTensor in the parameter's placements, or let backward() make it."
         )
-    known = held_of(param)
-    if grad.placements != param.placements and not (known is not None and known.is_part(grad)):
+    if grad.placements != param.placements and not (held is not None and held.is_part(grad)):
         grad = moved(grad, param.placements)
     return _torch.local_of(grad)
-
-
-def _held(param: torch.Tensor) -> Held | None:
-    """What is known of a parameter whose gradient and state lie otherwise than it does itself; None of others."""
-    held = held_of(param)
-    return held if held is not None and held.cut is not None and held.stage < 3 else None
 
 
 def _in_memory_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -588,20 +611,17 @@ def _in_memory_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return grad if alike else torch.empty_like(param).copy_(grad)
 
 
-def _local_state(param: torch.Tensor, value: Any) -> Any:
+def _local_state(param: torch.Tensor, held: Held | None, value: Any) -> Any:
     """One entry of the optimizer's state as its local tensor, where the plan keeps it: loaded ones may not be."""
-    local, held = _cut_state(param, value), held_of(param)
+    local = _torch.local_of(value) if isinstance(value, DTensor) else _cut_state(param, held, value)
     away = held is not None and "state" in held.hosted and isinstance(local, torch.Tensor)
     return local.to(offload.HOST) if away else local
 
 
-def _cut_state(param: torch.Tensor, value: Any) -> Any:
+def _cut_state(param: torch.Tensor, held: Held | None, value: Any) -> Any:
     """One entry as its local tensor; a plain tensor of global shape (loaded) is cut first."""
-    if isinstance(value, DTensor):
-        return _torch.local_of(value)
     if isinstance(value, torch.Tensor) and value.ndim and value.shape == param.shape:
-        held = _held(param)
-        if held is not None:
+        if held is not None and held.updated_in_parts:
             return held.take(value)
         if isinstance(param, DTensor):
             return _torch.shard(value, param.device_mesh, param.placements)
@@ -618,26 +638,23 @@ def _put_back(optimizer: torch.optim.Optimizer) -> None:
     inner, outer = optimizer.state, saved.outer
     if saved.all_groups is not None:
         optimizer.param_groups = saved.all_groups
-    if saved.whole is not None:
-        for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
-            group["params"] = before["params"]
-        optimizer.state = outer
-    if inner is outer or saved.whole is not None:
-        return
-    for param, leaf in saved.leaves.items():
-        if leaf in inner:
-            outer[param] = inner[leaf] if leaf is param else _global_state(param, outer.get(param, {}), inner[leaf])
-        if leaf is not param:
-            leaf.grad = None
     for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
         group.update({key: before[key] for key in ("params", "fused") if key in before})
+    optimizer.state = outer
+    if inner is outer or saved.whole is not None:
+        return
+    for param, held, leaf in saved.leaves:
+        state = inner.get(leaf)
+        if state is not None:
+            outer[param] = state if leaf is param else _global_state(param, held, outer.get(param, {}), state)
+        if leaf is not param:
+            leaf.grad = None
     _write_back(saved)
     for held, master, _ in saved.copies:
         if held.master_dtype is not None and held.param in outer:
-            outer[held.param][MASTER] = _global_value(held.param, outer[held.param].get(MASTER), master)
+            outer[held.param][MASTER] = _global_value(held.param, held, outer[held.param].get(MASTER), master)
         elif held.master_dtype is not None:
             held.first_master = master
-    optimizer.state = outer
 
 
 def _write_back(saved: _Saved) -> None:
@@ -650,18 +667,19 @@ def _write_back(saved: _Saved) -> None:
     saved.written = len(saved.copies)
 
 
-def _global_state(param: torch.Tensor, before: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:
-    return {key: _global_value(param, before.get(key), value) for key, value in local.items()}
+def _global_state(
+    param: torch.Tensor, held: Held | None, before: dict[str, Any], local: dict[str, Any]
+) -> dict[str, Any]:
+    return {key: _global_value(param, held, before.get(key), value) for key, value in local.items()}
 
 
-def _global_value(param: torch.Tensor, before: Any, value: Any) -> Any:
+def _global_value(param: torch.Tensor, held: Held | None, before: Any, value: Any) -> Any:
     if isinstance(before, DTensor) and _torch.local_of(before) is value:
         return before
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
-    held = _held(param)
-    if held is not None:
+    if held is not None and held.updated_in_parts:
         return held.wrap(value) if tuple(value.shape) == held.part_shape else value
     if not isinstance(param, DTensor):
         return value
-    return _torch.wrap(value, _torch.spec_of(param)) if value.shape == local_of(param).shape else value  # type: ignore[arg-type]
+    return _torch.wrap(value, _torch.spec_of(param)) if value.shape == local_of(param).shape else value

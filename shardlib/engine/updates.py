@@ -98,15 +98,15 @@ class Updates:
     def begin(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """This rank's parts of some parameters, by the parameters' ids, to be updated in place."""
         self.settle()
-        touched = {id(self._home[id(p)][0]): self._home[id(p)][0] for p in params if id(p) in self._home}
-        for bucket in touched.values():
+        homes = {key: self._home[key] for key in map(id, params) if key in self._home}
+        for bucket in {id(bucket): bucket for bucket, _ in homes.values()}.values():
             bucket.load()
-        homes = {id(p): self._home[id(p)] for p in params if id(p) in self._home}
         return {key: bucket.parts[i] for key, (bucket, i) in homes.items()}
 
     def end(self, params: Sequence[torch.Tensor]) -> None:
         """Gather the updated parts into the parameters. Collective over the axes that split them."""
-        touched = [b for b in self._buckets if any(id(p) in b.ids for p in params)]
+        ids = set(map(id, params))
+        touched = [bucket for bucket in self._buckets if not ids.isdisjoint(bucket.ids)]
         self._under_way = [(bucket, bucket.gather()) for bucket in touched]
         if not self._late:
             self.settle()
@@ -148,22 +148,36 @@ class _Bucket:
         else:
             self.mine = torch.empty(self.bundle.own, dtype=first.dtype, device=first.device)
         self.parts = self.bundle.parts_in(self.mine)
+        self._where: list[int] = []  # the parameters' memory, as it was when these were made:
+        self._known: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []
+        self._loaded: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
 
     def load(self) -> None:
         """What others may have written to the parameters since (a checkpoint, an average) counts."""
         locals_ = self._locals()
         if self.mine.untyped_storage().data_ptr() != locals_[0].untyped_storage().data_ptr():
-            rank = self.bundle.peers.index
-            _torch.copy_all(self.parts, [cut.take(t, rank) for cut, t in zip(self.bundle.cuts, locals_, strict=True)])
+            _torch.copy_all(self._loaded, self._sources)
 
     def _locals(self) -> list[torch.Tensor]:
-        return [local_of(one.param) for one in self.held]
+        """What this rank holds of the parameters: the same list, as long as they stay where they are."""
+        where = [one.memory.data_ptr() for one in self.held]
+        if where != self._where:
+            self._where, self._known = where, [local_of(one.param) for one in self.held]
+            self._rows = self.bundle.rows_of(self._known)
+            self._loaded, self._sources = [], []
+            for cut, local, part in zip(self.bundle.cuts, self._known, self.parts, strict=True):
+                for place, chosen in cut.places(local, self.bundle.peers.index):
+                    self._sources.append(place)
+                    self._loaded.append(part.narrow(cut.dim, chosen.start, chosen.stop - chosen.start))
+        return self._known
 
     def gather(self) -> Any:
         return self.bundle.gather(self.mine, self._locals())
 
     def unpack(self, moving: Any) -> None:
-        self.bundle.unpack(moving, self._locals())
+        self.bundle.unpack(moving, self._locals(), self._rows)
 
     def whole_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         parts = [local_of(one.param.grad) if one.param.grad is not None else None for one in self.held]
