@@ -21,6 +21,7 @@ ROOMS = [
     ("_plan",),
     ("transforms",),
     ("engine",),
+    ("optim",),
     ("checkpoint",),
     ("booster",),
     ("jax",),
