@@ -373,6 +373,7 @@ class GradientReducer:
         self._arrived: dict[int, Axes] = {}
         self._backward = -1
         self._pass = 0
+        self._closing = False  # whether the backward pass that runs is the last one of a step of several
         self._reducing: list[_Bucket] = []  # in this backward pass, in the order in which they leave
         self._launched = self._collected = 0  # how many of them
         self._used: list[bool] | None = None
@@ -454,6 +455,7 @@ class GradientReducer:
         if self.enabled:
             self._pass = self._pass % self.passes + 1
             closing = self._pass == self.passes
+        self._closing = closing and self.passes > 1
         self._reducing = [b for b in self._buckets if closing or b.at_every_pass] if self.enabled else []
         self._launched = self._collected = 0
         self._used = None
@@ -523,6 +525,7 @@ class GradientReducer:
         self.downloads.wait()
         for bucket in self._reducing:
             bucket.hand_out()
+        self._average_passes()
         if self.enabled and not self.is_between_passes() and (self._reducing or not self._buckets):
             for also in self.at_the_end_of_steps:
                 also()
@@ -531,6 +534,14 @@ class GradientReducer:
             slot.put_prior_back()
         if self.enabled and not self._learned:
             self._learn()
+
+    def _average_passes(self) -> None:
+        """What no bucket carries, since no axis is to be summed over, is still a sum over the passes of a step."""
+        if self._closing:
+            rest = [slot.held.leaf.grad for i, slot in enumerate(self._slots) if i not in self._home]
+            if grads := [local_of(grad) for grad in rest if grad is not None]:
+                _torch.multiply_all(grads, self.scale)
+        self._closing = False
 
     # --- gradients that ranks lack ------------------------------------------------------------------------------------
 
