@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardlib.booster._booster import BoostedModule, Booster
+from shardlib.booster._coordinator import DistCoordinator
 from shardlib.booster._data import DataLoader
 from shardlib.booster._optimizer import BoostedOptimizer
 from shardlib.booster._plugins import (
@@ -31,6 +32,7 @@ __all__ = [
     "Booster",
     "Config",
     "DataLoader",
+    "DistCoordinator",
     "FP8MixedPrecision",
     "FP16ApexMixedPrecision",
     "FP16NaiveMixedPrecision",

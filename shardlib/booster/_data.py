@@ -53,9 +53,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """What `sampler.set_epoch` was given last."""
         return int(getattr(self.sampler, "epoch", 0))
 
+    @property
+    def begins_at(self) -> int:
+        """How many batches the next iteration leaves out, since they were given before the position that was loaded."""
+        return self._resumed[1] if self._resumed is not None and self._resumed[0] == self.epoch else 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which data rank of how many it gives examples to."""
+        return self._place
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        resumed, self._resumed = self._resumed, None
-        before = resumed[1] if resumed is not None and resumed[0] == self.epoch else 0
+        before, self._resumed = self.begins_at, None
         self._taken = before
         self.sampler.begin = before * self._rows  # type: ignore[attr-defined]
         if self._own_generator:  # it gives workers their seeds: the same on ranks that get the same examples

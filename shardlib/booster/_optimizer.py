@@ -24,6 +24,10 @@ class BoostedOptimizer(OptimizerWrapper):
         max_norm: what `step` clips the norm of gradients to; 0 is not at all.
         norm_type: of that norm.
 
+    Attributes:
+        handlers: called without arguments in each step that is taken, before gradients are clipped: they see what the
+            step is about to use, reduced and unscaled.
+
     >>> import shardlib as sl
     >>> model = sl.shard_model(nn.Linear(4, 2), "dp=1", {"**": None})
     >>> optimizer = BoostedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, max_norm=1.0)
@@ -40,6 +44,7 @@ class BoostedOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(inner, model)
         self.max_norm, self.norm_type = max_norm, norm_type
+        self.handlers: list[Callable[[], None]] = []
         self._scaled_losses = False
 
     def __repr__(self) -> str:
@@ -81,9 +86,18 @@ class BoostedOptimizer(OptimizerWrapper):
                 "loss.backward() would be divided by a scale that they never had. Call booster.backward(loss, "
                 "optimizer)."
             )
+        self._handle()
         if self.max_norm > 0:
             self.clip_grad_norm_(self.max_norm, self.norm_type)
         super()._step()
+
+    def _handle(self) -> None:
+        if not self.handlers:
+            return
+        self._settle()
+        if self.scaler is None or not self.scaler.overflowed:
+            for handle in self.handlers:
+                handle()
 
     def _forget(self) -> None:
         super()._forget()

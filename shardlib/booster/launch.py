@@ -130,6 +130,12 @@ def launch(
     return _started(asked, verbose=verbose)
 
 
+def launched() -> Launched | None:
+    """What `launch` or its like returned for the job that this process is in; None where none of them was called."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return None if world is None else _JOINED.get(world)
+
+
 def launch_from_torch(
     backend: str | None = None,
     seed: int = 1024,

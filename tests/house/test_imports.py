@@ -24,6 +24,7 @@ ROOMS = [
     ("optim",),
     ("checkpoint",),
     ("booster",),
+    ("trainer",),
     ("jax",),
     ("testing", "cli"),
 ]

@@ -1,0 +1,181 @@
+"""`Engine`: a boosted model with its optimizer and criterion, under the calls of older training loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardlib.booster import BoostedOptimizer
+from shardlib.engine.apply import record_of
+from shardlib.errors import InputError, PlanError
+from shardlib.trainer._handlers import BaseGradientHandler
+from shardlib.trainer._ophooks import BaseOpHook, install
+from shardlib.trainer._schedule import BaseSchedule, NonPipelineSchedule
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """What `initialize` returns first: a model to call, and what trains it.
+
+    `zero_grad`, `engine(x)`, `criterion`, `backward`, `step` make a loop. Where the config says
+    `gradient_accumulation=n`, every n-th `step` is one: the others, and `zero_grad` after them, leave everything as it
+    is, and the gradient of the step is that of the mean over all n losses.
+
+    Args:
+        model: boosted, as it is: its `state_dict` has the names that it has.
+        optimizer: its `BoostedOptimizer`.
+        criterion: any callable that makes a loss: a mean over the examples of a batch, or `(sum, count)`.
+        gradient_handlers: called before gradients are clipped, at each step that is taken.
+        schedule: what is done with one batch.
+        lr_scheduler: that of the optimizer, if there is one.
+
+    >>> from shardlib.trainer import initialize
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> engine, *_ = initialize(model, optimizer, nn.MSELoss(), verbose=False)
+    >>> engine.zero_grad()
+    >>> loss = engine.criterion(engine(torch.ones(3, 4)), torch.zeros(3, 2))
+    >>> engine.backward(loss)
+    >>> engine.step()
+    >>> sorted(engine.model.state_dict())
+    ['bias', 'weight']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: BoostedOptimizer,
+        criterion: Any = None,
+        gradient_handlers: Sequence[BaseGradientHandler] = (),
+        *,
+        schedule: BaseSchedule | None = None,
+        lr_scheduler: Any = None,
+    ) -> None:
+        if not isinstance(optimizer, BoostedOptimizer):
+            raise PlanError(
+                f"Engine was given a {type(optimizer).__name__} as optimizer; initialize(model, optimizer, criterion) "
+                "makes an engine of plain ones."
+            )
+        self._reducer = record_of(model).reducer
+        self.model, self.optimizer, self.criterion = model, optimizer, criterion
+        self.schedule = schedule if schedule is not None else NonPipelineSchedule()
+        self.lr_scheduler = lr_scheduler
+        self.gradient_handlers = list(gradient_handlers)
+        self.optimizer.handlers.extend(handler.handle_gradient for handler in self.gradient_handlers)
+        self.ophooks: dict[BaseOpHook, list[RemovableHandle]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.model(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"Engine({type(self.model).__name__}, {self.optimizer!r})"
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._reducer.device
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have examples of their own; None where there is one."""
+        return self._reducer.data_group()
+
+    def is_between_passes(self) -> bool:
+        """Whether further backward passes belong to the step that has begun."""
+        return self._reducer.is_between_passes()
+
+    def train(self, mode: bool = True) -> None:
+        """Put the model into training mode."""
+        self.model.train(mode)
+
+    def eval(self) -> None:
+        """Put the model into evaluation mode."""
+        self.model.eval()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a step. Between the passes of one it does nothing."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def backward(self, loss: Any, weight: Any = None) -> None:
+        """Run backward of a mean loss, of a pair (sum, count), or of a mean with its weight."""
+        self.optimizer.backward(loss, weight=weight)
+
+    def backward_by_grad(self, tensor: Any, grad: Any) -> None:
+        """Run backward of a tensor, or of several, from gradients that are known: those of the mean loss of this rank.
+
+        Raises:
+            InputError: other shapes.
+        """
+        tensors = tensor if isinstance(tensor, tuple | list) else (tensor,)
+        grads = grad if isinstance(grad, tuple | list) else (grad,)
+        shapes = [[tuple(t.shape) for t in given] for given in (tensors, grads)]
+        if shapes[0] != shapes[1]:
+            raise InputError(f"backward_by_grad was given tensors of shapes {shapes[0]} and gradients of {shapes[1]}.")
+        # The gradient of sum(t * g) is g. So the loss scale and the mean over passes are where they always are.
+        self.backward(sum((t * g.detach()).sum() for t, g in zip(tensors, grads, strict=True)))
+
+    def step(self) -> None:
+        """Handle and clip gradients, and update the parameters; every n-th time, under accumulation."""
+        self.optimizer.step()
+        for hook in self.ophooks:
+            hook.post_iter()
+
+    def execute_schedule(
+        self,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> tuple[Any, Any, Any]:
+        """Run the next batch through the schedule.
+
+        Args:
+            data_iter: an iterator over batches.
+            forward_only: no backward, and no graph for one.
+            return_loss: compute the loss.
+            return_output_label: return output and label too, else None in their places.
+
+        Returns:
+            Output, label, and this rank's loss.
+        """
+        return self.schedule.forward_backward_step(
+            self,
+            data_iter,
+            forward_only=forward_only,
+            return_loss=return_loss,
+            return_output_label=return_output_label,
+        )
+
+    def add_hook(self, hook: BaseOpHook) -> None:
+        """Call a hook around forward and backward of every module that has parameters of its own.
+
+        Raises:
+            PlanError: model axes, whose blocks are compiled: code that is there already would not call it.
+        """
+        if not isinstance(hook, BaseOpHook):
+            raise PlanError(f"add_hook was given a {type(hook).__name__}; give a subclass of BaseOpHook.")
+        plan = record_of(self.model).plan
+        if any(plan.mesh[axis] > 1 for axis in plan.mesh.model_axes):
+            raise PlanError(
+                f'add_hook: blocks on mesh "{plan.mesh}" are compiled, and would not call it. Register torch\'s own '
+                "module hooks before initialize."
+            )
+        if hook not in self.ophooks:
+            self.ophooks[hook] = install(hook, self.model)
+
+    def remove_hook(self, hook: BaseOpHook) -> None:
+        """Take a hook away that `add_hook` was given."""
+        for handle in self.ophooks.pop(hook, ()):
+            handle.remove()

@@ -1,0 +1,117 @@
+"""Gradient handlers: the user's own code between the last backward pass of a step and its clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from shardlib.booster import BoostedOptimizer
+from shardlib.errors import PlanError, nearest
+from shardlib.trainer._registry import Registry
+
+__all__ = [
+    "GRADIENT_HANDLER",
+    "BaseGradientHandler",
+    "build_gradient_handlers",
+    "check_gradient_handlers",
+    "register_gradient_handler",
+]
+
+C = TypeVar("C", bound=type)
+
+GRADIENT_HANDLER = Registry("gradient handler")
+"""Gradient handlers by name; `GRADIENT_HANDLER.register_module` is ColossalAI's spelling of the decorator below."""
+
+# What ColossalAI's own handlers do, the engine has done when gradients are handled.
+_DONE_ANYWAY: Mapping[str, str] = MappingProxyType(
+    {
+        "DataParallelGradientHandler": "gradients are averaged over data axes while backward runs",
+        "ZeROGradientHandler": "zero= reduces gradients to their parts",
+        "SequenceParallelGradientHandler": "gradients are summed over model axes where they are partial",
+        "MoeGradientHandler": "each gradient is reduced over the axes that do not split its parameter",
+        "PipelineSharedModuleGradientHandler": "tied parameters have one gradient",
+    }
+)
+
+
+class BaseGradientHandler:
+    """What does something to gradients before they are clipped, once in each step that is taken.
+
+    A handler finds `param.grad` as the step is going to use it: the gradient of the mean loss over all data ranks and
+    all accumulated passes, with no loss scale in it. It is a plain tensor, the same on all ranks; where the plan splits
+    it (tensor parallel, any stage of `zero`), it is a DTensor of global shape of which each rank has its part. A
+    handler may change it in place, or put another one of the same layout there. It has to do the same on all ranks
+    that hold the same element. To average over data ranks again changes nothing for plain tensors, and would mix up
+    different elements for parts.
+
+    Args:
+        model: of the engine.
+        optimizer: of the engine.
+
+    >>> class Signs(BaseGradientHandler):
+    ...     def handle_gradient(self):
+    ...         for param in self._model.parameters():
+    ...             if param.grad is not None:
+    ...                 param.grad.sign_()
+    """
+
+    def __init__(self, model: nn.Module, optimizer: BoostedOptimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def handle_gradient(self) -> None:
+        """Do it. All ranks call it, at the same step."""
+        raise NotImplementedError
+
+
+def register_gradient_handler(name: str | None = None) -> Callable[[C], C]:
+    """A decorator: a config may name the class, as in `gradient_handler=[dict(type="Signs")]`.
+
+    Args:
+        name: by default that of the class.
+
+    >>> @register_gradient_handler("halves")
+    ... class Halves(BaseGradientHandler):
+    ...     def handle_gradient(self):
+    ...         for param in self._model.parameters():
+    ...             param.grad.mul_(0.5)
+    """
+    return GRADIENT_HANDLER.register_module(name=name)
+
+
+def check_gradient_handlers(described: Any) -> tuple[Mapping[str, Any], ...]:
+    """What a config says under `gradient_handler`, before anything is built.
+
+    Raises:
+        PlanError: no list of dicts with a `type` each, or a type that nobody registered.
+    """
+    if not isinstance(described, list | tuple) or not all(
+        isinstance(one, Mapping) and "type" in one for one in described
+    ):
+        raise PlanError(
+            f"The config says gradient_handler={described!r}; give a list with a dict for each, such as "
+            '[dict(type="MyGradientHandler")].'
+        )
+    for one in described:
+        kind = one["type"]
+        if not GRADIENT_HANDLER.has(kind) and kind not in _DONE_ANYWAY:
+            raise PlanError(
+                f'The config names a gradient handler "{kind}", which nobody registered. Put '
+                "@GRADIENT_HANDLER.register_module over its class, in a module that is imported before initialize."
+                f"{nearest(str(kind), _DONE_ANYWAY)}"
+            )
+    return tuple(described)
+
+
+def build_gradient_handlers(
+    described: Iterable[Mapping[str, Any]], model: nn.Module, optimizer: BoostedOptimizer
+) -> list[BaseGradientHandler]:
+    """The handlers that a config names, but for those of ColossalAI whose work is done anyway."""
+    built = []
+    for one in described:
+        options = {key: value for key, value in one.items() if key != "type"}
+        if GRADIENT_HANDLER.has(one["type"]):
+            built.append(GRADIENT_HANDLER.get_module(one["type"])(model, optimizer, **options))
+    return built

@@ -1,0 +1,100 @@
+"""`initialize`: an engine from plain objects and a config, by way of `Booster`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlib._mesh import MeshShape
+from shardlib.booster import Booster, Config
+from shardlib.errors import PlanError
+from shardlib.trainer._context import global_context, remember
+from shardlib.trainer._data import WholeSteps, check_place
+from shardlib.trainer._engine import Engine
+from shardlib.trainer._handlers import build_gradient_handlers
+from shardlib.trainer._logger import get_dist_logger
+from shardlib.trainer._settings import Settings, shape_of
+
+__all__ = ["initialize"]
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Any = None,
+    train_dataloader: Any = None,
+    test_dataloader: Any = None,
+    lr_scheduler: Any = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    verbose: bool = True,
+) -> tuple[Engine, Any, Any, Any]:
+    """Make an engine: shard the model in place as the config says, and let its optimizer and scheduler go on with it.
+
+    The keys that mean something are in docs/trainer.md; all others are yours, and readable in `global_context.config`.
+
+    Args:
+        model: a plain module. Where ranks have built it with other values, all take rank 0's.
+        optimizer: built from its parameters.
+        criterion: any callable that makes a loss.
+        train_dataloader: this rank's, as `get_dataloader` makes it.
+        test_dataloader: the same.
+        lr_scheduler: built on the optimizer; its steps are those that the optimizer takes.
+        config: a dict or the path of a .py or .toml file; by default that of `launch` or its like.
+        verbose: rank 0 tells what was made.
+
+    Returns:
+        The engine; the train dataloader, under accumulation without the batches that make no whole step; the test
+        dataloader; the scheduler.
+
+    Raises:
+        PlanError: a config that asks for what is not to be had.
+        LaunchError: sizes that do not fit the number of ranks, before ranks talk.
+        InputError: a dataloader that shares examples in another way.
+        ShardlibError: what `Booster.boost` says. Nothing has changed then.
+
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> data = [(torch.ones(3, 4), torch.zeros(3, 2))] * 5
+    >>> config = dict(gradient_accumulation=2, clip_grad_norm=1.0, BATCH_SIZE=3)
+    >>> engine, loader, _, _ = initialize(model, optimizer, nn.MSELoss(), data, config=config, verbose=False)
+    >>> len(loader)
+    4
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"initialize was given a {type(model).__name__} as model; give a torch.nn.Module.")
+    settings_from = global_context.config if config is None else Config.of(config)
+    settings, shape = Settings.of(settings_from), shape_of(settings_from)
+    place = shape.data_place(shape.coordinate(global_context.get_global_rank()))
+    for what, loader in (("train_dataloader", train_dataloader), ("test_dataloader", test_dataloader)):
+        check_place(loader, what, *place)
+    for flag, value in settings.cudnn.items():
+        setattr(torch.backends.cudnn, flag, value)
+    booster = Booster(plugin=settings.plugin)
+    model, boosted, criterion, train_dataloader, lr_scheduler = booster.boost(
+        model, optimizer, criterion, train_dataloader, lr_scheduler
+    )
+    handlers = build_gradient_handlers(settings.handlers, model, boosted)
+    engine = Engine(model, boosted, criterion, handlers, lr_scheduler=lr_scheduler)
+    if isinstance(criterion, nn.Module):
+        criterion.to(engine.device)
+    remember(settings_from, booster.mesh)
+    if settings.plugin.passes > 1 and train_dataloader is not None:
+        train_dataloader = WholeSteps(train_dataloader, settings.plugin.passes)
+    if verbose:
+        get_dist_logger().info(_told(settings, booster), ranks=[0])
+    return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _told(settings: Settings, booster: Booster) -> str:
+    plugin = settings.plugin
+    said = [f"mesh {MeshShape.of(booster.mesh)} of {dist.get_world_size()} ranks"]
+    said += [f"zero stage {plugin.zero_stage}"] if plugin.zero_stage else []
+    said += [repr(plugin.amp)] if plugin.amp is not None else []
+    said += [f"{plugin.passes} passes a step"] if plugin.passes > 1 else []
+    said += [f"gradients clipped to {plugin.max_norm:g}"] if plugin.max_norm else []
+    return "training on " + ", ".join(said)

@@ -1,0 +1,164 @@
+"""Schedules: what is done with one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardlib.errors import InputError
+
+if TYPE_CHECKING:
+    from shardlib.trainer._engine import Engine
+
+__all__ = ["BaseSchedule", "NonPipelineSchedule", "rows_of"]
+
+Result = tuple[Any, Any, Any]
+
+
+class BaseSchedule:
+    """What an engine does with one batch. Your own is a subclass with a `forward_backward_step`.
+
+    Args:
+        data_process_func: makes `(data, label)` of a batch; by default a batch is such a pair.
+
+    Attributes:
+        batch_size: how many examples the last batch had on this rank, and that count: those that only make ranks have
+            equally many do not.
+        repeated: how many examples at the end of the next batch do not count; for evaluation.
+
+    >>> schedule = NonPipelineSchedule(lambda batch: (batch["x"], batch["y"]))
+    >>> schedule.load_batch(iter([{"x": torch.ones(3, 2), "y": torch.zeros(3)}]), torch.device("cpu"))[1]
+    tensor([0., 0., 0.])
+    >>> schedule.batch_size
+    3
+    """
+
+    def __init__(self, data_process_func: Callable[[Any], tuple[Any, Any]] | None = None) -> None:
+        self.data_process_func = data_process_func
+        self.batch_size = 0
+        self.repeated = 0
+
+    def load_batch(self, data_iter: Iterator[Any], device: torch.device) -> tuple[Any, Any]:
+        """The next batch as data and label, on a device.
+
+        Raises:
+            InputError: it is no such pair.
+        """
+        batch = next(data_iter)
+        if self.data_process_func is not None:
+            batch = self.data_process_func(batch)
+        elif isinstance(batch, Mapping):
+            batch = batch, None  # as Hugging Face's collators make it: labels are among the model's arguments
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            held = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+            raise InputError(
+                f"A batch is a {type(batch).__name__}{held}; give pairs (data, label), dicts of a model's arguments, "
+                "or a data_process_func that makes pairs: initialize(...), then engine.schedule.data_process_func = ..."
+            )
+        data, label = _moved(batch[0], device), _moved(batch[1], device)
+        self.batch_size = rows_of(data)
+        return data, label
+
+    def forward_backward_step(
+        self,
+        engine: Engine,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> Result:
+        """Run forward, and backward unless `forward_only`, of the next batch; `(output, label, loss)`."""
+        raise NotImplementedError
+
+
+class NonPipelineSchedule(BaseSchedule):
+    """Forward, loss and backward of one batch at a time, with the whole model.
+
+    >>> NonPipelineSchedule().batch_size
+    0
+    """
+
+    def forward_backward_step(
+        self,
+        engine: Engine,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> Result:
+        if not forward_only and not return_loss:
+            raise InputError("return_loss=False was given for training; backward needs a loss. Give forward_only=True.")
+        data, label = self.load_batch(data_iter, engine.device)
+        with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
+            output = _called(engine, data)
+            if forward_only and self.repeated:
+                output, label = self._without_repeated(output, label)
+            loss = self._loss(engine, output, label) if return_loss else None
+        if not forward_only:
+            engine.backward(loss)
+        return (output, label, loss) if return_output_label else (None, None, loss)
+
+    def _without_repeated(self, output: Any, label: Any) -> tuple[Any, Any]:
+        rows, kept = self.batch_size, self.batch_size - self.repeated
+        self.batch_size = kept
+        return _first(output, rows, kept), _first(label, rows, kept)
+
+    def _loss(self, engine: Engine, output: Any, label: Any) -> Any:
+        if self.batch_size == 0:  # nothing here counts
+            return torch.zeros((), device=engine.device)
+        if engine.criterion is not None:
+            return _called_criterion(engine.criterion, output, label)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise InputError(
+                f"The engine has no criterion, and the model's output, a {type(output).__name__}, has no loss. Give "
+                "initialize a criterion, or the model its labels."
+            )
+        return loss
+
+
+def rows_of(data: Any) -> int:
+    """How many examples there are: the first dim of the first tensor.
+
+    >>> rows_of({"ids": torch.zeros(4, 7), "mask": [torch.zeros(4)]}), rows_of(3)
+    (4, 0)
+    """
+    if isinstance(data, torch.Tensor):
+        return int(data.shape[0]) if data.ndim else 0
+    inside = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple | list) else ()
+    return next((rows for value in inside if (rows := rows_of(value))), 0)
+
+
+def _called(engine: Engine, data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return engine(**data)
+    return engine(*data) if isinstance(data, tuple | list) else engine(data)
+
+
+def _called_criterion(criterion: Callable[..., Any], output: Any, label: Any) -> Any:
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    if isinstance(label, Mapping):
+        return criterion(*outputs, **label)
+    labels = label if isinstance(label, tuple | list) else () if label is None else (label,)
+    return criterion(*outputs, *labels)
+
+
+def _mapped(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(data, torch.Tensor):
+        return change(data)
+    if isinstance(data, Mapping):
+        return {key: _mapped(value, change) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(_mapped(value, change) for value in data))
+    return type(data)(_mapped(value, change) for value in data) if isinstance(data, tuple | list) else data
+
+
+def _moved(data: Any, device: torch.device) -> Any:
+    return _mapped(data, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _first(data: Any, rows: int, kept: int) -> Any:
+    """Of all tensors that have a row for each example, the first ones."""
+    return _mapped(data, lambda tensor: tensor[:kept] if tensor.ndim and tensor.shape[0] == rows else tensor)

@@ -1,0 +1,270 @@
+"""What the keys of a config mean here: a plugin, and what the engine does around it. Nothing has happened yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardlib._mesh import MeshShape
+from shardlib.booster import Config, HybridParallelPlugin, MixedPrecision, TorchDDPPlugin
+from shardlib.booster._options import recipe, refuse
+from shardlib.booster._plugins import _of_job
+from shardlib.booster._precision import Transforms
+from shardlib.errors import LaunchError, PlanError, nearest
+from shardlib.trainer._handlers import check_gradient_handlers
+from shardlib.trainer._precision import NaiveAMP, amp_of
+from shardlib.transforms import accumulate, offload
+
+__all__ = ["EnginePlugin", "Settings", "shape_of"]
+
+
+@recipe
+class EnginePlugin(HybridParallelPlugin):
+    """What a config comes to: `HybridParallelPlugin`, with a precision as an object, and steps of several passes.
+
+    Args:
+        amp: the precision; by default the model's own.
+        passes: backward passes that make a step.
+        hosted: parameters, gradients and state lie in host memory.
+
+    >>> EnginePlugin(precision="fp32", zero_stage=1, passes=4).transforms(nn.Linear(2, 2))
+    (zero(1), accumulate(4))
+    """
+
+    amp: MixedPrecision | None = None
+    passes: int = 1
+    hosted: bool = False
+
+    def transforms(self, model: nn.Module) -> Transforms:
+        low = () if self.amp is None else self.amp.transforms(model)
+        away = (offload("all"),) if self.hosted else ()
+        several = (accumulate(self.passes),) if self.passes > 1 else ()
+        return (*super().transforms(model), *low, *away, *several)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a config says.
+
+    Attributes:
+        plugin: mesh, rules and transforms.
+        handlers: gradient handlers, described.
+        cudnn: flags of `torch.backends.cudnn` that were said.
+    """
+
+    plugin: EnginePlugin
+    handlers: tuple[Mapping[str, Any], ...]
+    cudnn: Mapping[str, bool]
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        """Read the keys that mean something here; all others are the user's.
+
+        Raises:
+            PlanError: a key that says what is not to be had, with what to say instead.
+            LaunchError: sizes that do not fit the number of ranks.
+        """
+        check_sizes(config)
+        options = {
+            **_parallel(config),
+            **_divided(config),
+            "passes": _number(config, "gradient_accumulation", 1, whole=True),
+            "max_norm": float(_number(config, "clip_grad_norm", 0)),
+        }
+        ddp = _ddp(config)
+        return cls(
+            EnginePlugin(precision="fp32", ddp_bucket_cap_mb=ddp.bucket_cap_mb, **options),
+            check_gradient_handlers(config.get("gradient_handler") or ()),
+            {name: bool(config[key]) for key, name in _CUDNN.items() if config.get(key) is not None},
+        )
+
+
+_CUDNN = {"cudnn_benchmark": "benchmark", "cudnn_deterministic": "deterministic"}
+
+
+def shape_of(config: Config) -> MeshShape:
+    """The mesh that a config asks for, with as many ranks as there are."""
+    check_sizes(config)
+    return EnginePlugin(precision="fp32", **_parallel(config)).mesh_shape().resolve(_of_job("WORLD_SIZE", 1))
+
+
+# --- parallel ---
+
+
+def check_sizes(config: Config) -> None:
+    """Data ranks are what pipeline and tensor leave of all ranks.
+
+    Raises:
+        PlanError: more than one stage.
+        LaunchError: they leave no whole number, or another one than `parallel.data` says.
+    """
+    pipeline, tensor, data = (_size(config, part) for part in ("pipeline", "tensor", "data"))
+    if (pipeline or 1) > 1:
+        raise PlanError(
+            f"The config says parallel.pipeline={pipeline}: pipelines come later; give pipeline=1, and a larger tensor "
+            "size or zero=dict(stage=3)."
+        )
+    world, split = _of_job("WORLD_SIZE", 1), (pipeline or 1) * (tensor or 1)
+    asked = f"parallel.pipeline={pipeline or 1} and parallel.tensor={tensor or 1}"
+    if world % split:
+        raise LaunchError(
+            f"The config says {asked}, which takes a multiple of {split} ranks, and {world} "
+            f"{'is' if world == 1 else 'are'} running. Start as many, as in `torchrun --nproc_per_node {split}`, or "
+            "change a size."
+        )
+    if data is not None and data * split != world:
+        raise LaunchError(
+            f"The config says parallel.data={data}; with {asked}, {world} ranks leave {world // split}. Leave data "
+            "out, or change a size."
+        )
+
+
+def _size(config: Config, part: str) -> int | None:
+    """Of `parallel=dict(tensor=2)` or `parallel=dict(tensor=dict(size=2))`; None where nobody said."""
+    parallel = config.get("parallel")
+    if parallel is None:
+        return None
+    if not isinstance(parallel, Mapping):
+        raise PlanError(
+            f"The config says parallel={parallel!r}; give a dict, such as dict(tensor=dict(size=2, mode='1d'))."
+        )
+    known = ("pipeline", "tensor", "data")
+    for key in parallel:
+        if key not in known:
+            raise PlanError(f"The config has parallel.{key}; known are {', '.join(known)}.{nearest(key, known)}")
+    given = parallel.get(part)
+    size = given.get("size") if isinstance(given, Mapping) else given
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise PlanError(
+            f"The config says parallel.{part}={given!r}; give a number of ranks from 1 up, or dict(size=...)."
+        )
+    return size
+
+
+_MODES = "sequence, 2d, 2.5d and 3d are rules here: mode=None and rules={pattern: layout} say how tensors lie."
+
+
+def _parallel(config: Config) -> dict[str, Any]:
+    """The keywords of the plugin that `parallel` comes to."""
+    tensor = (config.get("parallel") or {}).get("tensor")
+    said = dict(tensor) if isinstance(tensor, Mapping) else {}
+    _only(said, ("size", "mode", "rules"), "parallel.tensor", _MODES)
+    for part in ("pipeline", "data"):
+        given = (config.get("parallel") or {}).get(part)
+        _only(given if isinstance(given, Mapping) else (), ("size",), f"parallel.{part}")
+    mode = said.get("mode")
+    if mode is not None and str(mode).lower() != "1d":
+        raise PlanError(f"The config says parallel.tensor.mode={mode!r}; the mode is '1d' or None. {_MODES}")
+    return {"tp_size": _size(config, "tensor") or 1, "custom_policy": said.get("rules")}
+
+
+# --- zero and fp16 ---
+
+_STAGES = ("stage", "cpu_offload", "overlap_allgather", "communication_dtype", "bucket_size_in_m")
+_OLDER = ("model_config", "optimizer_config")
+_PLACES = ("cuda", "cpu", "auto")
+
+
+def _divided(config: Config) -> dict[str, Any]:
+    """The keywords of the plugin that `zero` and `fp16` come to."""
+    zero, amp = config.get("zero"), amp_of(config.get("fp16"))
+    if zero is None:
+        return {"amp": amp}
+    if not isinstance(zero, Mapping):
+        raise PlanError(f"The config says zero={zero!r}; give a dict, such as dict(stage=1).")
+    _only(zero, (*_STAGES, *_OLDER), "zero")
+    if "stage" in zero:
+        if both := [key for key in _OLDER if key in zero]:
+            raise PlanError(f"The config says zero.stage={zero['stage']} and zero.{both[0]}; give one of them.")
+        return {"amp": amp, **_of_stage(zero)}
+    if amp is not None:
+        raise PlanError(
+            "The config has fp16 and a zero without a stage, which trains in float16 by itself. Say zero=dict(stage=3) "
+            "with fp16=dict(mode=AMP_TYPE.NAIVE), or leave fp16 out."
+        )
+    return _of_older(zero.get("model_config") or {}, zero.get("optimizer_config") or {})
+
+
+def _of_stage(zero: Mapping[str, Any]) -> dict[str, Any]:
+    stage = zero["stage"]
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise PlanError(f"The config says zero.stage={stage!r}; give 0, 1, 2 or 3.")
+    names = {"stage": "zero_stage", "bucket_size_in_m": "zero_bucket_size_in_m"}
+    return {names.get(key, key): value for key, value in zero.items()}
+
+
+def _of_older(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """A model in float16 and in parts, its optimizer on copies in float32."""
+    known = {
+        "shard_strategy": (None, "the plan divides each tensor by its dims; sl.plan_of(model) shows how."),
+        "gradient_predivide_factor": (1.0, "gradients are summed and then divided, in one place."),
+    }
+    acting = ("tensor_placement_policy", "fp32_reduce_scatter", "reduce_scatter_bucket_size_mb", "reuse_fp16_shard")
+    _only(model, (*acting, *known), "zero.model_config")
+    for key, (default, reason) in known.items():
+        refuse("zero.model_config", key, model.get(key, default), default, reason)
+    scale = (
+        "initial_scale",
+        "min_scale",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "hysteresis",
+        "max_scale",
+    )
+    _only(optimizer, (*scale, "gpu_margin_mem_ratio"), "zero.optimizer_config")
+    margin = optimizer.get("gpu_margin_mem_ratio", 0.0)
+    refuse("zero.optimizer_config", "gpu_margin_mem_ratio", margin, 0.0, "state lies where its parameters do.")
+    place = model.get("tensor_placement_policy", "cuda")
+    if place not in _PLACES:
+        raise PlanError(
+            f"The config says zero.model_config.tensor_placement_policy={place!r}; give 'cuda' or 'cpu'."
+            f"{nearest(str(place), _PLACES)}"
+        )
+    if place == "auto":
+        raise PlanError(
+            "The config says zero.model_config.tensor_placement_policy='auto': nothing is chosen for you; give 'cuda' "
+            "to keep all on the device, or 'cpu' to keep it in host memory between uses."
+        )
+    options = {key: optimizer[key] for key in scale if key in optimizer}
+    amp = NaiveAMP(wide_reduction=bool(model.get("fp32_reduce_scatter", False)), **options)
+    bucket = float(model.get("reduce_scatter_bucket_size_mb", 25)) / 4
+    return {"amp": amp, "zero_stage": 3, "hosted": place == "cpu", "zero_bucket_size_in_m": bucket}
+
+
+# --- the rest ---
+
+
+def _ddp(config: Config) -> TorchDDPPlugin:
+    given = config.get("torch_ddp") or {}
+    if not isinstance(given, Mapping):
+        raise PlanError(f"The config says torch_ddp={given!r}; give a dict, such as dict(bucket_cap_mb=50).")
+    if given and config.get("zero"):
+        raise PlanError(
+            "The config has torch_ddp and zero; leave torch_ddp out: zero reduces gradients in its own way."
+        )
+    try:
+        return TorchDDPPlugin(**given)
+    except PlanError as error:
+        raise PlanError(f"The config's torch_ddp: {error}") from None
+
+
+def _number(config: Config, key: str, least: int, *, whole: bool = False) -> Any:
+    given = config.get(key)
+    value = least if given is None else given
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value >= least:
+        kind = "a whole number" if whole else "a number"
+        raise PlanError(f"The config says {key}={given!r}; give {kind} from {least} up.")
+    return value
+
+
+def _only(given: Iterable[str], known: tuple[str, ...], where: str, besides: str = "") -> None:
+    for key in given:
+        if key not in known:
+            raise PlanError(
+                f"The config has {where}.{key}; known are {', '.join(known)}.{nearest(key, known)}"
+                f"{' ' + besides if besides else ''}"
+            )
