@@ -10,6 +10,7 @@ from torch import nn
 
 from shardlib.errors import RuleError, nearest
 from shardlib.rules import Rules
+from shardlib.rules._adapters import has_adapters, without_adapters
 from shardlib.rules.foreign import has_tp_plan
 from shardlib.rules.suggest import suggest
 
@@ -53,10 +54,12 @@ def load(name: str | Path) -> Rules:
 
 def for_model(model: nn.Module) -> Rules:
     """Rules for a model: the layout file for its class or a base class; else the plan that the model carries
-    (`tp_plan` of Hugging Face models); else a suggestion, with a `SuggestedLayoutWarning`.
+    (`tp_plan` of Hugging Face models); else a suggestion, with a `SuggestedLayoutWarning`. Of a model with adapters of
+    peft, those for the model without: they say how adapters lie too.
 
     Raises:
-        RuleError: two files are for the same class, or the model's own plan cannot be read.
+        RuleError: two files are for the same class, the model's own plan cannot be read, or rules would have to be
+            suggested for a model with adapters.
 
     >>> from torch import nn
     >>> class GPT2LMHeadModel(nn.Module): ...
@@ -64,11 +67,18 @@ def for_model(model: nn.Module) -> Rules:
     >>> for_model(GPT2LMHeadModel()) == load("gpt2") if "gpt2" in available() else True
     True
     """
+    model = without_adapters(model)
     for cls in type(model).__mro__:
         if found := _files_for(cls):
             return load(found[0])
     if has_tp_plan(model):
         return Rules.from_tp_plan(model)
+    if has_adapters(model):
+        raise RuleError(
+            f"No layout file is for {type(model).__module__}.{type(model).__qualname__}, and rules are suggested for a "
+            "model without adapters only. Get them with shardlib.layouts.for_model(model) before adapters are added, "
+            "and give them: the same rules then say how adapters lie."
+        )
     rules = suggest(model)
     warnings.warn(
         f"No layout file is for {type(model).__module__}.{type(model).__qualname__} and it carries no plan. These "

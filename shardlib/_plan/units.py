@@ -29,7 +29,8 @@ def find_units(model: nn.Module) -> tuple[str, ...]:
     """The repeated blocks and, outside of them, every module that has parameters of its own and none in its parts.
 
     In the model's order. A tensor that is in several units, and one of a module whose parts have some too, is in none;
-    nor is that of a model that is one layer. A module all of whose tensors are found elsewhere too is no unit.
+    nor is that of a model that is one layer. A module all of whose tensors are found elsewhere too is no unit, nor is
+    one without a forward.
 
     >>> find_units(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)}))
     ('h.0', 'h.1', 'head')
@@ -83,10 +84,14 @@ def _blocks(modules: nn.ModuleList) -> list[str]:
 
 
 def _is_owner(name: str, module: nn.Module, names: Mapping[int, list[str]]) -> bool:
-    """Whether a module other than the model has parameters that no other place has, and all that its parts have."""
+    """Whether a module other than the model has parameters that no other place has, and all that its parts have.
+
+    One without a forward, such as a `ParameterList`, is none: whoever reads its parameters computes with them.
+    """
     own = list(module.parameters(recurse=False))
     alone = any(len(names[id(param)]) == 1 for param in own)
-    return name != "" and alone and len(own) == len(list(module.parameters()))
+    called = type(module).forward is not nn.Module.forward
+    return name != "" and called and alone and len(own) == len(list(module.parameters()))
 
 
 def _prefixes(name: str) -> Iterable[str]:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib import checkpoint as checkpoints
 from shardlib._mesh import mesh
 from shardlib.booster._files import refuse_to_replace
+from shardlib.booster._lora import add_lora, save_lora
 from shardlib.booster._optimizer import BoostedOptimizer, Carried
 from shardlib.booster._options import refuse
 from shardlib.booster._plugins import OneProcess, Plugin
@@ -165,6 +166,52 @@ class Booster:
             PlanError: always.
         """
         raise PlanError("execute_pipeline: pipelines come later. Call model, criterion and booster.backward yourself.")
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: Path | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,
+    ) -> nn.Module:
+        """Add LoRA adapters by peft, before `boost`. With every plugin; the model's own weights are frozen.
+
+        Args:
+            model: not sharded yet; it is changed in place.
+            pretrained_dir: adapters that `save_lora_as_pretrained` or peft saved, to be trained further.
+            lora_config: a `peft.LoraConfig`, for new ones.
+            bnb_quantization_config: None; refused.
+            quantize: False; refused.
+
+        Returns:
+            peft's model, from whose parameters the optimizer is built.
+
+        Raises:
+            PlanError: peft is not installed; neither or both of folder and configuration; quantized weights.
+            ShardingError: a model that is sharded, or on meta.
+            CheckpointError: no adapters that can be read.
+        """
+        return add_lora(model, pretrained_dir, lora_config, bnb_quantization_config, quantize)
+
+    def save_lora_as_pretrained(self, model: nn.Module, checkpoint: Path, use_safetensors: bool = False) -> None:
+        """Save the adapters, whole, as `peft.PeftModel.from_pretrained` reads them. Collective.
+
+        Weights are safetensors whatever `use_safetensors` says. Of the model's own weights nothing is saved but what
+        `modules_to_save` of the configuration names.
+
+        Args:
+            model: what `enable_lora` returned, boosted or not.
+            checkpoint: a folder; of what is in it, earlier adapters are replaced.
+            use_safetensors: either.
+
+        Raises:
+            ShardingError: a model without adapters.
+            CheckpointError: why it was not saved, on every rank.
+        """
+        save_lora(model, checkpoint)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

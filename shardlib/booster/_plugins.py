@@ -66,6 +66,10 @@ class Plugin(Options):
         """Whether backward passes can be accumulated: always."""
         return True
 
+    def support_lora(self) -> bool:
+        """Whether `booster.enable_lora` works: always."""
+        return True
+
     def prepare_dataloader(
         self,
         dataset: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ def accept_plain_state(model: nn.Module) -> Any:
     return model.register_load_state_dict_pre_hook(_cut_plain_tensors)
 
 
-def full_state_dict(model: nn.Module, *, cpu: bool = True) -> dict[str, torch.Tensor]:
+def full_state_dict(
+    model: nn.Module, *, cpu: bool = True, names: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
     """The state dict that the single-device model would have: plain, whole tensors, on every rank.
 
     Collective: every rank must call it. One tensor at a time is gathered.
@@ -28,6 +31,7 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True) -> dict[str, torch.Te
     Args:
         model: a sharded model (or any module).
         cpu: copy each tensor to host memory as soon as it is whole.
+        names: of the entries that are wanted, the same on all ranks; None is all.
 
     Example:
         >>> state = full_state_dict(torch.nn.Linear(2, 2))
@@ -35,7 +39,8 @@ def full_state_dict(model: nn.Module, *, cpu: bool = True) -> dict[str, torch.Te
         ['bias', 'weight']
     """
     params = dict(model.named_parameters(remove_duplicate=False))
-    return {name: _whole(value, params.get(name), cpu=cpu) for name, value in model.state_dict().items()}
+    wanted = {name: value for name, value in model.state_dict().items() if names is None or name in names}
+    return {name: _whole(value, params.get(name), cpu=cpu) for name, value in wanted.items()}
 
 
 def _whole(value: Any, param: torch.Tensor | None, *, cpu: bool) -> Any:

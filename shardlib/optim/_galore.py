@@ -42,16 +42,15 @@ def get_galore_param_groups(
     >>> [(group.get("rank"), len(group["params"])) for group in groups]
     [(2, 1), (None, 1)]
     """
-    matrices, others, spared = [], [], []
-    for name, param in model.named_parameters():
-        undecayed = name.endswith("bias") or "norm" in name.lower() or param.ndim < 2
-        (spared if undecayed else matrices if param.ndim == 2 else others).append(param)
     projected = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
     groups: list[dict[str, Any]] = [
-        {"params": matrices, **projected, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": weight_decay},
-        {"params": spared, "weight_decay": 0.0},
+        {"params": [], **projected, "weight_decay": weight_decay},
+        {"params": [], "weight_decay": weight_decay},
+        {"params": [], "weight_decay": 0.0},
     ]
+    for name, param in model.named_parameters():
+        spared = name.endswith("bias") or "norm" in name.lower() or param.ndim < 2
+        groups[2 if spared else 0 if param.ndim == 2 else 1]["params"].append(param)
     return [group for group in groups if group["params"]]
 
 

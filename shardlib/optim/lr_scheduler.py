@@ -386,7 +386,7 @@ def _rates(scheduler: of_torch.LRScheduler, steps: int) -> list[float]:
     """The first rates, for the examples of this page."""
     found = []
     for _ in range(steps):
-        found.append(round(scheduler.get_last_lr()[0], 3))
+        found.append(round(float(scheduler.get_last_lr()[0]), 3))
         scheduler.optimizer.step()
         scheduler.step()
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardlib.errors import RuleError
+from shardlib.rules._adapters import renamed
 from shardlib.rules._model import ModelIndex, folded
 from shardlib.rules._resolution import Side
 from shardlib.rules._values import Role, Value, spelled
@@ -42,12 +43,17 @@ class Match:
 
 
 class Matcher:
-    """Finds what rules speak about, in one model."""
+    """Finds what rules speak about, in one model. What adapters have renamed is found by its former name too."""
 
     def __init__(self, index: ModelIndex) -> None:
         self.index = index
         self._tensors = NameIndex(index.leaf)
         self._modules = NameIndex(index.modules)
+        self._renamed, self._inner = renamed(index)
+        self._former: dict[str, list[str]] = {}
+        for name, former in self._renamed.items():
+            self._former.setdefault(former, []).append(name)
+        self._formers = NameIndex(self._former)
 
     def match(self, entry: Entry) -> Match:
         """What a rule speaks about.
@@ -59,7 +65,9 @@ class Matcher:
         if entry.section == "activations":
             return Match(borders=borders)
         pattern = compile_pattern(entry.key)
-        tensors, found = self._tensors.select(pattern), self._modules.select(pattern)
+        former = self._named_before(pattern)
+        tensors = _in_order(self._tensors.select(pattern), [name for name in former if name in self.index.leaf])
+        found = _in_order(self._modules.select(pattern), [name for name in former if name in self.index.modules])
         modules = tuple(name for name in found if self.index.own[name])
         containers = tuple(name for name in found if not self.index.own[name])
         if not (tensors or modules):
@@ -80,10 +88,22 @@ class Matcher:
         for name in self._select_modules(base, side):
             yield self.index.module_name(self.index.modules[name]), side
 
+    def _named_before(self, pattern: Pattern) -> list[str]:
+        return [name for former in self._formers.select(pattern) for name in self._former[former]]
+
     def _select_modules(self, base: str | Pattern, side: str) -> list[str]:
+        """The modules that a border's key names; of one that an adapter has taken in, what stands in its place."""
         if isinstance(base, str):
-            return self._modules.select(compile_pattern(base))
-        return [name for name in self.index.modules if base.matches(f"{name}.{side}" if name else side)]
+            pattern = compile_pattern(base)
+            found = _in_order(self._modules.select(pattern), self._named_before(pattern))
+        else:
+            called = {name: (name, self._renamed.get(name, name)) for name in self.index.modules}
+            found = [n for n, each in called.items() if any(base.matches(f"{e}.{side}" if e else side) for e in each)]
+        return [name for name in found if name in self.index.modules and name not in self._inner]
+
+
+def _in_order(found: list[str], more: list[str]) -> list[str]:
+    return list(dict.fromkeys((*found, *more))) if more else found
 
 
 def border_key(key: str) -> tuple[str | Pattern, Side] | None:

@@ -10,6 +10,7 @@ from torch import nn
 from shardlib._mesh import MeshShape
 from shardlib.layout import Layout
 from shardlib.rules import _refusals
+from shardlib.rules._adapters import following, has_adapters
 from shardlib.rules._claims import Claim, axes_named, may_stay_whole, same_cuts
 from shardlib.rules._layouts import LayoutMaker
 from shardlib.rules._match import Entry, Match, Matcher
@@ -78,7 +79,17 @@ class Resolver:
         for entry, match in self.matches.items():
             for name, layout in self._laid_out(entry, match):
                 claims[self.index.leaf[name].name].append(Claim(entry, name, layout))
-        return claims
+        return self._with_adapters(claims) if has_adapters(self.index.model) else claims
+
+    def _with_adapters(self, claims: dict[str, list[Claim]]) -> dict[str, list[Claim]]:
+        """What rules say about a layer's weight they say about its adapters, unless a rule names these."""
+        made = {name: list(given) for name, given in claims.items()}
+        for claim in (claim for given in claims.values() for claim in given):
+            for name, layout in following(self.index, claim.name, claim.layout, self.mesh):
+                leaf = self.index.leaf[name].name
+                if not claims[leaf]:
+                    made[leaf].append(Claim(claim.entry, name, layout))
+        return made
 
     def _laid_out(self, entry: Entry, match: Match) -> Iterator[tuple[str, Layout]]:
         # A pattern such as "attn.**" finds a module and its parameters; what it says by name is more precise.

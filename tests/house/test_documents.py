@@ -16,6 +16,7 @@ import pytest
 import shardlib
 from shardlib import testing
 from tests.house.source import ROOT
+from tests.torchvision_on_cpu import import_torchvision
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -30,6 +31,8 @@ def _title(document: Path) -> str:
 
 def _run(title: str, blocks: list[str]) -> None:
     """All blocks of one document, one after the other, as one script."""
+    if any("import peft" in block for block in blocks):
+        import_torchvision()  # peft imports it by the way
     scope: dict[str, Any] = {"__name__": "__main__"}
     for number, block in enumerate(blocks, 1):
         exec(compile(block, f"{title}, block {number}", "exec"), scope)

@@ -1,0 +1,117 @@
+"""Adapters by peft: added before a model is sharded, saved whole for whoever loads them on one device.
+
+How they lie follows from the rules for the model without them (`shardlib.rules._adapters`).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from shardlib.engine import full_state_dict
+from shardlib.engine.apply import is_sharded
+from shardlib.errors import CheckpointError, PlanError, ShardingError
+
+__all__ = ["add_lora", "save_lora"]
+
+_WEIGHTS = "adapter_model.safetensors"
+_QUANTIZED = (
+    "weights that bitsandbytes has packed have no dims that a layout could split, and only its GPU kernels multiply "
+    'with them. Keep frozen weights small by precision="bf16" and by stage 3 of ZeRO.'
+)
+
+
+def add_lora(model: nn.Module, pretrained_dir: Any, lora_config: Any, quantization: Any, quantize: bool) -> nn.Module:
+    """What `Booster.enable_lora` does."""
+    peft = _peft()
+    if quantize or quantization is not None:
+        raise PlanError(f"enable_lora: quantize=True and bnb_quantization_config are refused: {_QUANTIZED}")
+    if (pretrained_dir is None) == (lora_config is None):
+        raise PlanError(
+            "enable_lora takes lora_config=peft.LoraConfig(...) for new adapters, or pretrained_dir= for saved ones, "
+            f"which have a configuration of their own; {'neither' if lora_config is None else 'both'} came."
+        )
+    if is_sharded(model):
+        raise ShardingError("enable_lora was given a model that is sharded already. Call it before boost.")
+    if any(param.is_meta for param in model.parameters()):
+        raise ShardingError(
+            "enable_lora was given a model on the meta device: what draws a model's first values there does not know "
+            "that an adapter begins as zero. Build the model with its values, then add adapters."
+        )
+    if pretrained_dir is None:
+        if not isinstance(lora_config, peft.LoraConfig):
+            raise PlanError(
+                f"enable_lora was given lora_config={lora_config!r}; give a peft.LoraConfig, as in "
+                'peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]).'
+            )
+        return peft.get_peft_model(model, lora_config)  # type: ignore[no-any-return]
+    if os.path.isdir(pretrained_dir) and not (Path(pretrained_dir) / _WEIGHTS).is_file():
+        raise CheckpointError(
+            f'"{pretrained_dir}" has no {_WEIGHTS}. Give a folder that save_lora_as_pretrained or peft wrote; adapters '
+            "in pickles are not read."
+        )
+    return peft.PeftModel.from_pretrained(model, os.fspath(pretrained_dir), is_trainable=True)  # type: ignore[no-any-return]
+
+
+def save_lora(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
+    """What `Booster.save_lora_as_pretrained` does."""
+    peft = _peft()
+    if not isinstance(model, peft.PeftModel):
+        raise ShardingError(
+            f"save_lora_as_pretrained was given a {type(model).__name__}, which has no adapters. Give the model that "
+            "enable_lora returned, boosted or not."
+        )
+    whole = full_state_dict(model, names=_adapter_names(peft, model))
+    problem = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            _write(model, whole, Path(checkpoint))
+        except OSError as error:
+            problem = f'The adapters were not saved to "{checkpoint}": {error}. Give a folder that can be written to.'
+    if dist.is_initialized():
+        told = [problem]
+        dist.broadcast_object_list(told, 0)
+        problem = told[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
+def _adapter_names(peft: Any, model: Any) -> set[str]:
+    """What peft saves of a model, under the names that the model has it by."""
+    state = model.state_dict()
+    kept = {
+        id(value)
+        for adapter in model.peft_config
+        for value in peft.get_peft_model_state_dict(
+            model, state_dict=state, adapter_name=adapter, save_embedding_layers=False
+        ).values()
+    }
+    return {name for name, value in state.items() if id(value) in kept}
+
+
+def _write(model: Any, whole: dict[str, Any], folder: Path) -> None:
+    """By peft itself, beside the place; each file then takes the place of the one before."""
+    if folder.is_file():
+        raise NotADirectoryError(f'"{folder}" is a file')
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as beside:
+        model.save_pretrained(beside, state_dict=whole, safe_serialization=True, save_embedding_layers=False)
+        for path in sorted(Path(beside).rglob("*")):
+            target = folder / path.relative_to(beside)
+            if path.is_dir():
+                target.mkdir(exist_ok=True)
+            else:
+                path.replace(target)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise PlanError("Adapters need peft: pip install shardlib[lora].") from error
+    return peft
