@@ -72,9 +72,9 @@ def main() -> None:
     parser.add_argument("--json", help="a file for the numbers")
     args = parser.parse_args()
     if "RANK" in os.environ:
-        launch_from_torch(config=args.config or CONFIG)
+        launch_from_torch(args.config or CONFIG)
     else:
-        launch(0, 1, "localhost", args.port or 29500, config=args.config or CONFIG)
+        launch(args.config or CONFIG, 0, 1, "localhost", args.port or 29500)
     logger = get_dist_logger()
 
     train_data, test_data = digits()

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from shardlib.booster import (
-    Config,
-    DistCoordinator,
-    launch,
-    launch_from_openmpi,
-    launch_from_slurm,
-    launch_from_torch,
-)
+from shardlib.booster import Config, DistCoordinator
 from shardlib.trainer import hooks
 from shardlib.trainer._context import ParallelContext, ParallelMode, global_context
 from shardlib.trainer._data import get_dataloader
@@ -17,6 +10,7 @@ from shardlib.trainer._device import get_current_device
 from shardlib.trainer._engine import Engine
 from shardlib.trainer._handlers import GRADIENT_HANDLER, BaseGradientHandler, register_gradient_handler
 from shardlib.trainer._initialize import initialize
+from shardlib.trainer._launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from shardlib.trainer._logger import DistributedLogger, get_dist_logger
 from shardlib.trainer._metrics import (
     Accuracy,
@@ -33,6 +27,7 @@ from shardlib.trainer._registry import Registry
 from shardlib.trainer._schedule import BaseSchedule, NonPipelineSchedule
 from shardlib.trainer._timer import MultiTimer, Timer
 from shardlib.trainer._trainer import Trainer
+from shardlib.trainer._utils import is_using_ddp, is_using_pp, load_checkpoint, print_rank_0, save_checkpoint
 
 gpc = global_context
 
@@ -67,9 +62,14 @@ __all__ = [
     "gpc",
     "hooks",
     "initialize",
+    "is_using_ddp",
+    "is_using_pp",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "load_checkpoint",
+    "print_rank_0",
     "register_gradient_handler",
+    "save_checkpoint",
 ]

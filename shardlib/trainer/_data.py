@@ -131,5 +131,5 @@ def check_place(loader: Any, what: str, index: int, count: int) -> None:
     if place is not None and place[1] != 1 and place != (index, count):
         raise InputError(
             f"{what} was made for data rank {place[0]} of {place[1]}, and this one is {index} of {count}. Give the "
-            "config to launch, before get_dataloader: launch_from_torch(config=...)."
+            "config to launch, before get_dataloader: launch_from_torch(config)."
         )

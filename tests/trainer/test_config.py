@@ -184,7 +184,7 @@ def other_place() -> str:
     from shardlib.trainer import launch
 
     rank = torch.distributed.get_rank()
-    launch(rank, 2, "localhost", 29500, config={}, verbose=False)
+    launch({}, rank, 2, "localhost", 29500, verbose=False)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     config = {"parallel": {"tensor": {"size": 2, "rules": {"0": "colwise", "1": "rowwise"}}}}
     loader = get_dataloader(range(8), batch_size=2)
@@ -196,7 +196,7 @@ def other_place() -> str:
 def test_a_loader_of_other_data_ranks_is_refused(ranks):
     assert ranks(2).run(other_place) == [
         f"train_dataloader was made for data rank {rank} of 2, and this one is 0 of 1. Give the config to launch, "
-        "before get_dataloader: launch_from_torch(config=...)."
+        "before get_dataloader: launch_from_torch(config)."
         for rank in (0, 1)
     ]
 

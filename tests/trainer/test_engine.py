@@ -204,7 +204,7 @@ def test_a_hook_of_modules_is_called_around_those_that_have_parameters(ranks):
 def context() -> dict[str, Any]:
     config = {"parallel": {"tensor": {"size": 2, "mode": "1d", "rules": rules()}}, "BATCH_SIZE": 32}
     rank = dist.get_rank()
-    launch(rank, 4, "localhost", 29500, config=config, verbose=False)
+    launch(config, rank, 4, "localhost", 29500, verbose=False)
     modes = [*ParallelMode, "dp", "tp"]
     before = {mode: gpc.get_ranks_in_group(mode) for mode in modes}
     try:

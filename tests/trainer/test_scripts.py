@@ -16,6 +16,7 @@ from shardlib.trainer import AMP_TYPE
 from shardlib.trainer import Accuracy, MultiTimer, Trainer, get_dataloader, get_dist_logger, hooks
 from shardlib.trainer import global_context as gpc
 from shardlib.trainer import BaseGradientHandler, GRADIENT_HANDLER, ParallelMode
+from shardlib.trainer import load_checkpoint, save_checkpoint
 """
 
 CONFIG = """
@@ -81,7 +82,7 @@ def main():
     parser.add_argument("--from_torch", default=False, action="store_true")
     parser.add_argument("--checkpoint")
     args = parser.parse_args()
-    colossalai.launch_from_torch(config=args.config)
+    colossalai.launch_from_torch(args.config)
     logger = get_dist_logger()
     logger.info(f"built with batches of {gpc.config.BATCH_SIZE}", ranks=[0])
 
@@ -100,6 +101,10 @@ def main():
             engine.step()
             lr_scheduler.step()
     assert MyGradientHandler.steps == lr_scheduler.last_epoch == 12 // data_ranks
+    save_checkpoint(f"{args.checkpoint}.pt", epoch, engine.model, engine.optimizer, lr_scheduler)
+    with torch.no_grad():
+        engine.model.classifier.weight.zero_()
+    assert load_checkpoint(f"{args.checkpoint}.pt", engine.model, engine.optimizer, lr_scheduler) == epoch
     engine.eval()
     correct, total = 0, 0
     for img, label in test_dataloader:

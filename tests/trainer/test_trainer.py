@@ -49,7 +49,7 @@ def network() -> nn.Module:
 
 def began(config: dict[str, Any], *, rows: int, count: int = ROWS, **options: Any) -> tuple[Trainer, Any, Any, Any]:
     """A trainer on all ranks, with data sets of so many examples in batches of so many rows for a data rank."""
-    launch(dist.get_rank(), dist.get_world_size(), "localhost", 29500, config=config, verbose=False)
+    launch(config, dist.get_rank(), dist.get_world_size(), "localhost", 29500, verbose=False)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
