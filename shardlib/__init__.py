@@ -16,6 +16,7 @@ from shardlib.engine import (
     full_state_dict,
     get_grad_norm,
     no_sync,
+    pipeline_step,
     plan,
     plan_of,
     register_elementwise,
@@ -23,11 +24,22 @@ from shardlib.engine import (
     shard_model,
 )
 from shardlib.layout import Layout
-from shardlib.rules import Rules, register_dims
-from shardlib.transforms import accumulate, checkpoint_activations, fsdp, hsdp, offload, precision, replicate, zero
+from shardlib.rules import Balanced, Rules, register_dims
+from shardlib.transforms import (
+    accumulate,
+    checkpoint_activations,
+    fsdp,
+    hsdp,
+    offload,
+    pipeline,
+    precision,
+    replicate,
+    zero,
+)
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "Balanced",
     "Checkpoints",
     "Layout",
     "MeshShape",
@@ -51,6 +63,8 @@ __all__ = [
     "mesh",
     "no_sync",
     "offload",
+    "pipeline",
+    "pipeline_step",
     "plan",
     "plan_of",
     "precision",

@@ -16,6 +16,7 @@ __all__ = [
     "RuleError",
     "ShardingError",
     "ShardlibError",
+    "StageError",
     "nearest",
 ]
 
@@ -67,6 +68,19 @@ class LostRankError(ShardlibError):
     def __init__(self, message: str, ranks: Iterable[int] = (), phase: str = "") -> None:
         super().__init__(message)
         self.ranks, self.phase = tuple(ranks), phase
+
+
+class StageError(ShardlibError):
+    """A stage of a pipeline has raised; every rank raises this, and the one that failed has the cause.
+
+    Attributes:
+        rank: which one failed first.
+        stage, microbatch: where; None where it was before the first one.
+    """
+
+    def __init__(self, message: str, rank: int = 0, stage: int | None = None, microbatch: int | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.stage, self.microbatch = rank, stage, microbatch
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -43,8 +43,14 @@ def _head_changes(before: Plan, after: Plan) -> Iterator[str]:
         yield f"~ units: {setting_text(before.units)} -> {setting_text(after.units)}"
     if before.repeated != after.repeated:
         yield f"~ repeated blocks: {setting_text(before.repeated)} -> {setting_text(after.repeated)}"
+    if before.stages != after.stages:
+        yield f"~ stages: {_stages_text(before)} -> {_stages_text(after)}"
     for name, (old, new) in _step_changes(before.step, after.step).items():
         yield f"~ step: {name} {setting_text(old)} -> {setting_text(new)}"
+
+
+def _stages_text(plan: Plan) -> str:
+    return " | ".join(setting_text((*stage.modules, *stage.tensors)) for stage in plan.stages) or "none"
 
 
 def _step_changes(before: Step, after: Step) -> dict[str, tuple[object, object]]:

@@ -15,7 +15,8 @@ from shardlib._plan.rows import Row
 from shardlib._plan.table import Plan
 from shardlib._plan.units import find_repeated, find_units, unit_of
 from shardlib.errors import PlanError
-from shardlib.rules import Rules, TensorLayout
+from shardlib.rules import Rules, Stage, TensorLayout
+from shardlib.rules.stages import read_stages, resolve_stages
 
 __all__ = ["RulesLike", "Transform", "as_rules", "plan"]
 
@@ -53,15 +54,17 @@ def plan(
     rule_set = layouts.for_model(model) if rules is None else as_rules(rules)
     resolution = rule_set.resolve(model, shape)
     blocks, units = _find_blocks(model), find_units(model)
+    stages = _find_stages(rule_set, model, shape)
     made = Plan(
         mesh=shape,
         rows=tuple(_row(tensor, shape, units) for tensor in resolution.tensors.values()),
         borders=tuple(resolution.borders.values()),
         rules=rule_set,
-        notes=_notes(shape, blocks),
+        notes=() if stages else _notes(shape, blocks),
         blocks=blocks,
         units=units,
         repeated=find_repeated(model),
+        stages=stages,
     )
     if callable(transforms):
         raise PlanError(f"plan() was given transforms={transforms!r}; give a list of functions plan -> plan.")
@@ -80,6 +83,16 @@ def as_rules(rules: RulesLike) -> Rules:
         f"Rules were given as {type(rules).__name__}; give shardlib.Rules, a mapping from patterns to layouts, or the "
         "name or path of a layout file."
     )
+
+
+def _find_stages(rules: Rules, model: nn.Module, mesh: MeshShape) -> tuple[Stage, ...]:
+    """The stages that rules name, on a mesh that has an axis for them."""
+    if len(mesh.pipeline_axes) > 1:
+        axes = " and ".join(f'"{axis}"' for axis in mesh.pipeline_axes)
+        raise PlanError(f'Mesh "{mesh}" has the pipeline axes {axes}; a model is cut along one. Leave one out.')
+    ranks = mesh.only(mesh.pipeline_axes).world_size if mesh.pipeline_axes else 1
+    named = read_stages(rules.stages)
+    return resolve_stages(named, model, ranks) if named is not None and ranks > 1 else ()
 
 
 def _find_blocks(model: nn.Module) -> Blocks | None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from shardlib._mesh import MeshShape
 from shardlib._plan.borrowed import borrowed_bytes
 from shardlib._plan.rows import Phase, Row
+from shardlib._plan.schedules import default_schedule, rank_of_stage
 from shardlib._plan.step import Step
+from shardlib.rules import Stage
 
-__all__ = ["Blocks", "Memory", "largest_rank", "stages"]
+__all__ = ["Blocks", "Memory", "is_held", "largest_rank", "of_ranks", "stages"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def largest_rank(
     rows: Sequence[Row],
     mesh: MeshShape,
     blocks: Blocks | None,
+    named: Sequence[Stage] = (),
     *,
     units: Sequence[str] = (),
     step: Step,
@@ -78,10 +81,28 @@ def largest_rank(
     return max(
         (
             replace(_sum(stage, mesh, state_tensors), buckets=borrowed_bytes(stage, mesh, units, step))
-            for stage in stages(rows, mesh, blocks)
+            for stage in of_ranks(rows, mesh, blocks, named, step)
         ),
         key=lambda memory: memory.total,
     )
+
+
+def of_ranks(
+    rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None, named: Sequence[Stage], step: Step
+) -> list[list[Row]]:
+    """Rows by rank of the pipeline: what its stages hold, as the rules name them or else by blocks."""
+    if not named:
+        return stages(rows, mesh, blocks)
+    ranks = mesh.only(mesh.pipeline_axes).world_size
+    schedule = step.schedule or default_schedule(ranks, len(named))
+    mine = [[s for i, s in enumerate(named) if rank_of_stage(schedule, ranks, i) == rank] for rank in range(ranks)]
+    return [[row for row in rows if is_held(row, own, named)] for own in mine]
+
+
+def is_held(row: Row, own: Sequence[Stage], every: Sequence[Stage]) -> bool:
+    """Whether one of some stages holds a tensor; what none of all names, a buffer, all hold."""
+    here = any(stage.holds(name) for stage in own for name in row.tied)
+    return here or not any(stage.holds(name) for stage in every for name in row.tied)
 
 
 def stages(rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None) -> list[list[Row]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardlib._mesh import MeshShape
-from shardlib._plan import text
+from shardlib._plan import pictures, text
 from shardlib._plan.fold import Folded
 from shardlib._plan.rows import PHASES, Row
 from shardlib.layout import Layout
@@ -49,12 +49,19 @@ def body(plan: Plan) -> str:
         f"<h1>{escape(text.headline(plan))}</h1>",
         f"<p>{escape(text.memory_line(plan))}</p>",
         *(f"<p>{escape(note)}</p>" for note in plan.notes),
+        *_pipeline(plan),
         "<h2>How tensors lie on the mesh</h2>",
         f'<div class="pictures">{"".join(_figures(groups, plan.mesh))}</div>',
         *(f"<h2>{escape(title)}</h2>\n{_table(columns, rows)}" for title, columns, rows in text.tables(plan)),
         f"<p>{escape(text.step_line(plan))}</p>",
     ]
     return '<div class="shardlib">\n' + "\n".join(parts) + "\n</div>"
+
+
+def _pipeline(plan: Plan) -> Iterator[str]:
+    if plan.stages:
+        yield f"<p>{escape(pictures.facts(plan))}</p>"
+        yield f"<h2>What ranks do when</h2><div>{pictures.drawn(pictures.times(plan))}</div>"
 
 
 def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape) -> str:

@@ -15,7 +15,7 @@ from shardlib._plan.rows import PHASES, Row
 from shardlib._plan.step import LossScale, Step
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
-from shardlib.rules import Border
+from shardlib.rules import Border, Stage
 
 if TYPE_CHECKING:
     from shardlib._plan.table import Plan
@@ -42,6 +42,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "units": list(plan.units),
         "repeated": list(plan.repeated),
         "step": _step_data(plan.step),
+        **({"stages": [dataclasses.asdict(stage) for stage in plan.stages]} if plan.stages else {}),
         "rows": [_row_data(row) for row in plan.rows],
         "borders": [_border_data(border) for border in plan.borders],
         "report": dataclasses.asdict(plan.report) if plan.report else None,
@@ -51,8 +52,9 @@ def as_data(plan: Plan) -> dict[str, Any]:
 def lines(plan: Plan) -> list[str]:
     """What the plan does, one tensor or border a line; ranks that hold equal lines shard alike."""
     objects = [_row_data(row) for row in plan.rows] + [_border_data(border) for border in plan.borders]
+    stages = [f"stage {number} {stage}" for number, stage in enumerate(plan.stages)]
     head = [f"mesh {plan.mesh}", f"units {json.dumps(plan.units)}", f"step {json.dumps(_step_data(plan.step))}"]
-    return [*head, *map(json.dumps, objects)]
+    return [*head, *stages, *map(json.dumps, objects)]
 
 
 def load(source: str) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def load(source: str) -> dict[str, Any]:
             "units": tuple(data.get("units", ())),
             "repeated": tuple(data.get("repeated", ())),
             "step": _step(data.get("step", {})),
+            "stages": tuple(Stage(tuple(s["modules"]), tuple(s["tensors"])) for s in data.get("stages", ())),
             "rows": tuple(_row(row) for row in data["rows"]),
             "borders": tuple(_border(border) for border in data["borders"]),
             "report": _report(data["report"]) if data["report"] else None,

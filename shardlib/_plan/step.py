@@ -53,6 +53,8 @@ class Step:
         recompute: patterns of modules whose activations are computed again in backward.
         fp8: patterns of linear modules that compute in float8.
         overlap: updated parameters of repeated blocks are gathered while the next forward runs, until their block does.
+        schedule: in which order a pipeline runs; "" is "1f1b", or "interleaved" where ranks have several stages.
+        microbatches: into how many a pipeline cuts a batch; 0 where each step says so.
         fp8_history: steps whose largest magnitudes scale tensors for float8; 0 is for the tensor's own, as it is now.
     """
 
@@ -65,6 +67,8 @@ class Step:
     fp8: tuple[str, ...] = ()
     overlap: bool = False
     fp8_history: int = 0
+    schedule: str = ""
+    microbatches: int = 0
 
     def __post_init__(self) -> None:
         if not self.bucket_mb > 0:

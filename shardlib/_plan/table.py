@@ -10,7 +10,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from shardlib._mesh import MeshShape
-from shardlib._plan import changes, page, saved, text
+from shardlib._plan import changes, page, pictures, saved, text
 from shardlib._plan.memory import Blocks, Memory, largest_rank
 from shardlib._plan.report import DryRun
 from shardlib._plan.rows import Row
@@ -18,7 +18,7 @@ from shardlib._plan.step import Step
 from shardlib._plan.traffic import Traffic, data_traffic
 from shardlib._plan.units import unit_of
 from shardlib.errors import PlanError, nearest
-from shardlib.rules import Border, Rules
+from shardlib.rules import Border, Rules, Stage
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -43,6 +43,7 @@ class Plan:
         units: modules whose parameters are gathered together where they are stored in pieces: the repeated blocks, and
             layers outside of them. What lies in none stays gathered from the model's entry to the end of backward.
         repeated: those of the units that are repeated blocks.
+        stages: of a pipeline axis, where the rules name them.
 
     >>> from torch import nn
     >>> from shardlib._plan import plan
@@ -62,6 +63,7 @@ class Plan:
     step: Step = dataclasses.field(default_factory=Step)
     units: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
     def __getitem__(self, name: str) -> Row:
         """The row of a tensor, by any of its names."""
@@ -124,7 +126,13 @@ class Plan:
             state_tensors: tensors of optimizer state for each parameter: 2 for Adam, 1 for SGD with momentum.
         """
         return largest_rank(
-            self.rows, self.mesh, self.blocks, units=self.units, step=self.step, state_tensors=state_tensors
+            self.rows,
+            self.mesh,
+            self.blocks,
+            self.stages,
+            units=self.units,
+            step=self.step,
+            state_tensors=state_tensors,
         )
 
     def traffic(self) -> tuple[Traffic, ...]:
@@ -136,7 +144,20 @@ class Plan:
         >>> [(each.what, each.kind, each.bytes) for each in made.traffic()]
         [('gradients', 'reduce_scatter', 12288), ('updated parameters', 'all_gather', 12288)]
         """
-        return data_traffic(self.rows, self.mesh, self.blocks, self.step)
+        return data_traffic(self.rows, self.mesh, self.blocks, self.stages, self.step)
+
+    def timeline(self) -> str:
+        """What each rank of a pipeline does when, a line for each: an empty text without stages.
+
+        >>> import shardlib as sl
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> rules = sl.Rules({"**": None}, stages="0 | 1")
+        >>> print(sl.plan(model, "pp=2", rules, transforms=[sl.pipeline("gpipe", 2)]).timeline())
+        rank 0  F0 F1 .  .  .  B0 B0 B1 B1
+        rank 1  .  F0 F1 B0 B0 B1 B1 .  .
+        """
+        return pictures.written(pictures.times(self), len(self.stages)) if self.stages else ""
 
     def table(self, *, fold: bool = True) -> Group:
         """What `print(plan)` shows, for a rich console; `fold=False` gives every tensor a line of its own."""

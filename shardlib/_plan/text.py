@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlib._mesh import MeshShape
+from shardlib._plan import pictures
 from shardlib._plan.fold import Folded
 from shardlib._plan.fold import fold as fold_items
 from shardlib._plan.report import DryRun, Gathered, Recorded
@@ -57,6 +58,8 @@ def render(plan: Plan, *, fold: bool = True) -> Group:
     """The plan as something rich can print."""
     parts: list[RenderableType] = [Text(headline(plan), style="bold"), Text(memory_line(plan))]
     parts += [Text(note) for note in plan.notes]
+    if plan.stages:
+        parts.append(Text(pictures.facts(plan)))
     if plan.report is not None:
         parts += [Text(line) for line in report_lines(plan.report)]
     for title, columns, rows in tables(plan, fold=fold):
@@ -182,7 +185,7 @@ def _three_digits(n: int, step: int, units: Sequence[str]) -> str:
 
 def tables(plan: Plan, *, fold: bool = True) -> Iterator[Part]:
     """The plan as tables of text: (title, columns, rows), those that have rows."""
-    parts = [_tensors(plan, fold), _borders(plan), _traffic(plan)]
+    parts = [_tensors(plan, fold), _borders(plan), _stages(plan), _traffic(plan)]
     if plan.report is not None:
         parts += [_collectives(plan.report), _gathered(plan.report)]
     yield from (part for part in parts if part[2])
@@ -231,6 +234,11 @@ def _borders(plan: Plan) -> Part:
 
     collectives = ["collectives in a step"] if plan.report else []
     return "Module borders", ["border", "layout", *collectives, "rule", "why"], [cells(group) for group in groups]
+
+
+def _stages(plan: Plan) -> Part:
+    columns = ["stage", "rank", "modules", "parameters", "per rank", "microbatches held"]
+    return "Stages of the pipeline", columns, pictures.stage_rows(plan) if plan.stages else []
 
 
 def _causeless(border: Border) -> Hashable:

@@ -16,10 +16,11 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from shardlib._mesh import MeshShape
-from shardlib._plan.memory import Blocks, stages
+from shardlib._plan.memory import Blocks, of_ranks
 from shardlib._plan.rows import Row
 from shardlib._plan.step import Step
 from shardlib.layout import Layout, transition
+from shardlib.rules import Stage
 
 __all__ = ["Traffic", "data_traffic"]
 
@@ -48,9 +49,11 @@ class Traffic:
     times: int = 1
 
 
-def data_traffic(rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None, step: Step) -> tuple[Traffic, ...]:
+def data_traffic(
+    rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None, stages: Sequence[Stage], step: Step
+) -> tuple[Traffic, ...]:
     """What the rank of the pipeline stage that sends most sends."""
-    return max((_summed(stage, mesh, step) for stage in stages(rows, mesh, blocks)), key=_bytes)
+    return max((_summed(stage, mesh, step) for stage in of_ranks(rows, mesh, blocks, stages, step)), key=_bytes)
 
 
 def _bytes(traffic: Iterable[Traffic]) -> int:

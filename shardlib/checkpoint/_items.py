@@ -21,7 +21,17 @@ from shardlib.engine import _torch
 from shardlib.errors import CheckpointError, LayoutError, MeshError
 from shardlib.layout import Layout
 
-__all__ = ["Home", "Item", "home_of", "item_of", "model_items", "tied_names"]
+__all__ = [
+    "Home",
+    "Item",
+    "elsewhere",
+    "first_names",
+    "home_of",
+    "home_of_model",
+    "item_of",
+    "model_items",
+    "tied_names",
+]
 
 
 @dataclass(frozen=True)
@@ -75,15 +85,21 @@ class Item:
         return tuple(axis for axis, size in self.home.mesh.items() if axis in self.layout.axes and size > 1)
 
 
-def item_of(section: str, name: str, tensor: torch.Tensor, size: int) -> Item:
+def item_of(section: str, name: str, tensor: torch.Tensor, everywhere: Home) -> Item:
     """A tensor of a model or optimizer on this rank as an item: a DTensor in its layout, a plain one whole everywhere.
+
+    Args:
+        section: "model" or "optimizer".
+        name: of the item.
+        tensor: it.
+        everywhere: the ranks that hold a plain one.
 
     Raises:
         CheckpointError: a DTensor that cannot be saved as it is: with partial sums, or split as no layout says.
     """
     if not isinstance(tensor, DTensor):
         local = tensor.detach()
-        home, layout = Home.everywhere(size), Layout.replicate(tensor.ndim)
+        home, layout = everywhere, Layout.replicate(tensor.ndim)
     else:
         local, home = _torch.local_of(tensor).detach(), home_of(tensor.device_mesh)
         layout = _layout(name, tensor, home)
@@ -126,16 +142,40 @@ def _axis_names(mesh: Any) -> tuple[str, ...]:
 
 
 def home_of(mesh: Any) -> Home:
-    """The ranks of a device mesh; of a sub-mesh, those of the mesh that it was sliced from."""
-    root = _torch.root_mesh(mesh)
+    """The ranks of a device mesh; of a sub-mesh, those of the mesh that it was sliced from, as far as they run the same
+    stage of a pipeline."""
+    root = _of_one_stage(_torch.root_mesh(mesh))
     if set(mesh.mesh_dim_names or ()) - set(root.mesh_dim_names or ()):  # flattened axes are not the root's
         root = mesh
     shape = MeshShape(dict(zip(_axis_names(root), root.shape, strict=True)))
     return Home(shape, tuple(_torch.ranks_of_mesh(root)))
 
 
+def _of_one_stage(mesh: Any) -> Any:
+    """The part of a mesh on which this rank's stage lies."""
+    names = tuple(mesh.mesh_dim_names or ())
+    kept = tuple(name for name in names if not _is_pipeline(name))
+    return mesh[kept] if kept and kept != names else mesh
+
+
+def _is_pipeline(axis: str) -> bool:
+    try:
+        return bool(MeshShape({axis: 1}).pipeline_axes)
+    except MeshError:
+        return False
+
+
+def home_of_model(model: nn.Module, size: int) -> Home:
+    """The ranks that hold what is plain in a model, or in the state of its parameters: those that run its stage."""
+    from shardlib.engine import apply
+
+    record = apply.record_of(model) if apply.is_sharded(model) else None
+    return Home.everywhere(size) if record is None or record.pipeline is None else home_of(record.mesh)
+
+
 def model_items(model: nn.Module, size: int) -> Iterator[Item]:
-    """What a state dict of the model holds, tied tensors once under their first name."""
+    """What a state dict of the model holds, tied tensors once under their first name in the whole model."""
+    everywhere, first = home_of_model(model, size), first_names(model)
     seen: set[int] = set()
     for name, tensor in _state(model).items():
         if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
@@ -145,11 +185,34 @@ def model_items(model: nn.Module, size: int) -> Iterator[Item]:
                     f'"{name}" is on the meta device and has no values. Give the model values first: '
                     "shard_model(model, mesh, rules, init=...)."
                 )
-            yield item_of("model", name, tensor, size)
+            yield item_of("model", first.get(name, name), tensor, everywhere)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Where other stages of a pipeline hold a tensor too: what the whole model calls it first."""
+    from shardlib.engine import apply
+
+    record = apply.record_of(model) if apply.is_sharded(model) else None
+    if record is None or record.pipeline is None:
+        return {}
+    return {name: row.name for row in record.pipeline.plan.rows for name in row.tied}
+
+
+def elsewhere(model: nn.Module | None) -> set[str]:
+    """Names of tensors that are on ranks of other stages only."""
+    from shardlib.engine import apply
+
+    record = apply.record_of(model) if model is not None and apply.is_sharded(model) else None
+    return set() if record is None or record.pipeline is None else record.pipeline.foreign
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of names under which the model has one tensor, in its order."""
+    """Groups of names under which the model has one tensor, in its order; of a pipeline, the whole model."""
+    if first := first_names(model):
+        groups: dict[str, list[str]] = {}
+        for name, one in first.items():
+            groups.setdefault(one, []).append(name)
+        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
     by_id: dict[int, list[str]] = {}
     for name, tensor in _state(model).items():
         if isinstance(tensor, torch.Tensor):

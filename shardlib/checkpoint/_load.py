@@ -17,7 +17,7 @@ from shardlib._mesh import MeshShape
 from shardlib.checkpoint import _random, _where
 from shardlib.checkpoint._boxes import Box, whole
 from shardlib.checkpoint._files import Readers, checksum
-from shardlib.checkpoint._items import Item, model_items, tied_names
+from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
 from shardlib.checkpoint._optimizer import groups_for, known, make_state, master_items
 from shardlib.checkpoint._peers import Peers, described, peers
@@ -328,7 +328,8 @@ class _Work:
         if not self.weights:
             self.into, self.missing = [], []
             return
-        self.unexpected = [name for name in saved if name not in used]
+        theirs = elsewhere(self.model)
+        self.unexpected = [name for name in saved if name not in used and name not in theirs]
         self._refuse_names()
         self._refuse_kinds(self.into)
         self._fill_masters(self.model)
@@ -392,7 +393,7 @@ class _Work:
         wanted = [
             file
             for n, file in enumerate(self.manifest.files)
-            if n in self._files_to_read() or self.check_files == "all"
+            if n in self._files_to_read() or self.check_files == "all" or elsewhere(self.model)
         ]
         for file in wanted[self.everyone.rank :: self.everyone.size]:
             path = self.source.folder / file.path

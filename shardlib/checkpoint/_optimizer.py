@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib._plan import Row
-from shardlib.checkpoint._items import Item, home_of, item_of
+from shardlib.checkpoint._items import Home, Item, elsewhere, first_names, home_of, item_of
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._values import Get, Put, decode, encode
 from shardlib.engine import _torch
@@ -19,7 +19,7 @@ from shardlib.engine.held import Held, held_of
 from shardlib.engine.optimizer import MASTER
 from shardlib.errors import CheckpointError, nearest
 
-__all__ = ["Known", "describe", "groups_for", "known", "make_state", "master_items", "optimizer_items"]
+__all__ = ["Known", "describe", "groups_for", "joined", "known", "make_state", "master_items", "optimizer_items"]
 
 # How a machine computes the update, which is no part of it: another run may choose otherwise.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -33,11 +33,13 @@ class Known:
         names: id of a parameter -> its name.
         rows: name -> row of the plan, where the model was sharded by one.
         mesh: the device mesh of that plan.
+        elsewhere: names of parameters that other stages of a pipeline have.
     """
 
     names: Mapping[int, str]
     rows: Mapping[str, Row]
     mesh: Any
+    elsewhere: Set[str] = frozenset()
 
     def name(self, param: torch.Tensor, place: str) -> str:
         if id(param) not in self.names:
@@ -52,12 +54,13 @@ def known(model: nn.Module) -> Known:
     """Names and plan of a model, sharded or not."""
     from shardlib.engine import apply
 
-    names = {id(param): name for name, param in model.named_parameters()}
+    first = first_names(model)
+    names = {id(param): first.get(name, name) for name, param in model.named_parameters()}
     if not apply.is_sharded(model):
         return Known(names, {}, None)
     plan = apply.plan_of(model)
     rows = {name: row for row in plan.rows for name in row.tied}
-    return Known(names, rows, apply.record_of(model).mesh)
+    return Known(names, rows, apply.record_of(model).mesh, elsewhere(model))
 
 
 def _params(optimizer: torch.optim.Optimizer, of: Known) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
@@ -80,8 +83,9 @@ def optimizer_items(optimizer: torch.optim.Optimizer, of: Known, size: int) -> I
 
 def master_items(model: nn.Module) -> Iterator[tuple[str, Held, Item]]:
     """For each parameter with a copy in more bits that is stepped on: its name, and memory for another such copy."""
-    for name, param in model.named_parameters():
-        held = held_of(param)
+    first = first_names(model)
+    for here, param in model.named_parameters():
+        held, name = held_of(param), first.get(here, here)
         if held is not None and held.master_dtype is not None:
             room = torch.empty(held.part_shape, dtype=held.master_dtype, device=held.state_device)
             yield name, held, _master_item("model", name, held, room)
@@ -93,11 +97,17 @@ def _master_item(section: str, name: str, held: Held, local: torch.Tensor) -> It
     return Item(section, name, tuple(held.param.shape), local.dtype, layout, home, local)
 
 
+def _home(param: torch.Tensor, size: int) -> Home:
+    """The ranks that hold what is plain in a parameter's state."""
+    held = held_of(param)
+    return home_of(held.mesh) if held is not None and held.beyond is not None else Home.everywhere(size)
+
+
 def _state_item(name: str, param: torch.Tensor, value: torch.Tensor, size: int) -> Item:
-    item = item_of("optimizer", name, value, size)
+    item = item_of("optimizer", name, value, _home(param, size))
     if isinstance(value, DTensor) or not isinstance(param, DTensor) or not value.ndim or value.shape == param.shape:
         return item
-    of_param = item_of("optimizer", name, param, size)
+    of_param = item_of("optimizer", name, param, _home(param, size))
     if value.shape != of_param.local.shape:
         raise CheckpointError(
             f'Optimizer state "{name}" is a plain tensor of shape {tuple(value.shape)}, and its parameter is split: '
@@ -127,6 +137,27 @@ def describe(optimizer: torch.optim.Optimizer, of: Known, put: Put) -> dict[str,
     return made
 
 
+def joined(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What ranks of several stages described, as one optimizer over all of their parameters.
+
+    Raises:
+        CheckpointError: other numbers of groups.
+    """
+    first = told[0]
+    if any(len(each["groups"]) != len(first["groups"]) for each in told):
+        counts = ", ".join(str(len(each["groups"])) for each in told)
+        raise CheckpointError(
+            f"The optimizers of the ranks have {counts} groups, and are saved as one. Give each the same groups, in "
+            "the "
+            "same order."
+        )
+    groups = [
+        {**group, "params": list(dict.fromkeys(name for each in told for name in each["groups"][g]["params"]))}
+        for g, group in enumerate(first["groups"])
+    ]
+    return {**first, "groups": groups, "values": {k: v for each in told for k, v in each["values"].items()}}
+
+
 def _class_of(optimizer: Any) -> str:
     """The class of an optimizer, or of the one that it wraps."""
     inner = optimizer.unwrap() if callable(getattr(optimizer, "unwrap", None)) else optimizer
@@ -150,7 +181,7 @@ def groups_for(
     at = {name: g for g, group in enumerate(saved["groups"]) for name in group["params"]}
     wanted = [[aliases.get(name, name) for name in _names_of(group, of)] for group in optimizer.param_groups]
     missing = [name for names in wanted for name in names if name not in at]
-    unknown = set(at) - {name for names in wanted for name in names}
+    unknown = set(at) - {name for names in wanted for name in names} - of.elsewhere
     if missing or unknown:
         raise CheckpointError(_other_parameters(missing, sorted(unknown), at))
     return [_one_of(g, [options[at[name]] for name in names]) for g, names in enumerate(wanted)]
@@ -207,7 +238,7 @@ def make_state(
             key = full.rpartition(".")[2]
             if key == MASTER and not _has_master(param):
                 if saved[full].dtype == param.dtype:
-                    items.append((full, item_of("optimizer", full, param, size)))
+                    items.append((full, item_of("optimizer", full, param, _home(param, size))))
                 continue
             now = optimizer.state.get(param, {}).get(key)
             tensor = _room(full, key, now, param, of.rows.get(name), of, saved[full], group)

@@ -22,9 +22,9 @@ from shardlib._mesh import MeshShape
 from shardlib.checkpoint import _random, _where
 from shardlib.checkpoint._boxes import Box, whole
 from shardlib.checkpoint._files import Entry, dtype_name, sync_folder, write_bytes, write_tensors
-from shardlib.checkpoint._items import Item, model_items, tied_names
+from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
-from shardlib.checkpoint._optimizer import describe, known, optimizer_items
+from shardlib.checkpoint._optimizer import describe, joined, known, optimizer_items
 from shardlib.checkpoint._peers import Peers, peers
 from shardlib.checkpoint._share import Source, agreed, file_groups, packed, sources, turns, written_by
 from shardlib.checkpoint._values import encode
@@ -172,6 +172,13 @@ def _check(model: Any, optimizer: Any, weights: str, shard_mb: float) -> None:
         raise CheckpointError(f"shard_mb={shard_mb!r} was given; give a positive number of megabytes.")
     if optimizer is not None and model is None:
         raise CheckpointError("An optimizer was given without its model, whose names its state is saved by. Give both.")
+    if weights in ("huggingface", "file") and elsewhere(model):
+        raise CheckpointError(
+            f'weights="{weights}" writes whole tensors, for which all ranks would have to hold the same ones, and here '
+            'they run different stages. Save with weights="pieces"; load that on a mesh without a pipeline axis, on '
+            "one "
+            "rank if need be, and save it whole there."
+        )
 
 
 def _check_file(model: Any, others: dict[str, Any]) -> None:
@@ -221,6 +228,9 @@ class _State:
     ) -> _State:
         made = cls()
         everyone.run("collect state", lambda: made._of_first_rank(everyone, model, optimizer, lr_scheduler, extra))
+        if optimizer is not None and elsewhere(model):
+            told = everyone.exchange("join optimizers", made.state["optimizer"])
+            made.state["optimizer"] = everyone.run("join optimizers", lambda: joined(told))
         if dataloader is not None:
             made._of_each_rank(everyone, "dataloader", lambda: _state_dict("dataloader", dataloader))
         if random:

@@ -7,12 +7,14 @@ from shardlib.engine.dryrun import plan
 from shardlib.engine.exact import exact_random
 from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_, get_grad_norm
 from shardlib.engine.optimizer import register_elementwise, register_per_tensor
+from shardlib.engine.pipeline.step import PipelineStep, pipeline_step
 from shardlib.engine.recording import record_collectives
 from shardlib.engine.state import full_state_dict
 from shardlib.engine.wrapper import OptimizerWrapper
 
 __all__ = [
     "OptimizerWrapper",
+    "PipelineStep",
     "apply_plan",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -20,6 +22,7 @@ __all__ = [
     "full_state_dict",
     "get_grad_norm",
     "no_sync",
+    "pipeline_step",
     "plan",
     "plan_of",
     "record_collectives",

@@ -55,6 +55,8 @@ __all__ = [
     "_StridedShard",
     "all_reduced",
     "backward_id",
+    "backward_of_inputs",
+    "backward_of_weights",
     "cached_by_mesh",
     "call_below_subclass",
     "clamp_all",
@@ -74,15 +76,19 @@ __all__ = [
     "gather_uneven_splits_in_turn",
     "give_fused_splits_real_offsets",
     "global_metas",
+    "go_around",
     "graph_backend",
     "graph_breaks_raise",
     "group_to_sum_over",
     "has_values",
+    "imagined_in",
+    "imagining",
     "implicit_replication",
     "inductor_backend",
     "innermost_mode",
     "intercept_propagation",
     "is_composite",
+    "is_imagined",
     "is_traceable_wrapper_subclass",
     "is_view",
     "joined",
@@ -93,6 +99,7 @@ __all__ = [
     "moved",
     "multiply_all",
     "named_arguments",
+    "new_group",
     "next_node_number",
     "norms_of",
     "op_database",
@@ -228,6 +235,34 @@ def group_to_sum_over(mesh: DeviceMesh, now: tuple[Placement, ...], want: tuple[
     if len(changing) == 1 and now[changing[0]].is_partial("sum") and want[changing[0]].is_replicate():
         return mesh.get_group(changing[0]).group_name
     return None
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A group that waits as long as the job's own; None on ranks outside of it. All ranks of the job call it."""
+    group = dist.new_group(list(ranks), timeout=_timeout_of(dist.group.WORLD))
+    return group if dist.get_rank() in ranks else None
+
+
+def backward_of_inputs(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.nn.Parameter],
+) -> tuple[tuple[torch.Tensor | None, ...], Any]:
+    """The half of a backward pass that another stage waits for, as `torch.distributed.pipelining` does it (2.13.0).
+
+    Returns the gradients of the inputs, and what `backward_of_weights` goes on from.
+    """
+    from torch.distributed.pipelining import _backward
+
+    return _backward.stage_backward_input(list(outputs), list(gradients), list(inputs), iter(weights))
+
+
+def backward_of_weights(weights: Sequence[torch.nn.Parameter], rest: Any) -> None:
+    """The other half: gradients are added to those of the weights."""
+    from torch.distributed.pipelining import _backward
+
+    _backward.stage_backward_weight(iter(weights), rest)
 
 
 def all_reduced(tensor: torch.Tensor, group: str) -> torch.Tensor:
@@ -653,6 +688,21 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
+def imagining() -> Any:
+    """A context of its own in which tensors have no values; what is made there stays so outside of it."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_imagined(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape, a dtype and a device, and no values."""
+    return isinstance(tensor, FakeTensor)
+
+
+def imagined_in(mode: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes a tensor without values of one that has some."""
+    return lambda tensor: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach())
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be read: one of a dry run cannot, nor one on meta."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
@@ -776,6 +826,40 @@ def go_through(module: torch.nn.Module, wrapper: Callable[..., Any]) -> Callable
     inner = before if before is not None else functools.partial(_call_if_there, weakref.ref(module))
     module._compiled_call_impl = functools.partial(wrapper, inner)
     return functools.partial(set_compiled_call, module, before)
+
+
+_calls: weakref.WeakKeyDictionary[torch.nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+
+def go_around(module: torch.nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """`go_through`, around all that a class does in `__call__`: there the layers of transformers wrap themselves in
+    activation checkpointing, which keeps the arguments that it is given. Such a module gets a class of the same name.
+    """
+    kind = type(module)
+    if kind.__call__ is torch.nn.Module.__call__:
+        return go_through(module, wrapper)
+    _calls[module] = functools.partial(wrapper, functools.partial(_call_as, kind, weakref.ref(module)))
+    module.__class__ = _calling(kind)  # type: ignore[arg-type]
+
+    def undo() -> None:
+        module.__class__ = kind
+        _calls.pop(module, None)
+
+    return undo
+
+
+def _call_as(kind: Any, module: weakref.ref[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
+    return kind.__call__(module(), *args, **kwargs)
+
+
+@functools.cache
+def _calling(kind: Any) -> type:
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        around = _calls.get(self)
+        return kind.__call__(self, *args, **kwargs) if around is None else around(*args, **kwargs)  # type: ignore[operator]
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**names, "__call__": call})
 
 
 def _call_if_there(module: weakref.ref[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:

@@ -42,6 +42,7 @@ from shardlib.engine.exchange import Peers, Scratch
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, local_of, remember
 from shardlib.engine.linear import compute_locally
+from shardlib.engine.pipeline import stages
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute, recompute
 from shardlib.engine.region import Casting, Root, install_region
@@ -57,7 +58,10 @@ __all__ = ["Sharded", "apply_plan", "is_sharded", "no_sync", "plan_of", "record_
 
 @dataclass(eq=False)
 class Sharded:
-    """What shardlib keeps of a sharded model."""
+    """What shardlib keeps of a sharded model.
+
+    Where the mesh has a pipeline axis, `plan` and `mesh` are those of this rank's stages.
+    """
 
     plan: Plan
     mesh: DeviceMesh
@@ -65,6 +69,7 @@ class Sharded:
     reducer: GradientReducer
     compiled: CompileReport
     fp8_history: fp8.History | None = None
+    pipeline: stages.Pipeline | None = None
 
 
 _sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
@@ -155,7 +160,8 @@ def plan_of(model: nn.Module) -> Plan:
     MeshShape("dp=1,tp=1")
     """
     record = record_of(model)
-    return dataclasses.replace(record.plan, notes=record.plan.notes + record.compiled.notes())
+    whole = record.plan if record.pipeline is None else record.pipeline.plan
+    return dataclasses.replace(whole, notes=whole.notes + record.compiled.notes())
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -180,34 +186,30 @@ def apply_plan(
     global_batch_norm: bool = True,
 ) -> nn.Module:
     """Carry out a plan on a model, in place; on an error the model is as it was. Arguments as in `shard_model`."""
-    build = _Build(model, plan_, device_mesh, exact_random=rng == "exact")
-    build.refuse_what_is_not_built()
-    again = modules_to_recompute(model, plan_.step.recompute)
-    float8 = fp8.choose(model, plan_, build.device, build.regions)
-    build.warn_of_idle_axes()
-    _torch.set_timeouts(device_mesh)
-    if check:
-        build.check_ranks_agree()
+    exact_random = rng == "exact"
+    if not stages.has_pipeline(plan_):
+        build = _Build(model, plan_, device_mesh, exact_random=exact_random)
+        with ExitStack() as undo:
+            record = build.carry_out(undo, init=init, compile=compile, check=check, global_batch_norm=global_batch_norm)
+            _sharded[model] = record
+            undo.pop_all()
+        return model
+    whole = stages.prepare(model, plan_, device_mesh, exact_random=exact_random, check=check)
+    build = _Build(model, whole.stage_plan, whole.stage_mesh)
     with ExitStack() as undo:
-        if build.exact_random:
-            share_random_state(build.group_of_all())
-        build.replace_tensors(init, undo, check=check)
-        reducer = build.install(undo, check=check, global_batch_norm=global_batch_norm)
-        history = build.fp8_history(float8, reducer)
-        undo.callback(fp8.install(model, float8, history))
-        report, uncompile = compile_blocks(model, compile if build.model_mesh is not None else None, build.place())
-        undo.callback(uncompile)
-        if build.units is not None:
-            undo.callback(install(build.units, model))
-        if build.updates is not None and plan_.step.overlap:
-            undo.callback(wait_in_modules(build.updates, model, plan_.repeated))
-        undo.callback(recompute(model, again, build.units))
-        if check:
-            undo.callback(lost.watch_forward(model))
-        if check and not build.exact_random:
-            build.share_random_state()
-        told = dataclasses.replace(plan_, notes=plan_.notes + float8.notes())
-        _sharded[model] = Sharded(told, device_mesh, build.model_mesh, reducer, report, history)
+        build.kept = {first: name for name, first in whole.names.items()}
+        build.values = build.initial_values(init, check=check)
+        build.streams_before = whole.place.index * build.shape.data_ranks
+        whole.cut(model, undo)
+        record = build.carry_out(
+            undo,
+            init=None,
+            compile=None if whole.place.splits_backward else compile,
+            check=check,
+            global_batch_norm=global_batch_norm,
+        )
+        record.pipeline = whole.install(model, record.reducer, build.casting(), undo)
+        _sharded[model] = record
         undo.pop_all()
     return model
 
@@ -226,16 +228,45 @@ class _Build:
         self.rows = {name: row for row in plan_.rows for name in (row.name, *row.tied)}
         self.regions = self._find_regions()
         self._masters: dict[str, torch.Tensor] = {}
+        self.values: dict[str, torch.Tensor] | None = None  # of tensors on meta, where they are known already
+        self.kept: dict[str, str] | None = None  # what is not another stage's: its name in the whole model, and here
+        self.streams_before = 0  # random streams of the stages before this one
         self.units: Units | None = None
         self.updates: Updates | None = None
 
+    def carry_out(
+        self, undo: ExitStack, *, init: Any, compile: str | None, check: bool, global_batch_norm: bool
+    ) -> Sharded:
+        """All of it, in order."""
+        model, plan_ = self.model, self.plan
+        self.refuse_what_is_not_built()
+        again = modules_to_recompute(model, plan_.step.recompute)
+        float8 = fp8.choose(model, plan_, self.device, self.regions)
+        self.warn_of_idle_axes()
+        _torch.set_timeouts(self.mesh)
+        if check:
+            self.check_ranks_agree()
+        if self.exact_random:
+            share_random_state(self.group_of_all())
+        self.replace_tensors(init, undo, check=check)
+        reducer = self.install(undo, check=check, global_batch_norm=global_batch_norm)
+        history = self.fp8_history(float8, reducer)
+        undo.callback(fp8.install(model, float8, history))
+        report, uncompile = compile_blocks(model, compile if self.model_mesh is not None else None, self.place())
+        undo.callback(uncompile)
+        if self.units is not None:
+            undo.callback(install(self.units, model))
+        if self.updates is not None and plan_.step.overlap:
+            undo.callback(wait_in_modules(self.updates, model, plan_.repeated))
+        undo.callback(recompute(model, again, self.units))
+        if check:
+            undo.callback(lost.watch_forward(model))
+        if check and not self.exact_random:
+            self.share_random_state()
+        told = dataclasses.replace(plan_, notes=plan_.notes + float8.notes())
+        return Sharded(told, self.mesh, self.model_mesh, reducer, report, history)
+
     def refuse_what_is_not_built(self) -> None:
-        pipeline = _active(self.shape, self.shape.pipeline_axes)
-        if pipeline:
-            raise PlanError(
-                f'Mesh "{self.shape}" has the pipeline axis "{pipeline[0]}", which can be planned but not run yet. '
-                "Run on a mesh without it."
-            )
         for row in self.plan.rows:
             self._refuse_phases_apart(row)
             for layout in row.layouts.values():
@@ -311,7 +342,7 @@ class _Build:
 
     def share_random_state(self) -> None:
         index, _ = self.shape.data_place(self.coordinate)
-        agree_on_random_state(self._group(self.model_axes), index)
+        agree_on_random_state(self._group(self.model_axes), self.streams_before + index)
 
     def group_of_all(self) -> dist.ProcessGroup | None:
         return self._group(self.shape.names)
@@ -323,7 +354,7 @@ class _Build:
     def replace_tensors(self, init: Any, undo: ExitStack, *, check: bool) -> None:
         """Every parameter and buffer becomes this rank's part of it, on this rank's device."""
         before = _named_tensors(self.model)
-        values = self._initial_values(init, check=check)
+        values = self.initial_values(init, check=check) if self.values is None else self.values
         after = {
             id(tensor): self._rounded(name, self._placed(name, tensor, values.get(name)))
             for name, tensor in before.items()
@@ -336,12 +367,18 @@ class _Build:
             for held in _torch.own_tensors(module):
                 _swap(held, after, undo)
 
-    def _initial_values(self, init: Any, *, check: bool) -> dict[str, torch.Tensor]:
+    def initial_values(self, init: Any, *, check: bool) -> dict[str, torch.Tensor]:
+        """This rank's parts of tensors on meta. Those of other stages are made too, and let go: so that all are drawn
+        in the order of one device."""
         if init is None and not any(tensor.is_meta for tensor in _named_tensors(self.model).values()):
             return {}
         drawn: dict[str, int] = {}
 
         def cut(name: str, whole: Any) -> torch.Tensor:
+            if self.kept is not None:
+                if name not in self.kept:
+                    return torch.empty(0)
+                name = self.kept[name]
             if isinstance(whole, DTensor):
                 return _torch.local_of(whole)
             if check and isinstance(whole, torch.Tensor):
@@ -355,7 +392,9 @@ class _Build:
             values = materialize.initial_values(self.model, init, cut)
         if check:
             agree.draws_agree(drawn, self._group(self.shape.names))
-        return values
+        if self.kept is None:
+            return values
+        return {self.kept[name]: value for name, value in values.items() if name in self.kept}
 
     def _own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Memory for a tensor: of this rank's part of it where it is split and DTensor cuts it as the layout does."""
@@ -404,7 +443,7 @@ class _Build:
         self.updates = update_in_parts(held, scratch, bucket_bytes=bucket_bytes, late=late)
         if units is not None:
             reducer.at_the_end.append(units.let_go)
-        root = Root(reducer, self._input_check(check), units, self._casting())
+        root = Root(reducer, self._input_check(check), units, self.casting())
         place = self.place()
         drawing = exact.draw_exactly(self.model, place) if place is not None else []
         for handle in (*drawing, *root.install(self.model), state.accept_plain_state(self.model)):
@@ -472,7 +511,7 @@ class _Build:
         split = (stage for stage, layout in phases if layout is not None and layout.axes & {*self.data_axes})
         return next(split, 0)
 
-    def _casting(self) -> Casting:
+    def casting(self) -> Casting:
         """In which dtypes the model computes."""
         computed = {row.compute.dtype or row.dtype for row in self.plan.rows if row.kind == "parameter"}
         low = {dtype for dtype in computed if dtype in (torch.bfloat16, torch.float16)}

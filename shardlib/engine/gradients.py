@@ -362,6 +362,7 @@ class GradientReducer:
         self.mesh, self.data_axes, self.bucket_bytes, self.passes = mesh, data_axes, bucket_bytes, passes
         self.dtype, self.scratch, self.downloads = dtype, scratch, Downloads()
         self.enabled = True
+        self.everyone: dist.ProcessGroup | None = None  # of all stages, where this model is one of a pipeline's
         self.sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self._slots = [_Slot(h) for h in held]
         self.in_parts = any(one.cut is not None for one in held)
@@ -410,7 +411,9 @@ class GradientReducer:
         return self.group(self.data_axes) if self.data_axes else None
 
     def group_of_all(self) -> dist.ProcessGroup | None:
-        """All ranks of the mesh; None where it is one."""
+        """All ranks that train the model; None where it is one."""
+        if self.everyone is not None:
+            return self.everyone
         axes = tuple(axis for axis, size in self.sizes.items() if size > 1)
         return self.group(axes) if axes else None
 
@@ -449,6 +452,10 @@ class GradientReducer:
         if self._backward == _torch.backward_id():
             return
         self._backward = _torch.backward_id()
+        self._begin()
+        _torch.run_at_end_of_backward(self._finish)
+
+    def _begin(self) -> None:
         for slot in self._slots if self.in_parts else ():
             slot.put_prior_aside()
         closing = False
@@ -462,15 +469,66 @@ class GradientReducer:
         self._arrived.clear()
         for bucket in self._buckets:
             bucket.reset()
-        _torch.run_at_end_of_backward(self._finish)
+
+    @naming_lost_ranks("backward")
+    def reduce_now(self) -> None:
+        """Reduce what backward passes inside of `no_sync` have added up, as the end of a pass outside of it does."""
+        self._begin()
+        for slot in reversed(self._slots):
+            leaf = slot.held.leaf
+            if leaf.grad is not None:
+                if isinstance(leaf.grad, DTensor) and not isinstance(leaf, DTensor):
+                    leaf.grad = plain(leaf.grad)
+                self._take(leaf)
+        self._finish()
+
+    def leaves(self) -> list[nn.Parameter]:
+        """The parameters that autograd gives gradients."""
+        return [slot.held.leaf for slot in self._slots if slot.held.leaf.requires_grad]
+
+    @contextmanager
+    def room_for_whole_gradients(self) -> Iterator[None]:
+        """Parts of reduced gradients are out of the way of whole ones, as during a backward pass."""
+        for slot in self._slots if self.in_parts else ():
+            slot.put_prior_aside()
+        try:
+            yield
+        finally:
+            for slot in self._slots:
+                slot.put_prior_back()
+
+    def put_gradients_aside(self) -> dict[int, torch.Tensor]:
+        """Let whole gradients accumulate from nothing; returns what there was, for `add_gradients`."""
+        before = {}
+        for slot in self._slots:
+            leaf = slot.held.leaf
+            reduced = slot.held.cut is not None and slot.held.is_part(leaf.grad)
+            if leaf.grad is not None and not reduced:
+                before[id(leaf)], leaf.grad = leaf.grad, None
+        return before
+
+    def multiply_whole_gradients(self, factor: float) -> None:
+        """Those that are still to be reduced."""
+        with self.room_for_whole_gradients():
+            grads = [slot.held.leaf.grad for slot in self._slots]
+            _torch.multiply_all([local_of(grad) for grad in grads if grad is not None], factor)
+
+    def add_gradients(self, before: dict[int, torch.Tensor]) -> None:
+        """Add what was put aside."""
+        for leaf in self.leaves():
+            if (prior := before.get(id(leaf))) is not None:
+                leaf.grad = prior if leaf.grad is None else leaf.grad + prior
 
     @naming_lost_ranks("backward")
     def _on_gradient(self, leaf: nn.Parameter) -> None:
         if isinstance(leaf.grad, DTensor) and not isinstance(leaf, DTensor):
             self._make_plain(leaf)
         self.begin()
-        if not self.enabled:
-            return
+        if self.enabled:
+            self._take(leaf)
+
+    def _take(self, leaf: nn.Parameter) -> None:
+        """A gradient is there: its bucket may leave."""
         index = self._index[id(leaf)]
         self._arrived[index] = self.data_axes + _summed_later(leaf)
         home = self._home.get(index)

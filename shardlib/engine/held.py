@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -54,6 +55,8 @@ class Held:
             parts.
         device: on which it is computed with.
         hosted: its phases that lie in host memory, where that is another memory than the device's.
+        beyond: the ranks of all stages, where the mesh is that of one stage of a pipeline.
+        counted: whether its elements are counted here and not by another stage that holds it too.
         landing: host memory for this rank's part and its gradient, where the optimizer steps on copies there.
     """
 
@@ -76,6 +79,8 @@ class Held:
     device: torch.device = offload.HOST
     hosted: frozenset[str] = frozenset()
     landing: dict[str, torch.Tensor] = field(default_factory=dict)
+    beyond: dist.ProcessGroup | None = None
+    counted: bool = True
 
     @property
     def name(self) -> str:

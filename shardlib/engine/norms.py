@@ -26,6 +26,7 @@ from shardlib.errors import ShardingError
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "get_grad_norm"]
 
 Parameters: TypeAlias = nn.Module | torch.Tensor | Iterable[torch.Tensor]
+Counting: TypeAlias = tuple[DeviceMesh | None, dist.ProcessGroup | None]
 
 
 @torch.no_grad()
@@ -89,14 +90,15 @@ def get_grad_norm(
     """
     p = _checked_type(norm_type)
     params = _each_once(model_or_params)
-    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {_mesh_of(param): [] for param in params}
+    by_mesh: dict[Counting, list[torch.Tensor]] = {_counting(param): [] for param in params}
     summed = list(_gradients(params))
     for param, grad in summed:
-        mesh = _mesh_of(param)
-        if mesh is None or _counts_here(grad, mesh):
-            by_mesh[mesh].append(local_of(grad))
+        mesh, _ = counting = _counting(param)
+        held = held_of(param)
+        if (mesh is None or _counts_here(grad, mesh)) and (held is None or held.counted):
+            by_mesh[counting].append(local_of(grad))
     device = _device_of(params)
-    totals = [_summed(_power(local, p, device), mesh, p) for mesh, local in by_mesh.items()]
+    totals = [_summed(_power(local, p, device), counting, p) for counting, local in by_mesh.items()]
     norm = _joined(totals, p, device).to(_wide([grad.dtype for _, grad in summed]))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise ShardingError(
@@ -164,10 +166,13 @@ def _device_of(params: list[torch.Tensor]) -> torch.device:
     return known or (params[0].device if params else torch.device("cpu"))
 
 
-def _mesh_of(param: torch.Tensor) -> DeviceMesh | None:
-    """The mesh over which the elements of a parameter are counted; None where each rank counts for itself."""
+def _counting(param: torch.Tensor) -> Counting:
+    """Over which mesh the elements of a parameter are counted, and then over which stages of a pipeline; None where
+    each rank counts for itself."""
     held = held_of(param)
-    return held.mesh if held is not None else param.device_mesh if isinstance(param, DTensor) else None
+    if held is not None:
+        return held.mesh, held.beyond
+    return param.device_mesh if isinstance(param, DTensor) else None, None
 
 
 def _counts_here(grad: torch.Tensor, mesh: DeviceMesh) -> bool:
@@ -216,8 +221,9 @@ def _wide(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 @naming_lost_ranks("step")
-def _summed(value: torch.Tensor, mesh: DeviceMesh | None, p: float) -> torch.Tensor:
-    for group in () if mesh is None else _groups(mesh):
+def _summed(value: torch.Tensor, counting: Counting, p: float) -> torch.Tensor:
+    mesh, beyond = counting
+    for group in (*(() if mesh is None else _groups(mesh)), *(() if beyond is None else (beyond,))):
         dist.all_reduce(value, op=dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM, group=group)
     return value
 

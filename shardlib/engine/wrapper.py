@@ -182,6 +182,16 @@ class OptimizerWrapper(torch.optim.Optimizer):
             total = self.scaler.scaled(total) * (self._record.reducer.scale / self._divisor(count))
         total.backward()
 
+    def backward_by_another(self) -> float:
+        """Somebody else runs the backward passes of this step, of losses that are means: what to multiply these "
+        "with."""
+        if self._counted:
+            raise InputError(
+                "Some losses of this step came with a count, and a pipeline's have theirs divided already."
+            )
+        self._settled, self._counted = False, False
+        return 1.0 if self.scaler is None else self.scaler.scale * self._record.reducer.scale
+
     def _divisor(self, count: torch.Tensor | None) -> float:
         """What sums are divided by before they are scaled: a number about as large as a step's count, on all ranks."""
         if count is None:

@@ -6,15 +6,18 @@ from shardlib.rules._report import Coverage, CoverageRow
 from shardlib.rules._resolution import Border, Resolution, TensorLayout
 from shardlib.rules._rules import Rules
 from shardlib.rules.dims import ModuleDims, register_dims
+from shardlib.rules.stages import Balanced, Stage
 from shardlib.rules.suggest import suggest
 
 __all__ = [
+    "Balanced",
     "Border",
     "Coverage",
     "CoverageRow",
     "ModuleDims",
     "Resolution",
     "Rules",
+    "Stage",
     "TensorLayout",
     "register_dims",
     "suggest",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from shardlib.rules._resolution import Resolution
 from shardlib.rules._resolve import Resolver
 from shardlib.rules._values import Text, Value, read_value, spelled
 from shardlib.rules.patterns import compile_pattern
+from shardlib.rules.stages import StagesLike, read_stages
 
 __all__ = ["Rules"]
 
@@ -47,6 +48,9 @@ class Rules:
         optional: keys that may match nothing.
         override: keys that win over rules before them.
         axis: the mesh axis of roles and bare placements.
+        stages: which modules run on which stage of a pipeline axis: names, with bars between stages, as in
+            "embed, blocks.0-3 | blocks.4-7, norm, head", or `Balanced(...)`; see `shardlib.rules.stages`. A mesh
+            without such an axis has no use for them.
         description: what the rules are for, in a line.
         models: qualified names of the model classes that they are for, as in "transformers.GPT2LMHeadModel".
         notes: key to a comment, kept in the file form; no part of the value.
@@ -72,6 +76,7 @@ class Rules:
     optional: tuple[str, ...] = field(default=(), kw_only=True)
     override: tuple[str, ...] = field(default=(), kw_only=True)
     axis: str = field(default="tp", kw_only=True)
+    stages: StagesLike = field(default=None, kw_only=True)
     description: str = field(default="", kw_only=True)
     models: tuple[str, ...] = field(default=(), kw_only=True)
     notes: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False)
@@ -84,6 +89,7 @@ class Rules:
         self._set("axes", {name: _axis_names(name, given) for name, given in self.axes.items()})
         for name in ("optional", "override", "models"):
             self._set(name, _strings(name, getattr(self, name)))
+        self._set("stages", read_stages(self.stages))
         self._check_keys()
         self._check_options()
 
@@ -133,6 +139,14 @@ class Rules:
     def from_parallelize_plan(cls, plan: Mapping[str, Any], *, axis: str = "tp") -> Rules:
         """The rules that a plan for torch's `parallelize_module` means; see `shardlib.rules.foreign`."""
         return cls(**foreign.read_parallelize_plan(plan, axis))
+
+    def with_stages(self, stages: StagesLike) -> Rules:
+        """The same rules with other stages, as for those of a layout file.
+
+        >>> Rules({"head": None}).with_stages("embed | head").stages
+        'embed | head'
+        """
+        return replace(self, stages=stages)
 
     def resolve(self, model: nn.Module, mesh: MeshLike) -> Resolution:
         """A layout for every parameter and buffer of a model, and for the module borders that need one.

@@ -3,6 +3,7 @@
 description = "..."             what the rules are for
 models = ["package.Class"]      the model classes they are for
 unmatched = "replicate"         and optional, override, axis, as in `Rules`
+stages = "embed | head"         stages of a pipeline, or "balanced(params)", "balanced(3, 5)"
 
 [axes]                          dim name = mesh axis, or a list of axes
 [sizes]                         factor name = number, or attribute path
@@ -23,13 +24,15 @@ from torch.distributed.tensor import Placement
 
 from shardlib.errors import RuleError, nearest
 from shardlib.rules._values import PerAxis, Placed, Role, Text, Value, spelled_placement
+from shardlib.rules.stages import Balanced
 
 if TYPE_CHECKING:
     from shardlib.rules._rules import Rules
 
 __all__ = ["read", "write"]
 
-_PLAIN = {"description": str, "models": list, "axis": str, "unmatched": str, "optional": list, "override": list}
+_PLAIN = {"description": str, "models": list, "axis": str, "stages": str, "unmatched": str}
+_PLAIN |= {"optional": list, "override": list}
 _SECTIONS = {"axes": "axes", "sizes": "sizes", "params": "rules", "activations": "activations"}
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -108,6 +111,7 @@ def _plain_values(rules: Rules) -> Iterator[tuple[str, Any]]:
     defaults = {"axis": "tp", "unmatched": "error"}
     for key in _PLAIN:
         given = getattr(rules, key)
+        given = given.text if isinstance(given, Balanced) else given
         if given and given != defaults.get(key):
             yield key, given
 

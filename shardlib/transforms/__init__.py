@@ -6,6 +6,7 @@ from shardlib._plan import LossScale
 from shardlib.transforms._accumulate import accumulate
 from shardlib.transforms._fsdp import fsdp, hsdp
 from shardlib.transforms._offload import offload
+from shardlib.transforms._pipeline import pipeline
 from shardlib.transforms._precision import precision
 from shardlib.transforms._recompute import checkpoint_activations
 from shardlib.transforms._replicate import replicate
@@ -24,6 +25,7 @@ __all__ = [
     "hsdp",
     "offload",
     "parse",
+    "pipeline",
     "precision",
     "replicate",
     "spread",

@@ -13,6 +13,7 @@ from shardlib.transforms._accumulate import accumulate
 from shardlib.transforms._choose import quoted
 from shardlib.transforms._fsdp import fsdp, hsdp
 from shardlib.transforms._offload import offload
+from shardlib.transforms._pipeline import pipeline
 from shardlib.transforms._precision import precision
 from shardlib.transforms._recompute import checkpoint_activations
 from shardlib.transforms._replicate import replicate
@@ -23,7 +24,7 @@ __all__ = ["parse"]
 
 _KNOWN: Mapping[str, Callable[..., Transform]] = {
     function.__name__: function
-    for function in (zero, fsdp, hsdp, replicate, offload, precision, checkpoint_activations, accumulate)
+    for function in (zero, fsdp, hsdp, replicate, offload, precision, checkpoint_activations, accumulate, pipeline)
 }
 _INNER: Mapping[str, Callable[..., Any]] = {"LossScale": LossScale}
 _MOST = 10_000  # characters; the longest call that means something is a line

@@ -181,9 +181,11 @@ def _pipeline() -> str:
     return _message(PlanError, lambda: sl.shard_model(_mlp(), "pp=2", {"**": None}))
 
 
-def test_a_pipeline_axis_can_be_planned_but_not_run(ranks):
+def test_a_pipeline_axis_without_stages(ranks):
     assert ranks(2).run(_pipeline)[0] == (
-        'Mesh "pp=2" has the pipeline axis "pp", which can be planned but not run yet. Run on a mesh without it.'
+        'Mesh "pp=2" has the pipeline axis "pp", and the rules name no stages for it. Name them: Rules(..., '
+        'stages="embed, blocks.0-3 | blocks.4-7, norm, head"), or stages=Balanced(); a layout file\'s rules take them '
+        "with rules.with_stages(Balanced())."
     )
 
 

@@ -69,6 +69,8 @@ class Origin:
 def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
     """Called on every rank with the same `failed`, in the order of a training step; gives the same on all."""
     step = min(key[0] for key in failed)
+    if case.mesh.pipeline_axes and step != START:
+        return _of_stages(measured, failed[0])
     if case.options.get("compile") is not None:
         case = dataclasses.replace(case, options={**case.options, "compile": None})
         measured = compare(case)
@@ -104,6 +106,15 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
         run.clip()
         run.step()
     return _of_step(both, at_step, measured, before)
+
+
+def _of_stages(measured: Measured, key: Key) -> Origin:
+    """Microbatches on several stages leave no trace that could be laid beside the single device's."""
+    step, kind, name = key
+    module = name.split(": ")[0].rpartition(".")[0] if kind in ("gradient", "state", "parameter", "buffer") else ""
+    causes = ("modules are not traced through the stages of a pipeline: prove the model without that axis first",)
+    ranks = tuple(measured.ranks.get(key, ()))
+    return Origin(module, f"the {kind} {name}", step, measured.errors[key], ranks, causes=causes)
 
 
 def _limit(case: Case) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,15 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardlib._mesh import mesh as make_mesh
-from shardlib.engine import exact, no_sync, shard_model
+from shardlib.engine import clip_grad_norm_, exact, no_sync, pipeline_step, plan_of, shard_model
 from shardlib.engine._torch import pytree
+from shardlib.engine.apply import is_sharded, record_of
 from shardlib.engine.exact import draw_exactly, exact_random
 from shardlib.engine.updates import settle
 from shardlib.errors import InputError, ShardlibError
 from shardlib.testing.equivalence.case import Case, default_loss, rows_of
 from shardlib.testing.equivalence.parts import Place
 
-__all__ = ["Run", "Twins", "cast", "clean", "named_tensors", "twins"]
+__all__ = ["Run", "Twins", "cast", "clean", "elsewhere", "is_pipeline", "named_tensors", "twins"]
 
 # Wrappers of PyTorch that put a name between a model and its parameters.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -42,9 +44,13 @@ def clean(name: str) -> str:
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
+    """Parameters and buffers by what the single device's model calls them first."""
+    first = {}
+    if is_pipeline(model):
+        first = {name: row.name for row in plan_of(model).rows for name in row.tied}
     return (
-        {clean(name): p for name, p in model.named_parameters()},
-        {clean(name): b for name, b in model.named_buffers()},
+        {first.get(clean(name), clean(name)): p for name, p in model.named_parameters()},
+        {first.get(clean(name), clean(name)): b for name, b in model.named_buffers()},
     )
 
 
@@ -70,6 +76,8 @@ class Run:
         self.model.register_forward_hook(self._keep)
 
     def _keep(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        if self.sharded and is_pipeline(self.model):
+            return
         # Without its graph, whose hooks lead to the model: Python's collector would not see that circle.
         self.output = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
@@ -89,12 +97,30 @@ class Run:
             batch = (case.split or rows_of)(batch, *self.rows)
         torch.manual_seed(case.seed + index)
         before = torch.get_rng_state()
+        if self.sharded and is_pipeline(self.model):
+            with self._noted(step):
+                return self._through_stages(batch, micro)
         with self._randomness(), self._reducing(micro), self._noted(step):
             loss = _scalar((case.loss or default_loss)(self.model, batch)) / case.accumulate
             self._refuse_streams_of_its_own(before)
             self._check_gradients(loss)
             loss.backward()
         return loss.detach()
+
+    def _through_stages(self, batch: Any, micro: int) -> torch.Tensor:
+        """The same by a pipeline; its microbatches are the plan's, or one for each of its ranks."""
+        case, plan = self.case, plan_of(self.model)
+        found = case.loss or default_loss
+
+        def criterion(output: Any, part: Any) -> torch.Tensor:
+            return _scalar(found(_Returning(output), part)) / case.accumulate
+
+        count = None if plan.step.microbatches else plan.mesh.only(plan.mesh.pipeline_axes).world_size
+        with self._reducing(micro):
+            done = pipeline_step(self.model, batch, criterion, microbatches=count, return_outputs=True)
+        self.output = done.outputs
+        assert done.loss is not None
+        return done.loss
 
     def _check_gradients(self, loss: torch.Tensor) -> None:
         if not self.sharded and not loss.requires_grad:
@@ -153,6 +179,9 @@ class Run:
             return None
         if callable(self.case.clip):
             norm = self.case.clip(self.model)
+        elif self.sharded and is_pipeline(self.model):  # torch's own would count one stage
+            limit = math.inf if self.case.clip is None else self.case.clip
+            norm = clip_grad_norm_(self.model, limit)
         elif self.case.clip is None:
             norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         else:
@@ -175,6 +204,28 @@ class Run:
             for key, value in self.optimizer.state.get(p, {}).items()
             if isinstance(value, torch.Tensor)
         }
+
+
+class _Returning(nn.Module):
+    """Stands for a model whose output is there already."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        return self.output
+
+
+def is_pipeline(model: nn.Module) -> bool:
+    """Whether a model is cut into stages, of which this rank has some."""
+    return is_sharded(model) and record_of(model).pipeline is not None
+
+
+def elsewhere(model: nn.Module) -> set[str]:
+    """Names of tensors that are on other stages only."""
+    pipeline = record_of(model).pipeline if is_sharded(model) else None
+    return set() if pipeline is None else pipeline.foreign
 
 
 def _scalar(loss: Any) -> torch.Tensor:
@@ -268,7 +319,8 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _sharded(case: Case, model: nn.Module, device_mesh: DeviceMesh, place: Place) -> nn.Module:
     if case.shard is None:
-        chosen = {"compile": None, "rng": case.rng, **case.options}
+        rng = "fast" if case.mesh.pipeline_axes else case.rng  # stages draw at the same time
+        chosen = {"compile": None, "rng": rng, **case.options}
         return shard_model(model, device_mesh, case.rules, transforms=case.transforms, **chosen)
     made = case.shard(model, device_mesh)
     if not isinstance(made, nn.Module):

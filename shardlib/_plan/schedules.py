@@ -1,0 +1,241 @@
+"""Schedules of a pipeline: what each rank does in which order, where stages are, how long ranks stand idle. Pure.
+
+    gpipe           every forward, then every backward (Huang et al., "GPipe", 2019)
+    1f1b            one forward, one backward (Narayanan et al., "PipeDream", 2019; "Megatron-LM", 2021, section 2.2)
+    interleaved     1f1b with several stages on each rank (Narayanan et al., 2021, section 2.2)
+    interleaved-zb  the same, with the backward of weights moved into the bubble (Qi et al., "Zero Bubble", 2023, ZB-H1)
+    zbv             zero bubble with two stages on each rank, the second ones in reverse (Qi et al., 2023, section 6)
+
+The orders of the last three are those of `torch.distributed.pipelining`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Literal, NamedTuple
+
+from shardlib.errors import PlanError, nearest
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Timed",
+    "bubble",
+    "check_schedule",
+    "default_schedule",
+    "in_flight",
+    "order",
+    "rank_of_stage",
+    "splits_backward",
+    "timeline",
+]
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+class Action(NamedTuple):
+    """What a rank does with one microbatch on one stage: "F" forward, "B" backward, or the halves of a backward: "I",
+    of the stage's inputs, and "W", of its weights.
+
+    >>> print(Action("F", 1, 0))
+    1F0
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Timed(NamedTuple):
+    """An action, and when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def default_schedule(ranks: int, stages: int) -> str:
+    """
+    >>> default_schedule(2, 2), default_schedule(2, 4)
+    ('1f1b', 'interleaved')
+    """
+    return "1f1b" if ranks == stages else "interleaved"
+
+
+def check_schedule(name: str) -> None:
+    """Refuse a schedule that is none.
+
+    Raises:
+        PlanError: an unknown name.
+    """
+    if name not in SCHEDULES:
+        listed = ", ".join(f'"{known}"' for known in SCHEDULES)
+        raise PlanError(f'"{name}" is no schedule; the schedules are {listed}.{nearest(name, SCHEDULES)}')
+
+
+def splits_backward(name: str) -> bool:
+    """Whether the backward of weights is apart from that of inputs."""
+    return name in ("interleaved-zb", "zbv")
+
+
+def rank_of_stage(name: str, ranks: int, stage: int) -> int:
+    """Which rank of the pipeline axis runs a stage: in turn, or, for "zbv", down and up again.
+
+    >>> [rank_of_stage("interleaved", 2, stage) for stage in range(4)], [rank_of_stage("zbv", 2, s) for s in range(4)]
+    ([0, 1, 0, 1], [0, 1, 1, 0])
+    """
+    turn, place = divmod(stage, ranks)
+    return ranks - 1 - place if name == "zbv" and turn % 2 else place
+
+
+@cache
+def order(name: str, ranks: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """What each rank does, in its order.
+
+    Raises:
+        PlanError: an unknown name, or numbers for which the schedule has no order.
+
+    >>> [" ".join(map(str, actions)) for actions in order("1f1b", 2, 2, 3)]
+    ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
+    """
+    check_schedule(name)
+    if microbatches < 1:
+        raise PlanError(f"A pipeline was given {microbatches} microbatches; give one at least.")
+    if ranks == 1 and stages == 1:
+        return (tuple(Action(kind, 0, m) for m in range(microbatches) for kind in ("F", "B")),)  # type: ignore[arg-type]
+    most = {"gpipe": ranks, "1f1b": ranks, "zbv": 2 * ranks}.get(name)
+    if (most is not None and stages != most) or stages % ranks:
+        raise PlanError(
+            f'The schedule "{name}" runs {f"{most // ranks} stage" if most else "whole numbers of stages"}'
+            f"{'s' * bool(most and most > ranks)} on each of {ranks} ranks, and there are {stages} stages. "
+            + ('Use "interleaved", or ' if name in ("gpipe", "1f1b") else "")
+            + f"cut the model into {most or 'a multiple of ' + str(ranks)} stages."
+        )
+    made = SCHEDULES[name](ranks, stages, microbatches)
+    return tuple(tuple(actions) for actions in made)
+
+
+def _gpipe(ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
+    every = range(microbatches)
+    return [[*(Action("F", r, m) for m in every), *(Action("B", r, m) for m in every)] for r in range(ranks)]
+
+
+def _1f1b(ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
+    """A rank holds as many microbatches as there are stages from its own to the last one."""
+    made = []
+    for r in range(ranks):
+        ahead = min(microbatches, ranks - r)
+        actions = [Action("F", r, m) for m in range(ahead)]
+        for m in range(microbatches):
+            actions.append(Action("B", r, m))
+            if m + ahead < microbatches:
+                actions.append(Action("F", r, m + ahead))
+        made.append(actions)
+    return made
+
+
+def _of_torch(kind: str) -> Callable[[int, int, int], list[list[Action]]]:
+    def made(ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
+        from torch.distributed.pipelining import schedules  # it imports the tracer, which few need
+
+        stage = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, stage_index=0, submod=None)
+        try:
+            schedule = getattr(schedules, kind)([stage] * (stages // ranks), microbatches)
+        except ValueError as error:
+            raise PlanError(f"{error} Choose another number of microbatches, or another schedule.") from error
+        return [_compute(schedule.pipeline_order[rank]) for rank in range(ranks)]
+
+    return made
+
+
+def _compute(actions: Sequence[object]) -> list[Action]:
+    """What torch's actions compute; the gaps in which a rank waits are left out."""
+    return [
+        Action(a.computation_type.value, a.stage_index, a.microbatch_index)  # type: ignore[attr-defined]
+        for a in actions
+        if a is not None
+    ]
+
+
+SCHEDULES: Mapping[str, Callable[[int, int, int], list[list[Action]]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _1f1b,
+    "interleaved": _of_torch("ScheduleInterleaved1F1B"),
+    "interleaved-zb": _of_torch("ScheduleInterleavedZeroBubble"),
+    "zbv": _of_torch("ScheduleZBVZeroBubble"),
+}
+
+# A backward costs two forwards, each half of it one: what matrix products cost.
+COSTS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+def timeline(actions: Sequence[Sequence[Action]], costs: Mapping[str, float] = COSTS) -> tuple[tuple[Timed, ...], ...]:
+    """When each action runs, if sending takes no time: as soon as its rank is free and what it needs is there.
+
+    A forward needs the one of the stage before, a backward that of the stage after it, and its own forward.
+
+    Raises:
+        PlanError: orders in which ranks wait for each other.
+
+    >>> [[each.start for each in rank] for rank in timeline(order("gpipe", 2, 2, 2), {"F": 1, "B": 1})]
+    [[0, 1, 4, 5], [1, 2, 3, 4]]
+    """
+    ends: dict[tuple[str, int, int], float] = {}
+    last = max((action.stage for rank in actions for action in rank), default=0)
+    made: list[list[Timed]] = [[] for _ in actions]
+    while any(len(done) < len(todo) for done, todo in zip(made, actions, strict=True)):
+        before = sum(map(len, made))
+        for done, todo in zip(made, actions, strict=True):
+            while len(done) < len(todo):
+                action = todo[len(done)]
+                needed = [ends.get(key) for key in _needs(action, last)]
+                if any(end is None for end in needed):
+                    break
+                start = max([0, *(end for end in needed if end is not None), *(each.end for each in done[-1:])])
+                done.append(Timed(action, start, start + costs[action.kind]))
+                for kind in "IB" if action.kind in "IB" else action.kind:
+                    ends[kind, action.stage, action.microbatch] = done[-1].end
+        if sum(map(len, made)) == before:
+            waiting = ", ".join(
+                str(todo[len(done)]) for done, todo in zip(made, actions, strict=True) if todo[len(done) :]
+            )
+            raise PlanError(f"The order of this schedule can never be carried out: {waiting} wait for each other.")
+    return tuple(map(tuple, made))
+
+
+def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:
+    kind, stage, m = action
+    if kind == "F":
+        return [("F", stage - 1, m)] if stage else []
+    if kind == "W":
+        return [("I", stage, m)]
+    return [("F", stage, m), *([("I", stage + 1, m)] if stage < last else [])]
+
+
+def bubble(timed: Sequence[Sequence[Timed]]) -> float:
+    """The fraction of all ranks' time in which they stand idle.
+
+    >>> bubble(timeline(order("1f1b", 4, 4, 8))) == 3 / (8 + 3)
+    True
+    """
+    length = max((each.end for rank in timed for each in rank), default=0.0)
+    busy = sum(each.end - each.start for rank in timed for each in rank)
+    return 1 - busy / (length * len(timed)) if length else 0.0
+
+
+def in_flight(actions: Sequence[Action]) -> int:
+    """The most microbatches whose activations a rank holds at one time, counted for each of its stages.
+
+    >>> [in_flight(rank) for rank in order("1f1b", 4, 4, 8)], [in_flight(rank) for rank in order("gpipe", 2, 2, 8)]
+    ([4, 3, 2, 1], [8, 8])
+    """
+    held = most = 0
+    for action in actions:
+        held += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+        most = max(most, held)
+    return most

@@ -1,0 +1,131 @@
+"""A batch in microbatches, and outputs of microbatches as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardlib.engine._torch import pytree
+from shardlib.errors import InputError
+
+__all__ = ["as_call", "as_given", "joined", "key_of", "rows", "split"]
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def as_call(batch: Any) -> Call:
+    """How a batch is passed to a model: a mapping by keyword, a tuple by position, (tuple, mapping) both ways."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], Mapping):
+        return batch[0], dict(batch[1])
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}
+
+
+def as_given(call: Call, batch: Any) -> Any:
+    """A call's arguments in the form in which the batch was given.
+
+    >>> as_given(((), {"ids": 1}), {"ids": 2}), as_given(((1, 2), {}), (3, 4)), as_given(((1,), {}), 2)
+    ({'ids': 1}, (1, 2), 1)
+    """
+    args, kwargs = call
+    if isinstance(batch, Mapping):
+        return kwargs
+    if isinstance(batch, tuple | list):
+        pair = len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], Mapping)
+        return call if pair else args
+    return args[0]
+
+
+def rows(batch: Any) -> int:
+    """How many examples a batch has: the leading dim of the first tensor in it that has dims.
+
+    Raises:
+        InputError: a batch without tensors.
+    """
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return len(leaf)
+    raise InputError(
+        f"The batch is {type(batch).__name__} without a tensor that has rows; give a tensor, a tuple of positional "
+        "arguments, a mapping of keyword arguments, or (tuple, mapping)."
+    )
+
+
+def split(batch: Any, microbatches: int | None, size: int | None = None) -> list[Any]:
+    """The batch's rows in parts of `size`, or in so many parts whose sizes differ by at most one, larger ones first.
+
+    Tensors whose leading dim is the batch's are cut, all else goes with every part.
+
+    Raises:
+        InputError: fewer rows than microbatches; neither number nor size, or both.
+
+    >>> [part.tolist() for part in split(torch.arange(5), 2)], [len(part) for part in split(torch.arange(5), None, 2)]
+    ([[0, 1, 2], [3, 4]], [2, 2, 1])
+    """
+    count = rows(batch)
+    if (microbatches is None) == (size is None):
+        raise InputError(
+            "Say into how many microbatches a batch is cut: microbatches=8, or the rows of each, microbatch_size=4; "
+            "one "
+            'of the two. pipeline("1f1b", microbatches=8) among the transforms says it once.'
+        )
+    for name, given in (("microbatches", microbatches), ("microbatch_size", size)):
+        if given is not None and (type(given) is not int or given < 1):
+            raise InputError(f"{name}={given!r} was given; give a whole number from 1 up.")
+    parts = microbatches if microbatches is not None else math.ceil(count / (size or 1))
+    if parts > count:
+        raise InputError(
+            f"The batch has {count} rows, which cannot be cut into {parts} microbatches. Give a larger batch, or fewer "
+            "microbatches."
+        )
+    sizes = [count // parts + (i < count % parts) for i in range(parts)]
+    if size is not None:
+        sizes = [size] * (count // size) + ([count % size] if count % size else [])
+    cut = {
+        id(leaf): leaf.split(sizes)
+        for leaf in pytree.tree_leaves(batch)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == count
+    }
+    return [
+        pytree.tree_map(lambda leaf, i=i: cut[id(leaf)][i] if id(leaf) in cut else leaf, batch)
+        for i in range(len(sizes))
+    ]
+
+
+def key_of(call: Call) -> tuple[Any, ...]:
+    """What two microbatches have in common that take the same way: shapes, dtypes, and what is no tensor."""
+    flat, spec = pytree.tree_flatten(call)
+    return (str(spec), *(_key(leaf) for leaf in flat))
+
+
+def _key(leaf: Any) -> Any:
+    return (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+
+def joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Outputs of microbatches as one: rows behind each other, scalars as the mean over rows, all else the first's.
+
+    >>> joined([(torch.tensor(1.0), torch.ones(1)), (torch.tensor(4.0), torch.zeros(2))], [1, 2])
+    (tensor(3.), tensor([1., 0., 0.]))
+    """
+    leaves = [pytree.tree_flatten(output) for output in outputs]
+    spec = leaves[0][1]
+    if any(other != spec for _, other in leaves):
+        return list(outputs)
+    return pytree.tree_unflatten([_one(each, sizes) for each in zip(*(flat for flat, _ in leaves), strict=True)], spec)
+
+
+def _one(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = leaves[0]
+    if not isinstance(first, torch.Tensor):
+        return first
+    if not first.ndim:
+        share = [leaf * (size / sum(sizes)) for leaf, size in zip(leaves, sizes, strict=True)]
+        return torch.stack(share).sum() if first.is_floating_point() else first
+    if [len(leaf) for leaf in leaves] == list(sizes) and len({leaf.shape[1:] for leaf in leaves}) == 1:
+        return torch.cat(list(leaves))
+    return list(leaves)

@@ -1,0 +1,194 @@
+"""Cutting a model into stages: what a rank keeps, and what stands in the place of the rest.
+
+Modules stay where they are, so that the model's own forward runs on every stage. Parameters and buffers of foreign
+stages are gone: a tensor without memory answers for them where a model asks a weight for its dtype or device.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib._mesh import MeshShape, mesh
+from shardlib._plan import Plan, Row
+from shardlib._plan.schedules import default_schedule, rank_of_stage, splits_backward
+from shardlib.engine import _torch
+from shardlib.errors import PlanError
+from shardlib.rules import Stage
+
+__all__ = ["Place", "imagined_copy", "mesh_with_stages", "of_stages", "remove_foreign"]
+
+
+class Place:
+    """Where a rank stands in the pipeline of a plan, and what it holds.
+
+    Attributes:
+        ranks: of the pipeline axis.
+        index: of this rank on it.
+        schedule: by which it runs.
+        stages: all of them.
+        own: the numbers of those on this rank.
+        everywhere: modules that are named and have no parameters: a stage that has their inputs may call them.
+    """
+
+    def __init__(self, plan: Plan, index: int) -> None:
+        self.ranks, self.index, self.stages = plan.mesh.only(plan.mesh.pipeline_axes).world_size, index, plan.stages
+        self.schedule = plan.step.schedule or default_schedule(self.ranks, len(self.stages))
+        named = {name for row in plan.rows if row.kind == "parameter" for name in row.tied}
+        self.everywhere = tuple(
+            module
+            for stage in plan.stages
+            for module in stage.modules
+            if not any(name.startswith(f"{module}.") for name in named)
+        )
+        self.own = tuple(stage for stage in range(len(self.stages)) if self.rank_of(stage) == index)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the backward of weights is apart from that of inputs."""
+        return splits_backward(self.schedule)
+
+    def rank_of(self, stage: int) -> int:
+        """The place on the pipeline axis of the rank that runs a stage."""
+        return rank_of_stage(self.schedule, self.ranks, stage)
+
+    def holders(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The ranks of the axis that hold a tensor of these names; all of them where no stage does."""
+        found = {self.rank_of(i) for i, stage in enumerate(self.stages) if any(map(stage.holds, names))}
+        return tuple(sorted(found)) if found else tuple(range(self.ranks))
+
+    def keeps(self, name: str, names: Sequence[str]) -> bool:
+        """Whether the tensor under one of its names is this rank's. A name that no stage holds goes with the others."""
+        named = [stage for stage in self.stages if stage.holds(name)]
+        if any(name.startswith(f"{module}.") for module in self.everywhere):
+            return True
+        if named:
+            return any(self.stages[own] in named for own in self.own)
+        return self.index in self.holders(names)
+
+
+def mesh_with_stages(given: DeviceMesh) -> DeviceMesh:
+    """A mesh that has more axes than the one of the pipeline, so that a stage has a mesh of its own."""
+    shape = MeshShape.of(given)
+    if set(shape.names) - set(shape.pipeline_axes):
+        return given
+    return mesh(MeshShape({"dp": 1, **dict(shape.items())}), device_type=given.device_type)
+
+
+def of_stages(plan: Plan, place: Place, shape: MeshShape) -> Plan:
+    """The part of a plan that this rank's stages carry out, on a stage's mesh of this shape.
+
+    Raises:
+        PlanError: what cannot be carried out on stages.
+    """
+    _refuse(plan, place)
+    own = [place.stages[i] for i in place.own]
+    inside = functools.partial(_inside, own)
+    return plan.replace(
+        mesh=shape,
+        rows=tuple(row for each in plan.rows if (row := _own_row(each, place)) is not None),
+        borders=tuple(border for border in plan.borders if inside(border.module)),
+        units=tuple(filter(inside, plan.units)),
+        repeated=tuple(filter(inside, plan.repeated)),
+        stages=(),
+        blocks=None,
+    )
+
+
+def _own_row(row: Row, place: Place) -> Row | None:
+    names = tuple(name for name in row.tied if place.keeps(name, row.tied))
+    return row.replace(name=names[0], tied=names) if names else None
+
+
+def _inside(stages: Sequence[Stage], module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for stage in stages for name in stage.modules)
+
+
+def _refuse(plan: Plan, place: Place) -> None:
+    for border in plan.borders:
+        between = border.rule is not None and not _inside(place.stages, border.module)
+        if between and border.layout is not None and border.layout.axes & {*plan.mesh.model_axes}:
+            raise PlanError(
+                f'The rule "{border.rule}" lays out the {border.side} of "{border.module or "the model"}" over '
+                f"{', '.join(sorted(border.layout.axes))}, and no one stage of the pipeline runs that module. Name "
+                "modules that lie in a stage."
+            )
+    if plan.step.fp8_history:
+        raise PlanError(
+            'precision("fp8") with delayed scales is planned but not run on a pipeline. Scale by the tensors as they '
+            "are: fp8_history=0."
+        )
+    stored = any(row.stored.axes & {*plan.mesh.data_axes} for row in plan.rows)
+    if place.splits_backward and (stored or plan.step.recompute):
+        what = "stores parameters in parts" if stored else "computes activations again in backward"
+        raise PlanError(
+            f'The plan {what}, and its schedule "{place.schedule}" runs the backward of weights after that of inputs, '
+            'when what it computed with is gone. Use "1f1b" or "interleaved", or zero(2) and less.'
+        )
+
+
+def imagined_copy(model: nn.Module, mode: Any, device: torch.device, dtypes: Any) -> nn.Module:
+    """The same modules with tensors that have shapes and no values; of `model`, no tensor is copied.
+
+    Args:
+        model: it.
+        mode: in which tensors have no values.
+        device: where they seem to be.
+        dtypes: by name, in which dtype parameters are computed with, where that is another than theirs.
+    """
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    memo = {id(tensor): _imagined(tensor, mode, device, dtypes.get(name)) for name, tensor in named.items()}
+    return copy.deepcopy(model, memo)
+
+
+def _imagined(tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+    return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+
+
+def remove_foreign(model: nn.Module, place: Place, mode: Any, device: torch.device, undo: ExitStack) -> None:
+    """Take the tensors of foreign stages out of a model."""
+    names = _names_of_tensors(model)
+    for module_names, module in _modules(model):
+        for held in _torch.own_tensors(module):
+            gone = [
+                key
+                for key, tensor in held.items()
+                if tensor is not None
+                and not any(place.keeps(f"{n}.{key}".lstrip("."), names[id(tensor)]) for n in module_names)
+            ]
+            if gone:
+                undo.callback(_put_back, module, held, dict(held), gone)
+            for key in gone:
+                module.__dict__[key] = _imagined(held.pop(key), mode, device).requires_grad_(False)
+
+
+def _put_back(module: nn.Module, held: dict[str, Any], before: dict[str, Any], gone: Sequence[str]) -> None:
+    for key in gone:
+        module.__dict__.pop(key, None)
+    held.clear()
+    held.update(before)
+
+
+def _names_of_tensors(model: nn.Module) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            found.setdefault(id(tensor), []).append(name)
+    return found
+
+
+def _modules(model: nn.Module) -> list[tuple[list[str], nn.Module]]:
+    """Every module once, with all its names."""
+    found: dict[int, tuple[list[str], nn.Module]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), ([], module))[0].append(name)
+    return list(found.values())

@@ -1,0 +1,191 @@
+"""What `shard_model` does where the mesh has a pipeline axis, before and after it shards what a rank keeps.
+
+The ranks of one stage are a mesh of their own, the whole mesh without the pipeline axis. On it, what is left of the
+model after the cut is sharded like any model; nothing there knows of other stages but what is told here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib._mesh import MeshShape
+from shardlib._plan import Plan
+from shardlib.engine import _torch, agree, lost
+from shardlib.engine.gradients import GradientReducer
+from shardlib.engine.held import held_of
+from shardlib.engine.pipeline.cut import Place, imagined_copy, mesh_with_stages, of_stages, remove_foreign
+from shardlib.engine.pipeline.route import Route
+from shardlib.engine.pipeline.shared import Shared
+from shardlib.engine.pipeline.transport import Channels
+from shardlib.errors import PlanError
+
+__all__ = ["Pipeline", "has_pipeline", "prepare"]
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """What shardlib keeps of a model that is cut into stages.
+
+    Attributes:
+        plan: of the whole model.
+        mesh: the whole mesh.
+        place: of this rank.
+        route: of microbatches through this rank's stages.
+        channels: to the ranks of other stages.
+        shared: the tensors that several stages hold, the same list on all ranks.
+        names: of this rank's tensors, what the whole model calls them first.
+        unchecked: no batch has been compared between ranks yet.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh
+    place: Place
+    route: Route
+    channels: Channels
+    shared: Sequence[Shared]
+    names: Mapping[str, str]
+    unchecked: bool = True
+
+    @property
+    def foreign(self) -> set[str]:
+        """All names of tensors that are on other ranks only."""
+        here = set(self.names.values())
+        return {name for row in self.plan.rows if row.name not in here for name in row.tied}
+
+
+def has_pipeline(plan: Plan) -> bool:
+    """Whether a plan is for a mesh whose ranks run different stages."""
+    return any(plan.mesh[axis] > 1 for axis in plan.mesh.pipeline_axes)
+
+
+def prepare(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool, check: bool) -> Whole:
+    """Look at the model before it is cut; ranks agree on it.
+
+    Raises:
+        PlanError: a plan without stages, or one that cannot be carried out on them.
+        ShardingError: ranks that start from different weights.
+    """
+    axis = plan.mesh.pipeline_axes[0]
+    if not plan.stages:
+        raise PlanError(
+            f'Mesh "{plan.mesh}" has the pipeline axis "{axis}", and the rules name no stages for it. Name them: '
+            'Rules(..., stages="embed, blocks.0-3 | blocks.4-7, norm, head"), or stages=Balanced(); a layout file\'s '
+            "rules take them with rules.with_stages(Balanced())."
+        )
+    if exact_random:
+        raise PlanError(
+            'rng="exact" draws in the order of one device, and the stages of a pipeline run at the same time. Use '
+            'rng="fast" on a mesh with a pipeline axis.'
+        )
+    whole = Whole(model, plan, mesh, check=check)
+    if check:
+        _torch.set_timeouts(whole.mesh)
+        agree.plans_agree(plan.lines(), whole.everyone)
+        agree.weights_agree(agree.all_tensors(model), whole.everyone)
+    return whole
+
+
+class Whole:
+    """A model on the way to its stages."""
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, check: bool) -> None:
+        self.plan, self.mesh, self.check = plan, mesh_with_stages(mesh), check
+        self.shape = MeshShape.of(self.mesh)
+        self.axis = plan.mesh.pipeline_axes[0]
+        self.place = Place(plan, self.mesh.get_local_rank(self.axis))
+        of_stage = MeshShape({name: size for name, size in self.shape.items() if name != self.axis})
+        self.stage_plan = of_stages(plan, self.place, of_stage)
+        self.stage_mesh = self.mesh[tuple(name for name in self.shape.names if name != self.axis)]
+        self.device = torch.device(self.mesh.device_type)
+        if self.device.type != "cpu":
+            self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
+        self._open_groups()
+        self.mode = _torch.imagining()
+        dtypes = {name: row.compute.dtype for row in plan.rows for name in row.tied if row.compute.dtype is not None}
+        self.skeleton = imagined_copy(model, self.mode, self.device, dtypes)
+
+    def _open_groups(self) -> None:
+        """Groups are made by all ranks of the job together, and stages may need different ones: so all are made."""
+        names = self.stage_mesh.mesh_dim_names or ()
+        for count in range(2, len(names) + 1):
+            for axes in itertools.combinations(names, count):
+                _torch.flattened(self.stage_mesh, axes)
+        self.everyone = _torch.flattened(self.mesh, self.shape.names).get_group()
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Of this rank's tensors, by the name that they have here: what the whole model calls them first."""
+        first = {name: row.name for row in self.plan.rows for name in row.tied}
+        return {row.name: first[row.name] for row in self.stage_plan.rows}
+
+    def cut(self, model: nn.Module, undo: ExitStack) -> None:
+        """Take out what other stages hold."""
+        remove_foreign(model, self.place, self.mode, self.device, undo)
+
+    def install(self, model: nn.Module, reducer: GradientReducer, casting: Any, undo: ExitStack) -> Pipeline:
+        """After this rank's stages have been sharded: what runs them, and what sums over them."""
+        if self.check:
+            lost.meet(self.everyone)
+        group = self.mesh[self.axis].get_group()
+        tagged = dist.get_backend(group) == dist.Backend.GLOO
+        channels = Channels.open(group, [] if tagged else self.shape.groups((self.axis,)), tagged=tagged)
+        route = Route(
+            model, self.skeleton, self.mode, self.place.stages, self.place.own, self.place.everywhere, casting
+        )
+        route.splits_backward = self.place.splits_backward
+        route.install(model, undo)
+        undo.callback(model.register_load_state_dict_pre_hook(self._drop_foreign).remove)
+        reducer.everyone = self.everyone
+        shared = self._shared(model)
+        counted_elsewhere = {id(each.held) for each in shared if not each.is_first}
+        for param in model.parameters():
+            held = held_of(param)
+            if held is not None:
+                held.beyond, held.counted = group, id(held) not in counted_elsewhere
+        return Pipeline(self.plan, self.mesh, self.place, route, channels, shared, self.names)
+
+    def _shared(self, model: nn.Module) -> list[Shared]:
+        params = dict(model.named_parameters())
+        here = {first: name for name, first in self.names.items()}
+        groups: dict[tuple[int, ...], Any] = {}
+        made = []
+        for row in self.plan.rows:
+            holders = self.place.holders(row.tied)
+            if row.kind != "parameter" or len(holders) == 1:
+                continue
+            if holders not in groups:
+                groups[holders] = self._group_of(holders)
+            held = held_of(params[here[row.name]]) if row.name in here else None
+            made.append(Shared(row.tied, held, groups[holders], self.place.index == holders[0]))
+        return made
+
+    def _group_of(self, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The ranks at these places of this rank's line along the pipeline axis."""
+        if len(holders) == self.place.ranks:
+            return self.mesh[self.axis].get_group()
+        mine = None
+        ranks = _torch.ranks_of_mesh(self.mesh)
+        for line in self.shape.groups((self.axis,)):
+            made = _torch.new_group([ranks[line[holder]] for holder in holders])
+            mine = made if made is not None else mine
+        return mine
+
+    def _drop_foreign(
+        self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_unused: Any
+    ) -> None:
+        """A state dict of the whole model loads: what is on other stages is theirs to load."""
+        here = set(model.state_dict(keep_vars=True))
+        for row in self.plan.rows:
+            for name in row.tied:
+                if name not in here:
+                    state.pop(prefix + name, None)

@@ -1,0 +1,354 @@
+"""`pipeline_step`: a batch through all stages and back, with the gradients of one device at its end."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlib._mesh import MeshShape
+from shardlib._plan.schedules import Action, order
+from shardlib.engine import _torch, agree
+from shardlib.engine.apply import Sharded, record_of
+from shardlib.engine.lost import naming_lost_ranks
+from shardlib.engine.pipeline.batch import as_call, as_given, joined, key_of, rows, split
+from shardlib.engine.pipeline.route import Gate
+from shardlib.engine.pipeline.run import Criterion, Part, Run
+from shardlib.engine.pipeline.transport import Parcel, Transport
+from shardlib.engine.wrapper import OptimizerWrapper
+from shardlib.errors import InputError, ShardingError, StageError
+
+__all__ = ["PipelineStep", "pipeline_step"]
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """What a step of a pipeline gave.
+
+    Attributes:
+        loss: the mean over all rows, or all that was counted, of all data ranks: a scalar with the same bits on every
+            rank. None without a criterion, where the output has no loss.
+        outputs: the model's output for this data rank's whole batch, on the ranks of the last stage; None on others,
+            and where they were not asked for. What the last stage does not know of an output is None in it.
+        executed: what this rank did, in its order.
+    """
+
+    loss: torch.Tensor | None
+    outputs: Any = None
+    executed: tuple[Action, ...] = field(default=(), repr=False)
+
+
+def pipeline_step(
+    model: nn.Module,
+    batch: Any,
+    criterion: Criterion | None = None,
+    *,
+    optimizer: OptimizerWrapper | None = None,
+    microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    return_outputs: bool = False,
+    forward_only: bool = False,
+) -> PipelineStep:
+    """Forward and backward of a batch, in microbatches that run through the stages of a model. All ranks call it.
+
+    When it returns, gradients are those of one device on the whole batch of all data ranks: of the mean loss over all
+    rows, whatever their number in a microbatch; or, where the criterion counts, of the sum of all losses over the
+    sum of
+    all counts. Clip and step then as usual. Inside of `shardlib.no_sync(model)` gradients are only added up.
+
+    A model without stages runs its microbatches one after another.
+
+    Args:
+        model: what `shard_model` returned.
+        batch: this data rank's, the same on all stages: a tensor, a tuple of positional arguments, a mapping of keyword
+            arguments, or (tuple, mapping). Tensors with the batch's leading dim are cut, all else goes with every
+            microbatch.
+        criterion: a function (output, microbatch) -> loss, called where the last stage is: the mean over the
+            microbatch's rows, or a pair (sum, count). By default the loss that the output carries, a mean over rows.
+        optimizer: where the plan scales the loss, the wrapper that undoes it.
+        microbatches: how many; by default what the plan says (`pipeline("1f1b", microbatches=8)`).
+        microbatch_size: instead, the rows of each; the last one may have fewer.
+        return_outputs: keep the outputs of all microbatches, joined.
+        forward_only: without gradients; for evaluation, after `model.eval()`. Outputs are kept.
+
+    Returns:
+        The loss and the outputs.
+
+    Raises:
+        InputError: a batch that cannot be cut, ranks of one pipeline with different batches, losses that are none.
+        PlanError: a forward that cannot run on these stages; on all ranks.
+        StageError: a stage has raised; on all ranks, with where and why.
+
+    Example:
+        >>> import shardlib as sl
+        >>> model = sl.shard_model(nn.Linear(4, 2), "dp=1", {"**": None})
+        >>> def criterion(output, batch):
+        ...     return output.square().mean()
+        >>> step = pipeline_step(model, torch.ones(6, 4), criterion, microbatches=3)
+        >>> step.loss.shape, model.weight.grad.shape
+        (torch.Size([]), torch.Size([2, 4]))
+    """
+    record = record_of(model)
+    one = _Step(model, record, train=not forward_only)
+    parts, gates, failed = one.prepare(batch, microbatches, microbatch_size)
+    total_rows = one.meet(parts, failed)
+    factor = one.factors(total_rows, optimizer)
+    run = Run(
+        model,
+        record.pipeline.route if record.pipeline is not None else None,
+        one.transport(gates),
+        parts,
+        gates,
+        criterion,
+        record.reducer,
+        factor=factor,
+        train=not forward_only,
+        keep_outputs=return_outputs or forward_only,
+    )
+    one.carry_out(run)
+    loss = one.finish(run, factor)
+    outputs = joined([run.outputs[m] for m in sorted(run.outputs)], [p.rows for p in parts]) if run.outputs else None
+    return PipelineStep(loss, outputs, tuple(run.executed))
+
+
+def _prints(part: Part) -> list[int]:
+    leaves = _torch.pytree.tree_leaves(part.call)
+    return [agree.fingerprint(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+class _Step:
+    """A step on this rank."""
+
+    def __init__(self, model: nn.Module, record: Sharded, *, train: bool) -> None:
+        self.model, self.record, self.pipeline, self.train = model, record, record.pipeline, train
+        mesh = record.pipeline.mesh if record.pipeline is not None else record.mesh
+        self.shape = MeshShape.of(mesh)
+        self.everyone = record.reducer.group_of_all()
+        coordinate = dict(zip(self.shape.names, mesh.get_coordinate() or (), strict=True))
+        self.data_index, self.data_ranks = self.shape.data_place(coordinate)
+        self.device = record.reducer.device
+        self.orders: Sequence[Sequence[Action]] = ()
+
+    @property
+    def reducing(self) -> bool:
+        return self.train and self.record.reducer.enabled
+
+    # --- before -------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, batch: Any, microbatches: int | None, size: int | None
+    ) -> tuple[list[Part], list[Sequence[Gate | None]], Exception | None]:
+        """Microbatches and their ways; or what keeps them from being made, which all ranks then hear of."""
+        try:
+            if microbatches is None and size is None:
+                microbatches = self.record.plan.step.microbatches or None
+            call = as_call(batch)
+            parts = [self._part(cut, batch, call) for cut in split(call, microbatches, size)]
+            if self.pipeline is None:
+                return parts, [[None]] * len(parts), None
+            return parts, [self.pipeline.route.learn(part.key, *part.call) for part in parts], None
+        except Exception as error:
+            return [], [], error
+
+    def _part(self, cut: Any, batch: Any, whole: Any) -> Part:
+        for leaf in _torch.pytree.tree_leaves(cut):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != self.device.type:
+                raise InputError(
+                    f"An input of shape {tuple(leaf.shape)} is on {leaf.device}, but the model's mesh is on "
+                    f"{self.device}. "
+                    f'Move the batch first: batch.to("{self.device.type}").'
+                )
+        return Part(cut, as_given(cut, batch), rows(cut), (key_of(cut), self.model.training, self.train))
+
+    def meet(self, parts: Sequence[Part], failed: Exception | None) -> float:
+        """Rows of all data ranks' batches, once ranks know that they are about to do the same.
+
+        Raises:
+            InputError: ranks of one pipeline that were given different batches.
+        """
+        mark = zlib.crc32(repr([part.key for part in parts]).encode())
+        if self.pipeline is not None and self.pipeline.unchecked:
+            self.pipeline.unchecked = False
+            mark = zlib.crc32(repr([_prints(part) for part in parts]).encode(), mark)
+        numbers = [float(failed is not None), float(mark), float(sum(part.rows for part in parts))]
+        every = self._gathered(torch.tensor(numbers, dtype=torch.float64))
+        if any(row[0] for row in every):
+            raise self._not_begun(failed)
+        for rank, row in enumerate(every):
+            mates = [r for r, other in enumerate(every) if self._data_of(r) == self._data_of(rank)]
+            unlike = [r for r in mates if every[r][1] != row[1]]
+            if unlike:
+                raise InputError(
+                    f"Ranks {mates[0]} and {unlike[0]} work on the same examples, and were given different batches or "
+                    "different numbers of microbatches. Pick the batch by the rank's place on the data axes alone, for "
+                    'example with DistributedSampler(dataset, mesh["dp"].size(), mesh["dp"].get_local_rank()).'
+                )
+        first = {self._data_of(rank): row[2] for rank, row in enumerate(every)}
+        return sum(first.values())
+
+    def _not_begun(self, failed: Exception | None) -> Exception:
+        told = (
+            agree.exchange(None if failed is None else f"{type(failed).__name__}: {failed}", self.everyone)
+            if (self.everyone is not None)
+            else [None]
+        )
+        if failed is not None:
+            return failed
+        rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
+        return StageError(f"Rank {rank} could not begin this step, and no rank has: it raised {text}", rank=rank)
+
+    def _data_of(self, rank: int) -> int:
+        return self.shape.data_place(self.shape.coordinate(rank))[0]
+
+    @naming_lost_ranks("forward")
+    def _gathered(self, mine: torch.Tensor) -> list[list[float]]:
+        """Every rank's numbers, in the order of the mesh."""
+        if self.everyone is None:
+            return [mine.tolist()]
+        mine = mine.to(self.device)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.everyone))]
+        dist.all_gather(every, mine, group=self.everyone)
+        return [each.tolist() for each in every]
+
+    def factors(self, total_rows: float, optimizer: OptimizerWrapper | None) -> tuple[float, float]:
+        """What the sum of a microbatch's losses is multiplied with before backward: of means, of counted ones.
+
+        Gradients are averaged over data ranks after backward, and the loss is to be the mean over all rows. Counts are
+        known when all forwards are over, and divided by then.
+        """
+        scaled = 1.0
+        unscaled = not isinstance(optimizer, OptimizerWrapper)
+        if self.record.plan.step.scaler is not None and self.train and unscaled:
+            raise ShardingError(
+                "The plan scales the loss (precision), and only an OptimizerWrapper undoes that. Wrap the "
+                "optimizer, "
+                "and pass it: pipeline_step(model, batch, criterion, optimizer=opt)."
+            )
+        if optimizer is not None and self.train:
+            scaled = optimizer.backward_by_another()
+        return scaled * self.data_ranks / max(total_rows, 1.0), scaled
+
+    def transport(self, gates: Sequence[Sequence[Gate | None]]) -> Transport | None:
+        """Also chooses the order."""
+        pipeline, count = self.pipeline, len(gates)
+        if pipeline is None:
+            kinds = ("F", "B") if self.train else ("F",)
+            self.orders = [[Action(kind, 0, m) for m in range(count) for kind in kinds]]  # type: ignore[arg-type]
+            return None
+        place, last = pipeline.place, len(pipeline.place.stages) - 1
+        if self.train:
+            self.orders = order(place.schedule, place.ranks, last + 1, count)
+        else:
+            self.orders = [
+                [Action("F", s, m) for m in range(count) for s in range(last + 1) if place.rank_of(s) == rank]
+                for rank in range(place.ranks)
+            ]
+
+        def metas(parcel: Parcel) -> list[tuple[tuple[int, ...], torch.dtype]]:
+            gate = gates[parcel.microbatch][parcel.stage if parcel.kind == "forward" else parcel.stage + 1]
+            assert gate is not None
+            forward = parcel.kind == "forward"
+            return [(each.shape, each.dtype) for each in gate.messages if forward or each.has_gradient]
+
+        return Transport(pipeline.channels, self.orders, place.index, place.rank_of, metas, self.device)
+
+    # --- during -------------------------------------------------------------------------------------------------------
+
+    def carry_out(self, run: Run) -> None:
+        """All actions, with this step's gradients apart from earlier ones."""
+        reducer = self.record.reducer
+        for shared in self._shared():
+            shared.put_prior_aside()
+        self.before = reducer.put_gradients_aside() if self.train else {}
+        with reducer.no_sync() if self.train else nullcontext():
+            run.carry_out(self.orders[self.pipeline.place.index if self.pipeline is not None else 0])
+
+    def _shared(self) -> Sequence[Any]:
+        return self.pipeline.shared if self.pipeline is not None and self.train else ()
+
+    # --- after --------------------------------------------------------------------------------------------------------
+
+    def finish(self, run: Run, factor: tuple[float, float]) -> torch.Tensor | None:
+        """Gradients of all ranks together; the loss.
+
+        Raises:
+            StageError: a rank has failed.
+        """
+        losses, shared = run.losses, self._shared()
+        speaks = losses.counted is not None and self._speaks()
+        mine = [float(run.failure is not None), float(losses.counted is True), float(speaks)]
+        mine += [float(losses.total), float(losses.weight)] if speaks else [0.0, 0.0]
+        mine += [float(each.has_gradient) for each in shared]
+        every = self._gathered(torch.tensor(mine, dtype=torch.float64))
+        if any(row[0] for row in every):
+            self._give_up()
+            raise self._failed(run)
+        speakers = [row for row in every if row[2]]
+        total, weight = (sum(row[column] for row in speakers) for column in (3, 4))
+        if speakers and not weight:
+            self._give_up()
+            raise InputError("The counts of this step add up to zero on all ranks: there is nothing to learn from.")
+        if self.train:
+            counted = any(row[1] for row in every)
+            self._settle(
+                self.data_ranks / weight if counted else 1.0, [any(r[5 + i] for r in every) for i in range(len(shared))]
+            )
+        wide = any(leaf.dtype is torch.float64 for leaf in self.record.reducer.leaves())
+        dtype = torch.float64 if wide else torch.float32
+        return torch.tensor(total / weight, dtype=dtype, device=self.device) if speakers else None
+
+    def _speaks(self) -> bool:
+        """Whether this rank is the one of those that computed the same loss that says it."""
+        mesh = self.pipeline.mesh if self.pipeline is not None else self.record.mesh
+        coordinate = dict(zip(self.shape.names, mesh.get_coordinate() or (), strict=True))
+        return all(coordinate[axis] == 0 for axis in self.shape.model_axes)
+
+    def _settle(self, scale: float, present: Sequence[bool]) -> None:
+        reducer = self.record.reducer
+        if scale != 1.0:
+            reducer.multiply_whole_gradients(scale)
+        reducer.add_gradients(self.before)
+        if not self.reducing:
+            for shared in self._shared():
+                shared.put_prior_back()
+            return
+        reducer.reduce_now()
+        between = reducer.is_between_passes()
+        for shared, somewhere in zip(self._shared(), present, strict=True):
+            if somewhere and not between:
+                shared.sum_up()
+            else:
+                shared.put_prior_back()
+
+    def _give_up(self) -> None:
+        """The gradients of a step that failed are worth nothing; earlier ones stay."""
+        if self.train:
+            self.record.reducer.put_gradients_aside()
+            self.record.reducer.add_gradients(self.before)
+            for shared in self._shared():
+                shared.put_prior_back()
+
+    def _failed(self, run: Run) -> Exception:
+        """The first failure of all, the same on all ranks."""
+        failure = run.failure
+        mine = None if failure is None else (failure.when, failure.action, failure.text)
+        told = agree.exchange(mine, self.everyone) if self.everyone is not None else [mine]
+        rank, (_, action, text) = min(
+            ((r, t) for r, t in enumerate(told) if t is not None), key=lambda each: each[1][0]
+        )
+        doing = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}[action.kind]
+        error = StageError(
+            f"Stage {action.stage} on rank {rank} raised in the {doing} of microbatch {action.microbatch}: {text}\n"
+            "No rank has stepped; this step's gradients are dropped.",
+            rank=rank,
+            stage=action.stage,
+            microbatch=action.microbatch,
+        )
+        error.__cause__ = failure.error if failure is not None else None
+        return error

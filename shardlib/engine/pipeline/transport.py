@@ -1,0 +1,164 @@
+"""Tensors between the stages of a pipeline, each sent once and received once.
+
+What will travel is known before anything does: every rank knows the orders of all ranks and the shapes of all messages.
+So receives are posted in the order in which their sender sends, one rank's ahead of what it computes, and nothing but
+the tensors themselves is sent. On back ends whose messages between two ranks are told apart by their order alone, each
+direction between two ranks has a group of its own; gloo's carry a tag.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardlib._plan.schedules import Action
+from shardlib.engine import _torch
+
+__all__ = ["Channels", "Parcel", "Transport"]
+
+Kind = Literal["forward", "backward"]
+
+
+class Parcel(NamedTuple):
+    """All that goes from one stage to a neighbour for one microbatch: what forward makes, or gradients of that."""
+
+    kind: Kind
+    stage: int  # that gets it
+    microbatch: int
+
+    @property
+    def source(self) -> int:
+        """The stage that sends it."""
+        return self.stage - 1 if self.kind == "forward" else self.stage + 1
+
+
+def sent_by(action: Action, last: int) -> Parcel | None:
+    """What the rest of the pipeline waits for after an action."""
+    kind, stage, m = action
+    if kind == "F":
+        return Parcel("forward", stage + 1, m) if stage < last else None
+    return Parcel("backward", stage - 1, m) if kind in "BI" and stage else None
+
+
+@dataclass(frozen=True)
+class Channels:
+    """How a rank reaches the others of its pipeline.
+
+    Attributes:
+        group: of the pipeline axis.
+        pairs: by source and target, the group of one direction; empty where messages have tags.
+    """
+
+    group: dist.ProcessGroup
+    pairs: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, group: dist.ProcessGroup, lines: Sequence[Sequence[int]], *, tagged: bool) -> Channels:
+        """Collective over the job: `lines` are the ranks of every pipeline in it."""
+        pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+        for line in () if tagged else lines:
+            for source in range(len(line)):
+                for target in {(source + 1) % len(line), (source - 1) % len(line)} - {source}:
+                    made = _torch.new_group(sorted((line[source], line[target])))
+                    if made is not None:
+                        pairs[source, target] = made
+        return cls(group, pairs)
+
+    def between(self, source: int, target: int) -> dist.ProcessGroup:
+        return self.pairs.get((source, target), self.group)
+
+
+class Transport:
+    """The messages of one step.
+
+    Args:
+        channels: to other ranks.
+        orders: what every rank of the pipeline does.
+        index: which of them this one is.
+        rank_of: of a stage.
+        metas: the shapes and dtypes of a parcel's tensors.
+        device: where they lie.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        orders: Sequence[Sequence[Action]],
+        index: int,
+        rank_of: Callable[[int], int],
+        metas: Callable[[Parcel], Sequence[tuple[tuple[int, ...], torch.dtype]]],
+        device: torch.device,
+    ) -> None:
+        self.channels, self.index, self.rank_of, self.metas, self.device = channels, index, rank_of, metas, device
+        self._ranks = dist.get_process_group_ranks(channels.group)
+        self._last = max(action.stage for order in orders for action in order)
+        self._microbatches = 1 + max(action.microbatch for order in orders for action in order)
+        self._coming = {
+            source: deque(self._sent_here(orders[source])) for source in range(len(orders)) if source != index
+        }
+        self._posted: dict[Parcel, tuple[list[torch.Tensor], list[dist.Work]]] = {}
+        self._sending: list[tuple[dist.Work, torch.Tensor, dist.ProcessGroup]] = []
+        self._handed: dict[Parcel, Sequence[torch.Tensor]] = {}
+
+    def _sent_here(self, actions: Sequence[Action]) -> Iterator[Parcel]:
+        for action in actions:
+            parcel = sent_by(action, self._last)
+            if parcel is not None and self.rank_of(parcel.stage) == self.index and self.metas(parcel):
+                yield parcel
+
+    def send(self, parcel: Parcel, tensors: Sequence[torch.Tensor]) -> None:
+        """Let them go; to a stage on this rank they are handed over as they are."""
+        target = self.rank_of(parcel.stage)
+        if target == self.index:
+            self._handed[parcel] = tensors
+            return
+        group = self.channels.between(self.index, target)
+        for place, tensor in enumerate(tensors):
+            whole = tensor.contiguous()
+            work = dist.isend(whole, self._ranks[target], group=group, tag=self._tag(parcel, place))
+            if work is not None:
+                self._sending.append((work, whole, group))
+
+    def expect(self, parcel: Parcel) -> None:
+        """Post its receives, if that has not been done."""
+        source = self.rank_of(parcel.source)
+        if source == self.index or parcel in self._posted or not self.metas(parcel):
+            return
+        while parcel not in self._posted:
+            self._post(self._coming[source].popleft(), source)
+
+    def _post(self, parcel: Parcel, source: int) -> None:
+        group = self.channels.between(source, self.index)
+        tensors, works = [], []
+        for place, (shape, dtype) in enumerate(self.metas(parcel)):
+            tensors.append(torch.empty(shape, dtype=dtype, device=self.device))
+            work = dist.irecv(tensors[-1], self._ranks[source], group=group, tag=self._tag(parcel, place))
+            assert work is not None
+            works.append(work)
+        self._posted[parcel] = tensors, works
+
+    def receive(self, parcel: Parcel) -> Sequence[torch.Tensor]:
+        """The tensors of a parcel, once they are there."""
+        if parcel in self._handed:
+            return self._handed.pop(parcel)
+        if not self.metas(parcel):
+            return []
+        self.expect(parcel)
+        tensors, works = self._posted.pop(parcel)
+        _torch.wait_for(works, self.channels.group)
+        return tensors
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        for work, _, group in self._sending:
+            _torch.wait_for([work], group)
+        self._sending.clear()
+
+    def _tag(self, parcel: Parcel, place: int) -> int:
+        kind = 1 if parcel.kind == "backward" else 0
+        return ((place * 2 + kind) * (self._last + 1) + parcel.stage) * self._microbatches + parcel.microbatch

@@ -1,0 +1,396 @@
+"""Stages of a pipeline: which modules of a model run on which stage, by names or by balance.
+
+    "embed, blocks.0-3 | blocks.4-7, norm, head"    stages between bars, names of modules between commas
+    Balanced()                                      runs of modules with about equally many parameters
+    Balanced([3, 5])                                so many blocks on each stage
+
+A name is a pattern as in rules, in which `4-7` stands for the numbers from 4 to 7; of what it matches, the outermost
+modules count. What is no module but a parameter is one that the stage reads itself, as a model with a tied head does
+that has no module for it. Modules without parameters that no stage names run on every stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from torch import nn
+
+from shardlib.errors import RuleError, nearest
+from shardlib.rules.patterns import NameIndex, compile_pattern
+
+__all__ = ["Balanced", "Stage", "StagesLike", "read_stages", "resolve_stages"]
+
+_RANGE = re.compile(r"(\d+)-(\d+)")
+_BALANCED = re.compile(r"balanced(?:\((.*)\))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline, resolved on a model.
+
+    Attributes:
+        modules: names of the modules that it calls, in the model's order; none of them lies in another one.
+        tensors: names of parameters that lie in none of them and that it reads itself.
+    """
+
+    modules: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor of this name is one of the stage's.
+
+        >>> Stage(("blocks.1",), ("scale",)).holds("blocks.1.weight"), Stage(("blocks.1",)).holds("blocks.10.weight")
+        (True, False)
+        """
+        return name in self.tensors or any(name.startswith(f"{module}.") for module in self.modules)
+
+
+@dataclass(frozen=True, init=False)
+class Balanced:
+    """Stages of about equal weight: consecutive modules in the order in which the model registers them.
+
+    Args:
+        counts: how many of the model's repeated blocks each stage gets; what precedes the first block is on the first
+            stage, what follows the last on the last. Without it, stages are cut so that the heaviest is as light as
+            it can be.
+        by: what weighs: "params", the number of parameters.
+
+    Raises:
+        RuleError: counts that are none, another `by`.
+
+    >>> Balanced([3, 5]), Balanced()
+    (Balanced([3, 5]), Balanced(by="params"))
+    """
+
+    counts: tuple[int, ...] = ()
+    by: Literal["params"] = "params"
+
+    def __init__(self, counts: Iterable[int] = (), *, by: Literal["params"] = "params") -> None:
+        counts = tuple(counts)
+        if wrong := [count for count in counts if type(count) is not int or count < 0]:
+            raise RuleError(
+                f"Balanced was given the count {wrong[0]!r}; give numbers of blocks, one for each stage, as in "
+                "Balanced([3, 5])."
+            )
+        if by != "params":
+            raise RuleError(f'Balanced was given by={by!r}; give "params", or say how many blocks: Balanced([3, 5]).')
+        object.__setattr__(self, "counts", counts)
+        object.__setattr__(self, "by", by)
+
+    def __repr__(self) -> str:
+        return f"Balanced({list(self.counts)})" if self.counts else f'Balanced(by="{self.by}")'
+
+    @property
+    def text(self) -> str:
+        """The form that stands in files; `read_stages` reads it."""
+        return f"balanced({', '.join(map(str, self.counts)) or self.by})"
+
+
+StagesLike = str | Sequence[str] | Balanced | None
+
+
+def read_stages(given: StagesLike) -> str | Balanced | None:
+    """Stages in one form, from any in which they may be given.
+
+    Raises:
+        RuleError: what names no stages, or a stage with nothing in it.
+
+    >>> read_stages(["embed, blocks.0-3", "blocks.4-7, head"])
+    'embed, blocks.0-3 | blocks.4-7, head'
+    >>> read_stages("balanced(3, 5)")
+    Balanced([3, 5])
+    """
+    if given is None or isinstance(given, Balanced):
+        return given
+    if isinstance(given, list | tuple) and given and all(isinstance(each, str) for each in given):
+        given = " | ".join(given)
+    if not isinstance(given, str):
+        raise RuleError(
+            f"stages was given as {given!r}; give names of modules, with bars between stages, as in "
+            '"embed, blocks.0-3 | blocks.4-7, norm, head", or Balanced().'
+        )
+    if match := _BALANCED.fullmatch(given.strip()):
+        return _read_balanced(match[1] or "")
+    for number, items in enumerate(_items(given)):
+        if not items:
+            raise RuleError(f'stages="{given}": stage {number} names no module. Name one, or take a bar away.')
+        for item in items:
+            for name in _expanded(item):
+                compile_pattern(name)
+    return given
+
+
+def _read_balanced(inside: str) -> Balanced:
+    words = [word.strip().strip('"') for word in inside.split(",") if word.strip()]
+    if words and all(word.isdecimal() for word in words):
+        return Balanced(int(word) for word in words)
+    return Balanced(by=words[0] if words else "params")  # type: ignore[arg-type]
+
+
+def _items(text: str) -> list[list[str]]:
+    return [[item.strip() for item in stage.split(",") if item.strip()] for stage in text.split("|")]
+
+
+def _expanded(item: str) -> list[str]:
+    """
+    >>> _expanded("encoder.blocks.0-2")
+    ['encoder.blocks.0', 'encoder.blocks.1', 'encoder.blocks.2']
+    """
+    if item.startswith("re:"):
+        return [item]
+    names = [""]
+    for segment in item.split("."):
+        match = _RANGE.fullmatch(segment)
+        each = [str(n) for n in range(int(match[1]), int(match[2]) + 1)] if match else [segment]
+        if not each:
+            raise RuleError(
+                f'stages: "{item}" counts backwards from {match and match[1]}; write the smaller one first.'
+            )
+        names = [f"{name}.{one}".lstrip(".") for name in names for one in each]
+    return names
+
+
+# --- on a model -------------------------------------------------------------------------------------------------------
+
+
+def resolve_stages(given: str | Balanced, model: nn.Module, ranks: int) -> tuple[Stage, ...]:
+    """The stages of a model for a pipeline axis of so many ranks.
+
+    Raises:
+        RuleError: a name that matches nothing; a module in two stages; parameters in none; blocks in an order in which
+            they cannot run; a stage without parameters; stages that ranks cannot share evenly.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> [stage.modules for stage in resolve_stages("0-1 | 2-3", model, 2)]
+    [('0', '1'), ('2', '3')]
+    >>> [stage.modules for stage in resolve_stages(Balanced(), model, 2)]
+    [('0',), ('2', '3')]
+    """
+    stages = _balanced(given, model, ranks) if isinstance(given, Balanced) else _named(given, model)
+    shown = given if isinstance(given, str) else repr(given)
+    _check_count(shown, len(stages), ranks)
+    _check_nesting(shown, stages)
+    _check_order(shown, stages, model)
+    _check_parameters(shown, stages, model)
+    return stages
+
+
+def _named(text: str, model: nn.Module) -> tuple[Stage, ...]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    of_modules, of_tensors = NameIndex(name for name in modules if name), NameIndex(tensors)
+    order = {name: place for place, name in enumerate(modules)}
+    stages = []
+    for items in _items(text):
+        called: list[str] = []
+        read: list[str] = []
+        for item in (one for given in items for one in _expanded(given)):
+            pattern = compile_pattern(item)
+            if found := _outermost(of_modules.select(pattern)):
+                called += (one for name in found for one in _called(name, modules))
+            elif found := of_tensors.select(pattern):
+                read += found
+            else:
+                raise RuleError(
+                    f'stages="{text}": "{item}" matches no module and no parameter of this {type(model).__name__}.'
+                    f"{nearest(item, [*of_modules.names, *tensors])}"
+                )
+        stages.append(Stage(tuple(sorted(dict.fromkeys(called), key=order.__getitem__)), tuple(dict.fromkeys(read))))
+    return tuple(stages)
+
+
+def _outermost(names: list[str]) -> list[str]:
+    least = min((name.count(".") for name in names), default=0)
+    return [name for name in names if name.count(".") == least]
+
+
+def _called(name: str, modules: dict[str, nn.Module]) -> Iterator[str]:
+    """The module itself, or, where it only holds others, these."""
+    if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
+        for key, _ in modules[name].named_children():
+            yield from _called(f"{name}.{key}", modules)
+    else:
+        yield name
+
+
+# --- balance ----------------------------------------------------------------------------------------------------------
+
+
+def _balanced(given: Balanced, model: nn.Module, ranks: int) -> tuple[Stage, ...]:
+    blocks = _repeated(model)
+    every = _units(model, "", _holders(blocks))
+    units = [(name, unit) for name, unit in every if any(True for _ in unit.parameters())]
+    if given.counts:
+        return _by_counts(given, units, blocks)
+    weights = [sum(param.numel() for param in unit.parameters()) for _, unit in units]
+    if len(units) < ranks:
+        raise RuleError(
+            f"stages={given!r}: this {type(model).__name__} has {len(units)} modules with parameters that can stand "
+            "apart, "
+            f'and the pipeline {ranks} ranks. Use fewer, or name the stages: stages="embed, blocks.0-3 | ...".'
+        )
+    runs = _partition(weights, ranks)
+    return tuple(
+        Stage(tuple(name for name, _ in units[a:b]), _directly(model, units, a, b)) for a, b in pairwise((0, *runs))
+    )
+
+
+def _by_counts(given: Balanced, units: list[tuple[str, nn.Module]], blocks: list[str]) -> tuple[Stage, ...]:
+    if sum(given.counts) != len(blocks):
+        shown = f'"{blocks[0]}" to "{blocks[-1]}"' if blocks else "none"
+        raise RuleError(
+            f"stages={given!r} names {sum(given.counts)} blocks, and the model has {len(blocks)} ({shown}). Give "
+            "counts "
+            "that add up to these."
+        )
+    names = [name for name, _ in units]
+    places = [names.index(block) for block in blocks]
+    ends, taken = [], 0
+    for count in given.counts[:-1]:
+        taken += count
+        ends.append(places[taken] if taken < len(places) else len(names))
+    return tuple(Stage(tuple(names[a:b])) for a, b in pairwise((0, *ends, len(names))))
+
+
+def _repeated(model: nn.Module) -> list[str]:
+    """The elements of the outermost lists that hold at least two modules with parameters."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
+            filled = [key for key, child in module.named_children() if any(True for _ in child.parameters())]
+            found += [f"{name}.{key}".lstrip(".") for key in filled] if len(filled) > 1 else []
+    return found
+
+
+def _holders(blocks: Iterable[str]) -> set[str]:
+    """Every module that a block lies in."""
+    held: set[str] = set()
+    for name in blocks:
+        while name:
+            name = name.rpartition(".")[0]
+            held.add(name)
+    return held
+
+
+def _units(module: nn.Module, name: str, holders: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that stay whole, in the order in which they are registered."""
+    if name not in holders:
+        yield name, module
+        return
+    for key, child in module.named_children():
+        yield from _units(child, f"{name}.{key}".lstrip("."), holders)
+
+
+def _directly(model: nn.Module, units: list[tuple[str, nn.Module]], start: int, end: int) -> tuple[str, ...]:
+    """Parameters of modules that come apart: they go with the first unit that is registered in the same module."""
+    owners = [name.rpartition(".")[0] for name, _ in units]
+    found = []
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if any(name.startswith(f"{unit}.") for unit, _ in units):
+            continue
+        owner = name.rpartition(".")[0]
+        first = next((i for i, each in enumerate(owners) if each == owner or each.startswith(f"{owner}.")), 0)
+        found += [name] if start <= first < end else []
+    return tuple(found)
+
+
+def _partition(weights: Sequence[int], count: int) -> list[int]:
+    """Where runs end, so that the heaviest run is as light as can be.
+
+    best[k][i] is the least that the heaviest of k runs of the first i weights can be: the minimum over j < i of
+    max(best[k-1][j], weights[j] + ... + weights[i-1]).
+
+    >>> _partition([5, 1, 1, 5], 2)
+    [2, 4]
+    """
+    n = len(weights)
+    until = [0]
+    for weight in weights:
+        until.append(until[-1] + weight)
+    worst = float("inf")
+    best = [[0.0, *[worst] * n]]
+    cuts: list[list[int]] = []
+    for _ in range(count):
+        row, cut = [worst] * (n + 1), [0] * (n + 1)
+        for i in range(1, n + 1):
+            for j in range(i):
+                run = until[i] - until[j]
+                if max(best[-1][j], run) < row[i]:
+                    row[i], cut[i] = max(best[-1][j], run), j
+        best.append(row)
+        cuts.append(cut)
+    ends = [n]
+    for cut in reversed(cuts[1:]):
+        ends.append(cut[ends[-1]])
+    return ends[::-1]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _check_count(shown: str, count: int, ranks: int) -> None:
+    if count % ranks:
+        raise RuleError(
+            f"stages={_quoted(shown)} names {count} stage{'s' * (count != 1)}, and the pipeline axis has {ranks} "
+            "ranks, "
+            f"which cannot share them evenly. Name {ranks}, or a multiple of it for a schedule with several on each."
+        )
+
+
+def _check_nesting(shown: str, stages: Sequence[Stage]) -> None:
+    places = [(name, number) for number, stage in enumerate(stages) for name in stage.modules]
+    for name, number in places:
+        for other, at in places:
+            if (other == name and at != number) or other.startswith(f"{name}."):
+                where = f"stages {number} and {at}" if at != number else f"stage {number} twice"
+                raise RuleError(
+                    f'stages={_quoted(shown)}: "{other}" is in {where}'
+                    + (f', since it is in "{name}"' if other != name else "")
+                    + ". Name each module once."
+                )
+
+
+def _check_order(shown: str, stages: Sequence[Stage], model: nn.Module) -> None:
+    """Elements of one list run one after another, so that stages follow them."""
+    of_list: dict[str, list[tuple[int, int, str]]] = {}
+    for number, stage in enumerate(stages):
+        for name in stage.modules:
+            holder, _, key = name.rpartition(".")
+            if key.isdecimal() and isinstance(model.get_submodule(holder), nn.ModuleList | nn.Sequential):
+                of_list.setdefault(holder, []).append((int(key), number, name))
+    for places in of_list.values():
+        for (_, before, first), (_, after, second) in pairwise(sorted(places)):
+            if after < before:
+                raise RuleError(
+                    f'stages={_quoted(shown)}: "{second}" runs after "{first}", and is on stage {after}, before stage '
+                    f"{before}. Name the stages in the order in which their modules run."
+                )
+
+
+def _check_parameters(shown: str, stages: Sequence[Stage], model: nn.Module) -> None:
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    outside = [group[0] for group in names.values() if not any(s.holds(name) for s in stages for name in group)]
+    if outside:
+        more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
+        raise RuleError(
+            f'stages={_quoted(shown)}: the parameter "{outside[0]}"{more} is on no stage. Name its module, or the '
+            "parameter itself, on the stage that reads it."
+        )
+    for number, stage in enumerate(stages):
+        if not any(stage.holds(name) for group in names.values() for name in group):
+            raise RuleError(
+                f"stages={_quoted(shown)}: stage {number} has no parameters, and its ranks would have nothing to "
+                "train. "
+                "Join it with a neighbour."
+            )
+
+
+def _quoted(shown: str) -> str:
+    return shown if shown.startswith("Balanced(") else f'"{shown}"'

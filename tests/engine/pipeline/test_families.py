@@ -1,0 +1,100 @@
+"""Models of transformers, unchanged, on stages."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from shardlib.testing import assert_equivalent
+from tests.families.transformer_models import build, images, text, transformers
+
+# Gradients that are zero in exact arithmetic are noise, which AdamW divides by itself plus eps.
+_ADAMW = functools.partial(torch.optim.AdamW, eps=1e-5)
+_T5 = {"vocab_size": 67, "d_model": 20, "d_kv": 3, "d_ff": 18, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+_T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "decoder_start_token_id": 0}
+_MIXTRAL = {"vocab_size": 67, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+_MIXTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}
+_MIXTRAL |= {"max_position_embeddings": 32}
+
+
+def t5() -> nn.Module:
+    return _large(transformers.T5ForConditionalGeneration(transformers.T5Config(**_T5)))
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**_MIXTRAL, attn_implementation="eager")
+    return _large(transformers.MixtralForCausalLM._from_config(config, experts_implementation="eager"))
+
+
+def _large(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model.train()
+
+
+def padded(step: int) -> Any:
+    return text(step, padding="right", use_cache=False)
+
+
+def pairs(step: int) -> Any:
+    args, kwargs = padded(step)
+    written = torch.randint(3, 67, (4, 5), generator=torch.Generator().manual_seed(step))
+    return args, {**kwargs, "decoder_input_ids": written}
+
+
+def no_cache(step: int) -> Any:
+    return text(step, use_cache=False)
+
+
+def logits(model: nn.Module, batch: Any) -> torch.Tensor:
+    output = model(*batch[0], **batch[1]).logits
+    weight = torch.linspace(0.5, 1.5, output[0].numel(), dtype=output.dtype).view(output.shape[1:])
+    return (output.square() * weight + output.sin()).mean()
+
+
+def small(name: str, **settings: Any) -> Any:
+    return functools.partial(build, name, **settings)
+
+
+CASES = {
+    "gpt2": (
+        small("GPT2LMHeadModel", n_layer=4),
+        padded,
+        "wte, wpe, h.0 | h.1 | h.2 | h.3, ln_f, lm_head",
+        "interleaved",
+    ),
+    "llama": (small("LlamaForCausalLM", attention="sdpa"), padded, sl.Balanced([1, 1]), ""),
+    "bert": (small("BertForSequenceClassification"), padded, sl.Balanced(), ""),
+    "vit": (small("ViTForImageClassification"), images, sl.Balanced(), ""),
+    "mixtral": (mixtral, no_cache, sl.Balanced([1, 2]), ""),
+    "t5 between its parts": (t5, pairs, "encoder | decoder, lm_head", "gpipe"),
+    "t5 in four": (
+        t5,
+        pairs,
+        "encoder.embed_tokens, encoder.block.0 | encoder.block.1, encoder.final_layer_norm, decoder.embed_tokens, "
+        "decoder.block.0 | decoder.block.1 | decoder.final_layer_norm, lm_head",
+        "interleaved",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_on_stages(name: str):
+    factory, batch, stages, schedule = CASES[name]
+    rules = sl.Rules({"**": None}, stages=stages)
+    assert_equivalent(
+        factory, batch, "pp=2", rules, transforms=(sl.pipeline(schedule, 2),), steps=2, loss=logits, optimizer=_ADAMW
+    )
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_with_tensor_parallel_rules_of_its_layout_file(name: str):
+    factory = small(name)
+    rules = sl.layouts.for_model(factory()).with_stages(sl.Balanced([1, 1]))
+    assert_equivalent(factory, padded, "pp=2,tp=2", rules, steps=2, loss=logits, optimizer=_ADAMW)

@@ -1,0 +1,92 @@
+"""Stages train the numbers of one device: every schedule, with every other axis and transform."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.testing import assert_equivalent
+from shardlib.testing.models import Tokens, Transformer, rules_for
+from shardlib.testing.strategies import ModelFactory
+
+SIZES = (("vocab", 7), ("heads", 2), ("head", 4), ("layers", 6), ("bias", False))
+GPT = ModelFactory(Transformer, SIZES)
+TIED = ModelFactory(Transformer, (*SIZES, ("tied", True)))
+ROTARY = ModelFactory(Transformer, (*SIZES, ("position", "rotary"), ("kv_heads", 1)))
+FIVE_IN_THREE = 3  # microbatches of two, two and one row
+
+
+def prove(factory: Any, mesh: str, *transforms: Any, stages: Any = None, rows: int = 5, **given: Any) -> None:
+    ranks = sl.MeshShape(mesh)
+    rules = rules_for(factory()).with_stages(stages or sl.Balanced())
+    rows *= ranks.data_ranks
+    assert_equivalent(factory, Tokens(rows, 4, 7), mesh, rules, transforms=transforms, steps=2, **given)
+
+
+FOUR = "embed, position, blocks.0 | blocks.1-2 | blocks.3-4 | blocks.5, norm, head"
+EIGHT = "embed, position | blocks.0 | blocks.1 | blocks.2 | blocks.3 | blocks.4 | blocks.5 | norm, head"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "stages"),
+    [
+        ("gpipe", "pp=2", "embed, position, blocks.0-2 | blocks.3-5, norm, head"),
+        ("gpipe", "pp=4", FOUR),
+        ("1f1b", "pp=2", sl.Balanced([2, 4])),
+        ("1f1b", "pp=4", FOUR),
+        ("interleaved", "pp=2", FOUR),
+        ("interleaved", "pp=4", EIGHT),
+        ("interleaved-zb", "pp=2", FOUR),
+        ("interleaved-zb", "pp=4", EIGHT),
+        ("zbv", "pp=2", FOUR),
+        ("zbv", "pp=4", EIGHT),
+    ],
+)
+def test_every_schedule(schedule: str, mesh: str, stages: Any):
+    """The embedding is the output layer: on the first stage and on the last one."""
+    count = 4 if "interleaved" in schedule and mesh == "pp=2" else 5
+    prove(TIED, mesh, sl.pipeline(schedule, count), stages=stages, rows=7, clip=0.5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "transforms"),
+    [
+        ("pp=2,tp=2", ()),
+        ("pp=2,dp=2", (sl.zero(1),)),
+        ("dp=2,pp=2", (sl.zero(2),)),
+        ("dp=2,pp=2", (sl.zero(3),)),
+        ("dp=2,pp=2", (sl.zero(3), sl.checkpoint_activations())),
+        ("pp=2,dp=2", (sl.zero(1), sl.pipeline("gpipe"))),
+    ],
+)
+def test_with_other_axes(mesh: str, transforms: tuple[Any, ...]):
+    prove(TIED, mesh, *transforms, clip=0.5)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-zb", "zbv"])
+def test_split_backward_with_other_axes(schedule: str):
+    prove(TIED, "pp=2,tp=2", sl.pipeline(schedule, 4), stages=FOUR)
+    prove(TIED, "dp=2,pp=2", sl.zero(2), sl.pipeline(schedule, 4), stages=FOUR)
+
+
+def test_several_backward_passes_make_a_step():
+    for transforms in ((), (sl.zero(2),)):
+        prove(TIED, "dp=2,pp=2", *transforms, accumulate=2)
+        prove(TIED, "dp=2,pp=2", *transforms, accumulate=2, no_sync=True)
+
+
+def test_buffers_that_every_stage_needs():
+    prove(ROTARY, "pp=2", sl.pipeline("1f1b", FIVE_IN_THREE))
+
+
+def _frozen(model: torch.nn.Module, step: int) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(step > 0 or not name.startswith(("embed", "head", "blocks.0", "blocks.1")))
+
+
+def test_frozen_parameters_and_thawed_ones():
+    prove(TIED, "pp=2", sl.pipeline("1f1b", 2), before_step=_frozen)
+    prove(GPT, "dp=2,pp=2", sl.zero(1), before_step=_frozen)
