@@ -64,10 +64,22 @@ def began(config: dict[str, Any], *, rows: int, count: int = ROWS, **options: An
 # --- metrics ---
 
 
+class ByHand(hooks.BaseHook):
+    """Losses of an epoch, each as often as its batch has examples."""
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        self.losses: list[float] = []
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        self.losses += [loss.item()] * len(label)
+
+
 def measured(rows: int) -> dict[str, float]:
     trainer, train, test, scheduler = began({}, rows=rows)
     hook_list = [hooks.LossHook(), hooks.AccuracyHook(Accuracy()), hooks.LRSchedulerHook(scheduler, by_epoch=False)]
-    trainer.fit(train, epochs=2, test_dataloader=test, hooks=[*hook_list, hooks.ThroughputHook(ignored_steps=1)])
+    by_hand = ByHand()
+    more = [hooks.ThroughputHook(ignored_steps=1), by_hand]
+    trainer.fit(train, epochs=2, test_dataloader=test, hooks=[*hook_list, *more])
     kept = trainer.states["metrics"]
     found = {
         f"{where} {name}": metric.get_accumulated_value() for where in kept for name, metric in kept[where].items()
@@ -78,6 +90,8 @@ def measured(rows: int) -> dict[str, float]:
     assert again["Loss"].get_accumulated_value() == found["test Loss"]
     assert again["Accuracy"].get_accumulated_value() == found["test Accuracy"]
     assert trainer.predict(examples()[:4][0]).shape == (4, 3)
+    if dist.get_world_size() == 1:
+        assert found["train Loss"] == pytest.approx(sum(by_hand.losses) / ROWS, rel=TOLERANCE)
     return {**found, "steps": trainer.cur_step, "training": trainer.engine.training}
 
 
@@ -172,6 +186,32 @@ def by_epoch() -> list[float]:
 
 def test_an_epoch_has_passed_also_where_its_last_step_was_none(ranks):
     assert ranks(1).run(by_epoch) == [[0.05, 0.025, 0.025, 0.0125]]
+
+
+def without_scheduler() -> tuple[int, list[list[float]]]:
+    """The scheduler is built on the optimizer and not given to `initialize`; what comes first in each epoch."""
+    launch({"gradient_accumulation": 3}, 0, 1, "localhost", 29500, verbose=False)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+    engine, train, _, _ = initialize(
+        model, optimizer, nn.CrossEntropyLoss(), get_dataloader(examples(), shuffle=True, batch_size=3), verbose=False
+    )
+    orders: list[list[float]] = []
+
+    class Inputs(hooks.BaseHook):
+        def before_train_epoch(self, trainer: Trainer) -> None:
+            orders.append([])
+
+    model.register_forward_pre_hook(lambda module, args: orders[-1].extend(args[0][:, 0].tolist()))
+    Trainer(engine).fit(train, epochs=2, hooks=[Inputs(), hooks.LRSchedulerHook(scheduler, by_epoch=False)])
+    return scheduler.last_epoch, orders
+
+
+def test_a_scheduler_of_steps_waits_for_them_and_epochs_have_orders_of_their_own(ranks):
+    steps, (first, second) = ranks(1).run(without_scheduler)[0]
+    assert steps == 4  # two epochs of six batches of the eight, three to a step
+    assert len(set(first)) == len(set(second)) == 18 and first != second
 
 
 # --- checkpoints ---
