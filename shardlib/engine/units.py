@@ -392,16 +392,27 @@ class _Guard(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _ASKING or func in _ASKING:
+        name = getattr(func, "__name__", "")
+        of_property = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        if (name in _ASKING or func in _ASKING) and of_property not in _VALUES:
             return _torch.call_below_subclass(func, *args, **(kwargs or {}))
         guards = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Guard)]
         raise ShardingError(
             f'"{guards[0].parameter}" is stored in parts and was read while its own module was not running, by '
-            f"{getattr(func, '__name__', func)}. Leave it whole: give zero(3) or fsdp() only= patterns without it."
+            f"{of_property or name or func}. Leave it whole: give zero(3) or fsdp() only= patterns without it."
         )
 
 
 _ASKING = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride", "__len__"}
+_VALUES = {
+    "T",
+    "mT",
+    "H",
+    "mH",
+    "data",
+    "real",
+    "imag",
+}  # properties that are tensors: what they give would be computed with
 
 
 def _bundles(group: list[Held], scratch: Scratch) -> list[tuple[Bundle, list[Held]]]:

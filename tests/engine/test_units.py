@@ -63,3 +63,30 @@ def test_one_that_is_let_go_may_not_be(ranks):
         text.startswith('"first.weight" is stored in parts and was read while its own module was not running')
         for text in ranks(2).run(said)
     )
+
+
+class Turned(nn.Module):
+    """Takes a tensor that is a property of another layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(6, 6), nn.Linear(6, 6), ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.first.weight.shape == (6, 6) and self.first.weight.device.type == "cpu"
+        return self.last(self.first(x)) @ getattr(self.first.weight, self.how)
+
+
+def test_nor_may_a_property_of_it_that_is_a_tensor(ranks):
+    def said() -> list[str]:
+        model = sl.shard_model(Turned(), "dp=2", {"**": None}, transforms=(sl.zero(3),), bucket_mb=1e-4)
+        texts = []
+        for model.how in ("T", "mT", "data"):
+            with pytest.raises(
+                ShardingError, match=rf'"first.weight" is stored in parts .*, by {model.how}\.'
+            ) as raised:
+                model(_rows(0).float())
+            texts.append(str(raised.value))
+        return texts
+
+    assert all(len(texts) == 3 for texts in ranks(2).run(said))
