@@ -71,8 +71,8 @@ def save_lora(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             _write(model, whole, Path(checkpoint))
-        except OSError as error:
-            problem = f'The adapters were not saved to "{checkpoint}": {error}. Give a folder that can be written to.'
+        except Exception as error:  # whatever it is, the other ranks are waiting
+            problem = f'The adapters were not saved to "{checkpoint}": {error}'
     if dist.is_initialized():
         told = [problem]
         dist.broadcast_object_list(told, 0)

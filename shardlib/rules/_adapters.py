@@ -13,6 +13,7 @@ A rule that names a factor itself comes before that. peft is not imported: its c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from torch import nn
@@ -37,7 +38,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether peft has put modules of its own in the place of others."""
-    return any(_is_a(module, _MODEL, _ADAPTED, _COPIED) for module in model.modules())
+    return "peft" in sys.modules and any(_is_a(module, _MODEL, _ADAPTED, _COPIED) for module in model.modules())
 
 
 def renamed(index: ModelIndex) -> tuple[dict[str, str], set[str]]:
@@ -102,9 +103,9 @@ def following(index: ModelIndex, name: str, layout: Layout, mesh: MeshShape) -> 
     of_layer = {word: dim for word, dim in zip(named, layout.dims, strict=True) if isinstance(dim, Dim)}
     into = next((of_layer[word] for word in meant.contracted if word in of_layer), None)
     factors = {"lora_A": into, "lora_B": of_layer.get(meant.output or "")}
-    for tensor in index.leaf:
-        kind = tensor.removeprefix(f"{outer}.").split(".")[0]
-        if tensor.startswith(f"{outer}.") and kind != "base_layer":
+    for own, _ in index.modules[outer].named_parameters(remove_duplicate=False):
+        tensor, kind = f"{outer}.{own}", own.split(".")[0]
+        if kind != "base_layer":
             shape = tuple(index.leaf[tensor].tensor.shape)
             dims = _dims_of_factor(index, tensor, len(shape), kind, factors.get(kind))
             yield tensor, Layout(dims).resolve(shape, mesh)

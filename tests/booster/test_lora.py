@@ -96,9 +96,10 @@ def test_adapters_lie_as_their_layers_do(model):
         {"target_modules": ["q_proj"]},
         {"target_modules": ["embed_tokens", "lm_head", "down_proj"]},
         {"lora_dropout": 0.3, "modules_to_save": ["input_layernorm"]},
-        {"use_rslora": True, "lora_bias": False, "rank_pattern": {"o_proj": 3}},
+        {"use_rslora": True, "rank_pattern": {"o_proj": 3}},
+        {"use_dora": True},
     ],
-    ids=["one", "embeddings", "dropout and a norm", "rslora"],
+    ids=["one", "embeddings", "dropout and a norm", "rslora", "dora"],
 )
 def test_adapters_of_other_kinds(options):
     prove(Adapted(LLAMA, **options), "dp=2,tp=2", sl.zero(2), steps=2)

@@ -207,12 +207,17 @@ def _came(w: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
     lr, decay, threshold, (b1, b2, b3), (e1, e2) = 0.1, 0.2, 0.5, (0.8, 0.9, 0.7), (1e-30, 1e-16)
     m = torch.zeros_like(w)
     kept: dict[str, Any] = {"r": 0.0, "c": 0.0, "R": 0.0, "C": 0.0, "v": 0.0}
-    matrix = w.ndim == 2
+    matrix = w.ndim >= 2
+
+    def over(x: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        square = torch.einsum("...i,...j->...ij", row, column) / row.mean(-1)[..., None, None]
+        return x / square.sqrt()
+
     for g in grads:
         if matrix:
-            kept["r"] = b2 * kept["r"] + (1 - b2) * (g**2 + e1).mean(1)
-            kept["c"] = b2 * kept["c"] + (1 - b2) * (g**2 + e1).mean(0)
-            u = g / torch.sqrt(torch.outer(kept["r"], kept["c"]) / kept["r"].mean())
+            kept["r"] = b2 * kept["r"] + (1 - b2) * (g**2 + e1).mean(-1)
+            kept["c"] = b2 * kept["c"] + (1 - b2) * (g**2 + e1).mean(-2)
+            u = over(g, kept["r"], kept["c"])
         else:
             kept["v"] = b2 * kept["v"] + (1 - b2) * (g**2 + e1)
             u = g / torch.sqrt(kept["v"])
@@ -220,14 +225,14 @@ def _came(w: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
         m = b1 * m + (1 - b1) * u
         step = m
         if matrix:
-            kept["R"] = b3 * kept["R"] + (1 - b3) * ((u - m) ** 2 + e2).mean(1)
-            kept["C"] = b3 * kept["C"] + (1 - b3) * ((u - m) ** 2 + e2).mean(0)
-            step = m / torch.sqrt(torch.outer(kept["R"], kept["C"]) / kept["R"].mean())
+            kept["R"] = b3 * kept["R"] + (1 - b3) * ((u - m) ** 2 + e2).mean(-1)
+            kept["C"] = b3 * kept["C"] + (1 - b3) * ((u - m) ** 2 + e2).mean(-2)
+            step = over(m, kept["R"], kept["C"])
         w = w - lr * decay * w - lr * step
     return w
 
 
-@pytest.mark.parametrize("shape", [SHAPE, (5,)])
+@pytest.mark.parametrize("shape", [SHAPE, (5,), (2, 3, 4)])
 def test_came(shape):
     grads = [draw(*shape, seed=i) for i in range(1, 6)]
     options = {"clip_threshold": 0.5, "betas": (0.8, 0.9, 0.7), "weight_decay": 0.2}

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardlib as sl
 from shardlib import optim
 from shardlib.booster import Booster, LowLevelZeroPlugin
+from shardlib.engine import _torch
 from shardlib.optim.lr_scheduler import CosineAnnealingWarmupLR
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
 from shardlib.testing.strategies import ModelFactory
+from tests.engine.test_offload import elsewhere
 
 # As in `tests/engine/test_zero.py`: dims that no number of ranks divides, a fused qkv, a tied head, no bias of keys.
 GPT = ModelFactory(
@@ -67,6 +72,30 @@ def test_elements_at_each_stage(optimizer):
 def test_whole_tensors_split_over_a_model_axis_alone():
     _prove("tp=2", WHOLE["GaLoreAdamW"])
     _prove("tp=2", WHOLE["FusedLAMB"])
+
+
+def _on_the_host(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    with elsewhere():
+        return sl.shard_model(model, mesh, rules_for(GPT()), transforms=[sl.zero(2), sl.offload("state")], compile=None)
+
+
+@pytest.mark.parametrize("name", ["HybridAdam", "FusedSGD"])
+def test_state_on_the_host_steps_there(name):
+    assert_equivalent(GPT, Tokens(8, 5, 7), "dp=2", shard=_on_the_host, optimizer=ELEMENTWISE[name], steps=2)
+
+
+def _pieces() -> int:
+    model = _on_the_host(perturb(GPT()), sl.mesh("dp=1"))
+    optimizer = optim.HybridAdam(model.parameters())
+    model(Tokens(8, 5, 7)(0)).square().mean().backward()
+    real = _torch.step_without_hooks
+    with elsewhere(), mock.patch.object(_torch, "step_without_hooks", side_effect=real) as stepped:
+        optimizer.step()
+    return stepped.call_count
+
+
+def test_one_piece_steps_on_the_host_while_others_are_on_the_way(ranks):
+    assert ranks(1).run(_pieces)[0] > 3
 
 
 # --- boosted, with a schedule, from before boosting to after loading ------------------------------------------------
