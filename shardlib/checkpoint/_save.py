@@ -11,7 +11,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -411,7 +411,7 @@ class _Job:
             told["bytes"],
             told["crc32"],
             section,
-            [[e.name, e.box.offsets, e.box.sizes, _dtype(e)] for e in entries],
+            [[e.name, e.box.offsets, e.box.sizes, _dtype(e), self._shapes.get((section, e.name))] for e in entries],
         ]
 
     def _pieces(self, section: str) -> list[list[Entry]]:
@@ -450,17 +450,21 @@ class _Job:
         write_bytes(folder / MANIFEST, manifest.dump().encode())
         sync_folder(folder)
 
+    @cached_property
+    def _shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """Of the tensors that this rank writes pieces of, their whole shapes."""
+        return {(item.section, item.name): item.shape for item in self.items}
+
     def _commit(self, target: Path) -> None:
         _where.commit_file(target, "model.safetensors")
 
     def _manifest(self, files: Sequence[Any]) -> Manifest:
-        shapes = {(item.section, item.name): (item.shape, item.dtype) for item in self.items}
         tensors: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "values": {}}
         for n, (_, _, _, section, entries) in enumerate(files):
-            for name, offsets, sizes, dtype in entries:
+            for name, offsets, sizes, dtype, shape in entries:
                 box = Box(tuple(offsets), tuple(sizes))
-                shape, kind = shapes.get((section, name), (box.sizes, getattr(torch, dtype)))
-                tensors[section].setdefault(name, (shape, kind, []))[2].append(Piece(n, box))
+                whole = box.sizes if shape is None else tuple(shape)
+                tensors[section].setdefault(name, (whole, getattr(torch, dtype), []))[2].append(Piece(n, box))
         saved = {
             section: {name: Saved(shape, kind, tuple(pieces)) for name, (shape, kind, pieces) in named.items()}
             for section, named in tensors.items()

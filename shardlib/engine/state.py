@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from shardlib.engine import _torch
 from shardlib.engine.held import held_of, local_of
 from shardlib.errors import CheckpointError
 
-__all__ = ["accept_plain_state", "full_state_dict"]
+__all__ = ["accept_plain_state", "full_state_dict", "join_stages"]
 
 
 def accept_plain_state(model: nn.Module) -> Any:
@@ -40,7 +41,17 @@ def full_state_dict(
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     wanted = {name: value for name, value in model.state_dict().items() if names is None or name in names}
-    return {name: _whole(value, params.get(name), cpu=cpu) for name, value in wanted.items()}
+    whole = {name: _whole(value, params.get(name), cpu=cpu) for name, value in wanted.items()}
+    join = _of_stages.get(model)
+    return whole if join is None else join(whole, names)
+
+
+_of_stages: WeakKeyDictionary[nn.Module, Callable[..., dict[str, torch.Tensor]]] = WeakKeyDictionary()
+
+
+def join_stages(model: nn.Module, join: Callable[..., dict[str, torch.Tensor]]) -> None:
+    """Let `full_state_dict` call this with what the rank's own stages hold, and with the names that are wanted."""
+    _of_stages[model] = join
 
 
 def _whole(value: Any, param: torch.Tensor | None, *, cpu: bool) -> Any:

@@ -7,7 +7,7 @@ model after the cut is sharded like any model; nothing there knows of other stag
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshShape
 from shardlib._plan import Plan
-from shardlib.engine import _torch, agree, lost
+from shardlib.engine import _torch, agree, lost, state
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import held_of
 from shardlib.engine.pipeline.cut import Place, imagined_copy, mesh_with_stages, of_stages, remove_foreign
@@ -146,6 +146,7 @@ class Whole:
         route.install(model, undo)
         undo.callback(model.register_load_state_dict_pre_hook(self._drop_foreign).remove)
         reducer.everyone = self.everyone
+        state.join_stages(model, self._whole_state)
         shared = self._shared(model)
         counted_elsewhere = {id(each.held) for each in shared if not each.is_first}
         for param in model.parameters():
@@ -179,6 +180,25 @@ class Whole:
             made = _torch.new_group([ranks[line[holder]] for holder in holders])
             mine = made if made is not None else mine
         return mine
+
+    def _whole_state(self, own: Mapping[str, torch.Tensor], names: Collection[str] | None) -> dict[str, torch.Tensor]:
+        """The state dict of the whole model: each tensor from the first rank of the pipeline that holds it."""
+        rows = {name: row for row in self.plan.rows for name in row.tied}
+        group, ranks = self.mesh[self.axis].get_group(), dist.get_process_group_ranks(self.mesh[self.axis].get_group())
+        sent: dict[str, torch.Tensor] = {}
+        found = {}
+        for name in self.skeleton.state_dict():
+            if names is not None and name not in names:
+                continue
+            row = rows[name]
+            if row.name not in sent:
+                here = next((own[each] for each in row.tied if each in own), None)
+                value = torch.empty(row.global_shape, dtype=row.stored.dtype or row.dtype) if here is None else here
+                moving = value.to(self.device).contiguous()
+                dist.broadcast(moving, ranks[self.place.holders(row.tied)[0]], group=group)
+                sent[row.name] = moving.to(value.device)
+            found[name] = sent[row.name]
+        return found
 
     def _drop_foreign(
         self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_unused: Any

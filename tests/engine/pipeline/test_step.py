@@ -1,0 +1,392 @@
+"""What a step of a pipeline gives, from batches and losses of all kinds, and how it fails."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardlib as sl
+from shardlib._plan.schedules import bubble, timeline
+from shardlib.engine.apply import record_of
+from shardlib.engine.pipeline.transport import Channels
+from shardlib.errors import InputError, PlanError, ShardingError, ShardlibError, StageError
+from shardlib.testing.models import Transformer
+from shardlib.transforms import LossScale
+
+TOLERANCE = 1e-10  # of float64; sums in another order differ by some 1e-15
+STAGES = "embed, position, blocks.0 | blocks.1 | blocks.2 | blocks.3, norm, head"
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return Transformer(layers=4, vocab=7, tied=True, bias=False).double()
+
+
+def tokens(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(7, (rows, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def sharded(
+    mesh: str, *transforms: Any, stages: Any = None, dtype: torch.dtype = torch.float64, **options: Any
+) -> nn.Module:
+    rules = sl.Rules({"**": None}, stages=stages or sl.Balanced())
+    return sl.shard_model(gpt().to(dtype), mesh, rules, transforms=transforms, **options)
+
+
+def own_rows(batch: torch.Tensor, mesh: str) -> torch.Tensor:
+    index, count = sl.MeshShape(mesh).data_place(sl.MeshShape(mesh).coordinate(dist.get_rank()))
+    return batch.tensor_split(count)[index]
+
+
+def counted(output: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Tokens 0 do not count: every microbatch and every rank has another number of them."""
+    kept = ids != 0
+    losses = F.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="none")
+    return (losses * kept.flatten()).sum(), int(kept.sum())
+
+
+def mean(output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), ids.flatten())
+
+
+def differences(model: nn.Module, single: nn.Module) -> list[float]:
+    """Of the gradients that this rank has whole."""
+    want = dict(single.named_parameters(remove_duplicate=False))
+    worst = []
+    for name, param in model.named_parameters():
+        reference = want[name].grad
+        assert reference is not None and param.grad is not None, name
+        worst.append(((param.grad - reference).abs().max() / reference.abs().max()).item())
+    return worst
+
+
+def _counts(mesh: str, transform: Any, options: dict[str, Any]) -> tuple[float, float, list[float]]:
+    single, batch = gpt(), tokens(11)
+    total, count = counted(single(batch), batch)
+    (total / count).backward()
+    model = sharded(mesh, transform)
+    step = sl.pipeline_step(model, own_rows(batch, mesh), counted, **options)
+    return step.loss.item(), (total / count).item(), differences(model, single)
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 3}, {"microbatch_size": 4}])
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,pp=2"])
+def test_losses_with_counts_are_divided_by_all_of_them(ranks, mesh: str, options: dict[str, Any]):
+    """Eleven rows: 6 and 5 on two data ranks; 4, 4 and 3 in microbatches; tokens by chance."""
+    transform = sl.pipeline("1f1b")
+    for loss, want, wrong in ranks(sl.MeshShape(mesh).world_size).run(_counts, mesh, transform, options):
+        assert loss == pytest.approx(want, rel=TOLERANCE)
+        assert max(wrong) < TOLERANCE
+
+
+def _means(mesh: str) -> tuple[float, float, list[float], list[float]]:
+    """Twice without zeroing: gradients are added up, those of the shared tensor once each."""
+    single, batch = gpt(), tokens(11)
+    loss = mean(single(batch), batch)
+    loss.backward()
+    model = sharded(mesh)
+    step = sl.pipeline_step(model, own_rows(batch, mesh), mean, microbatches=4)
+    once = differences(model, single)
+    sl.pipeline_step(model, own_rows(batch, mesh), mean, microbatches=2)
+    for param in single.parameters():
+        param.grad *= 2
+    return step.loss.item(), loss.item(), once, differences(model, single)
+
+
+def test_means_weigh_by_rows_and_steps_add_up(ranks):
+    for loss, want, once, twice in ranks(4).run(_means, "pp=2,dp=2"):
+        assert loss == pytest.approx(want, rel=TOLERANCE)
+        assert max(once) < TOLERANCE and max(twice) < TOLERANCE
+
+
+def _executed(schedule: str, stages: Any, microbatches: int) -> Any:
+    model = sharded("pp=2", sl.pipeline(schedule, microbatches), stages=stages)
+    return sl.pipeline_step(model, tokens(microbatches), mean).executed
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "idle"),
+    [
+        ("gpipe", None, 1 / (4 + 1)),
+        ("1f1b", None, 1 / (4 + 1)),
+        ("interleaved", STAGES, 0.5 / (4 + 0.5)),
+        ("interleaved-zb", STAGES, 1 / (3 * 2 * 4 + 1)),
+        ("zbv", STAGES, 1 / (3 * 2 * 4 + 1)),
+    ],
+)
+def test_what_was_executed_stands_idle_as_the_formulas_say(ranks, schedule: str, stages: Any, idle: float):
+    """(p-1)/(m+p-1) for p=2 and m=4, divided by v=2 where interleaved; of unit costs."""
+    executed = ranks(2).run(_executed, schedule, stages, 4)
+    assert bubble(timeline(executed)) == pytest.approx(idle)
+
+
+def _evaluated(mesh: str) -> Any:
+    single, batch = gpt().eval(), tokens(5)
+    model = sharded(mesh).eval()
+    step = sl.pipeline_step(model, own_rows(batch, mesh), microbatches=2, forward_only=True)
+    if step.outputs is None:
+        return None, all(param.grad is None for param in model.parameters())
+    want = own_rows(single(batch), mesh)
+    return (step.outputs - want).abs().max().item(), step.loss is None
+
+
+def test_inference_gives_outputs_on_the_last_stage(ranks):
+    found = ranks(4).run(_evaluated, "dp=2,pp=2")
+    assert [error is None for error, _ in found] == [True, False, True, False]
+    assert all(said for _, said in found)
+    assert all(error < TOLERANCE for error, _ in found if error is not None)
+
+
+def _scaled() -> list[bool]:
+    """float16 with a loss scale: an overflow on one stage skips the step on all."""
+    model = sharded("pp=2", sl.precision("fp16", scaler=LossScale(init_scale=256.0)), dtype=torch.float32)
+    opt = sl.OptimizerWrapper(torch.optim.SGD, model, lr=0.1)
+    said = []
+    for factor in (1.0, float("inf")):
+        opt.zero_grad()
+
+        def criterion(output: torch.Tensor, ids: torch.Tensor, factor: float = factor) -> torch.Tensor:
+            return mean(output, ids) * factor
+
+        sl.pipeline_step(model, tokens(4), criterion, optimizer=opt, microbatches=2)
+        opt.clip_grad_norm_(1.0)
+        opt.step()
+        said.append(opt.step_was_skipped)
+    return [*said, opt.scaler is not None and opt.scaler.scale == 128.0]
+
+
+def test_a_loss_scale_is_that_of_all_stages(ranks):
+    assert ranks(2).run(_scaled) == [[False, True, True]] * 2
+
+
+def _by_pairs() -> list[float]:
+    """As on back ends without tags, each direction between two ranks has a group of its own."""
+    single, batch = gpt(), tokens(6)
+    mean(single(batch), batch).backward()
+    model = sharded("pp=2", sl.pipeline("interleaved", 4), stages=STAGES)
+    pipeline = record_of(model).pipeline
+    assert pipeline is not None
+    pipeline.channels = Channels.open(pipeline.channels.group, [[0, 1]], tagged=False)
+    assert len(pipeline.channels.pairs) == 2
+    sl.pipeline_step(model, batch, mean)
+    return differences(model, single)
+
+
+def test_messages_may_be_told_apart_by_their_order(ranks):
+    for wrong in ranks(2).run(_by_pairs):
+        assert max(wrong) < TOLERANCE
+
+
+# --- from meta, to files and back -------------------------------------------------------------------------------------
+
+
+def _from_meta() -> bool:
+    """Drawn in the order of one device, whatever the stage; the shared tensor is the same on both."""
+    made = []
+    for mesh in ("dp=2", "pp=2"):
+        with torch.device("meta"):
+            model = Transformer(layers=4, vocab=7, tied=True, bias=False)
+        torch.manual_seed(3)
+        rules = sl.Rules({"**": None}, stages=sl.Balanced())
+        made.append(sl.shard_model(model, mesh, rules, init="reset_parameters"))
+    want = dict(made[0].named_parameters(remove_duplicate=False))
+    return all(torch.equal(param, want[name]) for name, param in made[1].named_parameters())
+
+
+def test_a_model_on_meta_draws_what_one_device_draws(ranks):
+    assert ranks(2).run(_from_meta) == [True, True]
+
+
+def _train(model: nn.Module, opt: torch.optim.Optimizer, seed: int, mesh: str) -> float:
+    opt.zero_grad()
+    step = sl.pipeline_step(model, own_rows(tokens(8, seed), mesh), mean, microbatches=2)
+    sl.clip_grad_norm_(model, 0.5)
+    opt.step()
+    return step.loss.item()
+
+
+PLACES: list[tuple[str, tuple[Any, ...], Any]] = [
+    ("pp=2,dp=2", (sl.zero(1),), None),
+    ("pp=4", (), STAGES),
+    ("dp=4", (sl.zero(3),), None),
+    ("pp=2,dp=2", (sl.zero(3), sl.pipeline("gpipe")), "embed, position | blocks, norm, head"),
+]
+
+
+def _across(folder: str) -> list[float]:
+    """Save on one cut, load on the next, train on."""
+    losses = []
+    for turn, (mesh, transforms, stages) in enumerate(PLACES):
+        model = sharded(mesh, *transforms, stages=stages)
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if turn:
+            sl.load(f"{folder}/{turn - 1}", model, opt)
+        losses.append(_train(model, opt, turn, mesh))
+        sl.save(f"{folder}/{turn}", model, opt)
+    return losses
+
+
+def test_checkpoints_load_with_other_stages(ranks, tmp_path):
+    model = gpt()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    want = []
+    for turn in range(len(PLACES)):
+        opt.zero_grad()
+        loss = mean(model(tokens(8, turn)), tokens(8, turn))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+        want.append(loss.item())
+    for found in ranks(4).run(_across, str(tmp_path)):
+        assert found == pytest.approx(want, rel=TOLERANCE)
+
+
+def _whole_state(path: str) -> tuple[str, bool]:
+    model = sharded("pp=2")
+    full = {name: value.clone() for name, value in sl.full_state_dict(model).items()}
+    said = ""
+    try:
+        sl.save(path, model, weights="file")
+    except ShardlibError as error:
+        said = str(error)
+    model.load_state_dict({name: value + 1 for name, value in full.items()})
+    here = dict(model.named_parameters())
+    moved = all(torch.equal(param, full[name] + 1) for name, param in here.items())
+    same = all(torch.equal(full[name], value) for name, value in gpt().state_dict().items())
+    return said.partition(", for")[0].partition(": ")[2], moved and same and set(full) == set(gpt().state_dict())
+
+
+def test_whole_state_dicts(ranks, tmp_path):
+    said = 'weights="file" writes whole tensors'
+    assert ranks(2).run(_whole_state, str(tmp_path / "model.safetensors")) == [(said, True)] * 2
+
+
+# --- what fails
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Fragile(nn.Module):
+    """Blocks of which one raises for a certain value, and one gives another shape for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Raising(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x > 1e6).any()):
+            raise ValueError("too large")
+        return super().forward(x)
+
+
+class Shortening(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y[:, :3] if bool((y > 1e6).any()) else y
+
+
+def _fails(kind: str) -> tuple[str, Any, Any, Any, bool, str]:
+    torch.manual_seed(0)
+    model = Fragile()
+    model.blocks[1] = {"raises": Raising, "shape": Shortening}[kind](4, 4)
+    sl.shard_model(model, "pp=2", sl.Rules({"**": None}, stages="blocks.0-1 | blocks.2-3"))
+    good, bad = torch.ones(6, 4), torch.cat([torch.ones(4, 4), torch.full((2, 4), 1e9)])
+    sl.pipeline_step(model, good, lambda y, x: y.mean(), microbatch_size=2)
+    before = copy.deepcopy([param.grad for param in model.parameters()])
+    try:
+        sl.pipeline_step(model, bad, lambda y, x: y.mean(), microbatch_size=2)
+    except StageError as error:
+        kept = all(torch.equal(param.grad, old) for param, old in zip(model.parameters(), before, strict=True))
+        sl.pipeline_step(model, good, lambda y, x: y.mean(), microbatch_size=2)  # and on it goes
+        return str(error), error.rank, error.stage, error.microbatch, kept, type(error.__cause__).__name__
+    return "", None, None, None, False, ""
+
+
+def test_a_stage_that_raises_in_the_last_microbatch_is_named_everywhere(ranks):
+    said = (
+        "Stage 0 on rank 0 raised in the forward of microbatch 2: ValueError: too large\n"
+        "No rank has stepped; this step's gradients are dropped."
+    )
+    assert ranks(2).run(_fails, "raises") == [
+        (said, 0, 0, 2, True, "ValueError"),
+        (said, 0, 0, 2, True, "NoneType"),
+    ]
+
+
+def test_another_shape_in_the_last_microbatch_is_named_everywhere(ranks):
+    said = (
+        "Stage 0 on rank 0 raised in the forward of microbatch 2: PlanError: Stage 0 has made a tensor of shape (2, 3) "
+        'for "blocks.2", where inputs of these shapes let expect (2, 4): a module gives other shapes for other values. '
+        "Pad them.\nNo rank has stepped; this step's gradients are dropped."
+    )
+    assert [found[:4] for found in ranks(2).run(_fails, "shape")] == [(said, 0, 0, 2)] * 2
+
+
+def _message(kind: type[Exception], call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "nothing was raised"
+
+
+class Skipping(nn.Module):
+    """What the first block makes is read by the third one too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](x)
+        return self.blocks[3](self.blocks[2](self.blocks[1](first)) + first)
+
+
+def _refusals() -> list[str]:
+    rank, first, quiet = dist.get_rank(), torch.ones(4, 4), {"check": False}
+    model = sl.shard_model(Skipping(), "pp=2", sl.Rules({"**": None}, stages="blocks.0 | blocks.1-3"), **quiet)
+
+    def run(batch: Any, **given: Any) -> Any:
+        return sl.pipeline_step(model, batch, lambda y, x: y.mean(), **given)
+
+    return [
+        _message(InputError, lambda: run(first + rank, microbatches=2)),
+        _message(StageError, lambda: run(first, microbatches=2)),
+        _message(ShardingError, lambda: model(first)),
+        _message(InputError, lambda: run(first)),
+        _message(InputError, lambda: run(first[:1], microbatches=2)),
+        _message(InputError, lambda: run(torch.ones(4 + 2 * rank, 4), microbatches=2)),
+        _message(PlanError, lambda: sharded("pp=2", rng="exact")),
+    ]
+
+
+def test_what_is_refused(ranks):
+    found = ranks(2).run(_refusals)
+    assert found[0] == found[1]
+    values, skip, alone, number, rows, shapes, exact = found[0]
+    assert skip.startswith(
+        'Stage 1 on rank 1 raised in the forward of microbatch 0: PlanError: "blocks.3" on stage 1, which begins with '
+        '"blocks.1", is given a tensor of another stage as argument 0: only what the first module of a stage is given '
+        "comes from the stage before it."
+    )
+    assert alone.startswith("This Skipping is cut into stages, none of which can run alone.")
+    assert number.startswith("Say into how many microbatches a batch is cut: microbatches=8,")
+    assert rows == (
+        "The batch has 1 rows, which cannot be cut into 2 microbatches. Give a larger batch, or fewer microbatches."
+    )
+    for told in (values, shapes):
+        assert told.startswith("Ranks 0 and 1 work on the same examples, and were given different batches")
+    assert exact.startswith('rng="exact" draws in the order of one device')
