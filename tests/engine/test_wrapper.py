@@ -80,8 +80,9 @@ def test_unequal_counts_give_the_gradient_of_one_device(ranks, stage, mean):
         assert max(worst) < 1e-10
 
 
-def _accumulating(stage: str) -> tuple[float, list[bool], int]:
-    single, model = _gpt(), _sharded("dp=2", *STAGES[stage], sl.accumulate(3))
+def _accumulating(stage: str, mesh: str = "dp=2") -> tuple[float, list[bool], int]:
+    single, model = _gpt(), _sharded(mesh, *STAGES[stage], sl.accumulate(3))
+    rank, ranks = _data_rank(mesh)
     reference = torch.optim.SGD(single.parameters(), lr=0.1)
     optimizer = sl.OptimizerWrapper(torch.optim.SGD, model, lr=0.1)
     scheduler = optimizer.follow(torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
@@ -94,7 +95,7 @@ def _accumulating(stage: str) -> tuple[float, list[bool], int]:
             reference.zero_grad()
             reference.param_groups[0]["lr"] *= 0.5
         optimizer.zero_grad()
-        optimizer.backward(model(ids.chunk(2)[dist.get_rank()]).square().mean())
+        optimizer.backward(model(ids.chunk(ranks)[rank]).square().mean())
         optimizer.step()
         scheduler.step()
         skipped.append(optimizer.step_was_skipped)
@@ -109,6 +110,12 @@ def test_a_plan_that_accumulates_steps_after_so_many_passes_and_its_scheduler_to
         assert worst < 1e-10
         assert skipped == [True, True, False] * 2
         assert epochs == 2
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "tp=2"])
+def test_passes_are_averaged_where_no_bucket_carries_their_gradients(ranks, mesh):
+    for worst, _, _ in ranks(sl.MeshShape(mesh).world_size).run(_accumulating, "replicate", mesh):
+        assert worst < 1e-10
 
 
 def _half_a_step() -> None:
