@@ -9,6 +9,7 @@ from shardlib._mesh import MeshShape, mesh, register_axis
 from shardlib._plan import Plan
 from shardlib.checkpoint import Checkpoints, load, save
 from shardlib.engine import (
+    LazyInitContext,
     OptimizerWrapper,
     clip_grad_norm_,
     clip_grad_value_,
@@ -42,6 +43,7 @@ __all__ = [
     "Balanced",
     "Checkpoints",
     "Layout",
+    "LazyInitContext",
     "MeshShape",
     "OptimizerWrapper",
     "Plan",

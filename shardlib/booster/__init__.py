@@ -24,6 +24,7 @@ from shardlib.booster._precision import (
 )
 from shardlib.booster.config import Config
 from shardlib.booster.launch import Launched, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from shardlib.engine import LazyInitContext
 
 __all__ = [
     "BF16MixedPrecision",
@@ -40,6 +41,7 @@ __all__ = [
     "GeminiPlugin",
     "HybridParallelPlugin",
     "Launched",
+    "LazyInitContext",
     "LowLevelZeroPlugin",
     "MixedPrecision",
     "Plugin",

@@ -23,6 +23,7 @@ from shardlib.booster._plugins import OneProcess, Plugin
 from shardlib.booster._precision import Transforms, mixed_precision_of
 from shardlib.checkpoint import Saving
 from shardlib.engine import agree, no_sync, plan_of, shard_model
+from shardlib.engine.lazy import build_again, is_recorded
 from shardlib.errors import MeshError, PlanError, ShardingError
 
 __all__ = ["BoostedModule", "Booster"]
@@ -100,8 +101,9 @@ class Booster:
         """Shard a model in place, and let its optimizer and scheduler go on with what became of its parameters.
 
         Args:
-            model: a plain module; on `meta`, it draws its first values with `reset_parameters`. Where ranks have built
-                it with other values, all take rank 0's.
+            model: a plain module. Where ranks have built it with other values, all take rank 0's. One that was built in
+                a `LazyInitContext` gets the values that it would have had; one on `meta` otherwise does so if
+                transformers knows how to build it, else its modules' `reset_parameters` are called in order.
             optimizer: built from its parameters. It stays the same object inside of the one that is returned.
             criterion: any callable; returned as it is.
             dataloader: returned as it is; `plugin.prepare_dataloader` makes one.
@@ -122,13 +124,12 @@ class Booster:
             raise ShardingError("boost was given a scheduler of another optimizer. Give the one that it was built on.")
         device_mesh = self.mesh
         _begin_with_first_rank(model, device_mesh.device_type)
-        on_meta = any(param.is_meta for param in model.parameters())
         shard_model(
             model,
             device_mesh,
             self.plugin.rules(model),
             transforms=self._transforms(model),
-            init="reset_parameters" if on_meta else None,
+            init=_first_values(model),
             bucket_mb=self.plugin.bucket_mb(),
         )
         _add_unwrap(model)
@@ -376,6 +377,12 @@ def _model_of(optimizer: Any) -> nn.Module:
             "names of its parameters."
         )
     return optimizer.model
+
+
+def _first_values(model: nn.Module) -> str | None:
+    """How a model on meta gets its values, as `shard_model` asks it."""
+    blank = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
+    return None if not blank or any(map(is_recorded, blank)) or build_again(model) else "reset_parameters"
 
 
 def _check_saving(gather_dtensor: bool, prefix: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardlib.engine.apply import apply_plan, no_sync, plan_of, shard_model
 from shardlib.engine.dryrun import plan
 from shardlib.engine.exact import exact_random
+from shardlib.engine.lazy import LazyInitContext
 from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_, get_grad_norm
 from shardlib.engine.optimizer import register_elementwise, register_per_tensor
 from shardlib.engine.pipeline.step import PipelineStep, pipeline_step
@@ -13,6 +14,7 @@ from shardlib.engine.state import full_state_dict
 from shardlib.engine.wrapper import OptimizerWrapper
 
 __all__ = [
+    "LazyInitContext",
     "OptimizerWrapper",
     "PipelineStep",
     "apply_plan",

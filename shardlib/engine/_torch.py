@@ -12,7 +12,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -703,6 +703,51 @@ def imagined_in(mode: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach())
 
 
+def recording_imagined(record: Callable[[Any, Any, Any], Any]) -> AbstractContextManager[Any]:
+    """A context in which tensors have no values, and every operation goes through `record(op, args, kwargs)`.
+
+    Nothing else keeps weak references to the tensors, so that others can be swapped into their places.
+    """
+    stack = ExitStack()
+    mode = imagining()
+    memo = mode.fake_tensor_converter.tensor_memo
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            try:
+                return record(op, args, kwargs or {})
+            finally:
+                memo.clear()
+
+    stack.enter_context(mode)
+    stack.enter_context(Recording())
+    return stack
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Nothing looks at operations inside: no mode of dispatch that is on outside."""
+    with _disable_current_modes():
+        yield
+
+
+@functools.cache
+def fake_attributes() -> frozenset[str]:
+    """Attributes that a tensor without values has, besides those that users give it."""
+    return frozenset(vars(FakeTensorMode().from_tensor(torch.empty(0)))) | {"_is_param"}
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, Any]:
+    """What tells the memory of a tensor from others, also if it is imagined; as long as the second of both lives."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage
+
+
+# Call `register(hook)` of these: the hook gets each module, name and tensor when a module takes it in.
+watch_new_parameters = torch.nn.modules.module.register_module_parameter_registration_hook
+watch_new_buffers = torch.nn.modules.module.register_module_buffer_registration_hook
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be read: one of a dry run cannot, nor one on meta."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
@@ -803,6 +848,12 @@ def scaled_product(
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """A module's own parameters and buffers, as the dicts that hold them."""
     return module._parameters, module._buffers
+
+
+def find_weights_again(module: torch.nn.Module) -> None:
+    """A recurrent module keeps a list of its weights beside them."""
+    if isinstance(module, torch.nn.RNNBase):
+        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def check_input_dim(module: Any, x: torch.Tensor) -> None:

@@ -102,7 +102,8 @@ def shard_model(
         transforms: functions from plan to plan, applied in order.
         init: where the values of a model on `meta` come from: a safetensors file or folder, a mapping from names to
             whole tensors, a function that initialises one module's own tensors, "reset_parameters", or several of
-            these in order. Each rank keeps only its shards, and reads only its slices of a file.
+            these in order. None for what was built in a `LazyInitContext`. Each rank keeps only its shards, and reads
+            only its slices of a file.
         compile: "auto", "aot_eager", "inductor" or None: how repeated blocks are compiled, once for all of them. A
             block that cannot be compiled runs eagerly. Without a split model axis nothing is compiled.
         check: compare plans, first weights and the first batch between the ranks that must agree, and give each data
@@ -364,8 +365,10 @@ class _Build:
             if isinstance(tensor, nn.Parameter) and isinstance(new, nn.Parameter) and new is not tensor:
                 optimizer.adopt(name, tensor, new)
         for module in self.model.modules():
+            undo.callback(_torch.find_weights_again, module)
             for held in _torch.own_tensors(module):
                 _swap(held, after, undo)
+            _torch.find_weights_again(module)
 
     def initial_values(self, init: Any, *, check: bool) -> dict[str, torch.Tensor]:
         """This rank's parts of tensors on meta. Those of other stages are made too, and let go: so that all are drawn

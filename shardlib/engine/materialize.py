@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from shardlib.engine import pretrained
+from shardlib.engine import lazy, pretrained
 from shardlib.engine._torch import own_tensors
 from shardlib.engine.ops import ShardlibGatherWarning
 from shardlib.engine.plain import plain
@@ -34,6 +34,7 @@ Make = Callable[[str, torch.Tensor], torch.Tensor]
 Cut = Callable[[str, Any], torch.Tensor]
 
 RESET = "reset_parameters"
+LATER: Any = object()  # what was put on a tape when the model was built
 
 
 class Source:
@@ -111,7 +112,8 @@ def initial_values(
         model: its meta tensors are filled for a moment, module by module, and put back.
         init: a checkpoint (safetensors file, folder, or mapping from name to whole tensor), an initialiser called with
             each module that owns such tensors, "reset_parameters" for the method of that name, or several in order:
-            each fills what those before it left out.
+            each fills what those before it left out. None gives what was built in a `LazyInitContext` the values that
+            it would have had; behind those of the checkpoint that `from_pretrained` was called for there.
         cut: takes a name and something sliceable of global shape, or what `make` made, and returns the local shard.
         make: makes the memory that an initialiser writes to, from a name and a meta tensor; by default all of it. Where
             the initialiser raises on that, it is run again on whole tensors, with the random state that it began with.
@@ -122,10 +124,14 @@ def initial_values(
     """
     missing = _meta_tensors(model)
     values: dict[str, torch.Tensor] = {}
+    if init is None and any(map(lazy.is_recorded, missing.values())):
+        init = (*filter(None, [pretrained.source_of(model)]), LATER)
     for source in init if isinstance(init, tuple) else () if init is None else (init,):
         for name in values:
             missing.pop(name, None)
-        if callable(source) or source == RESET:
+        if source is LATER:
+            values |= {name: cut(name, whole).to(missing[name].dtype) for name, whole in lazy.values_of(missing)}
+        elif callable(source) or source == RESET:
             values |= _from_initialiser(model, source, missing, cut, make)
         else:
             values |= _from_checkpoint(source, missing, cut, model)

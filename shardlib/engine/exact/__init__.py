@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardlib.engine.exact._compile import DECOMPOSITIONS, traced
 from shardlib.engine.exact._forward import check_mode, draw_exactly
 from shardlib.engine.exact._held import is_cut_so
-from shardlib.engine.exact._mode import ExactMode, exact_random, rows
+from shardlib.engine.exact._mode import ExactMode, exact_random, is_exact, rows
 from shardlib.engine.exact._place import Place
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "draw_exactly",
     "exact_random",
     "is_cut_so",
+    "is_exact",
     "rows",
     "traced",
 ]

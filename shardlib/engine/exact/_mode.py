@@ -13,7 +13,7 @@ from shardlib.engine import _torch
 from shardlib.engine.exact._calls import RANDOM, Caller
 from shardlib.engine.exact._place import Place
 
-__all__ = ["ExactMode", "bound", "current", "exact_random", "rows"]
+__all__ = ["ExactMode", "bound", "current", "exact_random", "is_exact", "rows"]
 
 
 class ExactMode(_torch.TorchDispatchMode):
@@ -58,6 +58,11 @@ def _active() -> list[ExactMode]:
 def current() -> ExactMode | None:
     """The innermost mode that is on in this thread."""
     return _active()[-1] if _active() else None
+
+
+def is_exact() -> bool:
+    """Whether random calls are exact here."""
+    return current() is not None
 
 
 def rows() -> int | None:

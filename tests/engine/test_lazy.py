@@ -1,0 +1,289 @@
+"""Models built without memory get the values that building them would have given."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from shardlib.booster import Booster, GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from shardlib.engine.lazy import values_of
+from shardlib.errors import CheckpointError, ShardingError
+from tests.engine.same_numbers import values
+from tests.families.transformer_models import build, small, text, transformers
+
+
+class Everything(nn.Module):
+    """What modules do while they are built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.first.weight
+        self.register_buffer("computed", torch.arange(8.0).pow(2) / 3, persistent=False)
+        self.register_buffer("written", torch.tensor([1, 2, 3]))
+        self.table = nn.Embedding(10, 8, padding_idx=0)
+        nn.init.orthogonal_(self.first.weight)
+        nn.init.trunc_normal_(self.table.weight, std=0.02)  # draws until all values fit
+        with torch.no_grad():
+            self.table.weight[0].zero_()
+            self.first.bias.copy_(self.computed)
+            self.first.weight.mul_(2.0)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)], torch.linspace(0, 0.1, 3).tolist()
+        self.own = nn.Parameter(torch.randn(4, generator=torch.Generator().manual_seed(5)), requires_grad=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.chosen = nn.Parameter(torch.rand(6)[torch.rand(6) > 0.5])  # values decide about its shape
+        self.split = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.recurrent = nn.LSTM(4, 4)
+        self.low = nn.Conv2d(3, 4, 3).to(torch.bfloat16)
+        self.permuted = nn.Parameter(torch.rand(3, 5).t())
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+def _lazily(make: Callable[[], nn.Module]) -> nn.Module:
+    with sl.LazyInitContext():
+        return make()
+
+
+@pytest.mark.parametrize("exactly", [False, True])
+@pytest.mark.parametrize("name", ["everything", "GPT2LMHeadModel", "LlamaForCausalLM", "ViTForImageClassification"])
+def test_every_bit_is_that_of_the_model_built_at_once(name: str, exactly: bool):
+    make = Everything if name == "everything" else lambda: getattr(transformers, name)(small(name))
+    torch.manual_seed(3)
+    with sl.exact_random() if exactly else nullcontext():
+        at_once = make()
+    torch.manual_seed(3)
+    with sl.exact_random() if exactly else nullcontext():
+        lazy = _lazily(make)
+    assert all(tensor.is_meta for tensor in _tensors(lazy).values())
+    assert lazy.state_dict().keys() == at_once.state_dict().keys()
+    objects = {key: id(tensor) for key, tensor in _tensors(lazy).items() if "recurrent" not in key}
+
+    sl.LazyInitContext.materialize(lazy)
+
+    assert {key: id(tensor) for key, tensor in _tensors(lazy).items() if "recurrent" not in key} == objects
+    want, got = _tensors(at_once), _tensors(lazy)
+    assert got.keys() == want.keys()
+    for key, tensor in want.items():
+        assert torch.equal(got[key], tensor), key
+        same = "dtype", "requires_grad", "shape"
+        assert [getattr(got[key], what) for what in same] == [getattr(tensor, what) for what in same]
+        assert got[key].stride() == tensor.stride() and isinstance(got[key], type(tensor))
+    if name == "everything":
+        assert lazy.rates == at_once.rates and lazy.tied.weight is lazy.first.weight
+        x = torch.ones(2, 3, 4)
+        assert torch.equal(lazy.recurrent(x)[0], at_once.recurrent(x)[0])
+
+
+def test_one_block_goes_on_with_the_numbers_after_those_of_the_last():
+    torch.manual_seed(1)
+    want = [nn.Linear(3, 3).weight for _ in range(2)]
+    torch.manual_seed(1)
+    lazy = [_lazily(lambda: nn.Linear(3, 3)) for _ in range(2)]
+    again = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        again.append(_lazily(lambda: nn.Linear(3, 3)))
+    before = torch.get_rng_state()
+    got = [sl.LazyInitContext.materialize(model).weight for model in reversed([*lazy, *again])][::-1]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(map(torch.equal, got, [want[0], want[1], want[0], want[0]]))
+
+
+def test_a_seed_set_inside_counts():
+    def make() -> nn.Module:
+        first = nn.Linear(3, 3)
+        torch.manual_seed(9)
+        return nn.Sequential(first, nn.Linear(3, 3), nn.Dropout())
+
+    torch.manual_seed(1)
+    want = make().state_dict()
+    torch.manual_seed(1)
+    got = sl.LazyInitContext.materialize(_lazily(make)).state_dict()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def _alive() -> list[torch.Tensor]:
+    """Tensors with values, but for states of generators (5 kB each)."""
+    every = (one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter))
+    return [one for one in every if not one.is_meta and one.dtype is not torch.uint8]
+
+
+def test_one_tensor_is_there_at_a_time():
+    # Each weight is drawn when it is made, and drawn again when all modules are there: the first draw is not kept.
+    lazy = _lazily(lambda: transformers.LlamaForCausalLM(small("LlamaForCausalLM", num_hidden_layers=6)))
+    gc.collect()
+    there = set(map(id, _alive()))
+    named = dict(lazy.named_parameters())
+    largest = max(tensor.nbytes for tensor in named.values())
+    seen = 0
+    for _name, _value in values_of(named):
+        new = (one for one in _alive() if id(one) not in there)
+        memory = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in new}
+        assert sum(size for address, size in memory.items() if address) <= 2 * largest
+        seen += 1
+    assert seen == len(named)
+
+
+# --- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _equal(model: nn.Module, reference: nn.Module) -> None:
+    got, want = values(model), values(reference)
+    assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+
+
+def _sharded(transform: tuple[Any, ...], rng: str) -> None:
+    make = Everything if not transform and rng == "fast" else lambda: build("LlamaForCausalLM")
+    torch.manual_seed(4)
+    with sl.exact_random() if rng == "exact" else nullcontext():
+        reference = make()
+    torch.manual_seed(4)
+    rules = {"**": None} if isinstance(reference, Everything) else None
+    mesh = "dp=4" if rules else "dp=2,tp=2"
+    model = sl.shard_model(_lazily(make), mesh, rules, transforms=transform, rng=rng, compile=None)
+    _equal(model, reference)
+    if isinstance(reference, Everything):
+        x = torch.ones(2, 3, 4)
+        assert torch.equal(model.recurrent(x)[0], reference.recurrent(x)[0])
+    else:
+        _, batch = text(0, labels="tokens")
+        torch.testing.assert_close(model(**batch).loss, reference(**batch).loss)
+
+
+@pytest.mark.parametrize(("transform", "rng"), [((), "fast"), ((sl.zero(3),), "fast"), ((sl.zero(1),), "exact")])
+def test_ranks_get_their_shards(ranks, transform, rng):
+    ranks(4).run(_sharded, transform, rng)
+
+
+def _boosted(plugin: Any, lazily: bool) -> None:
+    make = lambda: transformers.LlamaForCausalLM(small("LlamaForCausalLM"))  # noqa: E731
+    torch.manual_seed(4)
+    reference = make()
+    torch.manual_seed(4)
+    with sl.LazyInitContext() if lazily else torch.device("meta"):
+        model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    other = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    _equal(model, reference)
+    _, batch = text(0, labels="tokens")
+    for _ in range(2):
+        booster.backward(model(**batch).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference(**batch).loss.backward()
+        other.step()
+        other.zero_grad()
+    got, want = values(model), values(reference)
+    for key in want:
+        torch.testing.assert_close(got[key], want[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lazily", [True, False])
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        TorchDDPPlugin(),
+        LowLevelZeroPlugin(stage=2, precision="fp32"),
+        GeminiPlugin(precision="fp32"),
+        HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32", zero_stage=1),
+    ],
+    ids=lambda plugin: type(plugin).__name__,
+)
+def test_boosted_models_train_from_the_values_of_the_seed(ranks, plugin, lazily):
+    ranks(2).run(_boosted, plugin, lazily)
+
+
+def _read(folder: str) -> None:
+    with sl.LazyInitContext():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.training == reference.training and model.dtype == reference.dtype
+    model = sl.shard_model(model, "tp=2", compile=None)
+    _equal(model, reference)
+    headed = transformers.LlamaForSequenceClassification.from_pretrained(folder, num_labels=3)
+    torch.manual_seed(0)
+    with sl.LazyInitContext():
+        lazy = transformers.LlamaForSequenceClassification.from_pretrained(folder, num_labels=3)
+    rules = {"**": None}
+    got = values(sl.shard_model(lazy, "dp=2", rules, compile=None))
+    want = values(headed)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want if not key.startswith("score"))
+    assert 0.01 < got["score.weight"].std() < 0.03  # the head that the files lack begins as the model's does
+
+
+def test_from_pretrained_reads_when_the_model_is_sharded(ranks, tmp_path: Path):
+    build("LlamaForCausalLM").save_pretrained(tmp_path)
+    ranks(2).run(_read, str(tmp_path))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_not_nested():
+    with sl.LazyInitContext(), pytest.raises(ShardingError) as raised, sl.LazyInitContext():
+        pass
+    assert str(raised.value) == (
+        "LazyInitContext was entered inside of one. One block is enough: build all models there."
+    )
+    with sl.LazyInitContext():  # and the failure has left nothing behind
+        assert nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_its_own_kind_of_tensors_is_refused():
+    with pytest.raises(ShardingError, match=r"^LazyInitContext was given a tensor_cls, which does not exist here\."):
+        sl.LazyInitContext(tensor_cls=torch.Tensor)
+
+
+def test_an_error_inside_leaves_nothing_behind():
+    with pytest.raises(ZeroDivisionError), sl.LazyInitContext():
+        nn.Linear(2, 2)
+        raise ZeroDivisionError
+    assert torch.ones(2).sum().item() == 2
+    assert _lazily(lambda: nn.Linear(2, 2)).weight.is_meta
+
+
+def test_what_was_written_without_memory_is_no_value():
+    lazy = _lazily(lambda: nn.Linear(2, 2))
+    nn.init.zeros_(lazy.bias)
+    with torch.no_grad():
+        lazy.bias.fill_(1.0)
+    with pytest.raises(ShardingError) as raised:
+        sl.LazyInitContext.materialize(lazy)
+    assert str(raised.value) == (
+        '"1" was written to after the LazyInitContext that it was made in, when it had no memory. '
+        "Initialise it inside, or after the model is sharded."
+    )
+
+
+def test_exact_numbers_do_not_follow_decisions_of_others():
+    torch.manual_seed(0)
+    lazy = _lazily(lambda: nn.ParameterList([nn.init.trunc_normal_(torch.empty(400))]))
+    with pytest.raises(
+        ShardingError, match=r"Build it with exact ones: with shardlib\.exact_random\(\), LazyInitContext\(\)"
+    ):
+        sl.shard_model(lazy, "dp=1", {"**": None}, rng="exact")
+
+
+def test_what_reading_later_cannot_do_is_refused(tmp_path: Path):
+    build("LlamaForCausalLM").save_pretrained(tmp_path)
+    with sl.LazyInitContext(), pytest.raises(CheckpointError) as raised:
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, device_map="auto")
+    assert str(raised.value) == (
+        "LlamaForCausalLM.from_pretrained was given device_map='auto' inside a LazyInitContext, which makes the model "
+        "and leaves reading to shard_model. Say it of the config, or read the model outside."
+    )
