@@ -404,15 +404,8 @@ class _Guard(torch.Tensor):
 
 
 _ASKING = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride", "__len__"}
-_VALUES = {
-    "T",
-    "mT",
-    "H",
-    "mH",
-    "data",
-    "real",
-    "imag",
-}  # properties that are tensors: what they give would be computed with
+# Properties that are tensors: what they give would be computed with.
+_VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 
 
 def _bundles(group: list[Held], scratch: Scratch) -> list[tuple[Bundle, list[Held]]]:

@@ -87,7 +87,7 @@ class _Adam(torch.optim.Adam):
             state["step"] = torch.zeros((), dtype=torch.float32)
             for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
                 state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        if fused:  # loaded ones may lie elsewhere
+        if fused and state["step"].device != param.device:  # a loaded one may lie elsewhere
             state["step"] = state["step"].to(param.device)
         return state
 

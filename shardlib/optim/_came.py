@@ -100,7 +100,9 @@ def _averaged(state: dict[str, Any], name: str, square: torch.Tensor, beta: floa
 
 
 def _into(state: dict[str, Any], name: str, value: torch.Tensor, beta: float) -> torch.Tensor:
-    average = state.setdefault(name, torch.zeros_like(value))
+    if name not in state:
+        state[name] = torch.zeros_like(value)
+    average: torch.Tensor = state[name]
     return average.lerp_(value, 1 - beta)
 
 

@@ -62,11 +62,11 @@ def renamed(index: ModelIndex) -> tuple[dict[str, str], set[str]]:
 def _before(index: ModelIndex, name: str, before: dict[str, str | None]) -> tuple[str | None, bool]:
     """What a module was called, if it was there; and whether that is the name of the module that it is in."""
     wrapped = _is_a(index.model, _MODEL)
-    if name in ("", "base_model.model") and wrapped:
-        return (None if name == "" else ""), False
-    outer, _, last = name.rpartition(".")
     if not name:
+        return (None if wrapped else ""), False
+    if wrapped and name == "base_model.model":
         return "", False
+    outer, _, last = name.rpartition(".")
     holder = index.modules[outer]
     if _is_a(holder, _ADAPTED):
         return (before[outer], True) if last == "base_layer" else (None, False)

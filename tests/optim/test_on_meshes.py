@@ -15,7 +15,7 @@ import shardlib as sl
 from shardlib import optim
 from shardlib.booster import Booster, LowLevelZeroPlugin
 from shardlib.engine import _torch
-from shardlib.optim.lr_scheduler import CosineAnnealingWarmupLR
+from shardlib.optim.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
 from shardlib.testing.strategies import ModelFactory
@@ -96,6 +96,27 @@ def _pieces() -> int:
 
 def test_one_piece_steps_on_the_host_while_others_are_on_the_way(ranks):
     assert ranks(1).run(_pieces)[0] > 3
+
+
+# --- with schedules -------------------------------------------------------------------------------------------------
+
+
+def _wrapped() -> list[float]:
+    model = sl.shard_model(perturb(GPT()), "dp=2", {"**": None}, transforms=[sl.zero(2), sl.accumulate(2)])
+    optimizer = sl.OptimizerWrapper(optim.HybridAdam, model, lr=1.0)
+    scheduler = optimizer.follow(LinearWarmupLR(optimizer, total_steps=3, warmup_steps=1))
+    rates = []
+    for step in range(6):
+        optimizer.zero_grad()
+        optimizer.backward(_loss(model, step, dist.get_rank(), dist.get_world_size()))
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_a_schedule_takes_the_steps_that_a_wrapper_takes(ranks):
+    assert ranks(2).run(_wrapped) == [[0.5, 1.0, 1.0, 0.5, 0.5, 0.0]] * 2
 
 
 # --- boosted, with a schedule, from before boosting to after loading ------------------------------------------------
