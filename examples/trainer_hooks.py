@@ -25,6 +25,7 @@ from shardlib.trainer import (
     MultiTimer,
     ParallelMode,
     Trainer,
+    free_port,
     get_dataloader,
     get_default_parser,
     get_dist_logger,
@@ -74,7 +75,7 @@ def main() -> None:
     if "RANK" in os.environ:
         launch_from_torch(args.config or CONFIG)
     else:
-        launch(args.config or CONFIG, 0, 1, "localhost", args.port or 29500)
+        launch(args.config or CONFIG, 0, 1, "localhost", args.port or free_port())
     logger = get_dist_logger()
 
     train_data, test_data = digits()

@@ -27,7 +27,14 @@ from shardlib.trainer._registry import Registry
 from shardlib.trainer._schedule import BaseSchedule, NonPipelineSchedule
 from shardlib.trainer._timer import MultiTimer, Timer
 from shardlib.trainer._trainer import Trainer
-from shardlib.trainer._utils import is_using_ddp, is_using_pp, load_checkpoint, print_rank_0, save_checkpoint
+from shardlib.trainer._utils import (
+    free_port,
+    is_using_ddp,
+    is_using_pp,
+    load_checkpoint,
+    print_rank_0,
+    save_checkpoint,
+)
 
 gpc = global_context
 
@@ -54,6 +61,7 @@ __all__ = [
     "ThroughputMetric",
     "Timer",
     "Trainer",
+    "free_port",
     "get_current_device",
     "get_dataloader",
     "get_default_parser",

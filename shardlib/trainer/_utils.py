@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from shardlib import checkpoint as checkpoints
 from shardlib.checkpoint import Saving
 from shardlib.trainer._context import ParallelMode, global_context
 
-__all__ = ["is_using_ddp", "is_using_pp", "load_checkpoint", "print_rank_0", "save_checkpoint"]
+__all__ = ["free_port", "is_using_ddp", "is_using_pp", "load_checkpoint", "print_rank_0", "save_checkpoint"]
 
 
 def save_checkpoint(
@@ -67,6 +68,17 @@ def load_checkpoint(
     """
     loaded = checkpoints.load(file, model, optimizer, lr_scheduler=lr_scheduler, strict=strict, cast=True)
     return int(loaded.extra["epoch"]) if isinstance(loaded.extra, dict) and "epoch" in loaded.extra else -1
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at now, for `launch` of a job that runs on it alone.
+
+    >>> 1024 <= free_port() <= 65535
+    True
+    """
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
 
 
 def is_using_ddp() -> bool:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gpt import GPT, GPTConfig, next_byte_loss
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from shardlib.trainer import (
@@ -46,6 +48,29 @@ def test_a_config_trains_the_numbers_of_one_device_with_whole_batches(ranks, nam
     exact = plainly(config.get("gradient_accumulation", 1), config.get("clip_grad_norm"))
     for run in ranks(world).run(by_engine, config):
         assert_equal(run, exact)
+
+
+def by_layout_file(config: dict[str, Any]) -> tuple[list[float], int]:
+    """Losses of a model that a layout file is for, and how many of its parameters are split."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=16, context=8, n_layer=1, n_head=2, d_model=8)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    engine, *_ = initialize(model, optimizer, next_byte_loss, config=config, verbose=False)
+    losses = []
+    for i in range(3):
+        engine.zero_grad()
+        loss = engine.criterion(engine(batch(i)), batch(i))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, sum(isinstance(param, DTensor) for param in model.parameters())
+
+
+def test_a_tensor_size_alone_takes_the_layout_file_for_the_model(ranks):
+    alone, none = ranks(1).run(by_layout_file, {})[0]
+    for losses, split in ranks(2).run(by_layout_file, {"parallel": {"tensor": 2}}):
+        assert losses == pytest.approx(alone, rel=TOLERANCE)
+        assert (none, split > 4) == (0, True)
 
 
 def test_backward_by_grad_is_backward_from_there(ranks):
