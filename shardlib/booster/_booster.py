@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,9 +22,10 @@ from shardlib.booster._options import refuse
 from shardlib.booster._plugins import OneProcess, Plugin
 from shardlib.booster._precision import Transforms, mixed_precision_of
 from shardlib.checkpoint import Saving
-from shardlib.engine import agree, no_sync, plan_of, shard_model
+from shardlib.engine import agree, no_sync, pipeline_step, plan_of, shard_model
 from shardlib.engine.lazy import build_again, is_recorded
-from shardlib.errors import MeshError, PlanError, ShardingError
+from shardlib.engine._torch import pytree
+from shardlib.errors import InputError, MeshError, PlanError, ShardingError
 
 __all__ = ["BoostedModule", "Booster"]
 
@@ -160,13 +161,66 @@ class Booster:
             raise ShardingError("no_sync was given neither a boosted model nor a boosted optimizer. Give one of them.")
         return no_sync(owner)
 
-    def execute_pipeline(self, *args: Any, **options: Any) -> Any:
-        """Pipelines come later.
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Any],
+        optimizer: BoostedOptimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Forward and backward of the next batch through all stages of a pipeline. All ranks call it.
+
+        Then step, with every plugin that has stages. Inside of `no_sync` gradients are only added up; inside of
+        `torch.no_grad()` there is no backward, and no optimizer is needed.
+
+        Args:
+            data_iter: an iterator over batches, such as `iter(dataloader)`. All stages take the same batches: a
+            loader of
+                `plugin.prepare_dataloader` gives them.
+            model: boosted.
+            criterion: a function (outputs, inputs) -> loss of a microbatch: the mean over its rows, or (sum, count).
+            optimizer: boosted.
+            return_loss: give the loss.
+            return_outputs: give the model's outputs for the whole batch.
+
+        Returns:
+            `loss`: of all rows of all data ranks, on every rank (ColossalAI has the last stage's own); `outputs`: on the
+            last stage's ranks. None for what was not asked for.
 
         Raises:
-            PlanError: always.
+            PlanError: a plugin without stages.
+            ShardingError: no optimizer, and gradients are wanted.
+            StageError: a stage has raised; on all ranks.
         """
-        raise PlanError("execute_pipeline: pipelines come later. Call model, criterion and booster.backward yourself.")
+        if plan_of(model).stages == ():
+            raise PlanError(
+                f"execute_pipeline: {self.plugin!r} has no stages. Give HybridParallelPlugin(pp_size=2, "
+                "num_microbatches=4), or call model, criterion and booster.backward yourself."
+            )
+        if optimizer is None and torch.is_grad_enabled():
+            raise ShardingError(
+                "execute_pipeline was given no optimizer. Give the boosted one; to evaluate, call it inside of "
+                "torch.no_grad()."
+            )
+        if not hasattr(data_iter, "__next__"):
+            raise InputError(
+                f"execute_pipeline was given a {type(data_iter).__name__} as data_iter; give an iterator, such as "
+                "iter(dataloader), which goes on where the last call left it."
+            )
+        device = self.mesh.device_type
+        batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), next(data_iter))
+        done = pipeline_step(
+            model,
+            batch,
+            criterion,
+            optimizer=optimizer,
+            microbatch_size=getattr(self.plugin, "microbatch_size", None),
+            return_outputs=return_outputs,
+            forward_only=not torch.is_grad_enabled(),
+        )
+        return {"loss": done.loss if return_loss else None, "outputs": done.outputs if return_outputs else None}
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 

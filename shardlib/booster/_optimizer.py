@@ -11,6 +11,7 @@ from torch import nn
 
 from shardlib._plan import Row
 from shardlib.engine import OptimizerWrapper, plan_of
+from shardlib.engine.apply import names_here
 from shardlib.errors import ShardingError
 
 __all__ = ["BoostedOptimizer", "Carried"]
@@ -78,6 +79,11 @@ class BoostedOptimizer(OptimizerWrapper):
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp every element of every gradient to [-clip_value, clip_value]."""
         self.clip_grad_value_(clip_value)
+
+    def backward_by_another(self) -> float:
+        """What a pipeline multiplies its losses with."""
+        self._scaled_losses = True
+        return super().backward_by_another()
 
     def _step(self) -> None:
         if self.scaler is not None and not self._scaled_losses:
@@ -147,15 +153,16 @@ class Carried:
 
         It stays the object that it was: its class, options, hooks and whoever drives its groups go on.
         """
-        params = dict(model.named_parameters())
-        for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
+        params, here = dict(model.named_parameters()), names_here(model)
+        groups = tuple(tuple(here[name] for name in names if name in here) for names in self.groups)
+        for group, names in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = [params[name] for name in names]
         self.optimizer.state.clear()
         made = make(self.optimizer, model)
         if self.state:
             rows = {name: row for row in plan_of(model).rows for name in row.tied}
-            state = {name: _in_dtype_of(rows[name], held) for name, held in self.state.items()}
-            made.load_state_dict({"state": state, "param_groups": _described(self.optimizer, self.groups)})
+            state = {here[name]: _in_dtype_of(rows[name], held) for name, held in self.state.items() if name in here}
+            made.load_state_dict({"state": state, "param_groups": _described(self.optimizer, groups)})
         return made
 
 

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardlib import layouts
 from shardlib._mesh import MeshShape
+from shardlib._plan import as_rules
 from shardlib.booster._data import DataLoader, prepared
 from shardlib.booster._options import Options, keyword, recipe, refused
 from shardlib.booster._precision import Transforms, loss_scale, precision_of
 from shardlib.errors import MeshError, PlanError, nearest
-from shardlib.rules import Rules
-from shardlib.transforms import LossScale, Transform, fsdp, hsdp, offload, replicate, zero
+from shardlib.rules import Balanced, Rules
+from shardlib.transforms import LossScale, Transform, fsdp, hsdp, offload, pipeline, replicate, zero
 
 __all__ = ["GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
 
@@ -26,7 +28,6 @@ _KERNELS = (
     "kernels are the model's: torch chooses that of scaled_dot_product_attention, and blocks that a model axis splits "
     "are compiled."
 )
-_PIPELINES = "pipelines come later."
 _CHUNKS = "parameters travel by units, the model's repeated blocks, and nothing is packed into chunks."
 _SEQUENCE = 'say it in rules, as a border of blocks: custom_policy={"blocks.*.output": "batch seq@tp embed", ...}.'
 
@@ -430,11 +431,15 @@ def _largest(model: nn.Module, fraction: float) -> list[str]:
 
 @recipe
 class HybridParallelPlugin(_WithPrecision):
-    """Tensor parallel and data parallel, with ZeRO of any stage. The layout is the one for the model's class
-    (`layouts.for_model`), or `custom_policy`.
+    """Tensor parallel, pipelines and data parallel, with ZeRO of any stage. The layout is the one for the model's class
+    (`layouts.for_model`), or `custom_policy`. Stages are balanced by parameters, or have `num_layers_per_stage`, or are
+    those that the rules of `custom_policy` name.
 
     >>> HybridParallelPlugin(tp_size=2, zero_stage=1, precision="bf16").mesh_shape()
     MeshShape("dp=-1,tp=2")
+    >>> plugin = HybridParallelPlugin(pp_size=2, num_microbatches=4, pp_style="interleaved", num_model_chunks=2)
+    >>> plugin.mesh_shape(), plugin.transforms(nn.Linear(2, 2))[-1]
+    (MeshShape("dp=-1,pp=2,tp=1"), pipeline("interleaved", microbatches=4))
     """
 
     tp_size: int = 1
@@ -448,8 +453,8 @@ class HybridParallelPlugin(_WithPrecision):
     enable_sequence_parallelism: bool = refused(_SEQUENCE, default=False)
     sequence_parallelism_mode: Any = refused(_SEQUENCE, default=None)
     parallel_output: bool = True  # outputs are whole in either case
-    num_microbatches: Any = refused(_PIPELINES, default=None)
-    microbatch_size: Any = refused(_PIPELINES, default=None)
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
     broadcast_buffers: bool = refused(
         "buffers are the same on all ranks: BatchNorm's are of all examples.", default=True
     )
@@ -463,30 +468,40 @@ class HybridParallelPlugin(_WithPrecision):
     communication_dtype: Any = None
     overlap_communication: bool = refused(_OVERLAPS, default=True)
     custom_policy: Any = None
-    pp_style: str = refused(_PIPELINES, default="1f1b")
-    num_model_chunks: int = refused(_PIPELINES, default=1)
-    scheduler_nodes: Any = refused(_PIPELINES, default=None)
-    num_layers_per_stage: Any = refused(_PIPELINES, default=None)
+    pp_style: str = "1f1b"
+    num_model_chunks: int = 1
+    scheduler_nodes: Any = refused("the order of a schedule follows from its name.", default=None)
+    num_layers_per_stage: Sequence[int] | None = None
     gradient_checkpoint_config: Any = refused("call model.gradient_checkpointing_enable() before boost.", default=None)
-    enable_metadata_cache: bool = refused(_PIPELINES, default=True)
+    enable_metadata_cache: bool = refused("shapes of messages are known before the first one is sent.", default=True)
     make_vocab_size_divisible_by: int = refused("a vocabulary of any size is split, unevenly if need be.", default=64)
-    dp_outside: bool = refused("the data axis is the outer one.", default=True)
-    overlap_p2p: bool = refused(_PIPELINES, default=True)
+    dp_outside: bool = True
+    overlap_p2p: bool = refused("messages travel while a rank computes, always.", default=True)
     overlap_allgather: bool = False
     inner_ring_size: Any = refused(_SEQUENCE, default=None)
 
     def mesh_shape(self) -> MeshShape:
-        if self.pp_size != 1:
-            raise PlanError(f"{self}: pipelines come later; give pp_size=1, and a larger tp_size or zero_stage=3.")
         sequence = {} if self.sp_size in (None, 1) else {"sp": int(self.sp_size or 1)}
         if sequence and self.custom_policy is None:
             raise PlanError(f'{self}: no layout file splits over "sp"; give custom_policy rules that name it.')
-        for name, size in (("tp_size", self.tp_size), ("sp_size", self.sp_size or 1)):
+        for name, size in (("tp_size", self.tp_size), ("pp_size", self.pp_size), ("sp_size", self.sp_size or 1)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"{self}: {name} is a number of ranks, from 1 up.")
-        return MeshShape({"dp": -1, "tp": self.tp_size, **sequence})
+        if self.pp_size == 1:
+            return MeshShape({"dp": -1, "tp": self.tp_size, **sequence})
+        outer = {"dp": -1, "pp": self.pp_size} if self.dp_outside else {"pp": self.pp_size, "dp": -1}
+        return MeshShape({**outer, "tp": self.tp_size, **sequence})
 
     def rules(self, model: nn.Module) -> Any:
+        if self.pp_size == 1:
+            return self._policy()
+        given = self._policy()
+        rules = layouts.for_model(model) if given is None else as_rules(given)
+        if self.num_layers_per_stage is not None:
+            return rules.with_stages(Balanced(self.num_layers_per_stage))
+        return rules if rules.stages is not None else rules.with_stages(Balanced(per_rank=self.num_model_chunks))
+
+    def _policy(self) -> Any:
         given = self.custom_policy
         if given is not None and not isinstance(given, Rules | dict | str | os.PathLike):
             raise PlanError(
@@ -502,7 +517,35 @@ class HybridParallelPlugin(_WithPrecision):
             raise PlanError(f"{self}: overlap_allgather is for zero_stage 1 and 2; at 3 it is always so.")
         divide = (zero(self.zero_stage, overlap=self.overlap_allgather),) if self.zero_stage else ()
         away = (offload("state"),) if self.cpu_offload else ()
-        return (*divide, *self.precision_transforms(model, self.communication_dtype), *away)
+        return (*divide, *self.precision_transforms(model, self.communication_dtype), *away, *self._schedule())
+
+    def _schedule(self) -> Transforms:
+        """How a pipeline runs.
+
+        Raises:
+            PlanError: a style that is none or does not fit the chunks; not one number of microbatches.
+        """
+        said = [name for name in ("num_microbatches", "microbatch_size") if getattr(self, name) is not None]
+        if self.pp_size == 1:
+            if said or self.num_model_chunks != 1 or self.num_layers_per_stage is not None:
+                raise PlanError(
+                    f"{self}: microbatches, chunks and layers per stage are a pipeline's, and pp_size is 1."
+                )
+            return ()
+        chunks = {"1f1b": lambda n: n == 1, "gpipe": lambda n: n == 1, "zbv": lambda n: n == 2}
+        chunks |= {"interleaved": lambda n: n > 1, "interleaved-zb": lambda n: n > 1}
+        if self.pp_style not in chunks or not chunks[self.pp_style](self.num_model_chunks):
+            raise PlanError(
+                f'{self}: pp_style is "gpipe" or "1f1b" with num_model_chunks=1, "interleaved" or "interleaved-zb" '
+                'with '
+                'more, or "zbv" with 2.'
+            )
+        if len(said) != 1:
+            raise PlanError(
+                f"{self}: say into how many microbatches a batch is cut, num_microbatches=, or how many rows each has, "
+                "microbatch_size=; one of the two."
+            )
+        return (pipeline(self.pp_style, self.num_microbatches or 0),)
 
     def bucket_mb(self) -> float | None:
         return self.megabytes(self.zero_bucket_size_in_m) if self.zero_stage else self.ddp_bucket_cap_mb

@@ -53,7 +53,7 @@ from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.layout import Dim, Layout, cut
 from shardlib.rules import Rules
 
-__all__ = ["Sharded", "apply_plan", "is_sharded", "no_sync", "plan_of", "record_of", "shard_model"]
+__all__ = ["Sharded", "apply_plan", "is_sharded", "names_here", "no_sync", "plan_of", "record_of", "shard_model"]
 
 
 @dataclass(eq=False)
@@ -741,6 +741,11 @@ def _refuse_unfit(model: nn.Module) -> None:
             raise ShardingError(
                 f'"{name}" has no shape yet (a lazy module). Run the model once on an example before sharding it.'
             )
+
+
+def names_here(model: nn.Module) -> dict[str, str]:
+    """Of a sharded model's parameters on this rank: what the whole model calls them first, and their names here."""
+    return stages.names_here(model, record_of(model).pipeline)
 
 
 def record_of(model: nn.Module) -> Sharded:

@@ -25,6 +25,7 @@ from shardlib.rules.patterns import NameIndex, compile_pattern
 __all__ = ["Balanced", "Stage", "StagesLike", "read_stages", "resolve_stages"]
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
+_ON_EACH = re.compile(r"(\d+) on each rank")
 _BALANCED = re.compile(r"balanced(?:\((.*)\))?", re.IGNORECASE)
 
 
@@ -58,6 +59,7 @@ class Balanced:
             stage, what follows the last on the last. Without it, stages are cut so that the heaviest is as light as
             it can be.
         by: what weighs: "params", the number of parameters.
+        per_rank: how many stages each rank of the pipeline gets, for schedules that interleave them.
 
     Raises:
         RuleError: counts that are none, another `by`.
@@ -68,8 +70,9 @@ class Balanced:
 
     counts: tuple[int, ...] = ()
     by: Literal["params"] = "params"
+    per_rank: int = 1
 
-    def __init__(self, counts: Iterable[int] = (), *, by: Literal["params"] = "params") -> None:
+    def __init__(self, counts: Iterable[int] = (), *, by: Literal["params"] = "params", per_rank: int = 1) -> None:
         counts = tuple(counts)
         if wrong := [count for count in counts if type(count) is not int or count < 0]:
             raise RuleError(
@@ -78,16 +81,25 @@ class Balanced:
             )
         if by != "params":
             raise RuleError(f'Balanced was given by={by!r}; give "params", or say how many blocks: Balanced([3, 5]).')
+        if type(per_rank) is not int or per_rank < 1 or (counts and per_rank > 1):
+            raise RuleError(
+                f"Balanced was given per_rank={per_rank!r}; give a number from 1 up, and only where no counts say how "
+                "many stages there are."
+            )
         object.__setattr__(self, "counts", counts)
+        object.__setattr__(self, "per_rank", per_rank)
         object.__setattr__(self, "by", by)
 
     def __repr__(self) -> str:
-        return f"Balanced({list(self.counts)})" if self.counts else f'Balanced(by="{self.by}")'
+        if self.counts:
+            return f"Balanced({list(self.counts)})"
+        return f'Balanced(by="{self.by}"{f", per_rank={self.per_rank}" if self.per_rank > 1 else ""})'
 
     @property
     def text(self) -> str:
         """The form that stands in files; `read_stages` reads it."""
-        return f"balanced({', '.join(map(str, self.counts)) or self.by})"
+        each = f", {self.per_rank} on each rank" if self.per_rank > 1 else ""
+        return f"balanced({', '.join(map(str, self.counts)) or self.by + each})"
 
 
 StagesLike = str | Sequence[str] | Balanced | None
@@ -128,7 +140,11 @@ def _read_balanced(inside: str) -> Balanced:
     words = [word.strip().strip('"') for word in inside.split(",") if word.strip()]
     if words and all(word.isdecimal() for word in words):
         return Balanced(int(word) for word in words)
-    return Balanced(by=words[0] if words else "params")  # type: ignore[arg-type]
+    per_rank = 1
+    if words and (match := _ON_EACH.fullmatch(words[-1])):
+        per_rank = int(match[1])
+        words.pop()
+    return Balanced(by=words[0] if words else "params", per_rank=per_rank)  # type: ignore[arg-type]
 
 
 def _items(text: str) -> list[list[str]]:
@@ -227,13 +243,14 @@ def _balanced(given: Balanced, model: nn.Module, ranks: int) -> tuple[Stage, ...
     if given.counts:
         return _by_counts(given, units, blocks)
     weights = [sum(param.numel() for param in unit.parameters()) for _, unit in units]
-    if len(units) < ranks:
+    count = ranks * given.per_rank
+    if len(units) < count:
         raise RuleError(
             f"stages={given!r}: this {type(model).__name__} has {len(units)} modules with parameters that can stand "
-            "apart, "
-            f'and the pipeline {ranks} ranks. Use fewer, or name the stages: stages="embed, blocks.0-3 | ...".'
+            f"apart, and {count} stages are wanted. Use fewer ranks, or name the stages: "
+            'stages="embed, blocks.0-3 | ...".'
         )
-    runs = _partition(weights, ranks)
+    runs = _partition(weights, count)
     return tuple(
         Stage(tuple(name for name, _ in units[a:b]), _directly(model, units, a, b)) for a, b in pairwise((0, *runs))
     )

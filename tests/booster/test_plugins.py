@@ -175,7 +175,7 @@ def _meaningless_on_ranks() -> None:
         Booster().boost(model, optimizer)
     with pytest.raises(PlanError, match="stages are 1 and 2"):
         Booster(plugin=LowLevelZeroPlugin(stage=3)).boost(model, optimizer)
-    with pytest.raises(PlanError, match="pipelines come later"):
+    with pytest.raises(PlanError, match="one of the two"):
         Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=2)).boost(model, optimizer)
     run = Run(LowLevelZeroPlugin())  # after all of that nothing had changed
     with pytest.raises(ShardingError, match="neither"):
@@ -237,7 +237,8 @@ def test_data_parallel_begins_with_rank_0_and_normalises_with_all_examples(ranks
         (lambda: Booster(plugin="gemini"), ["TorchDDPPlugin()"]),
         (lambda: FP16ApexMixedPrecision(opt_level="O4").transforms(gpt()), ["O0, O1, O2, O3"]),
         (lambda: FP16ApexMixedPrecision("O1", keep_batchnorm_fp32=True).transforms(gpt()), ["says nothing"]),
-        (lambda: Booster().execute_pipeline(None), ["pipelines come later"]),
+        (lambda: HybridParallelPlugin(num_microbatches=4).transforms(gpt()), ["a pipeline's", "pp_size is 1"]),
+        (lambda: HybridParallelPlugin(pp_size=2, pp_style="zbv").transforms(gpt()), ['"zbv" with 2']),
     ],
 )
 def test_what_means_nothing_is_refused_with_the_reason(make, words):

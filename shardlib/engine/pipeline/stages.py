@@ -29,7 +29,7 @@ from shardlib.engine.pipeline.shared import Shared
 from shardlib.engine.pipeline.transport import Channels
 from shardlib.errors import PlanError
 
-__all__ = ["Pipeline", "has_pipeline", "prepare"]
+__all__ = ["Pipeline", "has_pipeline", "names_here", "prepare"]
 
 
 @dataclass(eq=False)
@@ -61,6 +61,13 @@ class Pipeline:
         """All names of tensors that are on other ranks only."""
         here = set(self.names.values())
         return {name for row in self.plan.rows if row.name not in here for name in row.tied}
+
+
+def names_here(model: nn.Module, pipeline: Pipeline | None) -> dict[str, str]:
+    """Of the parameters that a rank has: what the whole model calls them first, and what they are called here."""
+    if pipeline is None:
+        return {name: name for name, _ in model.named_parameters()}
+    return {first: name for name, first in pipeline.names.items()}
 
 
 def has_pipeline(plan: Plan) -> bool:
