@@ -72,8 +72,6 @@ def initialize(
     place = shape.data_place(shape.coordinate(global_context.get_global_rank()))
     for what, loader in (("train_dataloader", train_dataloader), ("test_dataloader", test_dataloader)):
         check_place(loader, what, *place)
-    for flag, value in settings.cudnn.items():
-        setattr(torch.backends.cudnn, flag, value)
     booster = Booster(plugin=settings.plugin)
     model, boosted, criterion, train_dataloader, lr_scheduler = booster.boost(
         model, optimizer, criterion, train_dataloader, lr_scheduler
@@ -82,6 +80,8 @@ def initialize(
     engine = Engine(model, boosted, criterion, handlers, lr_scheduler=lr_scheduler)
     if isinstance(criterion, nn.Module):
         criterion.to(engine.device)
+    for flag, value in settings.cudnn.items():
+        setattr(torch.backends.cudnn, flag, value)
     remember(settings_from, booster.mesh)
     if settings.plugin.passes > 1 and train_dataloader is not None:
         train_dataloader = WholeSteps(train_dataloader, settings.plugin.passes)

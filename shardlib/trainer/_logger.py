@@ -128,4 +128,6 @@ def get_dist_logger(name: str = "trainer") -> DistributedLogger:
     """
     if not isinstance(name, str) or not name or name.startswith("."):
         raise LaunchError(f'A logger was asked for by the name {name!r}; give a word such as "train".')
-    return _MADE.setdefault(name, DistributedLogger(name)) if name not in _MADE else _MADE[name]
+    if name not in _MADE:
+        _MADE[name] = DistributedLogger(name)
+    return _MADE[name]

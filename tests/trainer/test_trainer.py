@@ -258,6 +258,20 @@ def test_training_goes_on_from_a_checkpoint_on_other_ranks(ranks, tmp_path, savi
             torch.testing.assert_close(resumed[name], value, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def fitted_twice(folder: str) -> tuple[int, bool]:
+    trainer, train, *_ = began({}, rows=11)
+    hook = hooks.SaveCheckpointHook(interval=2, checkpoint_dir=folder, resume=True)
+    trainer.fit(train, epochs=3, hooks=[hook])
+    before = [param.clone() for param in trainer.engine.model.parameters()]
+    trainer.fit(train, epochs=3, hooks=[hook])
+    same = all(torch.equal(a, b) for a, b in zip(before, trainer.engine.model.parameters(), strict=True))
+    return trainer.cur_step, same
+
+
+def test_a_trainer_that_has_trained_goes_on_from_where_it_is(ranks, tmp_path):
+    assert ranks(1).run(fitted_twice, str(tmp_path)) == [(6, True)]
+
+
 # --- what is wrong ---
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardlib.checkpoint import Checkpoints
+from shardlib.checkpoint._peers import peers
 from shardlib.errors import CheckpointError, PlanError
 from shardlib.trainer._data import begins_at
 from shardlib.trainer.hooks._base import BaseHook, positive
@@ -30,11 +31,12 @@ class SaveCheckpointHook(BaseHook):
         model: by default the engine's.
         save_by_iter: count batches.
         priority: see `BaseHook`; later than what changes with the step.
-        resume: begin where the newest checkpoint in the folder ends, if there is one: on any number of ranks, with any
-            config.
+        resume: a trainer that has not trained yet begins where the newest checkpoint in the folder ends, if there is
+            one: on any number of ranks, with any config.
 
     Raises:
-        CheckpointError: no folder, or an interval that is none.
+        CheckpointError: no folder.
+        PlanError: an interval that is none.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class SaveCheckpointHook(BaseHook):
         self._due = False
 
     def before_train(self, trainer: Trainer) -> None:
-        if self.resume and self.checkpoints.latest() is not None:
+        if self.resume and trainer.cur_step == 0 and self._is_there_one():
             self._go_on(trainer)
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
@@ -84,6 +86,11 @@ class SaveCheckpointHook(BaseHook):
             dataloader=loader if has_position else None,
             extra={**begun, "has_position": has_position},
         )
+
+    def _is_there_one(self) -> bool:
+        """As rank 0 finds: ranks that saw another thing would wait for each other in vain."""
+        everyone = peers(f'looking into "{self.checkpoints.folder}"', 1800)
+        return bool(everyone.first("find checkpoints", lambda: self.checkpoints.latest() is not None))
 
     def _go_on(self, trainer: Trainer) -> None:
         loaded = self.checkpoints.load(*self._trained(trainer), lr_scheduler=_scheduler_of(trainer), cast=True)
