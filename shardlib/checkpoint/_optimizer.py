@@ -16,7 +16,7 @@ from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._values import Get, Put, decode, encode
 from shardlib.engine import _torch
 from shardlib.engine.held import Held, held_of
-from shardlib.engine.optimizer import MASTER
+from shardlib.engine.optimizer import MASTER, steps_whole_tensors
 from shardlib.errors import CheckpointError, nearest
 
 __all__ = ["Known", "describe", "groups_for", "joined", "known", "make_state", "master_items", "optimizer_items"]
@@ -71,11 +71,12 @@ def _params(optimizer: torch.optim.Optimizer, of: Known) -> Iterator[tuple[str, 
 
 def optimizer_items(optimizer: torch.optim.Optimizer, of: Known, size: int) -> Iterator[Item]:
     """Tensors of the optimizer's state as items "state.<parameter>.<key>"."""
+    whole = steps_whole_tensors(_inner(optimizer))
     for name, param, _ in _params(optimizer, of):
         state = optimizer.state.get(param, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                yield _state_item(f"state.{name}.{key}", param, value, size)
+                yield _state_item(f"state.{name}.{key}", param, value, size, whole=whole)
         held = held_of(param)
         if held is not None and held.first_master is not None and MASTER not in state:
             yield _master_item("optimizer", f"state.{name}.{MASTER}", held, held.first_master)
@@ -103,9 +104,13 @@ def _home(param: torch.Tensor, size: int) -> Home:
     return home_of(held.mesh) if held is not None and held.beyond is not None else Home.everywhere(size)
 
 
-def _state_item(name: str, param: torch.Tensor, value: torch.Tensor, size: int) -> Item:
+def _state_item(name: str, param: torch.Tensor, value: torch.Tensor, size: int, *, whole: bool) -> Item:
+    """An entry of state. A plain tensor beside a split parameter is this rank's part, unless its optimizer gets whole
+    tensors: it is then the same on all ranks."""
     item = item_of("optimizer", name, value, _home(param, size))
-    if isinstance(value, DTensor) or not isinstance(param, DTensor) or not value.ndim or value.shape == param.shape:
+    if whole or isinstance(value, DTensor) or not isinstance(param, DTensor):
+        return item
+    if not value.ndim or value.shape == param.shape:
         return item
     of_param = item_of("optimizer", name, param, _home(param, size))
     if value.shape != of_param.local.shape:
@@ -160,8 +165,11 @@ def joined(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _class_of(optimizer: Any) -> str:
     """The class of an optimizer, or of the one that it wraps."""
-    inner = optimizer.unwrap() if callable(getattr(optimizer, "unwrap", None)) else optimizer
-    return type(inner).__name__
+    return type(_inner(optimizer)).__name__
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.unwrap() if callable(getattr(optimizer, "unwrap", None)) else optimizer
 
 
 def groups_for(
@@ -228,6 +236,7 @@ def make_state(
     A saved copy in more bits goes into the parameter where that has these bits itself and no copy is stepped on.
     """
     items, state = list[tuple[str, Item]](), dict[torch.Tensor, dict[str, Any]]()
+    whole = steps_whole_tensors(_inner(optimizer))
     by_param: dict[str, list[str]] = {}
     for name in saved:
         by_param.setdefault(name.removeprefix("state.").rpartition(".")[0], []).append(name)
@@ -241,9 +250,9 @@ def make_state(
                     items.append((full, item_of("optimizer", full, param, _home(param, size))))
                 continue
             now = optimizer.state.get(param, {}).get(key)
-            tensor = _room(full, key, now, param, of.rows.get(name), of, saved[full], group)
+            tensor = _room(full, key, now, param, of.rows.get(name), of, saved[full], group, whole=whole)
             held[key] = tensor
-            items.append((full, _state_item(full, param, tensor, size)))
+            items.append((full, _state_item(full, param, tensor, size, whole=whole)))
         if held:
             state[param] = held
     return items, state
@@ -255,9 +264,21 @@ def _has_master(param: torch.Tensor) -> bool:
 
 
 def _room(
-    full: str, key: str, now: Any, param: torch.Tensor, row: Row | None, of: Known, saved: Saved, group: dict[str, Any]
+    full: str,
+    key: str,
+    now: Any,
+    param: torch.Tensor,
+    row: Row | None,
+    of: Known,
+    saved: Saved,
+    group: dict[str, Any],
+    *,
+    whole: bool,
 ) -> torch.Tensor:
-    """Memory for one tensor of state, laid out as the plan, the parameter or the state that is there now says."""
+    """Memory for one tensor of state, laid out as the plan, the parameter or the state that is there now says.
+
+    An optimizer that gets whole tensors (`whole`) has state of other shapes, such as rows and columns, on all ranks.
+    """
     if key == "step" and saved.shape == ():
         on_device = group.get("capturable") or group.get("fused")
         return torch.empty((), dtype=saved.dtype, device=_device(param) if on_device else "cpu")
@@ -266,7 +287,7 @@ def _room(
         return torch.empty_like(now, dtype=dtype)
     split = isinstance(param, DTensor) or bool(_splitting(row, of))
     if saved.shape != tuple(param.shape):
-        if split and saved.shape:
+        if split and saved.shape and not whole:
             raise CheckpointError(
                 f'Optimizer state "{full}" has shape {saved.shape}, and its parameter, of global shape '
                 f"{tuple(param.shape)}, is split: nobody can tell how this state is to lie. Step the optimizer once "

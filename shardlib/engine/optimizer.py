@@ -42,6 +42,7 @@ __all__ = [
     "register_in_pieces",
     "register_per_tensor",
     "stepping_through_wrapper",
+    "steps_whole_tensors",
     "watch_optimizers",
 ]
 
@@ -131,6 +132,11 @@ def register_per_tensor(optimizer: type[torch.optim.Optimizer]) -> type[torch.op
     """
     _PER_TENSOR.add(optimizer)
     return optimizer
+
+
+def steps_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer gets whole tensors. Its state of other shapes than a parameter's is whole on all ranks."""
+    return type(optimizer) in _PER_TENSOR
 
 
 def register_in_pieces(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

@@ -98,6 +98,35 @@ def test_one_piece_steps_on_the_host_while_others_are_on_the_way(ranks):
     assert ranks(1).run(_pieces)[0] > 3
 
 
+# --- state that is not of a parameter's shape, on another mesh ------------------------------------------------------
+
+
+def _goes_on(folder: str, name: str, mesh: str, stage: int, first: int, last: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = perturb(GPT(), 0 if first == 0 else 1).double()
+    model = sl.shard_model(model, mesh, rules_for(model), transforms=[sl.zero(stage)], compile=None)
+    optimizer = WHOLE[name](model.parameters())
+    if first:
+        sl.load(folder, model, optimizer)
+    shape = sl.MeshShape(mesh)
+    place = shape.data_place(shape.coordinate(dist.get_rank()))
+    for step in range(first, last):
+        optimizer.zero_grad()
+        _loss(model, step, *place).backward()
+        optimizer.step()
+    sl.save(folder, model, optimizer)
+    return sl.full_state_dict(model)
+
+
+@pytest.mark.parametrize("name", ["GaLoreAdamW", "CAME", "Lars"])
+def test_whole_tensors_go_on_from_a_checkpoint_on_another_mesh(ranks, tmp_path, name):
+    straight = ranks(1).run(_goes_on, str(tmp_path / "straight"), name, "dp=1", 1, 0, 4)[0]
+    ranks(2).run(_goes_on, str(tmp_path / "parted"), name, "dp=2", 2, 0, 3)  # GaLore is between two projections then
+    found = ranks(4).run(_goes_on, str(tmp_path / "parted"), name, "dp=2,tp=2", 3, 3, 4)[0]
+    for key, value in straight.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10)
+
+
 # --- with schedules -------------------------------------------------------------------------------------------------
 
 
