@@ -24,7 +24,7 @@ from shardlib.trainer._ophooks import BaseOpHook
 from shardlib.trainer._parser import get_default_parser
 from shardlib.trainer._precision import AMP_TYPE
 from shardlib.trainer._registry import Registry
-from shardlib.trainer._schedule import BaseSchedule, NonPipelineSchedule
+from shardlib.trainer._schedule import BaseSchedule, NonPipelineSchedule, PipelineSchedule
 from shardlib.trainer._timer import MultiTimer, Timer
 from shardlib.trainer._trainer import Trainer
 from shardlib.trainer._utils import (
@@ -57,6 +57,7 @@ __all__ = [
     "NonPipelineSchedule",
     "ParallelContext",
     "ParallelMode",
+    "PipelineSchedule",
     "Registry",
     "ThroughputMetric",
     "Timer",

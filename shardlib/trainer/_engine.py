@@ -15,7 +15,7 @@ from shardlib.engine.apply import record_of
 from shardlib.errors import InputError, PlanError
 from shardlib.trainer._handlers import BaseGradientHandler
 from shardlib.trainer._ophooks import BaseOpHook, install
-from shardlib.trainer._schedule import BaseSchedule, NonPipelineSchedule
+from shardlib.trainer._schedule import BaseSchedule, NonPipelineSchedule, PipelineSchedule
 
 __all__ = ["Engine"]
 
@@ -71,7 +71,16 @@ class Engine:
         self.ophooks: dict[BaseOpHook, list[RemovableHandle]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward.
+
+        Raises:
+            PlanError: a model in stages, which runs batches as a whole.
+        """
+        if isinstance(self.schedule, PipelineSchedule):
+            raise PlanError(
+                "The model is cut into stages, none of which runs alone. Call engine.execute_schedule(data_iter), with "
+                "forward_only=True to evaluate, or let a Trainer do it."
+            )
         return self.model(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -91,6 +100,11 @@ class Engine:
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that have examples of their own; None where there is one."""
         return self._reducer.data_group()
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks that train the model; None where it is one."""
+        return self._reducer.group_of_all()
 
     def is_between_passes(self) -> bool:
         """Whether further backward passes belong to the step that has begun."""

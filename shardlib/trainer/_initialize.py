@@ -18,6 +18,7 @@ from shardlib.trainer._data import WholeSteps, check_place
 from shardlib.trainer._engine import Engine
 from shardlib.trainer._handlers import build_gradient_handlers
 from shardlib.trainer._logger import get_dist_logger
+from shardlib.trainer._schedule import NonPipelineSchedule, PipelineSchedule
 from shardlib.trainer._settings import Settings, shape_of
 
 __all__ = ["initialize"]
@@ -77,7 +78,8 @@ def initialize(
         model, optimizer, criterion, train_dataloader, lr_scheduler
     )
     handlers = build_gradient_handlers(settings.handlers, model, boosted)
-    engine = Engine(model, boosted, criterion, handlers, lr_scheduler=lr_scheduler)
+    schedule = PipelineSchedule() if settings.plugin.pp_size > 1 else NonPipelineSchedule()
+    engine = Engine(model, boosted, criterion, handlers, schedule=schedule, lr_scheduler=lr_scheduler)
     if isinstance(criterion, nn.Module):
         criterion.to(engine.device)
     for flag, value in settings.cudnn.items():
@@ -93,6 +95,7 @@ def initialize(
 def _told(settings: Settings, booster: Booster) -> str:
     plugin = settings.plugin
     said = [f"mesh {MeshShape.of(booster.mesh)} of {dist.get_world_size()} ranks"]
+    said += [f"{plugin.num_microbatches} microbatches"] if plugin.pp_size > 1 else []
     said += [f"zero stage {plugin.zero_stage}"] if plugin.zero_stage else []
     said += [repr(plugin.amp)] if plugin.amp is not None else []
     said += [f"{plugin.passes} passes a step"] if plugin.passes > 1 else []

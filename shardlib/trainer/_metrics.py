@@ -48,7 +48,10 @@ class Metric:
 
 
 class _Ratio(Metric):
-    """Sums above and below a line, over data ranks: adding up first makes each example count once."""
+    """Sums above and below a line: adding up first makes each example count as each other does.
+
+    They are over all ranks: model axes count all examples equally often, and a stage that has no outputs adds none.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -58,6 +61,10 @@ class _Ratio(Metric):
         self._last = self._all = torch.zeros(2, dtype=torch.float64)
         self._known: float | None = None
 
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._engine.everyone
+
     def _add(self, above: Any, below: Any) -> None:
         device = self._engine.device
         self._last = torch.stack(
@@ -66,17 +73,17 @@ class _Ratio(Metric):
         self._all, self._known = self._all.to(device) + self._last, None
 
     def get_last_step_value(self) -> float:
-        return self._over_data_ranks(self._last)
+        return self._over_ranks(self._last)
 
     def get_accumulated_value(self) -> float:
         if self._known is None:
-            self._known = self._over_data_ranks(self._all)
+            self._known = self._over_ranks(self._all)
         return self._known
 
-    def _over_data_ranks(self, pair: torch.Tensor) -> float:
-        total = pair.to(self._engine.device, copy=True)
-        if self._engine.data_group is not None:
-            dist.all_reduce(total, group=self._engine.data_group)
+    def _over_ranks(self, pair: torch.Tensor) -> float:
+        total, group = pair.to(self._engine.device, copy=True), self._group
+        if group is not None:
+            dist.all_reduce(total, group=group)
         above, below = total.tolist()
         return above / below if below else float("nan")
 
@@ -199,12 +206,13 @@ class ThroughputMetric(_Ratio):
         self._steps += 1
         self._add(num_samples, seconds)
 
-    def _over_data_ranks(self, pair: torch.Tensor) -> float:
-        group = self._engine.data_group
-        if self.use_local or group is None:
-            above, below = pair.tolist()
-            return above / below if below else float("nan")
-        return super()._over_data_ranks(pair) * dist.get_world_size(group)  # seconds are those of all ranks, on end
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return None if self.use_local else self._engine.data_group
+
+    def _over_ranks(self, pair: torch.Tensor) -> float:
+        ranks = 1 if self._group is None else dist.get_world_size(self._group)
+        return super()._over_ranks(pair) * ranks  # seconds are those of all ranks, on end
 
     def describe(self, value: float) -> str:
         flops = ""

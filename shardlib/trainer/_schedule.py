@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardlib.engine import pipeline_step
 from shardlib.errors import InputError
 
 if TYPE_CHECKING:
     from shardlib.trainer._engine import Engine
 
-__all__ = ["BaseSchedule", "NonPipelineSchedule", "rows_of"]
+__all__ = ["BaseSchedule", "NonPipelineSchedule", "PipelineSchedule", "rows_of"]
 
 Result = tuple[Any, Any, Any]
 
@@ -27,6 +28,7 @@ class BaseSchedule:
         batch_size: how many examples the last batch had on this rank, and that count: those that only make ranks have
             equally many do not.
         repeated: how many examples at the end of the next batch do not count; for evaluation.
+        has_output: whether this rank gets outputs: in a pipeline, those of the last stage do.
 
     >>> schedule = NonPipelineSchedule(lambda batch: (batch["x"], batch["y"]))
     >>> schedule.load_batch(iter([{"x": torch.ones(3, 2), "y": torch.zeros(3)}]), torch.device("cpu"))[1]
@@ -39,6 +41,7 @@ class BaseSchedule:
         self.data_process_func = data_process_func
         self.batch_size = 0
         self.repeated = 0
+        self.has_output = True
 
     def load_batch(self, data_iter: Iterator[Any], device: torch.device) -> tuple[Any, Any]:
         """The next batch as data and label, on a device.
@@ -72,6 +75,24 @@ class BaseSchedule:
         """Run forward, and backward unless `forward_only`, of the next batch; `(output, label, loss)`."""
         raise NotImplementedError
 
+    def _without_repeated(self, output: Any, label: Any) -> tuple[Any, Any]:
+        rows, kept = self.batch_size, self.batch_size - self.repeated
+        self.batch_size = kept
+        return _part(output, rows, slice(kept)), _part(label, rows, slice(kept))
+
+    def _loss(self, engine: Engine, output: Any, label: Any) -> Any:
+        if self.batch_size == 0:  # nothing here counts
+            return torch.zeros((), device=engine.device)
+        if engine.criterion is not None:
+            return _called_criterion(engine.criterion, output, label)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise InputError(
+                f"The engine has no criterion, and the model's output, a {type(output).__name__}, has no loss. Give "
+                "initialize a criterion, or the model its labels."
+            )
+        return loss
+
 
 class NonPipelineSchedule(BaseSchedule):
     """Forward, loss and backward of one batch at a time, with the whole model.
@@ -100,23 +121,70 @@ class NonPipelineSchedule(BaseSchedule):
             engine.backward(loss)
         return (output, label, loss) if return_output_label else (None, None, loss)
 
-    def _without_repeated(self, output: Any, label: Any) -> tuple[Any, Any]:
-        rows, kept = self.batch_size, self.batch_size - self.repeated
-        self.batch_size = kept
-        return _first(output, rows, kept), _first(label, rows, kept)
 
-    def _loss(self, engine: Engine, output: Any, label: Any) -> Any:
-        if self.batch_size == 0:  # nothing here counts
-            return torch.zeros((), device=engine.device)
-        if engine.criterion is not None:
-            return _called_criterion(engine.criterion, output, label)
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if loss is None:
-            raise InputError(
-                f"The engine has no criterion, and the model's output, a {type(output).__name__}, has no loss. Give "
-                "initialize a criterion, or the model its labels."
-            )
-        return loss
+class PipelineSchedule(BaseSchedule):
+    """Forward, loss and backward of one batch in microbatches, through the stages of a pipeline.
+
+    In training the loss is that of all data ranks, on every rank. Outputs, and in evaluation losses, are on the ranks
+    of the last stage; others have None.
+
+    Args:
+        num_microbatches: how many; by default as many as the config says.
+        data_process_func: see `BaseSchedule`.
+
+    >>> PipelineSchedule(num_microbatches=4).num_microbatches
+    4
+    """
+
+    def __init__(
+        self,
+        num_microbatches: int | None = None,
+        data_process_func: Callable[[Any], tuple[Any, Any]] | None = None,
+    ) -> None:
+        super().__init__(data_process_func)
+        self.num_microbatches = num_microbatches
+
+    def forward_backward_step(
+        self,
+        engine: Engine,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> Result:
+        data, label = self.load_batch(data_iter, engine.device)
+        data = tuple(data) if isinstance(data, list) else data
+        if forward_only:
+            return self._evaluate(engine, data, label, return_loss, return_output_label)
+        done = pipeline_step(
+            engine.model,
+            data,
+            None if engine.criterion is None else _OfMicrobatches(engine.criterion, label, self.batch_size),
+            optimizer=engine.optimizer,
+            microbatches=self.num_microbatches,
+            return_outputs=return_output_label,
+        )
+        return (done.outputs, label, done.loss) if return_output_label else (None, None, done.loss)
+
+    def _evaluate(self, engine: Engine, data: Any, label: Any, return_loss: bool, return_output_label: bool) -> Result:
+        """The loss is made of the outputs, without those rows that do not count."""
+        done = pipeline_step(engine.model, data, microbatches=self.num_microbatches, forward_only=True)
+        output, self.has_output = done.outputs, done.outputs is not None
+        if self.has_output and self.repeated:
+            output, label = self._without_repeated(output, label)
+        loss = self._loss(engine, output, label) if return_loss and self.has_output else None
+        return (output, label, loss) if return_output_label else (None, None, loss)
+
+
+class _OfMicrobatches:
+    """A criterion of (output, label) for microbatches, which come in the order of the batch's rows."""
+
+    def __init__(self, criterion: Callable[..., Any], label: Any, rows: int) -> None:
+        self.criterion, self.label, self.rows, self.taken = criterion, label, rows, 0
+
+    def __call__(self, output: Any, microbatch: Any) -> Any:
+        begin, self.taken = self.taken, self.taken + rows_of(microbatch)
+        return _called_criterion(self.criterion, output, _part(self.label, self.rows, slice(begin, self.taken)))
 
 
 def rows_of(data: Any) -> int:
@@ -159,6 +227,6 @@ def _moved(data: Any, device: torch.device) -> Any:
     return _mapped(data, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def _first(data: Any, rows: int, kept: int) -> Any:
-    """Of all tensors that have a row for each example, the first ones."""
-    return _mapped(data, lambda tensor: tensor[:kept] if tensor.ndim and tensor.shape[0] == rows else tensor)
+def _part(data: Any, rows: int, part: slice) -> Any:
+    """Of all tensors that have a row for each example, some rows."""
+    return _mapped(data, lambda tensor: tensor[part] if tensor.ndim and tensor.shape[0] == rows else tensor)

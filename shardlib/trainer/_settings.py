@@ -98,15 +98,12 @@ def check_sizes(config: Config) -> None:
     """Data ranks are what pipeline and tensor leave of all ranks.
 
     Raises:
-        PlanError: more than one stage.
+        PlanError: what is no size; stages without a number of microbatches.
         LaunchError: they leave no whole number, or another one than `parallel.data` says.
     """
     pipeline, tensor, data = (_size(config, part) for part in ("pipeline", "tensor", "data"))
     if (pipeline or 1) > 1:
-        raise PlanError(
-            f"The config says parallel.pipeline={pipeline}: pipelines come later; give pipeline=1, and a larger tensor "
-            "size or zero=dict(stage=3)."
-        )
+        _stages(config)
     world, split = _of_job("WORLD_SIZE", 1), (pipeline or 1) * (tensor or 1)
     asked = f"parallel.pipeline={pipeline or 1} and parallel.tensor={tensor or 1}"
     if world % split:
@@ -158,7 +155,24 @@ def _parallel(config: Config) -> dict[str, Any]:
     mode = said.get("mode")
     if mode is not None and str(mode).lower() != "1d":
         raise PlanError(f"The config says parallel.tensor.mode={mode!r}; the mode is '1d' or None. {_MODES}")
-    return {"tp_size": _size(config, "tensor") or 1, "custom_policy": said.get("rules")}
+    stages = _size(config, "pipeline") or 1
+    sizes = {"tp_size": _size(config, "tensor") or 1, "pp_size": stages, "custom_policy": said.get("rules")}
+    return sizes if stages == 1 else {**sizes, **_stages(config)}
+
+
+def _stages(config: Config) -> dict[str, Any]:
+    """How batches run through the stages of a pipeline."""
+    if config.get("NUM_MICRO_BATCHES") is None:
+        raise PlanError(
+            "The config says parallel.pipeline and no NUM_MICRO_BATCHES; say into how many microbatches a batch is cut."
+        )
+    model = config.get("model")
+    chunks = (model.get("num_chunks") if isinstance(model, Mapping) else None) or 1
+    return {
+        "num_microbatches": _number(config, "NUM_MICRO_BATCHES", 1, whole=True),
+        "num_model_chunks": chunks,
+        "pp_style": "interleaved" if chunks > 1 else "1f1b",
+    }
 
 
 # --- zero and fp16 ---

@@ -61,9 +61,13 @@ def test_numbers_and_flags_are_read():
 MODES = "sequence, 2d, 2.5d and 3d are rules here: mode=None and rules={pattern: layout} say how tensors lie."
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "stages": (
+        {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 4},
+        "The config says parallel.pipeline=2 and parallel.tensor=1, which takes a multiple of 2 ranks, and 1 is "
+        "running. Start as many, as in `torchrun --nproc_per_node 2`, or change a size.",
+    ),
+    "no microbatches": (
         {"parallel": {"pipeline": 2}},
-        "The config says parallel.pipeline=2: pipelines come later; give pipeline=1, and a larger tensor size or "
-        "zero=dict(stage=3).",
+        "The config says parallel.pipeline and no NUM_MICRO_BATCHES; say into how many microbatches a batch is cut.",
     ),
     "no dict": (
         {"parallel": 2},
@@ -174,7 +178,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_is_refused(name):
     config, message = WRONG[name]
-    with pytest.raises(LaunchError if name in ("too many", "data") else PlanError) as refused:
+    with pytest.raises(LaunchError if name in ("stages", "too many", "data") else PlanError) as refused:
         initialize(MODEL, torch.optim.SGD(MODEL.parameters(), lr=0.1), config=config)
     assert str(refused.value) == message
 

@@ -24,7 +24,8 @@ from shardlib.trainer import (
     launch,
     register_gradient_handler,
 )
-from tests.booster.training import adamw, gpt, rules
+from tests.booster.training import STEPS, VOCAB, adamw, gpt, rules
+from tests.engine.low_precision import whole
 from tests.trainer.training import TOLERANCE, Trained, assert_equal, batch, by_engine, criterion, mine, plainly
 
 TP = {"tensor": {"size": 2, "mode": "1d", "rules": rules()}}
@@ -48,6 +49,59 @@ def test_a_config_trains_the_numbers_of_one_device_with_whole_batches(ranks, nam
     exact = plainly(config.get("gradient_accumulation", 1), config.get("clip_grad_norm"))
     for run in ranks(world).run(by_engine, config):
         assert_equal(run, exact)
+
+
+def by_stages(config: dict[str, Any], dtype: torch.dtype = torch.float64) -> Trained:
+    """Batches through the schedule that a pipeline's engine has."""
+    model = gpt(dtype)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    engine, _, _, scheduler = initialize(
+        model, optimizer, criterion, lr_scheduler=scheduler, config=config, verbose=False
+    )
+    passes, result = config.get("gradient_accumulation", 1), Trained()
+    for step in range(STEPS):
+        losses = []
+        for i in range(passes):
+            x = mine(step * passes + i)
+            engine.zero_grad()
+            output, label, loss = engine.execute_schedule(iter([(x, x)]))
+            engine.step()
+            scheduler.step()
+            losses.append(loss.item())
+            assert (output is not None) == gpc.is_last_rank(ParallelMode.PIPELINE)
+            assert output is None or (output.shape == (*x.shape, VOCAB) and torch.equal(label, x))
+        result.losses.append(sum(losses) / passes)
+        result.rates.append(scheduler.get_last_lr()[0])
+    result.weights = {name: whole(value).clone() for name, value in sl.full_state_dict(model).items()}
+    return result
+
+
+PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "accumulation, clipping": (2, {"gradient_accumulation": 2, "clip_grad_norm": 0.5}),
+    "data 2, zero 1": (4, {"gradient_accumulation": 2, "zero": {"stage": 1}}),
+    "tensor 2": (4, {"clip_grad_norm": 0.5, "parallel": TP}),
+    "interleaved": (2, {"model": {"num_chunks": 2}}),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_stages_train_the_numbers_of_one_device(ranks, name):
+    world, given = PIPELINES[name]
+    config = {**given, "parallel": {**given.get("parallel", {}), "pipeline": 2}, "NUM_MICRO_BATCHES": 2}
+    exact = plainly(given.get("gradient_accumulation", 1), given.get("clip_grad_norm"))
+    for run in ranks(world).run(by_stages, config):
+        assert_equal(run, exact)
+
+
+@pytest.mark.parametrize("mode", ["torch", "naive"])
+def test_a_mode_of_fp16_is_as_near_to_float64_in_stages(ranks, mode):
+    config = {**MODES[mode], "gradient_accumulation": 2, "clip_grad_norm": 5.0}
+    single = ranks(1).run(by_engine, config, torch.float32)[0].error(plainly(2, 5.0))
+    unit = torch.finfo(torch.float16).eps
+    staged = {**config, "parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}
+    run = ranks(2).run(by_stages, staged, torch.float32)[0]
+    assert unit / 100 < run.error(plainly(2, 5.0)) < 2 * single + unit
 
 
 def by_layout_file(config: dict[str, Any]) -> tuple[list[float], int]:

@@ -144,18 +144,28 @@ def test_what_is_asked_for_wrongly_is_refused(ranks, name):
     assert ranks(1).run(said, name) == [REFUSED[name][1]]
 
 
+STAGES = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}
+OF_TWO: list[Callable[[], Any]] = [
+    lambda: engine(config=STAGES)(torch.ones(2, 2)),
+    lambda: engine(config=COLUMNS).add_hook(BaseOpHook()),
+    lambda: DistCoordinator().local_rank,
+]
+
+
 def of_two() -> list[str]:
     messages = []
     os.environ.pop("LOCAL_RANK")  # each call of a worker sets it anew
-    for wrong in (lambda: engine(config=COLUMNS).add_hook(BaseOpHook()), lambda: DistCoordinator().local_rank):
+    for wrong in OF_TWO:
         with pytest.raises(ShardlibError) as refused:
             wrong()
         messages.append(str(refused.value))
     return messages
 
 
-def test_what_compiled_blocks_and_unknown_machines_cannot_do_is_refused(ranks):
+def test_what_two_ranks_cannot_do_is_refused(ranks):
     assert ranks(2).run(of_two)[0] == [
+        "The model is cut into stages, none of which runs alone. Call engine.execute_schedule(data_iter), with "
+        "forward_only=True to evaluate, or let a Trainer do it.",
         'add_hook: blocks on mesh "dp=1,tp=2" are compiled, and would not call it. Register torch\'s own module hooks '
         "before initialize.",
         "Nobody said which of its machine's ranks this one is. Start ranks by torchrun, which sets LOCAL_RANK, or give "

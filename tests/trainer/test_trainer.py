@@ -47,14 +47,16 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
 
 
-def began(config: dict[str, Any], *, rows: int, count: int = ROWS, **options: Any) -> tuple[Trainer, Any, Any, Any]:
+def began(
+    config: dict[str, Any], *, rows: int, count: int = ROWS, tests: int = ROWS, **options: Any
+) -> tuple[Trainer, Any, Any, Any]:
     """A trainer on all ranks, with data sets of so many examples in batches of so many rows for a data rank."""
     launch(config, dist.get_rank(), dist.get_world_size(), "localhost", 29500, verbose=False)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     train = get_dataloader(examples(count), shuffle=True, batch_size=rows, **options)
-    test = get_dataloader(examples(), batch_size=rows)
+    test = get_dataloader(examples(tests), batch_size=rows)
     engine, train, test, scheduler = initialize(
         model, optimizer, nn.CrossEntropyLoss(), train, test, scheduler, verbose=False
     )
@@ -103,22 +105,32 @@ def test_losses_accuracies_and_rates_are_those_of_one_device(ranks):
     assert alone["steps"] == 6 and alone["training"]
 
 
-def evaluated(rows: int) -> tuple[float, float]:
-    trainer, _, test, _ = began({}, rows=rows)
+def evaluated(rows: int, config: dict[str, Any], tests: int = ROWS) -> tuple[float, float]:
+    trainer, _, test, _ = began(config, rows=rows, tests=tests)
     trainer.evaluate(test, hooks=[hooks.LossHook(), hooks.AccuracyHook(Accuracy())])
     kept = trainer.states["metrics"]["test"]
     return kept["Loss"].get_accumulated_value(), kept["Accuracy"].get_accumulated_value()
 
 
 def test_an_example_that_is_given_twice_counts_once(ranks):
-    x, y = examples()[:]
+    for rows in (4, 7):  # with 7, the last batch of a rank is one example, on two ranks one that does not count
+        for found in ranks(3).run(evaluated, rows, {}):
+            assert found == pytest.approx(on_one_device(ROWS), rel=TOLERANCE)
+
+
+def on_one_device(count: int) -> tuple[float, float]:
+    x, y = examples(count)[:]
     model = network().eval()
     with torch.no_grad():
         output = model(x)
-    loss, accuracy = nn.functional.cross_entropy(output, y).item(), (output.argmax(-1) == y).double().mean().item()
-    for rows in (4, 7):  # with 7, the last batch of a rank is one example, on two ranks one that does not count
-        for found in ranks(3).run(evaluated, rows):
-            assert found == pytest.approx((loss, accuracy), rel=TOLERANCE)
+    return nn.functional.cross_entropy(output, y).item(), (output.argmax(-1) == y).double().mean().item()
+
+
+def test_stages_and_tensor_ranks_count_each_example_once(ranks):
+    """Of 21 examples, one of two data ranks is given one twice."""
+    for parallel in ({"pipeline": 2}, {"tensor": {"size": 2, "rules": RULES}}):
+        for found in ranks(4).run(evaluated, 4, {"parallel": parallel, "NUM_MICRO_BATCHES": 2}, 21):
+            assert found == pytest.approx(on_one_device(21), rel=TOLERANCE)
 
 
 # --- hooks ---

@@ -72,7 +72,8 @@ class AccuracyHook(BaseHook):
         self.metric.reset()
 
     def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
-        self.metric.update(output, label, trainer.engine.schedule.batch_size)
+        schedule = trainer.engine.schedule
+        self.metric.update(output, label, schedule.batch_size if schedule.has_output else 0)
 
     def after_test_epoch(self, trainer: Trainer) -> None:
         self.metric.get_accumulated_value()
