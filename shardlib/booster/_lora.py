@@ -66,7 +66,7 @@ def save_lora(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
             f"save_lora_as_pretrained was given a {type(model).__name__}, which has no adapters. Give the model that "
             "enable_lora returned, boosted or not."
         )
-    whole = full_state_dict(model, names=_adapter_names(peft, model))
+    whole = full_state_dict(model, names=_on_any_rank(_adapter_names(peft, model)))
     problem = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -92,6 +92,15 @@ def _adapter_names(peft: Any, model: Any) -> set[str]:
         ).values()
     }
     return {name for name, value in state.items() if id(value) in kept}
+
+
+def _on_any_rank(names: set[str]) -> set[str]:
+    """Names that any rank knows: a stage of a pipeline has its own only."""
+    if not dist.is_initialized():
+        return names
+    told: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(told, names)
+    return set().union(*told)
 
 
 def _write(model: Any, whole: dict[str, Any], folder: Path) -> None:

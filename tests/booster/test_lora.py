@@ -258,6 +258,29 @@ def test_one_plugin_goes_on_with_the_adapters_of_another_and_peft_loads_them(ran
     )
 
 
+def _in_stages(folder: str) -> None:
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=2, precision="fp32"))
+    torch.manual_seed(0)
+    model = booster.enable_lora(build(LLAMA, "sdpa"), lora_config=config(LLAMA)).double()
+    model, optimizer, criterion, *_ = booster.boost(
+        model, adamw(model.parameters()), lambda out, _: out.logits.sin().mean()
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = iter([{"input_ids": text(step)[1]["input_ids"]}])
+        booster.execute_pipeline(batches, model, criterion, optimizer)
+        optimizer.step()
+    booster.save_lora_as_pretrained(model, f"{folder}/adapter")
+
+
+def test_stages_train_adapters_and_all_of_them_are_saved(ranks, tmp_path):
+    ranks(4).run(_in_stages, str(tmp_path))
+    plain = build(LLAMA, "sdpa").double()
+    assert_close(
+        adapters(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", autocast_adapter_dtype=False)), alone()
+    )
+
+
 def _in_few_bits(folder: str) -> None:
     booster = Booster(plugin=HybridParallelPlugin(tp_size=2, zero_stage=2, precision="bf16"))
     model = booster.enable_lora(build(LLAMA, "sdpa"), lora_config=config(LLAMA))
