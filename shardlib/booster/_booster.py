@@ -23,8 +23,8 @@ from shardlib.booster._plugins import OneProcess, Plugin
 from shardlib.booster._precision import Transforms, mixed_precision_of
 from shardlib.checkpoint import Saving
 from shardlib.engine import agree, no_sync, pipeline_step, plan_of, shard_model
-from shardlib.engine.lazy import build_again, is_recorded
 from shardlib.engine._torch import pytree
+from shardlib.engine.lazy import build_again, is_recorded
 from shardlib.errors import InputError, MeshError, PlanError, ShardingError
 
 __all__ = ["BoostedModule", "Booster"]
@@ -186,8 +186,8 @@ class Booster:
             return_outputs: give the model's outputs for the whole batch.
 
         Returns:
-            `loss`: of all rows of all data ranks, on every rank (ColossalAI has the last stage's own); `outputs`: on the
-            last stage's ranks. None for what was not asked for.
+            `loss`: of all rows of all data ranks, on every rank (ColossalAI has the last stage's own); `outputs`: on
+            the last stage's ranks. None for what was not asked for.
 
         Raises:
             PlanError: a plugin without stages.

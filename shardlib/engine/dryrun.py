@@ -23,6 +23,7 @@ from shardlib._plan import DryRun, Plan, RulesLike, Transform
 from shardlib.engine import _torch, ops
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import apply_plan, is_sharded
+from shardlib.engine.pipeline.stages import has_pipeline
 from shardlib.engine.recording import record_collectives
 from shardlib.errors import PlanError
 
@@ -86,6 +87,12 @@ def dry_run(model: nn.Module, plan: Plan, example: Any, *, device_type: str = "c
         PlanError: the model is sharded already, or its forward depends on values of tensors.
     """
     _refuse_sharded(model)
+    if has_pipeline(plan):
+        raise PlanError(
+            f'The plan is for mesh "{plan.mesh}", whose ranks run different stages, and a dry run is that of one rank. '
+            "Plan without example=, which shows the stages and how long ranks stand idle; or dry-run the mesh without "
+            "its pipeline axis."
+        )
     args, kwargs = _arguments(example)
     with _imagined(plan, device_type) as mesh:
         fake = _fake_copy(model, device_type)

@@ -132,6 +132,10 @@ class Run:
                     self._halves.clear()
             if self.failure is not None:
                 self._pass_on(action)
+        self._finish()
+
+    @naming_lost_ranks("backward")
+    def _finish(self) -> None:
         if self.transport is not None:
             self.transport.finish()
 
@@ -266,6 +270,7 @@ class Run:
         self._gone.add(parcel)
         self.transport.send(parcel, tensors)
 
+    @naming_lost_ranks("forward")
     def _pass_on(self, action: Action) -> None:
         """Take what comes and send what is waited for, computing nothing."""
         if self.transport is None:

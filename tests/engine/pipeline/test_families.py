@@ -93,6 +93,18 @@ def test_a_family_on_stages(name: str):
     )
 
 
+def recomputing() -> nn.Module:
+    model = build("LlamaForCausalLM", attention="sdpa")
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def test_with_a_model_that_computes_its_activations_again():
+    """The layers of transformers wrap themselves, outside of what hooks and compilers see."""
+    rules = sl.Rules({"**": None}, stages=sl.Balanced([1, 1]))
+    assert_equivalent(recomputing, padded, "pp=2", rules, steps=2, loss=logits, optimizer=_ADAMW)
+
+
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_with_tensor_parallel_rules_of_its_layout_file(name: str):
     factory = small(name)

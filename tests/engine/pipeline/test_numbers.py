@@ -90,3 +90,23 @@ def _frozen(model: torch.nn.Module, step: int) -> None:
 def test_frozen_parameters_and_thawed_ones():
     prove(TIED, "pp=2", sl.pipeline("1f1b", 2), before_step=_frozen)
     prove(GPT, "dp=2,pp=2", sl.zero(1), before_step=_frozen)
+
+
+def sequential() -> torch.nn.Module:
+    sizes = [(6, 8), (8, 8), (8, 8), (8, 5)]
+    return torch.nn.Sequential(*(layer for a, b in sizes for layer in (torch.nn.Linear(a, b), torch.nn.Tanh())))
+
+
+def rows(step: int) -> torch.Tensor:
+    return torch.randn(7, 6, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("stages", ["0-2 | 3-7", "0-3 | 4-7", sl.Balanced()])
+def test_a_sequential(stages: Any):
+    """The Tanh between stages is on either side."""
+    rules = sl.Rules({"**": None}, stages=stages)
+    assert_equivalent(sequential, rows, "pp=2", rules, transforms=(sl.pipeline("1f1b", 3),), steps=2)
+
+
+def test_blocks_may_be_compiled_besides():
+    prove(TIED, "pp=2,tp=2", sl.pipeline("1f1b", 2), rows=4, compile="auto")
