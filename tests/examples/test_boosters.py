@@ -1,0 +1,102 @@
+"""The examples for those who come from ColossalAI: their numbers are those of one device, whatever the plugin."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.house.source import ROOT
+from tests.torchvision_on_cpu import import_torchvision
+
+# The first loss is of the same weights: sums of some thousand terms in another order, 1e-6 in float32.
+FIRST = 1e-5
+# What follows: each step carries the rounding of those before, and BatchNorm of small batches makes more of it.
+# A step without the mean over ranks, or with the statistics of a rank's own images, differs in the first digit.
+NEAR = 2e-2
+
+
+def _on_ranks(script: str, options: list[str]) -> dict[str, Any]:
+    """What a script's `run` returns; its ranks are the pool's."""
+    import_torchvision()
+    module = importlib.import_module(script)
+    return module.run(module.parser().parse_args(options), torch.device("cpu"))
+
+
+def _by_torchrun(folder: Path, script: str, processes: int, *options: str) -> dict[str, Any]:
+    """What a script writes with `--json`, and what it prints."""
+    result = folder / "result.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *launcher, "tests/examples/with_torchvision.py", f"examples/{script}.py", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([*command, "--json", str(result)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads(result.read_text()) | {"printed": run.stdout}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "then"),
+    [
+        ("low_level_zero", "none"),
+        pytest.param("torch_ddp", "gemini", marks=pytest.mark.deep),
+        pytest.param("gemini", "torch_fsdp", marks=pytest.mark.deep),
+        pytest.param("torch_fsdp", "none", marks=pytest.mark.deep),
+    ],
+)
+def test_an_epoch_of_resnet_on_two_ranks_is_that_of_one_device_from_their_checkpoint(
+    tmp_path: Path, plugin: str, then: str, ranks
+):
+    small = [
+        "--epochs",
+        "2",
+        "--images",
+        "96",
+        "--batch-size",
+        "32",
+        "--size",
+        "8",
+        "--checkpoint",
+        f"{tmp_path}/saved",
+    ]
+    two = _by_torchrun(tmp_path, "booster_resnet", 2, "--plugin", plugin, "--interval", "1", *small)
+    (one,) = ranks(1).run(_on_ranks, "booster_resnet", ["--plugin", then, "--resume", "1", *small])
+    assert len(two["losses"]) == 6 and "accuracy on digits never trained on" in two["printed"]
+    assert one["losses"][0] == pytest.approx(two["losses"][3], rel=FIRST)
+    assert one["losses"] == pytest.approx(two["losses"][3:], rel=NEAR)
+
+
+# Half of the last digit of a number in float8 e4m3 (3 bits after the point). That of a mean over 64 images, whose
+# errors have either sign, is less. A loss scale that stays in the gradient, or steps that are skipped, change more.
+LOW = 2**-4
+
+
+def test_a_vit_learns_alike_in_every_precision_and_warms_up(ranks):
+    names = "fp32", "fp16", "bf16", "fp8", "fp16_naive"
+    small = ["--epochs", "1", "--layers", "1", "--width", "32", "--warmup", "0.5", "--lr", "1e-2"]
+    runs, _ = ranks(2).run(_on_ranks, "booster_vit_amp", [*small, "--precision", *names])
+    exact = runs["fp32"]
+    assert exact["losses"][-1] < (1 - 2 * LOW) * exact["losses"][0]
+    assert exact["rates"][0] < exact["rates"][10] > exact["rates"][-1]
+    for name in names[1:]:
+        assert runs[name]["losses"] != exact["losses"], f"{name} computes in float32"
+        assert runs[name]["losses"] == pytest.approx(exact["losses"], rel=LOW), name
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [(2, ("--zero-stage", "1")), pytest.param(4, ("--zero-stage", "2"), marks=pytest.mark.deep)],
+)
+def test_transformers_alone_reads_the_llama_and_its_loss_is_the_same(processes: int, options: tuple[str, ...], ranks):
+    small = ["--steps", "4", "--layers", "2", "--width", "32", "--context", "16", "--precision", "fp32"]
+    small += ["--size-per-shard", "0.05"]
+    result, *_ = ranks(processes).run(_on_ranks, "booster_llama_hybrid", [*small, *options])
+    assert result["losses"][-1] < result["losses"][0]
+    assert result["plain"] == pytest.approx(result["validation"], rel=FIRST)
+    assert result["files"] > 1
