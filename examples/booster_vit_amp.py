@@ -66,9 +66,9 @@ def booster_for(plugin: str, precision: str) -> Booster:
 
 def vit(width: int, layers: int) -> ViTForImageClassification:
     config = ViTConfig(
-        image_size=8, patch_size=2, num_channels=1, id2label={n: str(n) for n in range(10)}, hidden_size=width, intermediate_size=2 * width,
-        num_hidden_layers=layers, num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        initializer_range=0.1,
+        image_size=8, patch_size=2, num_channels=1, id2label={digit: str(digit) for digit in range(10)},
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.1,
     )  # fmt: skip
     return ViTForImageClassification(config)
 
