@@ -29,6 +29,7 @@ from shardlib.rules import Balanced, Rules, register_dims
 from shardlib.transforms import (
     accumulate,
     checkpoint_activations,
+    fit,
     fsdp,
     hsdp,
     offload,
@@ -56,6 +57,7 @@ __all__ = [
     "clip_grad_value_",
     "errors",
     "exact_random",
+    "fit",
     "fsdp",
     "full_state_dict",
     "get_grad_norm",

@@ -18,7 +18,7 @@ from shardlib.booster._options import Options, keyword, recipe, refused
 from shardlib.booster._precision import Transforms, loss_scale, precision_of
 from shardlib.errors import MeshError, PlanError, nearest
 from shardlib.rules import Balanced, Rules
-from shardlib.transforms import LossScale, Transform, fsdp, hsdp, offload, pipeline, replicate, zero
+from shardlib.transforms import LossScale, Transform, fit, fsdp, hsdp, offload, pipeline, replicate, zero
 
 __all__ = ["GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
 
@@ -340,8 +340,14 @@ class GeminiPlugin(_WithPrecision):
         offload_optim_frac   how much of the optimizer's state lies in host memory
         offload_param_frac   how much of the divided parameters and gradients does; their state has to, too
 
+    With `placement_policy="auto"` as little as fits goes there: of `memory_budget`, by default the memory of the device,
+    all but activations may take the share `steady_cuda_cap_ratio` (`shardlib.fit`). Where the device is a CPU, there
+    is one memory, and without a budget nothing goes.
+
     >>> GeminiPlugin(precision="bf16", offload_optim_frac=0.5).transforms(nn.Linear(2, 2))
     (zero(3), precision("bf16"), offload(fraction=0.5))
+    >>> GeminiPlugin(placement_policy="auto", memory_budget=40e9).transforms(nn.Linear(2, 2))[-1]
+    fit(36000000000)
     """
 
     chunk_config_dict: Any = refused(_CHUNKS, default=None)
@@ -353,7 +359,8 @@ class GeminiPlugin(_WithPrecision):
     offload_optim_frac: float = 0.0
     offload_param_frac: float = 0.0
     warmup_non_model_data_ratio: float = refused("nothing is warmed up; the fractions say what is where.", default=0.8)
-    steady_cuda_cap_ratio: float = refused("the fractions say what is where.", default=0.9)
+    steady_cuda_cap_ratio: float = 0.9
+    memory_budget: float | None = None
     pin_memory: bool = refused("host memory of an accelerator is pinned, always.", default=False)
     force_outputs_fp32: bool = False  # always so
     strict_ddp_mode: bool = False
@@ -387,11 +394,10 @@ class GeminiPlugin(_WithPrecision):
                 f'{self}: placement_policy is "static" or "auto". What "cuda" and "cpu" were is "static" with '
                 "offload_optim_frac=0, offload_param_frac=0 and with both 1."
             )
-        if self.placement_policy == "auto" and torch.accelerator.is_available():
-            raise PlanError(
-                f'{self}: "auto" chooses nothing on accelerators yet. Give "static" with fractions; '
-                "sl.plan_of(model).memory() says what they come to."
-            )
+        if self.placement_policy == "auto":
+            self._check_auto()
+        elif self.memory_budget is not None or self.steady_cuda_cap_ratio != 0.9:
+            raise PlanError(f'{self}: a budget is what placement_policy="auto" keeps to; "static" keeps to fractions.')
         if self.strict_ddp_mode and self.tp_size > 1:
             raise PlanError(f"{self}: strict_ddp_mode is data parallel alone, and tp_size is {self.tp_size}.")
         for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
@@ -405,6 +411,12 @@ class GeminiPlugin(_WithPrecision):
         if self.offload_param_frac and self.shard_param_frac < 1:
             raise PlanError(f"{self}: parameters are offloaded where all are divided; give shard_param_frac=1.")
 
+    def _check_auto(self) -> None:
+        if self.offload_optim_frac or self.offload_param_frac:
+            raise PlanError(f'{self}: "auto" chooses what is offloaded; give fractions with placement_policy="static".')
+        if not 0 < self.steady_cuda_cap_ratio <= 1:
+            raise PlanError(f"{self}: steady_cuda_cap_ratio is a share of the budget, above 0 and up to 1.")
+
     def _divide(self, model: nn.Module) -> Transforms:
         axis = _zero_axis(self.extra_dp_size)
         if self.shard_param_frac in (0, 1):
@@ -413,8 +425,18 @@ class GeminiPlugin(_WithPrecision):
         return (zero(3, axis=axis, only=going), zero(2, axis=axis))
 
     def _away(self) -> Transforms:
+        if self.placement_policy == "auto":
+            budget = _device_memory() if self.memory_budget is None else self.memory_budget
+            return () if budget is None else (fit(budget * self.steady_cuda_cap_ratio),)
         state = (offload("state", fraction=self.offload_optim_frac),) if self.offload_optim_frac else ()
         return (*state, *((offload("all", fraction=self.offload_param_frac),) if self.offload_param_frac else ()))
+
+
+def _device_memory() -> float | None:
+    """Bytes of this rank's accelerator; None without one."""
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.get_memory_info()[1]
 
 
 def _largest(model: nn.Module, fraction: float) -> list[str]:
@@ -537,7 +559,7 @@ class HybridParallelPlugin(_WithPrecision):
         if self.pp_style not in chunks or not chunks[self.pp_style](self.num_model_chunks):
             raise PlanError(
                 f'{self}: pp_style is "gpipe" or "1f1b" with num_model_chunks=1, "interleaved" or "interleaved-zb" '
-                'with '
+                "with "
                 'more, or "zbv" with 2.'
             )
         if len(said) != 1:

@@ -637,7 +637,7 @@ class GradientReducer:
         batches = in_batches(
             [(self._slots[i], axes) for i, axes in order if axes and self._slots[i].held.leaf.requires_grad],
             alone=lambda one: self._goes_alone(one[0].held),
-            key=lambda one: (one[1], one[0].held.axes, one[0].held.stage, one[0].held.dtype),
+            key=lambda one: (one[1], *_alike(one[0].held)),
             size=lambda one: local_of(one[0].held.leaf).nbytes,
             limit=self.bucket_bytes,
         )
@@ -673,6 +673,11 @@ class GradientReducer:
             closing = type(regular[0])(self, self.data_axes, [])
         closing.last = True
         self._buckets.append(closing)
+
+
+def _alike(held: Held) -> tuple[Any, ...]:
+    """What gradients in one bucket have in common. What leaves for the host leaves no memory of others behind."""
+    return held.axes, held.stage, held.dtype, "grad" in held.hosted
 
 
 def _bucket(owner: GradientReducer, axes: Axes, slots: list[_Slot]) -> _Bucket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardlib._plan import LossScale
 from shardlib.transforms._accumulate import accumulate
+from shardlib.transforms._fit import fit
 from shardlib.transforms._fsdp import fsdp, hsdp
 from shardlib.transforms._offload import offload
 from shardlib.transforms._pipeline import pipeline
@@ -21,6 +22,7 @@ __all__ = [
     "Transform",
     "accumulate",
     "checkpoint_activations",
+    "fit",
     "fsdp",
     "hsdp",
     "offload",

@@ -12,7 +12,7 @@ from shardlib.errors import PlanError, nearest
 from shardlib.transforms._choose import Names, as_names, chosen, quoted
 from shardlib.transforms._transform import Transform
 
-__all__ = ["Offload", "offload"]
+__all__ = ["Offload", "offload", "put_on_host"]
 
 _PHASES: dict[str, Phase] = {"state": "state", "params": "stored", "grads": "grad"}
 
@@ -74,7 +74,7 @@ class Offload(Transform):
 def _moved(plan: Plan, phase: Phase, names: set[str], fraction: float) -> Plan:
     rows = [row for row in plan.rows if row.name in names and phase in row.layouts]
     going = _largest(plan, rows, phase, fraction)
-    return plan.map_rows(lambda row: _on_host(row, phase) if row.name in going else row)
+    return plan.map_rows(lambda row: put_on_host(row, phase) if row.name in going else row)
 
 
 def _largest(plan: Plan, rows: Sequence[Row], phase: Phase, fraction: float) -> set[str]:
@@ -88,5 +88,6 @@ def _largest(plan: Plan, rows: Sequence[Row], phase: Phase, fraction: float) -> 
     return going
 
 
-def _on_host(row: Row, phase: Phase) -> Row:
+def put_on_host(row: Row, phase: Phase) -> Row:
+    """A row with one of its phases there."""
     return row.replace(**{phase: dataclasses.replace(row.layouts[phase], memory="host")})

@@ -11,6 +11,7 @@ from shardlib._plan import LossScale
 from shardlib.errors import PlanError, nearest
 from shardlib.transforms._accumulate import accumulate
 from shardlib.transforms._choose import quoted
+from shardlib.transforms._fit import fit
 from shardlib.transforms._fsdp import fsdp, hsdp
 from shardlib.transforms._offload import offload
 from shardlib.transforms._pipeline import pipeline
@@ -24,7 +25,7 @@ __all__ = ["parse"]
 
 _KNOWN: Mapping[str, Callable[..., Transform]] = {
     function.__name__: function
-    for function in (zero, fsdp, hsdp, replicate, offload, precision, checkpoint_activations, accumulate, pipeline)
+    for function in (zero, fsdp, hsdp, replicate, offload, fit, precision, checkpoint_activations, accumulate, pipeline)
 }
 _INNER: Mapping[str, Callable[..., Any]] = {"LossScale": LossScale}
 _MOST = 10_000  # characters; the longest call that means something is a line

@@ -8,6 +8,7 @@ values, but refuse to be computed with beside those of a CPU.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from shardlib.engine._torch import TorchDispatchMode, pytree
 from shardlib.engine.held import held_of, local_of
 from shardlib.errors import PlanError, ShardingError
 from shardlib.testing import assert_equivalent
-from shardlib.testing.models import Tokens, perturb, rules_for
+from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
 from tests.engine.low_precision import Trained, train
 from tests.engine.test_zero import GPT, Lamb
 
@@ -454,3 +455,68 @@ def test_devices_do_not_mix(make, stage):
     assert _devices((STAGES[stage], sl.offload("state", fraction=0.3)), make) == lie(AWAY, "cpu " + AWAY)
     if stage == "zero(3)":
         assert _devices((STAGES[stage], sl.offload("all")), make) == lie("cpu", "cpu")
+
+
+# --- within a budget --------------------------------------------------------------------------------------------------
+
+
+def _device_bytes(
+    plan: sl.Plan, params: dict[str, nn.Parameter], state: Any, before: set[int], rooms: list[Any]
+) -> int:
+    """Bytes that are alive, but for what the plan has in host memory and what copies land in there."""
+    host = [*rooms]
+    for name, param in params.items():
+        there = {phase for phase, layout in plan[name].layouts.items() if layout.memory == "host"}
+        own = state.get(param, {}).values() if "state" in there else ()
+        host += [t for t in own if isinstance(t, torch.Tensor)]
+        host += [param] if "stored" in there else []
+        host += [param.grad] if "grad" in there and param.grad is not None else []
+        held = held_of(param)
+        assert held is not None
+        host += held.landing.values()
+    away = {(local_of(t) if isinstance(t, DTensor) else t).untyped_storage().data_ptr() for t in host}
+    gc.collect()
+    every = [t.detach() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in every if not t.is_meta}
+    return sum(size for address, size in memory.items() if address and address not in away | before)
+
+
+def _trained_within(transform: Any, budget: int) -> None:
+    gc.collect()
+    before = {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is torch.Tensor and not t.is_meta}
+    made = Transformer(vocab=64, heads=4, head=48, layers=4, bias=True)
+    rooms: list[Any] = []
+    room = offload._room
+
+    def remembered(*args: Any) -> torch.Tensor:
+        rooms.append(room(*args))
+        return rooms[-1]
+
+    with elsewhere(PIECE_BYTES=1 << 20), mock.patch.object(offload, "_room", remembered):
+        model = sl.shard_model(made, "dp=2", {"**": None}, transforms=(transform, sl.fit(budget)), compile=None)
+        optimizer = torch.optim.AdamW(model.parameters())
+        params, plan, peak = dict(model.named_parameters()), sl.plan_of(model), 0
+
+        def look(*_: Any) -> None:
+            nonlocal peak
+            peak = max(peak, _device_bytes(plan, params, optimizer.state, before, rooms))
+
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(look)
+        for _ in range(2):
+            loss = model(torch.randint(64, (1, 4))).square().mean()
+            loss.backward()
+            look()
+            optimizer.step()
+            look()
+            optimizer.zero_grad()
+    assert peak <= budget + (128 << 10)  # activations of four tokens, and counters
+    assert peak >= budget / 2  # what is measured is most of what there is
+
+
+@pytest.mark.parametrize(("transform", "share"), [(sl.zero(2), 0.85), (sl.zero(3), 0.6)], ids=["stage 2", "stage 3"])
+def test_a_model_trains_within_a_budget_that_it_exceeds(ranks, transform, share):
+    plan = sl.plan(Transformer(vocab=64, heads=4, head=48, layers=4, bias=True), "dp=2", {"**": None}) | transform
+    memory = plan.memory()
+    ranks(2).run(_trained_within, transform, int(share * (memory.device + memory.buckets)))
