@@ -41,7 +41,8 @@ def add_lora(model: nn.Module, pretrained_dir: Any, lora_config: Any, quantizati
     if any(param.is_meta for param in model.parameters()):
         raise ShardingError(
             "enable_lora was given a model on the meta device: what draws a model's first values there does not know "
-            "that an adapter begins as zero. Build the model with its values, then add adapters."
+            "that an adapter begins as zero. Add adapters inside of the LazyInitContext that the model is built in, or "
+            "to a model that has its values."
         )
     if pretrained_dir is None:
         if not isinstance(lora_config, peft.LoraConfig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardlib.booster import (
     Booster,
     GeminiPlugin,
     HybridParallelPlugin,
+    LazyInitContext,
     LowLevelZeroPlugin,
     TorchDDPPlugin,
     TorchFSDPPlugin,
@@ -279,6 +281,22 @@ def test_stages_train_adapters_and_all_of_them_are_saved(ranks, tmp_path):
     assert_close(
         adapters(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", autocast_adapter_dtype=False)), alone()
     )
+
+
+def _lazily() -> list[str]:
+    plugin, states = LowLevelZeroPlugin(stage=2, precision="fp32"), []
+    for context in (nullcontext(), LazyInitContext()):
+        torch.manual_seed(0)
+        booster = Booster(plugin=plugin)
+        with context:
+            model = booster.enable_lora(build(LLAMA, "sdpa"), lora_config=config(LLAMA, init_lora_weights=True))
+        states.append(sl.full_state_dict(booster.boost(model)[0]))
+    eager, lazy = states
+    return [name for name in eager if not torch.equal(eager[name], lazy[name])]
+
+
+def test_adapters_of_a_model_built_without_memory_begin_as_they_would(ranks):
+    assert ranks(2).run(_lazily) == [[], []]
 
 
 def _in_few_bits(folder: str) -> None:
