@@ -11,6 +11,7 @@ from shardlib.checkpoint import Checkpoints, load, save
 from shardlib.engine import (
     LazyInitContext,
     OptimizerWrapper,
+    Pipe,
     clip_grad_norm_,
     clip_grad_value_,
     exact_random,
@@ -47,6 +48,7 @@ __all__ = [
     "LazyInitContext",
     "MeshShape",
     "OptimizerWrapper",
+    "Pipe",
     "Plan",
     "Replicate",
     "Rules",

@@ -8,6 +8,7 @@ from shardlib.engine.exact import exact_random
 from shardlib.engine.lazy import LazyInitContext
 from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_, get_grad_norm
 from shardlib.engine.optimizer import register_elementwise, register_per_tensor
+from shardlib.engine.pipeline.pipe import Pipe
 from shardlib.engine.pipeline.step import PipelineStep, pipeline_step
 from shardlib.engine.recording import record_collectives
 from shardlib.engine.state import full_state_dict
@@ -16,6 +17,7 @@ from shardlib.engine.wrapper import OptimizerWrapper
 __all__ = [
     "LazyInitContext",
     "OptimizerWrapper",
+    "Pipe",
     "PipelineStep",
     "apply_plan",
     "clip_grad_norm_",
