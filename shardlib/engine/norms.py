@@ -23,7 +23,7 @@ from shardlib.engine.held import held_of, local_of
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.errors import ShardingError
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "get_grad_norm"]
+__all__ = ["clip_among", "clip_grad_norm_", "clip_grad_value_", "get_grad_norm"]
 
 Parameters: TypeAlias = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 Counting: TypeAlias = tuple[DeviceMesh | None, dist.ProcessGroup | None]
@@ -57,11 +57,22 @@ def clip_grad_norm_(
     >>> layer.weight.grad
     tensor([[0.6000, 0.8000]])
     """
+    return clip_among((), _each_once(model_or_params), max_norm, norm_type, error_if_nonfinite)
+
+
+@torch.no_grad()
+def clip_among(
+    among: Iterable[torch.Tensor],
+    params: list[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """`clip_grad_norm_`, in which all ranks that hold tensors of `among` take part, also those without `params`."""
     limit = float(max_norm)
     if not limit >= 0:
         raise ShardingError(f"max_norm={max_norm!r} was given; give a number that is not negative, such as 1.0.")
-    params = _each_once(model_or_params)
-    norm = get_grad_norm(params, norm_type, error_if_nonfinite=error_if_nonfinite)
+    norm = _norm_among(among, params, norm_type, error_if_nonfinite)
     if limit < math.inf:
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for grads in _alike([local_of(p.grad) for p in params if p.grad is not None]):
@@ -88,9 +99,14 @@ def get_grad_norm(
     >>> get_grad_norm(layer), get_grad_norm(layer, 1), get_grad_norm(layer, "inf")
     (tensor(5.), tensor(7.), tensor(4.))
     """
+    return _norm_among((), _each_once(model_or_params), norm_type, error_if_nonfinite)
+
+
+def _norm_among(
+    among: Iterable[torch.Tensor], params: list[torch.Tensor], norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
     p = _checked_type(norm_type)
-    params = _each_once(model_or_params)
-    by_mesh: dict[Counting, list[torch.Tensor]] = {_counting(param): [] for param in params}
+    by_mesh: dict[Counting, list[torch.Tensor]] = {_counting(param): [] for param in (*among, *params)}
     summed = list(_gradients(params))
     for param, grad in summed:
         mesh, _ = counting = _counting(param)

@@ -17,7 +17,7 @@ from shardlib.engine import _torch, optimizer
 from shardlib.engine.apply import Sharded, record_of
 from shardlib.engine.held import held_of, local_of
 from shardlib.engine.lost import naming_lost_ranks
-from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_
+from shardlib.engine.norms import clip_among, clip_grad_value_
 from shardlib.engine.scaler import LossScaler
 from shardlib.errors import CheckpointError, InputError, ShardingError
 
@@ -287,11 +287,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """
         self._settle()
         overflow = self.scaler is not None and self.scaler.overflowed
-        return clip_grad_norm_(
-            self._params(),
+        return clip_among(
+            self.model.parameters() if self._record.pipeline is not None else (),
+            list(self._params()),
             math.inf if overflow else max_norm,
             norm_type,
-            error_if_nonfinite=error_if_nonfinite and not overflow,
+            error_if_nonfinite and not overflow,
         )
 
     def clip_grad_value_(self, clip_value: float) -> None:

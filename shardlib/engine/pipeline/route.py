@@ -254,13 +254,14 @@ class Route:
             known.outputs[number] = pytree.tree_map_only(torch.Tensor, imagined, output)
         return known.outputs[number]
 
-    def learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Gate | None]:
+    def learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> list[Gate | None]:
         """The gates of all stages for inputs like these, the same on every rank; found once.
 
         Raises:
             PlanError: a stage that is given nothing by the one before it.
         """
         if key not in self._known:
+            self.skeleton.train(training)
             known = _Known([None])
             for stage in range(1, len(self.stages)):
                 known.gates.append(self._gate(stage, known, args, dict(kwargs)))

@@ -152,9 +152,13 @@ class _Step:
             parts = [self._part(cut, batch, call) for cut in split(call, microbatches, size)]
             if self.pipeline is None:
                 return parts, [[None]] * len(parts), None
-            return parts, [self.pipeline.route.learn(part.key, *part.call) for part in parts], None
+            return parts, [self._gates(part) for part in parts], None
         except Exception as error:
             return [], [], error
+
+    def _gates(self, part: Part) -> Sequence[Gate | None]:
+        assert self.pipeline is not None
+        return self.pipeline.route.learn(part.key, *part.call, training=self.model.training)
 
     def _part(self, cut: Any, batch: Any, whole: Any) -> Part:
         for leaf in _torch.pytree.tree_leaves(cut):

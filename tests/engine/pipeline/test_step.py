@@ -164,6 +164,25 @@ def test_a_loss_scale_is_that_of_all_stages(ranks):
     assert ranks(2).run(_scaled) == [[False, True, True]] * 2
 
 
+def _of_few() -> tuple[float, bool]:
+    """An optimizer of the output layer's norm alone, which one stage has."""
+    model = sharded("pp=2")
+    wanted = [param for name, param in model.named_parameters() if name == "norm.weight"]
+    opt = sl.OptimizerWrapper(torch.optim.AdamW([{"params": wanted}]), model)
+    sl.pipeline_step(model, tokens(4), mean, microbatches=2)
+    norm = opt.clip_grad_norm_(1e-3)
+    opt.step()
+    return norm.item(), opt.step_was_skipped
+
+
+def test_an_optimizer_may_have_parameters_of_one_stage_alone(ranks):
+    single = gpt()
+    mean(single(tokens(4)), tokens(4)).backward()
+    gradient = single.get_parameter("norm.weight").grad
+    assert gradient is not None
+    assert ranks(2).run(_of_few) == [(pytest.approx(gradient.norm().item(), rel=1e-6), False)] * 2
+
+
 def _drawn() -> float:
     sharded("pp=2")
     return torch.rand(()).item()
