@@ -340,9 +340,9 @@ class GeminiPlugin(_WithPrecision):
         offload_optim_frac   how much of the optimizer's state lies in host memory
         offload_param_frac   how much of the divided parameters and gradients does; their state has to, too
 
-    With `placement_policy="auto"` as little as fits goes there: of `memory_budget`, by default the memory of the device,
-    all but activations may take the share `steady_cuda_cap_ratio` (`shardlib.fit`). Where the device is a CPU, there
-    is one memory, and without a budget nothing goes.
+    With `placement_policy="auto"` as little as fits goes there: of `memory_budget`, by default the memory of the
+    device, all but activations may take the share `steady_cuda_cap_ratio` (`shardlib.fit`). Where the device is a
+    CPU, there is one memory, and without a budget nothing goes.
 
     >>> GeminiPlugin(precision="bf16", offload_optim_frac=0.5).transforms(nn.Linear(2, 2))
     (zero(3), precision("bf16"), offload(fraction=0.5))
