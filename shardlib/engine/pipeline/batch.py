@@ -103,7 +103,9 @@ def key_of(call: Call) -> tuple[Any, ...]:
 
 
 def _key(leaf: Any) -> Any:
-    return (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else repr(leaf)
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), str(leaf.dtype)
+    return repr(leaf) if isinstance(leaf, bool | int | float | str | type(None)) else type(leaf).__qualname__
 
 
 def joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

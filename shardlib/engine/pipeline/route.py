@@ -30,6 +30,9 @@ from shardlib.rules import Stage
 __all__ = ["Gate", "Message", "Route", "has_values", "without_fakes"]
 
 
+_MOST_SHAPES = 256  # of inputs, whose ways are remembered
+
+
 @dataclass(frozen=True)
 class Message:
     """One tensor that goes from a stage to the next: where it stands among the arguments of a call, and its kind."""
@@ -265,6 +268,8 @@ class Route:
             known = _Known([None])
             for stage in range(1, len(self.stages)):
                 known.gates.append(self._gate(stage, known, args, dict(kwargs)))
+            while len(self._known) >= _MOST_SHAPES:
+                del self._known[next(iter(self._known))]
             self._known[key] = known
         return self._known[key].gates
 

@@ -16,6 +16,7 @@ from shardlib._mesh import MeshShape
 from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch, agree
 from shardlib.engine.apply import Sharded, record_of
+from shardlib.engine.batchnorm import is_batch_norm
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.pipeline.batch import as_call, as_given, joined, key_of, rows, split
 from shardlib.engine.pipeline.route import Gate
@@ -94,11 +95,10 @@ def pipeline_step(
         >>> step.loss.shape, model.weight.grad.shape
         (torch.Size([]), torch.Size([2, 4]))
     """
-    record = record_of(model)
-    one = _Step(model, record, train=not forward_only)
+    record, train = record_of(model), not forward_only and torch.is_grad_enabled()
+    one = _Step(model, record, train=train)
     parts, gates, failed = one.prepare(batch, microbatches, microbatch_size)
     total_rows = one.meet(parts, failed)
-    factor = one.factors(total_rows, optimizer)
     run = Run(
         model,
         record.pipeline.route if record.pipeline is not None else None,
@@ -107,12 +107,12 @@ def pipeline_step(
         gates,
         criterion,
         record.reducer,
-        factor=factor,
-        train=not forward_only,
-        keep_outputs=return_outputs or forward_only,
+        factor=one.factors(total_rows, optimizer),
+        train=train,
+        keep_outputs=return_outputs or not train,
     )
     one.carry_out(run)
-    loss = one.finish(run, factor)
+    loss = one.finish(run)
     outputs = joined([run.outputs[m] for m in sorted(run.outputs)], [p.rows for p in parts]) if run.outputs else None
     return PipelineStep(loss, outputs, tuple(run.executed))
 
@@ -131,9 +131,11 @@ class _Step:
         self.shape = MeshShape.of(mesh)
         self.everyone = record.reducer.group_of_all()
         coordinate = dict(zip(self.shape.names, mesh.get_coordinate() or (), strict=True))
-        self.data_index, self.data_ranks = self.shape.data_place(coordinate)
+        self.data_ranks = self.shape.data_ranks
+        self.speaks = all(coordinate[axis] == 0 for axis in self.shape.model_axes)  # of ranks with the same loss
         self.device = record.reducer.device
         self.orders: Sequence[Sequence[Action]] = ()
+        self.before: dict[int, torch.Tensor] = {}
 
     @property
     def reducing(self) -> bool:
@@ -149,7 +151,7 @@ class _Step:
             if microbatches is None and size is None:
                 microbatches = self.record.plan.step.microbatches or None
             call = as_call(batch)
-            parts = [self._part(cut, batch, call) for cut in split(call, microbatches, size)]
+            parts = [self._part(cut, batch) for cut in split(call, microbatches, size)]
             if self.pipeline is None:
                 return parts, [[None]] * len(parts), None
             return parts, [self._gates(part) for part in parts], None
@@ -160,13 +162,12 @@ class _Step:
         assert self.pipeline is not None
         return self.pipeline.route.learn(part.key, *part.call, training=self.model.training)
 
-    def _part(self, cut: Any, batch: Any, whole: Any) -> Part:
+    def _part(self, cut: Any, batch: Any) -> Part:
         for leaf in _torch.pytree.tree_leaves(cut):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != self.device.type:
                 raise InputError(
                     f"An input of shape {tuple(leaf.shape)} is on {leaf.device}, but the model's mesh is on "
-                    f"{self.device}. "
-                    f'Move the batch first: batch.to("{self.device.type}").'
+                    f'{self.device}. Move the batch first: batch.to("{self.device.type}").'
                 )
         return Part(cut, as_given(cut, batch), rows(cut), (key_of(cut), self.model.training, self.train))
 
@@ -174,13 +175,14 @@ class _Step:
         """Rows of all data ranks' batches, once ranks know that they are about to do the same.
 
         Raises:
-            InputError: ranks of one pipeline that were given different batches.
+            InputError: ranks of one pipeline that were given different batches; data ranks with other numbers of
+                microbatches, where modules wait for all data ranks.
         """
         mark = zlib.crc32(repr([part.key for part in parts]).encode())
         if self.pipeline is not None and self.pipeline.unchecked:
             self.pipeline.unchecked = False
             mark = zlib.crc32(repr([_prints(part) for part in parts]).encode(), mark)
-        numbers = [float(failed is not None), float(mark), float(sum(part.rows for part in parts))]
+        numbers = [float(failed is not None), float(mark), float(sum(part.rows for part in parts)), float(len(parts))]
         every = self._gathered(torch.tensor(numbers, dtype=torch.float64))
         if any(row[0] for row in every):
             raise self._not_begun(failed)
@@ -193,19 +195,27 @@ class _Step:
                     "different numbers of microbatches. Pick the batch by the rank's place on the data axes alone, for "
                     'example with DistributedSampler(dataset, mesh["dp"].size(), mesh["dp"].get_local_rank()).'
                 )
+        counts = sorted({int(row[3]) for row in every})
+        if len(counts) > 1 and self._meets_in_modules():
+            raise InputError(
+                f"Data ranks cut their batches into {' and '.join(map(str, counts))} microbatches, and this model's "
+                "modules wait for all data ranks (stage 3, or BatchNorm). Give all the same number: microbatches=."
+            )
         first = {self._data_of(rank): row[2] for rank, row in enumerate(every)}
         return sum(first.values())
 
     def _not_begun(self, failed: Exception | None) -> Exception:
-        told = (
-            agree.exchange(None if failed is None else f"{type(failed).__name__}: {failed}", self.everyone)
-            if (self.everyone is not None)
-            else [None]
-        )
+        mine = None if failed is None else f"{type(failed).__name__}: {failed}"
+        told = [mine] if self.everyone is None else agree.exchange(mine, self.everyone)
         if failed is not None:
             return failed
         rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
         return StageError(f"Rank {rank} could not begin this step, and no rank has: it raised {text}", rank=rank)
+
+    def _meets_in_modules(self) -> bool:
+        """Whether modules wait for other data ranks while they compute."""
+        rows, data = self.record.plan.rows, {*self.shape.data_axes}
+        return any(row.stored.axes & data for row in rows) or any(map(is_batch_norm, self.model.modules()))
 
     def _data_of(self, rank: int) -> int:
         return self.shape.data_place(self.shape.coordinate(rank))[0]
@@ -230,8 +240,7 @@ class _Step:
         unscaled = not isinstance(optimizer, OptimizerWrapper)
         if self.record.plan.step.scaler is not None and self.train and unscaled:
             raise ShardingError(
-                "The plan scales the loss (precision), and only an OptimizerWrapper undoes that. Wrap the "
-                "optimizer, "
+                "The plan scales the loss (precision), and only an OptimizerWrapper undoes that. Wrap the optimizer, "
                 "and pass it: pipeline_step(model, batch, criterion, optimizer=opt)."
             )
         if optimizer is not None and self.train:
@@ -278,14 +287,14 @@ class _Step:
 
     # --- after --------------------------------------------------------------------------------------------------------
 
-    def finish(self, run: Run, factor: tuple[float, float]) -> torch.Tensor | None:
+    def finish(self, run: Run) -> torch.Tensor | None:
         """Gradients of all ranks together; the loss.
 
         Raises:
             StageError: a rank has failed.
         """
         losses, shared = run.losses, self._shared()
-        speaks = losses.counted is not None and self._speaks()
+        speaks = losses.counted is not None and self.speaks
         mine = [float(run.failure is not None), float(losses.counted is True), float(speaks)]
         mine += [float(losses.total), float(losses.weight)] if speaks else [0.0, 0.0]
         mine += [float(each.has_gradient) for each in shared]
@@ -300,18 +309,11 @@ class _Step:
             raise InputError("The counts of this step add up to zero on all ranks: there is nothing to learn from.")
         if self.train:
             counted = any(row[1] for row in every)
-            self._settle(
-                self.data_ranks / weight if counted else 1.0, [any(r[5 + i] for r in every) for i in range(len(shared))]
-            )
+            present = [any(row[5 + i] for row in every) for i in range(len(shared))]
+            self._settle(self.data_ranks / weight if counted else 1.0, present)
         wide = any(leaf.dtype is torch.float64 for leaf in self.record.reducer.leaves())
         dtype = torch.float64 if wide else torch.float32
         return torch.tensor(total / weight, dtype=dtype, device=self.device) if speakers else None
-
-    def _speaks(self) -> bool:
-        """Whether this rank is the one of those that computed the same loss that says it."""
-        mesh = self.pipeline.mesh if self.pipeline is not None else self.record.mesh
-        coordinate = dict(zip(self.shape.names, mesh.get_coordinate() or (), strict=True))
-        return all(coordinate[axis] == 0 for axis in self.shape.model_axes)
 
     def _settle(self, scale: float, present: Sequence[bool]) -> None:
         reducer = self.record.reducer

@@ -85,7 +85,7 @@ def equivalent(
             measured against a single device in float64, and the sharded run may err at most ten times as much; how the
             limits are derived stands in `shardlib/testing/equivalence/measure.py`.
         rng: "exact" draws dropout by global element, so that it is the same on any mesh; "fast" is PyTorch's own, which
-            only meshes without data axes can be compared in.
+            only meshes without data axes can be compared in. Stages of a pipeline draw as "fast": leave dropout out.
         seed: of the weights and of every backward pass.
         before_step: a function (model, step) called on both models: freeze, thaw, change.
         timeout: seconds after which ranks that do not answer are given up, with a table of where each stands.

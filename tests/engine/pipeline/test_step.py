@@ -67,21 +67,20 @@ def differences(model: nn.Module, single: nn.Module) -> list[float]:
     return worst
 
 
-def _counts(mesh: str, transform: Any, options: dict[str, Any]) -> tuple[float, float, list[float]]:
+def _counts(mesh: str, options: dict[str, Any]) -> tuple[float, float, list[float]]:
     single, batch = gpt(), tokens(11)
     total, count = counted(single(batch), batch)
     (total / count).backward()
-    model = sharded(mesh, transform)
+    model = sharded(mesh)
     step = sl.pipeline_step(model, own_rows(batch, mesh), counted, **options)
     return step.loss.item(), (total / count).item(), differences(model, single)
 
 
 @pytest.mark.parametrize("options", [{"microbatches": 3}, {"microbatch_size": 4}])
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,pp=2"])
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,pp=2", "dp=2"])
 def test_losses_with_counts_are_divided_by_all_of_them(ranks, mesh: str, options: dict[str, Any]):
-    """Eleven rows: 6 and 5 on two data ranks; 4, 4 and 3 in microbatches; tokens by chance."""
-    transform = sl.pipeline("1f1b")
-    for loss, want, wrong in ranks(sl.MeshShape(mesh).world_size).run(_counts, mesh, transform, options):
+    """Eleven rows: 6 and 5 on two data ranks; 4, 4 and 3 in microbatches; tokens by chance. Without stages too."""
+    for loss, want, wrong in ranks(sl.MeshShape(mesh).world_size).run(_counts, mesh, options):
         assert loss == pytest.approx(want, rel=TOLERANCE)
         assert max(wrong) < TOLERANCE
 
@@ -403,6 +402,21 @@ class Skipping(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = self.blocks[0](x)
         return self.blocks[3](self.blocks[2](self.blocks[1](first)) + first)
+
+
+def _other_numbers() -> str:
+    model, mesh = sharded("dp=2,pp=2", sl.zero(3)), "dp=2,pp=2"
+    mine = tokens(6) if sl.MeshShape(mesh).coordinate(dist.get_rank())["dp"] else tokens(3)
+    return _message(InputError, lambda: sl.pipeline_step(model, mine, mean, microbatch_size=2))
+
+
+def test_data_ranks_that_meet_in_modules_have_as_many_microbatches(ranks):
+    said = (
+        "Data ranks cut their batches into 2 and 3 microbatches, and this model's modules wait for all data ranks "
+        "(stage "
+        "3, or BatchNorm). Give all the same number: microbatches=."
+    )
+    assert ranks(4).run(_other_numbers) == [said] * 4
 
 
 def _refusals() -> list[str]:
