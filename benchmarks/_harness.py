@@ -82,6 +82,7 @@ class Trainee:
         else:
             self.model = built
             self.optimizer = torch.optim.AdamW(built.parameters(), fused=variant.fused, **OPTIONS)
+        self.backward = getattr(self.optimizer, "backward", torch.Tensor.backward)
 
     def step(self, batch: Batch) -> tuple[float, list[float]]:
         """The loss, and how many milliseconds each part took."""
@@ -89,7 +90,7 @@ class Trainee:
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
         loss = loss_of(self.model, batch)
         clock.append(time.perf_counter())
-        loss.backward()
+        self.backward(loss)
         clock.append(time.perf_counter())
         self.optimizer.step()
         clock.append(time.perf_counter())

@@ -17,7 +17,7 @@ _TIMELESS: dict[str, Any] = {
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.differing_executors],
 }
-settings.register_profile("default", derandomize=True, max_examples=40, database=None, **_TIMELESS)
+settings.register_profile("default", derandomize=True, max_examples=25, database=None, **_TIMELESS)
 settings.register_profile("deep", max_examples=1000, print_blob=True, **_TIMELESS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
