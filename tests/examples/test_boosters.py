@@ -73,7 +73,7 @@ def test_an_epoch_of_resnet_on_two_ranks_is_that_of_one_device_from_their_checkp
 
 
 # Half of the last digit of a number in float8 e4m3 (3 bits after the point). That of a mean over 64 images, whose
-# errors have either sign, is less. A loss scale that stays in the gradient, or steps that are skipped, change more.
+# errors have either sign, is less. A run whose steps are skipped stays at the first loss, which is further away.
 LOW = 2**-4
 
 
@@ -84,8 +84,8 @@ def test_a_vit_learns_alike_in_every_precision_and_warms_up(ranks):
     exact = runs["fp32"]
     assert exact["losses"][-1] < (1 - 2 * LOW) * exact["losses"][0]
     assert exact["rates"][0] < exact["rates"][10] > exact["rates"][-1]
-    for name in names[1:]:
-        assert runs[name]["losses"] != exact["losses"], f"{name} computes in float32"
+    assert len({tuple(run["losses"]) for run in runs.values()}) == len(names), "two names compute the same"
+    for name in names:
         assert runs[name]["losses"] == pytest.approx(exact["losses"], rel=LOW), name
 
 
