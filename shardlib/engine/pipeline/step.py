@@ -236,15 +236,13 @@ class _Step:
         Gradients are averaged over data ranks after backward, and the loss is to be the mean over all rows. Counts are
         known when all forwards are over, and divided by then.
         """
-        scaled = 1.0
-        unscaled = not isinstance(optimizer, OptimizerWrapper)
-        if self.record.plan.step.scaler is not None and self.train and unscaled:
+        wrapper = optimizer if isinstance(optimizer, OptimizerWrapper) else None
+        if self.record.plan.step.scaler is not None and self.train and wrapper is None:
             raise ShardingError(
                 "The plan scales the loss (precision), and only an OptimizerWrapper undoes that. Wrap the optimizer, "
                 "and pass it: pipeline_step(model, batch, criterion, optimizer=opt)."
             )
-        if optimizer is not None and self.train:
-            scaled = optimizer.backward_by_another()
+        scaled = wrapper.backward_by_another() if wrapper is not None and self.train else 1.0
         return scaled * self.data_ranks / max(total_rows, 1.0), scaled
 
     def transport(self, gates: Sequence[Sequence[Gate | None]]) -> Transport | None:
