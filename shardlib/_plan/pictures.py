@@ -40,8 +40,7 @@ def facts(plan: Plan) -> str:
     assumed = "" if plan.step.microbatches else ", if there are so many"
     return (
         f"{len(plan.stages)} stages on {ranks} ranks by {schedule}, {count} microbatches{assumed}: ranks stand idle "
-        "for "
-        f"{bubble(timed):.1%} of a step if all stages take equally long and sending takes no time"
+        f"for {bubble(timed):.1%} of a step if all stages take equally long and sending takes no time"
     )
 
 

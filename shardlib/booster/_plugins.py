@@ -559,8 +559,7 @@ class HybridParallelPlugin(_WithPrecision):
         if self.pp_style not in chunks or not chunks[self.pp_style](self.num_model_chunks):
             raise PlanError(
                 f'{self}: pp_style is "gpipe" or "1f1b" with num_model_chunks=1, "interleaved" or "interleaved-zb" '
-                "with "
-                'more, or "zbv" with 2.'
+                'with more, or "zbv" with 2.'
             )
         if len(said) != 1:
             raise PlanError(

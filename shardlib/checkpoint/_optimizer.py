@@ -153,8 +153,7 @@ def joined(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
         counts = ", ".join(str(len(each["groups"])) for each in told)
         raise CheckpointError(
             f"The optimizers of the ranks have {counts} groups, and are saved as one. Give each the same groups, in "
-            "the "
-            "same order."
+            "the same order."
         )
     groups = [
         {**group, "params": list(dict.fromkeys(name for each in told for name in each["groups"][g]["params"]))}

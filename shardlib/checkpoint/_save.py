@@ -174,10 +174,9 @@ def _check(model: Any, optimizer: Any, weights: str, shard_mb: float) -> None:
         raise CheckpointError("An optimizer was given without its model, whose names its state is saved by. Give both.")
     if weights in ("huggingface", "file") and elsewhere(model):
         raise CheckpointError(
-            f'weights="{weights}" writes whole tensors, for which all ranks would have to hold the same ones, and here '
-            'they run different stages. Save with weights="pieces"; load that on a mesh without a pipeline axis, on '
-            "one "
-            "rank if need be, and save it whole there."
+            f'weights="{weights}" writes whole tensors, for which all ranks would have to hold the same ones, and '
+            'here they run different stages. Save with weights="pieces"; load that on a mesh without a pipeline axis, '
+            "on one rank if need be, and save it whole there."
         )
 
 

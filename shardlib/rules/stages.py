@@ -261,8 +261,7 @@ def _by_counts(given: Balanced, units: list[tuple[str, nn.Module]], blocks: list
         shown = f'"{blocks[0]}" to "{blocks[-1]}"' if blocks else "none"
         raise RuleError(
             f"stages={given!r} names {sum(given.counts)} blocks, and the model has {len(blocks)} ({shown}). Give "
-            "counts "
-            "that add up to these."
+            "counts that add up to these."
         )
     names = [name for name, _ in units]
     places = [names.index(block) for block in blocks]
@@ -354,8 +353,8 @@ def _check_count(shown: str, count: int, ranks: int) -> None:
     if count % ranks:
         raise RuleError(
             f"stages={_quoted(shown)} names {count} stage{'s' * (count != 1)}, and the pipeline axis has {ranks} "
-            "ranks, "
-            f"which cannot share them evenly. Name {ranks}, or a multiple of it for a schedule with several on each."
+            f"ranks, which cannot share them evenly. Name {ranks}, or a multiple of it for a schedule with several on "
+            "each."
         )
 
 
@@ -404,8 +403,7 @@ def _check_parameters(shown: str, stages: Sequence[Stage], model: nn.Module) -> 
         if not any(stage.holds(name) for group in names.values() for name in group):
             raise RuleError(
                 f"stages={_quoted(shown)}: stage {number} has no parameters, and its ranks would have nothing to "
-                "train. "
-                "Join it with a neighbour."
+                "train. Join it with a neighbour."
             )
 
 

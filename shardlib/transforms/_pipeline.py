@@ -53,8 +53,7 @@ class Scheduled(Transform):
         if not plan.stages:
             raise PlanError(
                 f"{self}: the plan has no stages. Name them in the rules, as in Rules(..., stages=Balanced()), and "
-                "give "
-                f'the mesh a pipeline axis of two ranks at least; it is "{plan.mesh}".'
+                f'give the mesh a pipeline axis of two ranks at least; it is "{plan.mesh}".'
             )
         ranks = plan.mesh.only(plan.mesh.pipeline_axes).world_size
         schedule = self.schedule or default_schedule(ranks, len(plan.stages))

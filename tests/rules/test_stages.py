@@ -81,32 +81,27 @@ ALL = "embed, position, blocks.0-3 | norm, head"
         (
             "embed, position, blocks.0-3 | norm, head, blocks.3.mlp",
             'stages="embed, position, blocks.0-3 | norm, head, blocks.3.mlp": "blocks.3.mlp" is in stages 0 and 1, '
-            "since "
-            'it is in "blocks.3". Name each module once.',
+            'since it is in "blocks.3". Name each module once.',
         ),
         (
             "embed, position, blocks.0-3 | head",
-            'stages="embed, position, blocks.0-3 | head": the parameter "norm.weight" and 1 more is on no stage. '
-            "Name its "
-            "module, or the parameter itself, on the stage that reads it.",
+            'stages="embed, position, blocks.0-3 | head": the parameter "norm.weight" and 1 more is on no stage. Name '
+            "its module, or the parameter itself, on the stage that reads it.",
         ),
         (
             "embed, position, blocks.2-3 | blocks.0-1, norm, head",
             'stages="embed, position, blocks.2-3 | blocks.0-1, norm, head": "blocks.2" runs after "blocks.1", and is '
-            "on "
-            "stage 0, before stage 1. Name the stages in the order in which their modules run.",
+            "on stage 0, before stage 1. Name the stages in the order in which their modules run.",
         ),
         (
             "embed | position, blocks.0-3 | norm, head",
             'stages="embed | position, blocks.0-3 | norm, head" names 3 stages, and the pipeline axis has 2 ranks, '
-            "which "
-            "cannot share them evenly. Name 2, or a multiple of it for a schedule with several on each.",
+            "which cannot share them evenly. Name 2, or a multiple of it for a schedule with several on each.",
         ),
         (
             "embed, position, blocks, norm, head | blocks.0.dropout1",
-            'stages="embed, position, blocks, norm, head | blocks.0.dropout1": "blocks.0.dropout1" is in stages 0 '
-            "and 1, "
-            'since it is in "blocks.0". Name each module once.',
+            'stages="embed, position, blocks, norm, head | blocks.0.dropout1": "blocks.0.dropout1" is in stages 0 and '
+            '1, since it is in "blocks.0". Name each module once.',
         ),
         (
             sl.Balanced([1, 2]),

@@ -70,8 +70,7 @@ def split(batch: Any, microbatches: int | None, size: int | None = None) -> list
     if (microbatches is None) == (size is None):
         raise InputError(
             "Say into how many microbatches a batch is cut: microbatches=8, or the rows of each, microbatch_size=4; "
-            "one "
-            'of the two. pipeline("1f1b", microbatches=8) among the transforms says it once.'
+            'one of the two. pipeline("1f1b", microbatches=8) among the transforms says it once.'
         )
     for name, given in (("microbatches", microbatches), ("microbatch_size", size)):
         if given is not None and (type(given) is not int or given < 1):

@@ -77,9 +77,8 @@ class Pipe(nn.Module):
             )
         if any(type(count) is not int or count < 1 for count in self.balance) or sum(self.balance) != len(module):
             raise PlanError(
-                f"Pipe was given balance={self.balance} for a sequential of {len(module)} layers; give numbers from "
-                "1 up "
-                f"that add up to {len(module)}."
+                f"Pipe was given balance={self.balance} for a sequential of {len(module)} layers; give numbers from 1 "
+                f"up that add up to {len(module)}."
             )
         if type(self.chunks) is not int or self.chunks < 1:
             raise PlanError(f"Pipe was given chunks={self.chunks!r}; give a number from 1 up.")

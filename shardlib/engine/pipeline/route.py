@@ -218,10 +218,8 @@ class Route:
             if not isinstance(value, torch.Tensor) or not has_values(value):
                 raise PlanError(
                     f'Stage {one.stage + 1} begins with "{gate.module}" and lacks {_argument(message.path)} there, '
-                    "which "
-                    f"stage {one.stage} has not made: it comes from an earlier stage. Let both modules be on one "
-                    "stage, "
-                    "or pass it through the modules between them."
+                    f"which stage {one.stage} has not made: it comes from an earlier stage. Let both modules be on "
+                    "one stage, or pass it through the modules between them."
                 )
             values.append(value)
         return tuple(values)
@@ -235,12 +233,10 @@ class Route:
         raise PlanError(
             f'"{name}" on stage {one.stage}, which {began}, is given a tensor of another stage as {_argument(path)}: '
             "only what the first module of a stage is given comes from the stage before it. Cut the model elsewhere, "
-            "or "
-            "name both modules on one stage."
+            "or name both modules on one stage."
         )
 
-    # --- what other stages do, in shapes
-    # --------------------------------------------------------------------------------
+    # --- what other stages do, in shapes ------------------------------------------------------------------------------
 
     def _elsewhere(self, known: _Known, number: int, name: str, args: Any, kwargs: Any) -> Any:
         if number not in known.outputs:
@@ -251,7 +247,7 @@ class Route:
                         fake = pytree.tree_map_only(torch.Tensor, imagined, (args, kwargs))
                         output = module(*fake[0], **fake[1])
                 except _torch.fake_tensor_errors():
-                    # It looks at values, as one that finds the tokens of each expert does. Shapes will not depend on
+                    # It looks at values, as one that finds the tokens of each expert does; shapes do not depend on
                     # them.
                     output = _tried(module, args, kwargs)
             known.outputs[number] = pytree.tree_map_only(torch.Tensor, imagined, output)
@@ -284,16 +280,14 @@ class Route:
             return reached.values
         except _torch.fake_tensor_errors() as error:
             raise PlanError(
-                f"{self._name} looks at values of tensors between its stages' modules, which ranks of other stages "
-                "do not "
-                f"have ({type(error).__name__}). Put that into a module of a stage, or the modules around it on one."
+                f"{self._name} looks at values of tensors between its stages' modules, which ranks of other stages do "
+                f"not have ({type(error).__name__}). Put that into a module of a stage, or the modules around it on "
+                "one."
             ) from error
         raise PlanError(
             f"Stage {stage} ({', '.join(self.stages[stage].modules[:3])}, ...) is given nothing by the stages before "
-            "it: "
-            f"no call of its modules in the forward of {self._name} takes what they make. Name the stages in the "
-            "order in "
-            "which their modules run."
+            f"it: no call of its modules in the forward of {self._name} takes what they make. Name the stages in the "
+            "order in which their modules run."
         )
 
     def _search(self, one: _Pass, number: int, name: str, args: Any, kwargs: Any) -> Any:

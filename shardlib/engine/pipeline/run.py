@@ -170,8 +170,8 @@ class Run:
             if tuple(tensor.shape) != message.shape:
                 raise PlanError(
                     f'Stage {stage} has made a tensor of shape {tuple(tensor.shape)} for "{gate.module}", where '
-                    "inputs of "
-                    f"these shapes let expect {message.shape}: a module gives other shapes for other values. Pad them."
+                    f"inputs of these shapes let expect {message.shape}: a module gives other shapes for other "
+                    "values. Pad them."
                 )
             tensor = tensor.to(message.dtype)
             made.append(tensor.clone() if self._splits else tensor)  # of a view, the half backward cannot let go
@@ -192,8 +192,7 @@ class Run:
             shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise InputError(
                 f"The loss of a microbatch is {shown}; let criterion(output, batch) return a scalar tensor, the mean "
-                "over "
-                "the rows, or a pair (sum, count)."
+                "over the rows, or a pair (sum, count)."
             )
         if not has_values(loss):
             raise PlanError(

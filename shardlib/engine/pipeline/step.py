@@ -59,9 +59,8 @@ def pipeline_step(
     """Forward and backward of a batch, in microbatches that run through the stages of a model. All ranks call it.
 
     When it returns, gradients are those of one device on the whole batch of all data ranks: of the mean loss over all
-    rows, whatever their number in a microbatch; or, where the criterion counts, of the sum of all losses over the
-    sum of
-    all counts. Clip and step then as usual. Inside of `shardlib.no_sync(model)` gradients are only added up.
+    rows, whatever their number in a microbatch; or, where the criterion counts, of the sum of all losses over the sum
+    of all counts. Clip and step then as usual. Inside of `shardlib.no_sync(model)` gradients are only added up.
 
     A model without stages runs its microbatches one after another.
 
