@@ -290,7 +290,7 @@ class Booster:
             checkpoint: a file; with `shard`, a folder, which is replaced as a whole.
             shard: write a folder as Hugging Face does, with an index and the model's `config.json`.
             gather_dtensor: True; tensors are always whole in files, and never all whole in memory.
-            prefix: None; files have the names that `from_pretrained` knows.
+            prefix: with `shard`, a word in the names of files, which `from_pretrained(folder, variant=...)` takes.
             size_per_shard: megabytes of a file, with `shard`.
             use_safetensors: either; see above.
             use_async: copy the tensors, and write them while training goes on. `wait()` of what is returned, the next
@@ -299,13 +299,15 @@ class Booster:
         Raises:
             CheckpointError: why it was not saved, on every rank. What was there before still is.
         """
-        _check_saving(gather_dtensor, prefix)
+        _check_saving(gather_dtensor)
+        refuse(
+            "save", "prefix", None if shard else prefix, None, "one file has the name that you give; with shard=True."
+        )
         if shard:
             refuse_to_replace(checkpoint, "model")
         kind = "huggingface" if shard else "file"
-        return checkpoints.save(
-            checkpoint, model, weights=kind, shard_mb=size_per_shard, background=use_async, random=False
-        )
+        options: dict[str, Any] = {"shard_mb": size_per_shard, "background": use_async, "random": False}
+        return checkpoints.save(checkpoint, model, weights=kind, variant=prefix, **options)
 
     def load_model(
         self,
@@ -350,14 +352,15 @@ class Booster:
                 it has.
             shard: let no file become larger than `size_per_shard` megabytes.
             gather_dtensor: as in `save_model`.
-            prefix: the same.
+            prefix: None; nobody but `load_optimizer` reads these files.
             size_per_shard: the same.
             use_async: the same.
 
         Raises:
             CheckpointError: why it was not saved.
         """
-        _check_saving(gather_dtensor, prefix)
+        _check_saving(gather_dtensor)
+        refuse("save", "prefix", prefix, None, "nobody but load_optimizer reads these files; choose another folder.")
         refuse_to_replace(checkpoint, "optimizer")
         return checkpoints.save(
             checkpoint,
@@ -439,9 +442,8 @@ def _first_values(model: nn.Module) -> str | None:
     return None if not blank or any(map(is_recorded, blank)) or build_again(model) else "reset_parameters"
 
 
-def _check_saving(gather_dtensor: bool, prefix: str | None) -> None:
+def _check_saving(gather_dtensor: bool) -> None:
     refuse("save", "gather_dtensor", gather_dtensor, True, "tensors are whole in files, always.")
-    refuse("save", "prefix", prefix, None, "files have the names that from_pretrained knows; choose another folder.")
 
 
 def _check_loading(low_cpu_mem_mode: bool, num_threads: int) -> None:

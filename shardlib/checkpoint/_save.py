@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -105,6 +106,7 @@ def save(
     extra: Any = None,
     random: bool = True,
     weights: str = "pieces",
+    variant: str | None = None,
     shard_mb: float = 5000,
     background: bool = False,
     timeout: float = 1800,
@@ -126,6 +128,7 @@ def save(
             that `from_pretrained(path)` reads the folder; "file", where a model alone becomes one safetensors file at
             `path`, written by rank 0; or "none", where the model only says what the optimizer's parameters are called.
             No rank ever holds more than one whole tensor.
+        variant: with "huggingface", a word in the names of files, as `from_pretrained(path, variant=...)` has it.
         shard_mb: how large a file may become, in megabytes.
         background: copy what is to be written, and write it while training goes on. The next save waits for this one.
         timeout: seconds that ranks wait for each other in each phase; a rank that is gone is named then at the latest.
@@ -147,14 +150,14 @@ def save(
     wait_for_saving()
     target = Path(path).absolute()
     everyone = peers(f'saving "{target}"', timeout)
-    everyone.run("check arguments", lambda: _check(model, optimizer, weights, shard_mb))
+    everyone.run("check arguments", lambda: _check(model, optimizer, weights, shard_mb, variant))
     if weights == "file":
         others = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader, "extra": extra}
         everyone.run("check arguments", lambda: _check_file(model, others))
         random = False
     state = _State.of(everyone, model, optimizer, lr_scheduler, dataloader, extra, random=random)
     shared = agreed(everyone.run("collect", lambda: _items(model, optimizer, weights, everyone.size)), everyone)
-    job = _Job(target, everyone, shared, turns(shared), state, weights, int(shard_mb * 2**20))
+    job = _Job(target, everyone, shared, turns(shared), state, weights, int(shard_mb * 2**20), variant)
     saving = Saving(target)
     if background:
         everyone.run("copy", job.copy)
@@ -165,11 +168,16 @@ def save(
     return saving
 
 
-def _check(model: Any, optimizer: Any, weights: str, shard_mb: float) -> None:
+def _check(model: Any, optimizer: Any, weights: str, shard_mb: float, variant: str | None) -> None:
     if weights not in WEIGHTS:
         raise CheckpointError(f"weights={weights!r} was given; give one of {WEIGHTS}.{nearest(str(weights), WEIGHTS)}")
     if not shard_mb > 0:
         raise CheckpointError(f"shard_mb={shard_mb!r} was given; give a positive number of megabytes.")
+    if variant is not None and (weights != "huggingface" or not re.fullmatch("[A-Za-z0-9_-]{1,64}", str(variant))):
+        raise CheckpointError(
+            f'variant={variant!r} was given with weights="{weights}"; give a word of letters, digits, "_" and "-", and '
+            'weights="huggingface", whose files have it in their names.'
+        )
     if optimizer is not None and model is None:
         raise CheckpointError("An optimizer was given without its model, whose names its state is saved by. Give both.")
     if weights in ("huggingface", "file") and elsewhere(model):
@@ -335,6 +343,7 @@ class _Job:
     state: _State
     weights: str
     limit: int
+    variant: str | None
 
     def copy(self) -> None:
         """Copy to host memory what this rank will write or send, so that training may change it."""
@@ -385,7 +394,8 @@ class _Job:
         rounds = _Rounds(self.everyone, self.items, self.turns, groups)
         for n, (rank, group) in enumerate(groups):
             if rank == self.everyone.rank:
-                name = f"model-{n + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else "model"
+                name = f"model.{self.variant}" if self.variant else "model"
+                name += f"-{n + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
                 files.append((name, "model", [rounds.entry(i) for i in group]))
         failure: Exception | None = None
         told = []
@@ -445,7 +455,8 @@ class _Job:
             for name, text in self.state.config.items():
                 write_bytes(folder / name, text.encode())
             if len([file for file in manifest.files if "/" not in file.path]) > 1:
-                write_bytes(folder / HF_INDEX, _hf_index(manifest).encode())
+                index = HF_INDEX.replace(".json", f".{self.variant}.json" if self.variant else ".json")
+                write_bytes(folder / index, _hf_index(manifest).encode())
         write_bytes(folder / MANIFEST, manifest.dump().encode())
         sync_folder(folder)
 

@@ -120,6 +120,13 @@ def _refusals(folder: str) -> None:
         booster.load_optimizer(run.optimizer, f"{folder}/all")
     with pytest.raises(PlanError, match="gather_dtensor"):
         booster.save_model(run.model, f"{folder}/other", gather_dtensor=False)
+    with pytest.raises(
+        PlanError, match=r"^save\(prefix='ema'\): one file has the name that you give; with shard=True\."
+    ):
+        booster.save_model(run.model, f"{folder}/other", prefix="ema")
+    booster.save_model(run.model, f"{folder}/ema", shard=True, prefix="ema").wait()
+    assert os.path.exists(f"{folder}/ema/model.ema.safetensors")
+    booster.load_model(run.model, f"{folder}/ema")
     with pytest.raises(ShardingError, match="the one that boost returned"):
         booster.save_optimizer(run.optimizer.unwrap(), f"{folder}/optimizer")
     if dist.get_rank() == 0:

@@ -60,13 +60,41 @@ def test_from_pretrained_reads_what_a_sharded_model_saves(
     _equal(_state(model), _state(_made(name, 0)))
 
 
+def _saves_a_variant(path: str) -> dict[str, torch.Tensor]:
+    model = sl.shard_model(_made("LlamaForCausalLM", 0), "dp=2,tp=2", compile=None)
+    for shard_mb, folder in ((0.02, "many"), (5000, "one")):
+        checkpoint.save(f"{path}/{folder}", model, weights="huggingface", shard_mb=shard_mb, variant="ema")
+    return _loads("LlamaForCausalLM", "dp=4", f"{path}/many", rules={"**": None})
+
+
+def test_a_variant_is_read_by_its_name(tmp_path: Path):
+    got = shared_pool(4).run(_saves_a_variant, str(tmp_path))[0]
+    want = _state(_made("LlamaForCausalLM", 0))
+    _equal(got, want)
+    assert (tmp_path / "many" / "model.safetensors.index.ema.json").exists()
+    assert (tmp_path / "one" / "model.ema.safetensors").exists()
+    for folder in ("many", "one"):
+        _equal(_state(transformers.LlamaForCausalLM.from_pretrained(tmp_path / folder, variant="ema")), want)
+
+
+def test_a_variant_that_has_no_place_is_refused(tmp_path: Path):
+    for weights, variant in (("pieces", "ema"), ("huggingface", "../ema")):
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.save(tmp_path / "no", nn.Linear(2, 2), weights=weights, variant=variant)
+        assert (
+            f'variant={variant!r} was given with weights="{weights}"; give a word of letters, digits, "_" and "-", and '
+            'weights="huggingface", whose files have it in their names.'
+        ) in str(raised.value)
+    assert not (tmp_path / "no").exists()
+
+
 def _equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert got.keys() == want.keys()
     assert {name for name in want if not torch.equal(got[name], want[name])} == set()
 
 
-def _loads(name: str, mesh: str, path: str, **options: Any) -> dict[str, torch.Tensor]:
-    model = sl.shard_model(_made(name, 1), mesh, compile=None)
+def _loads(name: str, mesh: str, path: str, *, rules: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+    model = sl.shard_model(_made(name, 1), mesh, rules, compile=None)
     checkpoint.load(path, model, **options)
     return sl.full_state_dict(model)
 
