@@ -77,8 +77,8 @@ def written(timed: Sequence[Sequence[Timed]], stages: int) -> str:
 
     >>> from shardlib._plan.schedules import order
     >>> print(written(timeline(order("1f1b", 2, 2, 2)), 2))
-    rank 0  F0 F1 .  B0 B0 .  B1 B1
-    rank 1  .  F0 B0 B0 F1 B1 B1 .
+    rank 0  F0 F1 .  .  B0 B0 .  B1 B1
+    rank 1  .  F0 B0 B0 F1 B1 B1 .  .
     """
     several = stages > len(timed)
     length = round(max((each.end for rank in timed for each in rank), default=0))
