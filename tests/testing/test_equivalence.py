@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equi
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.mutants import prove
 from shardlib.testing.mutants._mutant import after_sharding, transformer
+from tests.alive import models_alive
 
 RULES = {"0": "colwise", "2": "rowwise"}
 
@@ -488,12 +488,8 @@ def test_models_that_depend_on_the_rank():
         equivalent(made, rows, "dp=2", {"**": None}, steps=1, check=False)
 
 
-def _models_alive() -> int:
-    gc.unfreeze()
-    return sum(isinstance(found, models.Transformer) for found in gc.get_objects())
-
-
 def test_a_proof_leaves_no_model_behind(ranks):
+    before = ranks(2).run(models_alive)
     assert equivalent(**transformer("tp=2", steps=1))
     assert not prove("row bias", planted=True)
-    assert ranks(2).run(_models_alive) == [0, 0]
+    assert ranks(2).run(models_alive) == before

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -120,7 +122,7 @@ class Route:
         self._stage_of = {name: number for number, stage in enumerate(stages) for name in stage.modules}
         self._known: dict[Any, _Known] = {}
         self._active: _Pass | None = None
-        self._forward = model.forward
+        self._forward = _weakly(model.forward)
         self._name = type(model).__name__
         self.splits_backward = False
 
@@ -162,7 +164,7 @@ class Route:
                 "batch, criterion) on all ranks; with forward_only=True for its outputs."
             )
         try:
-            output = self._forward(*args, **kwargs)
+            output = self._forward()(*args, **kwargs)
         except _Reached as reached:
             return reached.values
         if one.exit is not None:
@@ -275,7 +277,7 @@ class Route:
             with self._passing(_Pass(stage, known, searching=True)), torch.no_grad(), ExitStack() as computing:
                 if self.casting.autocast is not None:
                     computing.enter_context(torch.autocast(self.casting.device_type, self.casting.autocast))
-                self._forward(*args, **kwargs)
+                self._forward()(*args, **kwargs)
         except _Reached as reached:
             return reached.values
         except _torch.fake_tensor_errors() as error:
@@ -305,6 +307,11 @@ class Route:
         # What this stage makes of the batch alone has values, whatever they are.
         here = own or self._can_call(name, args, kwargs)
         return pytree.tree_map_only(torch.Tensor, _zeros, output) if here else output
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[[], Any]:
+    """What gives the method as long as its object lives: the model keeps its route, and not the route the model."""
+    return weakref.WeakMethod(method) if isinstance(method, MethodType) else lambda: method
 
 
 def has_values(leaf: Any) -> bool:

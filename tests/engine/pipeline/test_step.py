@@ -19,6 +19,7 @@ from shardlib.engine.pipeline.transport import Channels
 from shardlib.errors import InputError, PlanError, ShardingError, ShardlibError, StageError
 from shardlib.testing.models import Transformer
 from shardlib.transforms import LossScale
+from tests.alive import models_alive
 
 TOLERANCE = 1e-10  # of float64; sums in another order differ by some 1e-15
 STAGES = "embed, position, blocks.0 | blocks.1 | blocks.2 | blocks.3, norm, head"
@@ -453,3 +454,9 @@ def test_what_is_refused(ranks):
     for told in (values, shapes):
         assert told.startswith("Ranks 0 and 1 work on the same examples, and were given different batches")
     assert exact.startswith('rng="exact" draws in the order of one device')
+
+
+def test_a_pipeline_is_freed_with_its_model(ranks):
+    before = ranks(2).run(models_alive)
+    ranks(2).run(_means, "pp=2")
+    assert ranks(2).run(models_alive) == before
