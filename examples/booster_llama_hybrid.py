@@ -21,7 +21,7 @@ import torch.distributed as dist
 from data import standard_library
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from train_gpt import console_of_rank_0, progress
+from train_gpt import console_of_rank_0, over_ranks, progress
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -62,17 +62,10 @@ def llama_config(args: argparse.Namespace) -> LlamaConfig:
     )  # fmt: skip
 
 
-def over_data_ranks(loss: Tensor) -> float:
-    """The mean over all ranks, which is that over data ranks: all have equally many texts, and tp ranks the same."""
-    loss = loss.detach().double()
-    dist.all_reduce(loss)
-    return loss.item() / dist.get_world_size()
-
-
 @torch.no_grad()
 def validate(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
     model.eval()
-    losses = [over_data_ranks(model(ids.to(device), labels=ids.to(device)).loss) for (ids,) in loader]
+    losses = [over_ranks(model(ids.to(device), labels=ids.to(device)).loss) for (ids,) in loader]
     return sum(losses) / len(losses)
 
 
@@ -132,7 +125,7 @@ def train(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[
             optimizer.step()
             optimizer.zero_grad()
             lr_scheduler.step()
-            losses.append(over_data_ranks(loss))
+            losses.append(over_ranks(loss.detach()))
             bar.update(task, loss=f"loss {losses[-1]:.4f}")
 
     booster.save_model(model, folder, shard=True, size_per_shard=args.size_per_shard, use_safetensors=True)

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from digits import digits
-from torch import Tensor, nn
+from digits import accuracy, digits
+from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
-from train_gpt import console_of_rank_0, progress
+from train_gpt import console_of_rank_0, over_ranks, progress
 
 from shardlib.booster import (
     Booster,
@@ -93,24 +93,6 @@ def loaders(plugin: Plugin, args: argparse.Namespace) -> tuple[DataLoader, DataL
     )
 
 
-def over_ranks(*numbers: Tensor) -> list[float]:
-    """Each number summed over all ranks."""
-    total = torch.stack([number.double() for number in numbers])
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
-    model.eval()
-    right, seen = torch.zeros((), device=device), torch.zeros((), device=device)
-    for pictures, labels in loader:
-        right += (model(pictures.to(device)).argmax(1) == labels.to(device)).sum()
-        seen += len(labels)
-    right_of_all, seen_by_all = over_ranks(right, seen)
-    return right_of_all / seen_by_all
-
-
 def run(args: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:
     """The loss of each step, and the accuracy after each epoch."""
     torch.manual_seed(args.seed)
@@ -141,7 +123,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, list[float]
                 booster.backward(loss, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
-                losses.append(over_ranks(loss.detach())[0] / dist.get_world_size())
+                losses.append(over_ranks(loss.detach()))
                 bar.update(task, loss=f"loss {losses[-1]:.4f}")
         lr_scheduler.step()
         accuracies.append(accuracy(model, test_dataloader, device))

@@ -17,16 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from digits import digits
+from digits import accuracy, digits
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
-from train_gpt import console_of_rank_0, progress
+from train_gpt import console_of_rank_0, over_ranks, progress
 from transformers import ViTConfig, ViTForImageClassification
 
 from shardlib.booster import (
     Booster,
-    DataLoader,
     FP16TorchMixedPrecision,
     GeminiPlugin,
     LowLevelZeroPlugin,
@@ -85,23 +84,6 @@ def images() -> tuple[TensorDataset, TensorDataset]:
     return scaled(train), scaled(test)
 
 
-def over_ranks(number: Tensor) -> float:
-    """The sum over all ranks."""
-    number = number.double()
-    dist.all_reduce(number)
-    return number.item()
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
-    model.eval()
-    right, seen = torch.zeros((), device=device), torch.zeros((), device=device)
-    for pictures, labels in loader:
-        right += (model(pictures.to(device)).logits.argmax(1) == labels.to(device)).sum()
-        seen += len(labels)
-    return over_ranks(right) / over_ranks(seen)
-
-
 def train(args: argparse.Namespace, precision: str, device: torch.device, console: Console) -> dict[str, Any]:
     """Losses, rates and the accuracy of a run from the beginning."""
     torch.manual_seed(args.seed)
@@ -132,10 +114,10 @@ def train(args: argparse.Namespace, precision: str, device: torch.device, consol
                 optimizer.step()
                 optimizer.zero_grad()
                 lr_scheduler.step()
-                losses.append(over_ranks(loss.detach()) / ranks)
+                losses.append(over_ranks(loss.detach()))
                 bar.update(task, advance=1, loss=f"loss {losses[-1]:.4f}")
 
-    right = accuracy(model, booster.plugin.prepare_dataloader(test_data, mine), device)
+    right = accuracy(model, booster.plugin.prepare_dataloader(test_data, mine), device, lambda output: output.logits)
     console.print(f"{precision}: accuracy on digits never trained on {right:.2%}, loss {losses[-1]:.4f}")
     return {"losses": losses, "rates": rates, "accuracy": right}
 

@@ -8,10 +8,14 @@ image, 64 numbers from 0 to 16 and the digit.
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from train_gpt import over_ranks
 
 FILE = Path(__file__).with_name("digits.csv.gz")
 TEST_EVERY = 5  # one image in five is never trained on
@@ -29,3 +33,19 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     images, labels = table[:, :64].reshape(-1, 1, 8, 8) / 16, table[:, 64].long()
     kept = torch.arange(len(table)) % TEST_EVERY == 0
     return TensorDataset(images[~kept], labels[~kept]), TensorDataset(images[kept], labels[kept])
+
+
+@torch.no_grad()
+def accuracy(
+    model: nn.Module,
+    loader: Iterable[Any],
+    device: torch.device,
+    logits_of: Callable[[Any], Tensor] = lambda output: output,
+) -> float:
+    """The part of all ranks' images of which the model says the digit right; it is in eval mode then."""
+    model.eval()
+    right, seen = torch.zeros((), device=device), torch.zeros((), device=device)
+    for pictures, labels in loader:
+        right += (logits_of(model(pictures.to(device))).argmax(1) == labels.to(device)).sum()
+        seen += len(labels)
+    return over_ranks(right) / over_ranks(seen)

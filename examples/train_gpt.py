@@ -87,9 +87,9 @@ def data_place(mesh: DeviceMesh) -> tuple[int, int]:
 
 def over_ranks(loss: Tensor) -> float:
     """The mean over all ranks, which is the global mean: data ranks hold equally many rows."""
-    loss = loss.double()
-    dist.all_reduce(loss)
-    return loss.item() / dist.get_world_size()
+    total = loss.to(torch.float64, copy=True)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 def progress(console: Console) -> Progress:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlib.errors import MeshError, nearest
 
-__all__ = ["AxisKind", "MeshShape", "mesh", "register_axis"]
+__all__ = ["AxisKind", "MeshShape", "default_device_type", "device_here", "mesh", "register_axis"]
 
 AxisKind = Literal["data", "model", "pipeline"]
 
@@ -263,7 +263,7 @@ def mesh(
     shape = MeshShape.of(spec) if spec is not None else MeshShape(**axes)
     if spec is not None and axes:
         raise MeshError(f'Give the mesh once: as "{shape}" or as keywords ({_listed(axes)}), not both.')
-    device_type = device_type or _default_device_type()
+    device_type = device_type or default_device_type()
     shape = shape.resolve(_world_size())
     _ensure_process_group(device_type, limit)
     made = init_device_mesh(device_type, shape.sizes, mesh_dim_names=shape.names)
@@ -292,12 +292,17 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _default_device_type() -> str:
+def default_device_type() -> str:
     """The machine's accelerator, unless the ranks have met over gloo, which is for CPUs."""
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
         return "cpu"
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device.type if device else "cpu"
+
+
+def device_here(kind: str) -> torch.device:
+    """This process's device of a kind, such as "cuda"."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _ensure_process_group(device_type: str, timeout: timedelta | None = None) -> None:

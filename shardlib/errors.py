@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -18,6 +19,7 @@ __all__ = [
     "ShardlibError",
     "StageError",
     "nearest",
+    "refuse",
 ]
 
 
@@ -93,3 +95,17 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
     return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def refuse(
+    call: str, name: str, value: Any, default: Any, reason: str, *, error: type[ShardlibError] = PlanError
+) -> None:
+    """Refuse a value, of a keyword that means nothing here, that is not its default.
+
+    Raises:
+        PlanError: it is not; or the error that is given.
+
+    >>> refuse("Lamb", "amsgrad", False, False, "nobody has averaged it so.")
+    """
+    if value is not default and value != default:
+        raise error(f"{call}({name}={value!r}): {reason} (Leave it out, or give {default!r}.)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -58,16 +59,9 @@ def stage_rows(plan: Plan) -> list[list[str]]:
         names = ", ".join(
             group.title for group in fold([*stage.modules, *stage.tensors], name=str, same=lambda _: None)
         )
-        count = human_count(sum(_numel(row.global_shape) for row in own))
+        count = human_count(sum(math.prod(row.global_shape) for row in own))
         size = human_bytes(sum(row.local_bytes(plan.mesh) for row in rows))
         made.append([str(number), str(rank), names, count, size, str(held[rank])])
-    return made
-
-
-def _numel(shape: Sequence[int]) -> int:
-    made = 1
-    for size in shape:
-        made *= size
     return made
 
 

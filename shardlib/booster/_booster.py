@@ -18,14 +18,13 @@ from shardlib._mesh import mesh
 from shardlib.booster._files import refuse_to_replace
 from shardlib.booster._lora import add_lora, save_lora
 from shardlib.booster._optimizer import BoostedOptimizer, Carried
-from shardlib.booster._options import refuse
 from shardlib.booster._plugins import OneProcess, Plugin
 from shardlib.booster._precision import Transforms, mixed_precision_of
 from shardlib.checkpoint import Saving
 from shardlib.engine import agree, no_sync, pipeline_step, plan_of, shard_model
 from shardlib.engine._torch import pytree
 from shardlib.engine.lazy import build_again, is_recorded
-from shardlib.errors import InputError, MeshError, PlanError, ShardingError
+from shardlib.errors import InputError, MeshError, PlanError, ShardingError, refuse
 
 __all__ = ["BoostedModule", "Booster"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, dataclass_transform
 
-from shardlib.errors import PlanError, nearest
+from shardlib.errors import PlanError, nearest, refuse
 
-__all__ = ["Options", "keyword", "recipe", "refuse", "refused", "refused_keywords"]
+__all__ = ["Options", "keyword", "recipe", "refused", "refused_keywords"]
 
 T = TypeVar("T", bound=type)
 
@@ -57,16 +57,6 @@ def recipe(cls: T) -> T:
 
     made.__init__ = init
     return made
-
-
-def refuse(call: str, name: str, value: Any, default: Any, reason: str) -> None:
-    """Refuse a value that is not the default.
-
-    Raises:
-        PlanError: it is not.
-    """
-    if value is not default and value != default:
-        raise PlanError(f"{call}({name}={value!r}): {reason} (Leave it out, or give {default!r}.)")
 
 
 def refused_keywords(cls: type) -> Mapping[str, str]:

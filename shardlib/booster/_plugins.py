@@ -15,7 +15,7 @@ from shardlib._mesh import MeshShape
 from shardlib._plan import as_rules
 from shardlib.booster._data import DataLoader, prepared
 from shardlib.booster._options import Options, keyword, recipe, refused
-from shardlib.booster._precision import Transforms, loss_scale, precision_of
+from shardlib.booster._precision import Transforms, precision_of, scale_of
 from shardlib.errors import MeshError, PlanError, nearest
 from shardlib.rules import Balanced, Rules
 from shardlib.transforms import LossScale, Transform, fit, fsdp, hsdp, offload, pipeline, replicate, zero
@@ -181,26 +181,13 @@ class _WithPrecision(Plugin):
     verbose: bool = keyword(default=False)
     fp8_communication: bool = refused(_SENT, default=False)
 
-    def loss_scale(self) -> LossScale:
-        """How the loss is scaled, where the precision asks for it."""
-        return loss_scale(
-            self.initial_scale,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            min_scale=self.min_scale,
-            max_scale=self.max_scale,
-            hysteresis=self.hysteresis,
-        )
-
     def precision_transforms(self, model: nn.Module, reduce: Any = None) -> Transforms:
         """What `precision` and its companions do to a plan."""
-        scale = self.loss_scale()
         return precision_of(
             type(self).__name__,
             self.precision,
             model,
-            scale,
+            scale_of(self),
             master=self.master_weights,
             reduce=reduce,
             fp8=self.use_fp8,

@@ -24,6 +24,7 @@ __all__ = [
     "loss_scale",
     "mixed_precision_of",
     "precision_of",
+    "scale_of",
 ]
 
 Transforms = tuple[Callable[[Plan], Plan], ...]
@@ -85,15 +86,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
     verbose: bool = refused("nothing is logged; optimizer.scaler.scale is the scale.", default=False)
 
     def transforms(self, model: nn.Module) -> Transforms:
-        scale = loss_scale(
-            self.initial_scale,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            hysteresis=self.hysteresis,
-            max_scale=self.max_scale,
-        )
-        return (precision("fp16_naive", keep=batch_norms(model), scaler=scale),)
+        return (precision("fp16_naive", keep=batch_norms(model), scaler=scale_of(self)),)
 
 
 @recipe
@@ -199,6 +192,19 @@ def loss_scale(
     """A `LossScale` whose bounds leave room for where it begins."""
     low, high = min(min_scale, init), max(max_scale, init)
     return LossScale(float(init), float(growth), float(backoff), interval, float(low), float(high), hysteresis)
+
+
+def scale_of(options: Any) -> LossScale:
+    """The `LossScale` of options that have ColossalAI's names for it, the least scale not among all of them."""
+    return loss_scale(
+        options.initial_scale,
+        options.growth_factor,
+        options.backoff_factor,
+        options.growth_interval,
+        min_scale=getattr(options, "min_scale", 1.0),
+        max_scale=options.max_scale,
+        hysteresis=options.hysteresis,
+    )
 
 
 _NAMES = ("fp16", "bf16", "fp32", "fp16_naive", "fp8")

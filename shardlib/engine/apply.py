@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardlib import layouts
-from shardlib._mesh import MeshLike, MeshShape, mesh
+from shardlib._mesh import MeshLike, MeshShape, device_here, mesh
 from shardlib._plan import Plan, Row, plan
 from shardlib.engine import (
     _torch,
@@ -224,7 +224,7 @@ class _Build:
         self.model_axes = _active(self.shape, self.shape.model_axes)
         self.data_axes = _active(self.shape, self.shape.data_axes)
         self.model_mesh = device_mesh[self.model_axes] if self.model_axes else None
-        self.device = _device(device_mesh)
+        self.device = device_here(device_mesh.device_type)
         self.coordinate = self.shape.coordinate(_position(device_mesh))
         self.rows = {name: row for row in plan_.rows for name in (row.name, *row.tied)}
         self.regions = self._find_regions()
@@ -796,11 +796,6 @@ def _position(device_mesh: DeviceMesh) -> int:
     for index, size in zip(coordinate, device_mesh.shape, strict=True):
         position = position * size + index
     return position
-
-
-def _device(device_mesh: DeviceMesh) -> torch.device:
-    kind = device_mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _wrong_device(leaf: torch.Tensor, device: torch.device) -> str:

@@ -36,6 +36,8 @@ from shardlib.engine.whole import WholeStep
 from shardlib.errors import ShardingError
 
 __all__ = [
+    "FUSED_DTYPES",
+    "FUSED_SGD_DTYPES",
     "adopt",
     "look_after",
     "register_elementwise",
@@ -65,9 +67,9 @@ _PER_TENSOR: set[type[torch.optim.Optimizer]] = {torch.optim.Adafactor, torch.op
 _IN_PIECES = set(_ELEMENTWISE)  # a step of theirs is that of each parameter by itself, one after another
 
 _FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
-_FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # torch 2.13's fused SGD reads and writes beside half-precision parameters of more than 32 elements.
-_FUSED_SGD_DTYPES = {torch.float32, torch.float64}
+FUSED_SGD_DTYPES = {torch.float32, torch.float64}
 _STEP = torch.zeros((), dtype=torch.float32)  # what the fused kernels count steps in
 
 T = TypeVar("T")
@@ -517,7 +519,7 @@ def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: An
     if not open_choice or type(optimizer) not in _FUSED or isinstance(group.get("lr"), torch.Tensor):
         return False  # the loop computes with a tensor for learning rate in that one's dtype
     sgd = type(optimizer) is torch.optim.SGD
-    dtypes = _FUSED_SGD_DTYPES if sgd else _FUSED_DTYPES
+    dtypes = FUSED_SGD_DTYPES if sgd else FUSED_DTYPES
     for p in group["params"]:
         if p.device.type != "cpu" or p.dtype not in dtypes or (p.grad is not None and p.grad.stride() != p.stride()):
             return False

@@ -7,13 +7,10 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd
 
-from shardlib.engine.optimizer import register_elementwise, register_in_pieces
+from shardlib.engine.optimizer import FUSED_SGD_DTYPES, register_elementwise, register_in_pieces
 from shardlib.optim._step import Closure, has_kernel, loss_of, with_gradients
 
 __all__ = ["FusedSGD"]
-
-# torch 2.13's kernel reads and writes beside half-precision parameters of more than 32 elements.
-_DTYPES = (torch.float32, torch.float64)
 
 
 @register_in_pieces
@@ -63,7 +60,7 @@ class FusedSGD(torch.optim.SGD):
             alike: dict[tuple[bool, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for param, grad in with_gradients(group):
                 begun = "momentum_buffer" in self.state.get(param, {})
-                alike.setdefault((has_kernel(param, grad, _DTYPES), begun), []).append((param, grad))
+                alike.setdefault((has_kernel(param, grad, FUSED_SGD_DTYPES), begun), []).append((param, grad))
             for (fused, _), pairs in alike.items():
                 self._update(group, pairs, fused)
         return loss

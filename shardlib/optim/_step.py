@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from shardlib import errors
+from shardlib.engine.optimizer import FUSED_DTYPES
 from shardlib.errors import InputError
 
 __all__ = ["checked", "has_kernel", "loss_of", "refuse", "with_gradients"]
@@ -14,7 +16,6 @@ __all__ = ["checked", "has_kernel", "loss_of", "refuse", "with_gradients"]
 Closure = Callable[[], Any] | None
 
 _DEVICES = ("cpu", "cuda")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def loss_of(closure: Closure) -> Any:
@@ -32,7 +33,7 @@ def with_gradients(group: dict[str, Any]) -> Iterator[tuple[torch.Tensor, torch.
             yield param, param.grad
 
 
-def has_kernel(param: torch.Tensor, grad: torch.Tensor, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> bool:
+def has_kernel(param: torch.Tensor, grad: torch.Tensor, dtypes: Collection[torch.dtype] = FUSED_DTYPES) -> bool:
     """Whether torch has a fused kernel for a parameter where it lies. They walk parameter and gradient in step."""
     return param.device.type in _DEVICES and param.dtype in dtypes and grad.stride() == param.stride()
 
@@ -59,6 +60,5 @@ def refuse(who: str, options: Iterable[tuple[str, Any, Any, str]]) -> None:
     Raises:
         InputError: a value is another one.
     """
-    for name, value, taken, reason in options:
-        if value is not taken and value != taken:
-            raise InputError(f"{who}({name}={value!r}): {reason} (Leave it out, or give {taken!r}.)")
+    for option in options:
+        errors.refuse(who, *option, error=InputError)

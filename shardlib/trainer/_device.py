@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardlib._mesh import _default_device_type
+from shardlib._mesh import default_device_type, device_here
 from shardlib.booster.launch import launched
 
 __all__ = ["get_current_device"]
@@ -17,7 +17,4 @@ def get_current_device() -> torch.device:
     device(type='cpu')
     """
     job = launched()
-    if job is not None:
-        return job.device
-    kind = _default_device_type()
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    return device_here(default_device_type()) if job is None else job.device

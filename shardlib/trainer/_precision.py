@@ -10,7 +10,7 @@ from torch import nn
 
 from shardlib.booster import FP16ApexMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision, MixedPrecision
 from shardlib.booster._options import recipe
-from shardlib.booster._precision import Transforms, batch_norms, loss_scale
+from shardlib.booster._precision import Transforms, batch_norms, scale_of
 from shardlib.errors import PlanError, nearest
 from shardlib.transforms import precision
 
@@ -45,17 +45,8 @@ class NaiveAMP(FP16NaiveMixedPrecision):
     wide_reduction: bool = False
 
     def transforms(self, model: nn.Module) -> Transforms:
-        scale = loss_scale(
-            self.initial_scale,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            min_scale=self.min_scale,
-            max_scale=self.max_scale,
-            hysteresis=self.hysteresis,
-        )
         reduce = "float32" if self.wide_reduction else None
-        return (precision("fp16_naive", keep=batch_norms(model), scaler=scale, reduce=reduce),)
+        return (precision("fp16_naive", keep=batch_norms(model), scaler=scale_of(self), reduce=reduce),)
 
 
 _KINDS: Mapping[AMP_TYPE, type[MixedPrecision]] = {

@@ -10,10 +10,10 @@ from torch import nn
 
 from shardlib._mesh import MeshShape
 from shardlib.booster import Config, HybridParallelPlugin, MixedPrecision, TorchDDPPlugin
-from shardlib.booster._options import recipe, refuse
+from shardlib.booster._options import recipe
 from shardlib.booster._plugins import _of_job
 from shardlib.booster._precision import Transforms
-from shardlib.errors import LaunchError, PlanError, nearest
+from shardlib.errors import LaunchError, PlanError, nearest, refuse
 from shardlib.trainer._handlers import check_gradient_handlers
 from shardlib.trainer._precision import NaiveAMP, amp_of
 from shardlib.transforms import accumulate, offload

@@ -68,7 +68,8 @@ class _Fit(Transform):
             while (over := self._over(plan)) > 0 and left:
                 going = _enough(left, over)
                 went += sum(left.pop(name) for name in going)
-                plan = _on_host(plan, going, phases)
+                for phase in phases:
+                    plan = put_on_host(plan, phase, going)
         if (over := self._over(plan)) > 0:
             raise PlanError(
                 f"{self}: with all in host memory that may lie there, a rank's device still holds "
@@ -106,12 +107,6 @@ def _enough(sizes: Mapping[str, int], wanted: int) -> set[str]:
 def _may_go(row: Row, phases: Sequence[Phase], plan: Plan) -> bool:
     in_parts = any(plan.mesh[axis] > 1 for axis in plan.mesh.data_axes if axis in row.stored.axes)
     return all(phase in row.layouts for phase in phases) and (in_parts or "stored" not in phases)
-
-
-def _on_host(plan: Plan, names: set[str], phases: Sequence[Phase]) -> Plan:
-    for phase in phases:
-        plan = plan.map_rows(lambda row, phase=phase: put_on_host(row, phase) if row.name in names else row)  # type: ignore[misc]
-    return plan
 
 
 def _bytes(budget: float | str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -74,7 +74,7 @@ class Offload(Transform):
 def _moved(plan: Plan, phase: Phase, names: set[str], fraction: float) -> Plan:
     rows = [row for row in plan.rows if row.name in names and phase in row.layouts]
     going = _largest(plan, rows, phase, fraction)
-    return plan.map_rows(lambda row: put_on_host(row, phase) if row.name in going else row)
+    return put_on_host(plan, phase, going)
 
 
 def _largest(plan: Plan, rows: Sequence[Row], phase: Phase, fraction: float) -> set[str]:
@@ -88,6 +88,12 @@ def _largest(plan: Plan, rows: Sequence[Row], phase: Phase, fraction: float) -> 
     return going
 
 
-def put_on_host(row: Row, phase: Phase) -> Row:
-    """A row with one of its phases there."""
-    return row.replace(**{phase: dataclasses.replace(row.layouts[phase], memory="host")})
+def put_on_host(plan: Plan, phase: Phase, names: Collection[str]) -> Plan:
+    """The plan with one phase of some rows there."""
+
+    def moved(row: Row) -> Row:
+        if row.name not in names:
+            return row
+        return row.replace(**{phase: dataclasses.replace(row.layouts[phase], memory="host")})
+
+    return plan.map_rows(moved)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.booster.script import NET_AND_IMAGES
 from tests.house.source import ROOT
 
 IMPORTS = """
@@ -34,23 +35,7 @@ args = parser.parse_args()
 EPOCHS = 3
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
-        self.classifier = nn.Linear(8 * 4 * 4, 4)
-
-    def forward(self, x):
-        return self.classifier(self.features(x).flatten(1))
-
-
-def images():
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(64) % 4
-    x = 0.1 * torch.randn(64, 1, 8, 8, generator=generator)
-    for i, label in enumerate(labels):
-        x[i, 0, 2 * int(label) : 2 * int(label) + 2] += 1
-    return torch.utils.data.TensorDataset(x, labels)
+DATA
 
 
 def build(plugin, booster):
@@ -132,7 +117,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_script_of_every_plugin_runs_with_only_its_imports_changed(tmp_path: Path, processes: int):
     script = tmp_path / "train.py"
-    script.write_text(IMPORTS + SCRIPT)
+    script.write_text(IMPORTS + SCRIPT.replace("DATA", NET_AND_IMAGES))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = [sys.executable, *launcher, str(script), "-c", str(tmp_path / "checkpoints")]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)

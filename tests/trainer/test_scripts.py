@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.booster.script import NET_AND_IMAGES
 from tests.house.source import ROOT
 
 IMPORTS = """
@@ -46,23 +47,7 @@ class MyGradientHandler(BaseGradientHandler):
         MyGradientHandler.steps += 1
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
-        self.classifier = nn.Linear(8 * 4 * 4, 4)
-
-    def forward(self, x):
-        return self.classifier(self.features(x).flatten(1))
-
-
-def images():
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(64) % 4
-    x = 0.1 * torch.randn(64, 1, 8, 8, generator=generator)
-    for i, label in enumerate(labels):
-        x[i, 0, 2 * int(label) : 2 * int(label) + 2] += 1
-    return torch.utils.data.TensorDataset(x, labels)
+DATA
 
 
 def build():
@@ -160,7 +145,7 @@ PLANS = {
 @pytest.mark.parametrize("config", PLANS)
 def test_a_script_of_the_older_kind_runs_with_only_its_imports_changed(tmp_path: Path, config: str):
     script = tmp_path / "train.py"
-    script.write_text(IMPORTS + SCRIPT)
+    script.write_text(IMPORTS + SCRIPT.replace("DATA", NET_AND_IMAGES))
     (tmp_path / config).write_text(PLANS[config])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     options = ["--from_torch", "--config", str(tmp_path / config), "--checkpoint", str(tmp_path / "checkpoints")]

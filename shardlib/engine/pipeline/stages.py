@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh import MeshShape, device_here
 from shardlib._plan import Plan
 from shardlib.engine import _torch, agree, lost, state
 from shardlib.engine.gradients import GradientReducer
@@ -113,9 +113,7 @@ class Whole:
         of_stage = MeshShape({name: size for name, size in self.shape.items() if name != self.axis})
         self.stage_plan = of_stages(plan, self.place, of_stage)
         self.stage_mesh = self.mesh[tuple(name for name in self.shape.names if name != self.axis)]
-        self.device = torch.device(self.mesh.device_type)
-        if self.device.type != "cpu":
-            self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
+        self.device = device_here(self.mesh.device_type)
         self._open_groups()
         self.mode = _torch.imagining()
         dtypes = {name: row.compute.dtype for row in plan.rows for name in row.tied if row.compute.dtype is not None}
