@@ -32,34 +32,35 @@ def available() -> dict[str, str]:
     return {name: rules.description for name, rules in _files().items()}
 
 
-def load(name: str | Path) -> Rules:
-    """The rules of a layout file: one of `available()` by name, or any TOML file by path.
+def load(name: str | Path, mode: str | None = None) -> Rules:
+    """The rules of a layout file: one of `available()` by name, or any TOML file by path; in a mode of theirs, such as
+    "sequence" (docs/sequence.md).
 
     Raises:
-        RuleError: no such name, or a file that cannot be read as rules.
+        RuleError: no such name, a file that cannot be read as rules, or a mode that they do not have.
 
     >>> load("example_gpt").unmatched
     'error'
     """
     if isinstance(name, Path) or name.endswith(".toml"):
-        return Rules.from_toml(Path(name))
+        return _in_mode(Rules.from_toml(Path(name)), mode)
     files = _files()
     if name not in files:
         raise RuleError(
             f'No layout file is called "{name}"; there are {", ".join(f"{known!r}" for known in files)}. Use one of '
             f"them, or give the path of a file that ends in .toml.{nearest(name, files)}"
         )
-    return files[name]
+    return _in_mode(files[name], mode)
 
 
-def for_model(model: nn.Module) -> Rules:
+def for_model(model: nn.Module, mode: str | None = None) -> Rules:
     """Rules for a model: the layout file for its class or a base class; else the plan that the model carries
     (`tp_plan` of Hugging Face models); else a suggestion, with a `SuggestedLayoutWarning`. Of a model with adapters of
-    peft, those for the model without: they say how adapters lie too.
+    peft, those for the model without: they say how adapters lie too. With a mode, the rules in that mode of theirs.
 
     Raises:
-        RuleError: two files are for the same class, the model's own plan cannot be read, or rules would have to be
-            suggested for a model with adapters.
+        RuleError: the rules do not have that mode, two files are for the same class, the model's own plan cannot be
+            read, or rules would have to be suggested for a model with adapters.
 
     >>> from torch import nn
     >>> class GPT2LMHeadModel(nn.Module): ...
@@ -70,16 +71,16 @@ def for_model(model: nn.Module) -> Rules:
     model = without_adapters(model)
     for cls in type(model).__mro__:
         if found := _files_for(cls):
-            return load(found[0])
+            return load(found[0], mode)
     if has_tp_plan(model):
-        return Rules.from_tp_plan(model)
+        return _in_mode(Rules.from_tp_plan(model), mode)
     if has_adapters(model):
         raise RuleError(
             f"No layout file is for {type(model).__module__}.{type(model).__qualname__}, and rules are suggested for a "
             "model without adapters only. Get them with shardlib.layouts.for_model(model) before adapters are added, "
             "and give them: the same rules then say how adapters lie."
         )
-    rules = suggest(model)
+    rules = _in_mode(suggest(model), mode)
     warnings.warn(
         f"No layout file is for {type(model).__module__}.{type(model).__qualname__} and it carries no plan. These "
         "rules were suggested from its modules; `shardlib init` writes them to a file to be "
@@ -88,6 +89,10 @@ def for_model(model: nn.Module) -> Rules:
         stacklevel=2,
     )
     return rules
+
+
+def _in_mode(rules: Rules, mode: str | None) -> Rules:
+    return rules if mode is None else rules.mode(mode)
 
 
 def _files_for(cls: type) -> list[str]:

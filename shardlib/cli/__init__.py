@@ -22,6 +22,7 @@ __all__ = ["main"]
 
 _MODEL = f"the model: {FORMS}"
 _LAYOUT = "name or path of a layout file (by default the one for the model's class, or what its own tp_plan says)"
+_MODE = 'mode of the rules, such as "sequence"'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +79,7 @@ def _command(
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", required=True, help='axes and sizes, as in "dp=2,tp=4"')
     parser.add_argument("--layout", help=_LAYOUT)
+    parser.add_argument("--mode", help=_MODE)
     parser.add_argument(
         "--example",
         action="append",
@@ -114,6 +116,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", default="tp=2", help='axes and sizes (default "tp=2")')
     parser.add_argument("--layout", help=_LAYOUT)
+    parser.add_argument("--mode", help=_MODE)
     parser.add_argument("--expect", metavar="FILE", help="fail unless the plan is the one in this file (plan --json)")
 
 
@@ -121,6 +124,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a parameter, a buffer, a module, or a border such as blocks.0.output")
     parser.add_argument("--mesh", help="axes and sizes; with it, what a rank holds is told")
     parser.add_argument("--layout", help=_LAYOUT)
+    parser.add_argument("--mode", help=_MODE)
 
 
 def _add_init(parser: argparse.ArgumentParser) -> None:

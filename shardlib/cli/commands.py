@@ -130,7 +130,7 @@ def _remarks(made: Plan) -> list[str]:
 
 def _rules(options: argparse.Namespace, model: nn.Module) -> Rules:
     if options.layout is None:
-        return layouts.for_model(model)
+        return layouts.for_model(model, options.mode)
     if options.layout.endswith(".toml") and not Path(options.layout).is_file():
         raise UsageError(f'There is no layout file "{options.layout}".')
     if not options.layout.endswith(".toml") and options.layout not in layouts.available():
@@ -139,7 +139,7 @@ def _rules(options: argparse.Namespace, model: nn.Module) -> Rules:
             f'There is no layout called "{options.layout}"; there are {", ".join(known)}. Give one of them, or the '
             f"path of a file that ends in .toml.{nearest(options.layout, known)}"
         )
-    return layouts.load(options.layout)
+    return layouts.load(options.layout, options.mode)
 
 
 def _example(given: list[str] | None) -> Any:

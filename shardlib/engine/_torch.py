@@ -54,6 +54,7 @@ __all__ = [
     "TorchDispatchMode",
     "_StridedShard",
     "all_reduced",
+    "all_to_all",
     "backward_id",
     "backward_of_inputs",
     "backward_of_weights",
@@ -270,6 +271,16 @@ def all_reduced(tensor: torch.Tensor, group: str) -> torch.Tensor:
     collective = torch.ops._c10d_functional
     with torch._C._AutoDispatchBelowAutograd():
         return collective.wait_tensor.default(collective.all_reduce.default(tensor, "sum", group))
+
+
+def all_to_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A new tensor: row i came from rank i of the group, which got this rank's row for it."""
+    collective = torch.ops._c10d_functional
+    ones = [1] * len(tensor)
+    with torch._C._AutoDispatchBelowAutograd():
+        return collective.wait_tensor.default(
+            collective.all_to_all_single.default(tensor, ones, ones, group.group_name)
+        )
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:

@@ -310,7 +310,7 @@ class _Build:
     def _refuse_what_torch_gathers_wrongly(self, name: str, layout: Layout) -> None:
         """A fused dim split over two axes: DTensor's shards are right, but what it gathers from them is not."""
         for dim in self._on_active_axes(layout).dims:
-            if isinstance(dim, Dim) and dim.fused and len(dim.axes) > 1:
+            if isinstance(dim, Dim) and len(dim.axes) > 1 and any(factor.axes for factor in dim.factors[1:]):
                 raise PlanError(
                     f'"{name}" is laid out as "{layout}": a fused dim split over more than one axis can '
                     "be planned but not run, since torch gathers such a DTensor in the wrong order. Split it over one "

@@ -15,8 +15,8 @@ __all__ = ["Dim", "Dims", "Factor", "axes_of_dims", "plain", "spell"]
 class Factor:
     """One name of a pattern, with the mesh axes that split it, outermost first.
 
-    A dim that is not fused is one factor. `optional` marks the text form `name@axis?`: split if it divides,
-    otherwise replicate; it is settled by `Layout.resolve`.
+    A dim that is not fused is one factor. `optional` marks the text form `name@axis?`: split over as many of the axes,
+    outermost first, as divide it; it is settled by `Layout.resolve`.
     """
 
     name: str

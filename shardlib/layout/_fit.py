@@ -9,13 +9,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from shardlib._mesh import MeshShape
 from shardlib.errors import nearest
 from shardlib.layout._dims import Dim, Dims, Factor, plain, spell
 
-__all__ = ["Problem", "axis_problems", "expand", "fit_dim", "mesh_problems", "shape_problems"]
+__all__ = ["Problem", "axis_problems", "expand", "fit_dim", "mesh_problems", "settle", "shape_problems"]
 
 Problem: TypeAlias = tuple[str, str]
 
@@ -36,6 +36,13 @@ def fit_dim(dim: Dim, size: int, mesh: MeshShape) -> Dim:
     return Dim(tuple(_fit_factor(factor, size // dim.known_size, mesh) for factor in dim.factors))
 
 
+def settle(dim: Any, mesh: MeshShape) -> Any:
+    """The dim with the optional splits of factors settled whose size is known."""
+    if not isinstance(dim, Dim):
+        return dim
+    return Dim(tuple(f if f.size is None else _settle(f, f.size, mesh) for f in dim.factors))
+
+
 def _fit_factor(factor: Factor, inferred: int, mesh: MeshShape) -> Factor:
     size = inferred if factor.size is None else factor.size
     return _settle(replace(factor, size=size), size, mesh)
@@ -44,8 +51,10 @@ def _fit_factor(factor: Factor, inferred: int, mesh: MeshShape) -> Factor:
 def _settle(factor: Factor, size: int, mesh: MeshShape) -> Factor:
     if not factor.optional:
         return factor
-    divides = size % math.prod(mesh[axis] for axis in factor.axes) == 0
-    return replace(factor, axes=factor.axes if divides else (), optional=False)
+    axes = factor.axes
+    while size % math.prod(mesh[axis] for axis in axes):
+        axes = axes[:-1]
+    return replace(factor, axes=axes, optional=False)
 
 
 def axis_problems(axes: Iterable[str], mesh: MeshShape) -> Iterator[Problem]:
@@ -128,7 +137,7 @@ def _uneven_factors(dim: Dim, mesh: MeshShape) -> Iterator[Problem]:
             yield (
                 f'factor "{factor.name}" of size {factor.size} does not divide over {over}',
                 f"Factors of a fused dim must divide: use axes whose sizes divide {factor.size}, or write "
-                f'"{factor.name}@{spell(factor.axes)}?" to replicate it when it does not.',
+                f'"{factor.name}@{spell(factor.axes)}?" to split it only where it divides.',
             )
 
 

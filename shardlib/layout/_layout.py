@@ -36,7 +36,7 @@ class Layout:
         "batch@dp seq embed"                 an activation
         "embed@(fsdp,tp)"                    one dim split by two axes, fsdp outermost
         "(qkv heads@tp head) embed"          a fused dim: split over heads inside each of q, k, v
-        "(kv@tp? head) embed"                split if it divides, otherwise replicate; settled by `resolve`
+        "(kv@tp? head) embed"                split over those axes that divide it; settled by `resolve`
         "... ff@tp"                          any leading dims
         "_ embed@tp"                         a dim without a name
         "batch embed + sum@tp"               partial: the true value is the sum over tp

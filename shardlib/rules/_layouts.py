@@ -11,6 +11,7 @@ from torch.distributed.tensor import Placement
 from shardlib._mesh import MeshShape
 from shardlib.errors import LayoutError, RuleError
 from shardlib.layout import Dim, Factor, Layout
+from shardlib.layout._fit import settle
 from shardlib.rules._match import Entry
 from shardlib.rules._model import ModelIndex, summary
 from shardlib.rules._placed import border_of_placements, by_axis, place, unsplit
@@ -35,10 +36,14 @@ def axis_use(given: str | Iterable[str] | None) -> AxisUse:
     """
     >>> axis_use("tp?"), axis_use(["fsdp", "tp"])
     (AxisUse(axes=('tp',), optional=True), AxisUse(axes=('fsdp', 'tp'), optional=False))
+    >>> axis_use(["tp", "sp?"])
+    AxisUse(axes=('tp', 'sp'), optional=True)
     """
-    if isinstance(given, str):
-        return AxisUse((given.removesuffix("?"),), given.endswith("?"))
-    return AxisUse(tuple(given or ()))
+    named = (given,) if isinstance(given, str) else tuple(given or ())
+    if not all(isinstance(axis, str) for axis in named):
+        return AxisUse(named)
+    optional = bool(named) and named[-1].endswith("?")
+    return AxisUse((*named[:-1], *(axis.removesuffix("?") for axis in named[-1:])), optional)
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,11 @@ class LayoutMaker:
         return self._once(key, lambda: self._module_layouts(entry, module_name, shapes, registered, sizes))
 
     def for_border(self, entry: Entry, module_name: str) -> Layout:
-        """The layout of an activation. Its shape is not known yet, so factors may stay open and "?" unsettled."""
+        """The layout of an activation. Its shape is not known yet: factors may stay open, and "?" asks for a size."""
         match entry.value:
             case Text(_, layout):
-                return self._on_mesh(_with_sizes(self._with_axes(entry, layout), self._sizes(entry, None, module_name)))
+                sizes = self._sizes(entry, None, module_name)
+                return self._settled(entry, self._on_mesh(_with_sizes(self._with_axes(entry, layout), sizes)))
             case Role("replicate"):
                 return Layout.parse("...")
             case Role(name):
@@ -207,6 +213,15 @@ class LayoutMaker:
 
     def _on_mesh(self, layout: Layout) -> Layout:
         return layout.with_axes_dropped(axis for axis in layout.axes if axis not in self.mesh)
+
+    def _settled(self, entry: Entry, layout: Layout) -> Layout:
+        for factor in (factor for dim in layout.dims if isinstance(dim, Dim) for factor in dim.factors):
+            if factor.optional and factor.size is None:
+                raise RuleError(
+                    f'Rule {entry}: whether "{factor.name}" is split cannot be said of an activation, whose shape is '
+                    f'not known yet. Give the size, as in sizes={{"{factor.name}": 8}}, or leave the "?" out.'
+                )
+        return replace(layout, dims=tuple(settle(dim, self.mesh) for dim in layout.dims))
 
     def _fit(self, entry: Entry, name: str, shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> Layout:
         """Make a layout concrete for one tensor."""

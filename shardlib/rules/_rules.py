@@ -17,6 +17,7 @@ from shardlib.layout import Dim
 from shardlib.rules import _report, foreign, toml
 from shardlib.rules._layouts import AxisUse, axis_use
 from shardlib.rules._match import Entry, border_key
+from shardlib.rules._modes import changes_of, check_modes
 from shardlib.rules._resolution import Resolution
 from shardlib.rules._resolve import Resolver
 from shardlib.rules._values import Text, Value, read_value, spelled
@@ -51,6 +52,8 @@ class Rules:
         stages: which modules run on which stage of a pipeline axis: names, with bars between stages, as in
             "embed, blocks.0-3 | blocks.4-7, norm, head", or `Balanced(...)`; see `shardlib.rules.stages`. A mesh
             without such an axis has no use for them.
+        modes: name to what the rules say besides when `mode(name)` chooses it: `rules`, which win over those that are
+            there, `activations`, `axes`, `sizes` and `optional`, each as above.
         description: what the rules are for, in a line.
         models: qualified names of the model classes that they are for, as in "transformers.GPT2LMHeadModel".
         notes: key to a comment, kept in the file form; no part of the value.
@@ -77,6 +80,7 @@ class Rules:
     override: tuple[str, ...] = field(default=(), kw_only=True)
     axis: str = field(default="tp", kw_only=True)
     stages: StagesLike = field(default=None, kw_only=True)
+    modes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, kw_only=True)
     description: str = field(default="", kw_only=True)
     models: tuple[str, ...] = field(default=(), kw_only=True)
     notes: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False)
@@ -92,6 +96,10 @@ class Rules:
         self._set("stages", read_stages(self.stages))
         self._check_keys()
         self._check_options()
+        self._set(
+            "modes", {name: dict(_mapping(f'mode "{name}"', m)) for name, m in _mapping("modes", self.modes).items()}
+        )
+        check_modes(self)
 
     def __repr__(self) -> str:
         """
@@ -99,6 +107,7 @@ class Rules:
         Rules({"mlp.up": "colwise"}, optional=('mlp.up',))
         """
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("rules", "notes")}
+        options["modes"] = tuple(self.modes)
         shown = [_shown(self.rules)]
         shown += [f"activations={_shown(options.pop('activations'))}"] if self.activations else []
         default = {"unmatched": "error", "axis": "tp"}
@@ -148,6 +157,26 @@ class Rules:
         """
         return replace(self, stages=stages)
 
+    def mode(self, *names: str) -> Rules:
+        """The same rules with what their modes of these names say besides.
+
+        Raises:
+            RuleError: there is no such mode.
+
+        >>> rules = Rules({"up": "colwise"}, modes={"split": {"activations": {"up.output": "... ff@tp"}}})
+        >>> rules.mode("split")
+        Rules({"up": "colwise"}, activations={"up.output": "... ff@tp"})
+        """
+        if not names:
+            return self
+        changes = changes_of(self, names)
+        given = {option: changes.pop(option) for option in ("axes", "sizes")}
+        made = replace(self, **changes, axes={}, sizes={}, modes={})
+        for option, by_name in given.items():  # what rules of the mode have taken the place of may have named others
+            stated = {name for mode in names for name in self.modes[mode].get(option, ())}
+            given[option] = {name: each for name, each in by_name.items() if name in stated or name in made.dim_names}
+        return replace(made, **given)
+
     def resolve(self, model: nn.Module, mesh: MeshLike) -> Resolution:
         """A layout for every parameter and buffer of a model, and for the module borders that need one.
 
@@ -185,6 +214,11 @@ class Rules:
         """`axes` in one form."""
         return {name: axis_use(given) for name, given in self.axes.items()}
 
+    @cached_property
+    def dim_names(self) -> dict[str, None]:
+        """The names of dims and factors that layouts of these rules mention, in order."""
+        return dict.fromkeys(name for entry in self.entries for name in _words(entry.value))
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
@@ -210,7 +244,7 @@ class Rules:
 
     def _check_names(self) -> None:
         """A misspelt name in `axes` or `sizes` would be a dim that nothing splits."""
-        used = dict.fromkeys(name for entry in self.entries for name in _words(entry.value))
+        used = self.dim_names
         for option in ("axes", "sizes"):
             for name in getattr(self, option):
                 if name not in used:

@@ -9,6 +9,7 @@ stages = "embed | head"         stages of a pipeline, or "balanced(params)", "ba
 [sizes]                         factor name = number, or attribute path
 [params]                        pattern = layout text, role, "Shard(0)", {axis = "Shard(0)"} or a list of placements
 [activations]                   pattern ending in .input or .output = the same
+[modes.NAME.SECTION]            a section of these, or "optional" in [modes.NAME]: what a mode adds, as in `Rules`
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import Placement
 
 from shardlib.errors import RuleError, nearest
-from shardlib.rules._values import PerAxis, Placed, Role, Text, Value, spelled_placement
+from shardlib.rules._values import PerAxis, Placed, Role, Text, Value, read_value, spelled_placement
 from shardlib.rules.stages import Balanced
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ __all__ = ["read", "write"]
 
 _PLAIN = {"description": str, "models": list, "axis": str, "stages": str, "unmatched": str}
 _PLAIN |= {"optional": list, "override": list}
-_SECTIONS = {"axes": "axes", "sizes": "sizes", "params": "rules", "activations": "activations"}
+_SECTIONS = {"axes": "axes", "sizes": "sizes", "params": "rules", "activations": "activations", "modes": "modes"}
+_IN_MODES = {"axes": "axes", "sizes": "sizes", "params": "rules", "activations": "activations"}
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -51,7 +53,10 @@ def read(source: str | Path) -> tuple[str, dict[str, Any]]:
         parsed = tomllib.loads(text)
     except tomllib.TOMLDecodeError as fault:
         raise RuleError(_invalid(where, text, fault)) from None
-    return where, {_SECTIONS.get(key, key): _checked(where, key, given) for key, given in parsed.items()}
+    arguments = {_SECTIONS.get(key, key): _checked(where, key, given) for key, given in parsed.items()}
+    if modes := arguments.get("modes"):
+        arguments["modes"] = {name: _mode(where, name, given) for name, given in modes.items()}
+    return where, arguments
 
 
 def write(rules: Rules) -> str:
@@ -63,8 +68,30 @@ def write(rules: Rules) -> str:
         ("params", _entries(rules.rules, rules.notes)),
         ("activations", _entries(rules.activations, rules.notes)),
     ]
+    for name, mode in rules.modes.items():
+        sections.append(
+            (f"modes.{_key(name)}", [f"optional = {_value(mode['optional'])}"] if "optional" in mode else [])
+        )
+        sections += [
+            (f"modes.{_key(name)}.{section}", _of_mode(field, mode.get(field, {})))
+            for section, field in _IN_MODES.items()
+        ]
     blocks = ["\n".join(head), *("\n".join([f"[{name}]", *lines]) for name, lines in sections if lines)]
     return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _mode(where: str, name: str, given: Any) -> dict[str, Any]:
+    known = (*_IN_MODES, "optional")
+    if not isinstance(given, dict):
+        raise RuleError(
+            f'{where}: mode "{name}" is {given!r}; write its sections, such as [modes.{_key(name)}.activations].'
+        )
+    for key in given:
+        if key not in known:
+            raise RuleError(
+                f'{where}: "{key}" is no section of a mode, which may have {_listed(known)}.{nearest(key, known)}'
+            )
+    return {_IN_MODES.get(key, "optional"): section for key, section in given.items()}
 
 
 def _opened(source: str | Path) -> tuple[str, str]:
@@ -122,6 +149,12 @@ def _entries(rules: Mapping[str, Value], notes: Mapping[str, str]) -> list[str]:
         lines += [f"# {_printable(line)}" for line in notes.get(key, "").splitlines()]
         lines.append(f"{_key(key)} = {_rule(value)}")
     return lines
+
+
+def _of_mode(field: str, section: Mapping[str, Any]) -> list[str]:
+    if field in ("axes", "sizes"):
+        return [f"{_key(name)} = {_value(given)}" for name, given in section.items()]
+    return _entries({key: read_value(key, given) for key, given in section.items()}, {})
 
 
 def _rule(value: Value) -> str:

@@ -159,7 +159,8 @@ def test_something_else_than_text_is_refused():
         ("(kv=2@tp? head) embed", (8, 5), "tp=4", "(kv=2 head=4) embed"),
         ("kv@tp? embed", (6, 5), "tp=4", "kv embed"),
         ("kv@(dp,tp)? embed", (8, 5), "dp=2,tp=4", "kv@(dp,tp) embed"),
-        ("kv@(dp,tp)? embed", (4, 5), "dp=2,tp=4", "kv embed"),
+        ("kv@(dp,tp)? embed", (4, 5), "dp=2,tp=4", "kv@dp embed"),
+        ("kv@(dp,tp)? embed", (5, 5), "dp=2,tp=4", "kv embed"),
         ("vocab@tp embed", (7, 5), "tp=4", "vocab@tp embed"),
         ("vocab@tp", (0,), "tp=4", "vocab@tp"),
     ],
@@ -226,7 +227,7 @@ def test_resolve_makes_a_layout_concrete(text: str, global_shape: tuple[int, ...
             "(3 heads=6@(dp,tp) head)",
             (36,),
             'factor "heads" of size 6 does not divide over dp=2 x tp=4. Factors of a fused dim must divide: use axes '
-            'whose sizes divide 6, or write "heads@(dp,tp)?" to replicate it when it does not.',
+            'whose sizes divide 6, or write "heads@(dp,tp)?" to split it only where it divides.',
         ),
     ],
 )

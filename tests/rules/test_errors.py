@@ -222,7 +222,7 @@ def test_axes(change: dict[str, Any], mesh: str, options: dict[str, Any], said: 
             'Rule "attn.qkv": "(qkv heads@tp head)", for "blocks.0.attn.qkv.weight": Layout "(qkv heads@tp head) in" '
             'for a tensor of global shape (48, 16) on mesh "tp=8": factor "heads" of size 4 does not divide over '
             'tp=8. Factors of a fused dim must divide: use axes whose sizes divide 4, or write "heads@tp?" to '
-            "replicate it when it does not.",
+            "split it only where it divides.",
         ),
         (
             {},

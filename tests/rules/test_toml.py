@@ -123,8 +123,8 @@ def test_every_layout_file_keeps_its_meaning_when_rewritten(path: Path) -> None:
         (
             '[parms]\nx = "colwise"',
             '{file}: "parms" is no key of a layout file, which may have "description", "models", "axis", "stages", '
-            '"unmatched", "optional", "override", "axes", "sizes", "params", "activations". Correct it, or move it '
-            'into [params] if it is a pattern. Did you mean "params"?',
+            '"unmatched", "optional", "override", "axes", "sizes", "params", "activations", "modes". Correct it, or '
+            'move it into [params] if it is a pattern. Did you mean "params"?',
         ),
         ('models = "GPT"', "{file}: \"models\" is 'GPT'; write a list of texts."),
         ('params = "x"', "{file}: \"params\" is 'x'; write a section, [params]."),

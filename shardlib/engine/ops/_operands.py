@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardlib.engine._torch import (
     DTensorSpec,
     TensorMeta,
     _StridedShard,
     all_reduced,
+    all_to_all,
     group_to_sum_over,
     joined,
     local_of,
@@ -155,6 +157,8 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> t
     carrier = _CARRIERS.get(local.dtype, local.dtype)
     if len(want) > 1 and any(isinstance(place, _StridedShard) for place in (*spec.placements, *want)):
         moved = _by_axes(local.to(carrier), spec, want)
+    elif (axis := _exchanging(local, spec, want)) is not None:
+        moved = _exchanged(local.to(carrier), spec, want, axis)
     else:
         moved = redistribute_local(local.to(carrier), spec, DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta))
     return in_order(moved.to(local.dtype), meta_of(spec).stride)
@@ -176,6 +180,38 @@ def _by_axes(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.
     for axis in axes:
         local = part(local, mesh, axis, want[axis])
     return local
+
+
+def _exchanging(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> int | None:
+    """The mesh axis along which ranks trade even pieces of one dim for pieces of another, on CPU: there DTensor gathers
+    and cuts, for want of an all-to-all over gloo."""
+    changing = [axis for axis, (a, b) in enumerate(zip(spec.placements, want, strict=True)) if a != b]
+    if len(changing) != 1 or spec.mesh.device_type != "cpu" or not local.is_floating_point():
+        return None
+    [axis] = changing
+    before, after = spec.placements[axis], want[axis]
+    if type(before) is not Shard or type(after) is not Shard:
+        return None
+    inner = {getattr(place, "dim", None) for place in want[axis + 1 :]}
+    uneven = local.shape[before.dim] * _pieces(spec, before.dim) != meta_of(spec).shape[before.dim]
+    if uneven or inner & {before.dim, after.dim} or local.shape[after.dim] % spec.mesh.size(axis):
+        return None
+    return axis
+
+
+def _pieces(spec: DTensorSpec, dim: int) -> int:
+    """How many pieces a dim is split into."""
+    return math.prod(
+        size for size, place in zip(spec.mesh.shape, spec.placements, strict=True) if getattr(place, "dim", None) == dim
+    )
+
+
+def _exchanged(local: torch.Tensor, spec: DTensorSpec, want: Placements, axis: int) -> torch.Tensor:
+    before, after = spec.placements[axis], want[axis]
+    assert isinstance(before, Shard) and isinstance(after, Shard)
+    sent = torch.stack(local.chunk(spec.mesh.size(axis), after.dim))
+    received = all_to_all(sent, spec.mesh.get_group(axis))
+    return torch.cat(received.unbind(), before.dim)
 
 
 def in_order(local: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -17,7 +17,23 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardlib.engine._torch import Op, TensorMeta
 
-__all__ = ["ANY", "Call", "Here", "Local", "Meta", "P", "R", "Row", "Rule", "S", "row", "rule", "rule_of", "ruled_ops"]
+__all__ = [
+    "ANY",
+    "Call",
+    "Compute",
+    "Here",
+    "Local",
+    "Meta",
+    "P",
+    "R",
+    "Row",
+    "Rule",
+    "S",
+    "row",
+    "rule",
+    "rule_of",
+    "ruled_ops",
+]
 
 R = Replicate()
 P = Partial("sum")

@@ -1,4 +1,5 @@
-"""Scaled dot-product attention on every back end: batch, heads, or (without a causal mask) queries may be split.
+"""Scaled dot-product attention on every back end: batch, heads or queries may be split; under a causal mask queries on
+CPU only.
 
 Fewer key than query heads (grouped queries; Ainslie et al., arXiv 2305.13245) may be fewer than ranks too: then every
 rank holds all of them and computes with those that its own query heads share.
@@ -7,13 +8,13 @@ rank holds all of them and computes with those that its own query heads share.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from shardlib.engine._torch import schema_of
-from shardlib.engine.ops._rows import Call, Here, Meta, Op, P, R, Row, S, aten, row, rule
+from shardlib.engine.ops._rows import Call, Compute, Here, Meta, Op, P, R, Row, S, aten, row, rule
 
 __all__: list[str] = []
 
@@ -46,9 +47,12 @@ def _rows(call: Call, roles: tuple[str | None, ...]) -> Iterator[Row]:
     yield _row(call, roles, 0, shared_kv=False)
     yield _row(call, roles, 1, shared_kv=key.shape[1] == 1 and query.shape[1] > 1)
     if 1 < key.shape[1] < query.shape[1] and key.shape[1] % call.size:
-        yield _row(call, roles, 1, shared_kv=True, compute=partial(_own_heads, call.names, roles))
+        yield _row(call, roles, 1, shared_kv=True, compute=_own_part(call.names, roles))
     bias = next((by_name[n] for n in _BIAS if n in by_name), None)
-    if not call.values.get("is_causal") and (bias is None or bias.shape[-2] == query.shape[2]):
+    if call.values.get("is_causal"):
+        if _on_cpu(call):  # the others take no mask besides
+            yield _row(call, roles, 2, shared_kv=True, compute=_own_part(call.names, roles))
+    elif bias is None or bias.shape[-2] == query.shape[2]:
         yield _row(call, roles, 2, shared_kv=True)
 
 
@@ -72,23 +76,45 @@ def _row(call: Call, roles: tuple[str | None, ...], dim: int, *, shared_kv: bool
     return row(outs, split, **options)
 
 
-def _own_heads(
+@cache
+def _own_part(names: tuple[str, ...], roles: tuple[str | None, ...]) -> Compute:
+    """Attention of this rank's query heads and queries with what they look at. One function for all mesh axes."""
+    return partial(_attend, names, roles)
+
+
+def _attend(
     names: tuple[str, ...], roles: tuple[str | None, ...], op: Op, args: list[Any], kwargs: dict[str, Any], here: Here
 ) -> Any:
-    """Attention of this rank's query heads with the key heads that they share; gradients of the others are zero."""
     at = {argument.name: i for i, argument in enumerate(schema_of(op).arguments)}
-    query, key = names.index("query"), names.index("key")
-    group = here.shape(query)[1] // here.shape(key)[1]
-    wholes = {name: args[at[name]] for name in _KEY_LIKE}
-    shared = _shared_heads(here.offset(query, 1), args[at["query"]].shape[1], group)
-    heads = torch.tensor(shared, device=wholes["key"].device)
-    own = [wholes[a.name].index_select(1, heads) if a.name in wholes else x for a, x in _named(op, args)]
+    query, key = args[at["query"]], args[at["key"]]
+    number = names.index("query")
+    args = list(args)
+    if query.shape[2] < here.shape(number)[2]:
+        args[at["is_causal"]] = False
+        kwargs = {**kwargs, "attn_mask": _until(here.offset(number, 2), query.shape[2], key)}
+    group = here.shape(number)[1] // here.shape(names.index("key"))[1]
+    if query.shape[1] == key.shape[1] * group:
+        return op(*args, **kwargs)
+    shared = _shared_heads(here.offset(number, 1), query.shape[1], group)
+    heads = torch.tensor(shared, device=key.device)
+    own = [x.index_select(1, heads) if a.name in _KEY_LIKE else x for a, x in _named(op, args)]
     result = op(*own, **kwargs)
-    grads = iter((wholes["key"], wholes["value"]))
+    wholes = iter((key, args[at["value"]]))
     return tuple(
-        torch.zeros_like(next(grads)).index_add_(1, heads, out) if role == "kv" else out
+        torch.zeros_like(next(wholes)).index_add_(1, heads, out) if role == "kv" else out
         for role, out in zip(roles, result, strict=True)
     )
+
+
+def _until(first: int, count: int, key: torch.Tensor) -> torch.Tensor:
+    """The rows of a causal mask for some queries: 0 for keys up to each, minus infinity for later ones.
+
+    >>> _until(1, 2, torch.zeros(1, 1, 4, 8))
+    tensor([[0., 0., -inf, -inf],
+            [0., 0., 0., -inf]])
+    """
+    later = torch.full((count, key.shape[2]), -torch.inf, dtype=key.dtype, device=key.device)
+    return later.triu_(first + 1)
 
 
 def _named(op: Op, args: list[Any]) -> Iterable[tuple[Any, Any]]:

@@ -1,0 +1,61 @@
+"""Modes: what rules say besides, when a mode of them is chosen. A parallel mode is a layout: a few more rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardlib.errors import RuleError, nearest
+
+if TYPE_CHECKING:
+    from shardlib.rules._rules import Rules
+
+__all__ = ["MODE_KEYS", "changes_of", "check_modes"]
+
+MODE_KEYS = ("rules", "activations", "axes", "sizes", "optional")
+
+
+def check_modes(rules: Rules) -> None:
+    """Refuse a mode that cannot be read, or that does not go with the rules.
+
+    Raises:
+        RuleError: there is one; the message names it.
+    """
+    for name, mode in rules.modes.items():
+        for key in mode:
+            if key not in MODE_KEYS:
+                raise RuleError(
+                    f'Mode "{name}" has the key "{key}"; a mode has {", ".join(MODE_KEYS)}.{nearest(key, MODE_KEYS)}'
+                )
+        try:
+            rules.mode(name)
+        except RuleError as fault:
+            raise RuleError(f'Mode "{name}": {fault}') from None
+
+
+def changes_of(rules: Rules, names: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of rules that modes change; what a later one says wins.
+
+    Raises:
+        RuleError: the rules have no mode of a name.
+    """
+    made: dict[str, Any] = {key: getattr(rules, key) for key in MODE_KEYS}
+    stated: list[str] = []
+    for mode in _chosen(rules, names):
+        stated += mode.get("rules", ())
+        for key in ("rules", "activations", "axes", "sizes"):
+            made[key] = {**made[key], **mode.get(key, {})}
+        made["optional"] = (*made["optional"], *mode.get("optional", ()))
+    return {**made, "override": tuple(dict.fromkeys((*rules.override, *stated)))}
+
+
+def _chosen(rules: Rules, names: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
+    for name in names:
+        if name not in rules.modes:
+            has = f"they have {', '.join(map(repr, rules.modes))}" if rules.modes else "they have none"
+            what = rules.description or "These rules"
+            raise RuleError(
+                f'"{name}" was asked for as a mode of the rules "{what}"; {has}. Use one of them, or say it in '
+                f"Rules(..., modes=...).{nearest(name, rules.modes)}"
+            )
+        yield rules.modes[name]
