@@ -29,7 +29,10 @@ _KERNELS = (
     "are compiled."
 )
 _CHUNKS = "parameters travel by units, the model's repeated blocks, and nothing is packed into chunks."
-_SEQUENCE = 'say it in rules, as a border of blocks: custom_policy={"blocks.*.output": "batch seq@tp embed", ...}.'
+
+
+# ColossalAI's ways to split a sequence, and the modes of rules that do it (docs/sequence.md).
+_SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all": "ulysses"}
 
 
 class Plugin(Options):
@@ -361,7 +364,7 @@ class GeminiPlugin(_WithPrecision):
     enable_all_optimization: bool = refused(_KERNELS, default=False)
     enable_fused_normalization: bool = refused(_KERNELS, default=False)
     enable_flash_attention: bool = refused(_KERNELS, default=False)
-    enable_sequence_parallelism: bool = refused(_SEQUENCE, default=False)
+    enable_sequence_parallelism: bool = False
     enable_jit_fused: bool = refused(_KERNELS, default=False)
     enable_async_reduce: bool = refused(_OVERLAPS, default=True)
 
@@ -369,6 +372,10 @@ class GeminiPlugin(_WithPrecision):
         return _zero_mesh(self.extra_dp_size, **({"tp": self.tp_size} if self.tp_size != 1 else {}))
 
     def rules(self, model: nn.Module) -> Any:
+        if self.enable_sequence_parallelism:
+            if self.tp_size == 1:
+                raise PlanError(f"{self}: the sequence is split over the ranks of tp; give tp_size above 1.")
+            return layouts.for_model(model, "sequence")
         return {"**": None} if self.tp_size == 1 else None
 
     def transforms(self, model: nn.Module) -> Transforms:
@@ -442,7 +449,8 @@ def _largest(model: nn.Module, fraction: float) -> list[str]:
 class HybridParallelPlugin(_WithPrecision):
     """Tensor parallel, pipelines and data parallel, with ZeRO of any stage. The layout is the one for the model's class
     (`layouts.for_model`), or `custom_policy`. Stages are balanced by parameters, or have `num_layers_per_stage`, or are
-    those that the rules of `custom_policy` name.
+    those that the rules of `custom_policy` name. Sequences are split over tp ("split_gather", or "ring") or over ranks
+    of their own ("all_to_all", with sp_size).
 
     >>> HybridParallelPlugin(tp_size=2, zero_stage=1, precision="bf16").mesh_shape()
     MeshShape("dp=-1,tp=2")
@@ -459,8 +467,8 @@ class HybridParallelPlugin(_WithPrecision):
     enable_fused_normalization: bool = refused(_KERNELS, default=False)
     enable_flash_attention: bool = refused(_KERNELS, default=False)
     enable_jit_fused: bool = refused(_KERNELS, default=False)
-    enable_sequence_parallelism: bool = refused(_SEQUENCE, default=False)
-    sequence_parallelism_mode: Any = refused(_SEQUENCE, default=None)
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str | None = None
     parallel_output: bool = True  # outputs are whole in either case
     num_microbatches: int | None = None
     microbatch_size: int | None = None
@@ -487,24 +495,51 @@ class HybridParallelPlugin(_WithPrecision):
     dp_outside: bool = True
     overlap_p2p: bool = refused("messages travel while a rank computes, always.", default=True)
     overlap_allgather: bool = False
-    inner_ring_size: Any = refused(_SEQUENCE, default=None)
+    inner_ring_size: Any = refused("no ring is used.", default=None)
 
     def mesh_shape(self) -> MeshShape:
-        sequence = {} if self.sp_size in (None, 1) else {"sp": int(self.sp_size or 1)}
-        if sequence and self.custom_policy is None:
-            raise PlanError(f'{self}: no layout file splits over "sp"; give custom_policy rules that name it.')
         for name, size in (("tp_size", self.tp_size), ("pp_size", self.pp_size), ("sp_size", self.sp_size or 1)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"{self}: {name} is a number of ranks, from 1 up.")
+        own_axis = (self.sp_size or 1) > 1 and self._mode() != "sequence"
+        sequence = {"sp": int(self.sp_size or 1)} if own_axis else {}
         if self.pp_size == 1:
             return MeshShape({"dp": -1, "tp": self.tp_size, **sequence})
         outer = {"dp": -1, "pp": self.pp_size} if self.dp_outside else {"pp": self.pp_size, "dp": -1}
         return MeshShape({**outer, "tp": self.tp_size, **sequence})
 
+    def _mode(self) -> str | None:
+        """The mode of rules that splits the sequence; None where none does.
+
+        Raises:
+            PlanError: a way to split that is none, or that does not go with the sizes.
+        """
+        way, own_axis = self.sequence_parallelism_mode, (self.sp_size or 1) > 1
+        if not self.enable_sequence_parallelism:
+            if way is not None or (own_axis and self.custom_policy is None):
+                raise PlanError(f"{self}: the sequence is split with enable_sequence_parallelism=True.")
+            return None
+        way = way or ("all_to_all" if own_axis else "split_gather")
+        if way not in _SEQUENCE_MODES:
+            raise PlanError(
+                f"{self}: sequence_parallelism_mode is one of {', '.join(map(repr, _SEQUENCE_MODES))}; ring attention "
+                f'is not here, and "all_to_all" splits as much.{nearest(way, _SEQUENCE_MODES)}'
+            )
+        mode = _SEQUENCE_MODES[way]
+        if mode == "sequence" and (self.tp_size == 1 or self.sp_size not in (None, 1, self.tp_size)):
+            raise PlanError(
+                f"{self}: {way!r} splits the sequence over the ranks of tp; give tp_size above 1, and no sp_size."
+            )
+        if mode == "ulysses" and not own_axis:
+            raise PlanError(f"{self}: {way!r} splits the sequence over ranks of its own; give sp_size above 1.")
+        return mode
+
     def rules(self, model: nn.Module) -> Any:
+        given, mode = self._policy(), self._mode()
+        if mode is not None:
+            given = layouts.for_model(model, mode) if given is None else as_rules(given).mode(mode)
         if self.pp_size == 1:
-            return self._policy()
-        given = self._policy()
+            return given
         rules = layouts.for_model(model) if given is None else as_rules(given)
         if self.num_layers_per_stage is not None:
             return rules.with_stages(Balanced(self.num_layers_per_stage))
@@ -517,7 +552,7 @@ class HybridParallelPlugin(_WithPrecision):
                 f"{type(self).__name__}: custom_policy is a {type(given).__name__}; here it is rules: a mapping from "
                 'patterns to layouts, such as {"mlp.up": "colwise", "mlp.down": "rowwise"}, or a layout file.'
             )
-        return given if given is not None or self.tp_size > 1 else {"**": None}
+        return given if given is not None or self.tp_size > 1 or self._mode() else {"**": None}
 
     def transforms(self, model: nn.Module) -> Transforms:
         if self.zero_stage not in (0, 1, 2, 3):

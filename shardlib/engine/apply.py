@@ -210,6 +210,7 @@ def apply_plan(
             global_batch_norm=global_batch_norm,
         )
         record.pipeline = whole.install(model, record.reducer, build.casting(), undo)
+        record.pipeline.route.region = build.model_mesh if "" in build.regions else None
         _sharded[model] = record
         undo.pop_all()
     return model

@@ -34,7 +34,7 @@ from shardlib.engine.plain import plain
 from shardlib.engine.ungathered import Ungathered
 from shardlib.engine.units import Units
 
-__all__ = ["Casting", "Root", "install_region"]
+__all__ = ["Casting", "Root", "install_region", "made_global", "made_plain"]
 
 Check = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
@@ -123,7 +123,7 @@ class Root:
         output = self.casting.on_leaving(output)
         leaves = pytree.tree_leaves(output)
         if any(isinstance(leaf, Ungathered | DTensor) for leaf in leaves):
-            output = pytree.tree_map_only((Ungathered, DTensor), _made_plain, output)
+            output = pytree.tree_map_only((Ungathered, DTensor), made_plain, output)
             leaves = pytree.tree_leaves(output)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
@@ -142,7 +142,14 @@ def _beginning(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor]
     return hook
 
 
-def _made_plain(tensor: torch.Tensor) -> torch.Tensor:
+def made_global(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A plain tensor that comes into a region by another way than its module's arguments; integers stay plain."""
+    if isinstance(tensor, DTensor) or not tensor.is_floating_point():
+        return tensor
+    return _ToGlobal.apply(tensor, mesh)
+
+
+def made_plain(tensor: torch.Tensor) -> torch.Tensor:
     """What is left to be made plain at the root: what nobody has read yet, and what comes of a split parameter that
     was read outside of its region, as in `F.linear(x, self.embed.weight)`."""
     return _ToPlain.apply(tensor, False) if isinstance(tensor, DTensor) else tensor.view_as(tensor)

@@ -227,7 +227,6 @@ def test_data_parallel_begins_with_rank_0_and_normalises_with_all_examples(ranks
         (lambda: GeminiPlugin(offload_param_frac=1).transforms(gpt()), ["offload_optim_frac at least"]),
         (lambda: GeminiPlugin(tp_size=2, strict_ddp_mode=True).transforms(gpt()), ["strict_ddp_mode"]),
         (lambda: HybridParallelPlugin(enable_flash_attention=True), ["scaled_dot_product_attention"]),
-        (lambda: HybridParallelPlugin(sp_size=2).mesh_shape(), ["custom_policy", '"sp"']),
         (lambda: HybridParallelPlugin(custom_policy=object()).rules(gpt()), ["custom_policy", "mapping"]),
         (lambda: TorchFSDPPlugin(sharding_strategy="FULLSHARD").mesh_shape(), ["FULL_SHARD", "Did you mean"]),
         (lambda: LowLevelZeroPlugin(precision="bf15").transforms(gpt()), ["'bf16'", "Did you mean"]),

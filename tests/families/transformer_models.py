@@ -17,7 +17,7 @@ import_torchvision()  # transformers imports it by the way
 
 import transformers  # noqa: E402
 
-__all__ = ["SETTINGS", "build", "images", "small", "text", "transformers"]
+__all__ = ["SETTINGS", "VOCABULARY", "build", "images", "small", "text", "transformers"]
 
 VOCABULARY = 67
 _SEQ = 10

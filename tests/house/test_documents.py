@@ -31,8 +31,8 @@ def _title(document: Path) -> str:
 
 def _run(title: str, blocks: list[str]) -> None:
     """All blocks of one document, one after the other, as one script."""
-    if any("import peft" in block for block in blocks):
-        import_torchvision()  # peft imports it by the way
+    if any("import peft" in block or "from transformers import" in block for block in blocks):
+        import_torchvision()  # they import it by the way
     scope: dict[str, Any] = {"__name__": "__main__"}
     for number, block in enumerate(blocks, 1):
         exec(compile(block, f"{title}, block {number}", "exec"), scope)

@@ -49,7 +49,7 @@ def test_a_mode_adds_to_the_rules_and_wins():
     split, whole = rules.mode("split"), rules.mode("whole")
     assert rules.mode() == rules and not split.modes
     assert str(split.resolve(model(), "tp=2").tensors["up.weight"].layout) == "ff@tp in"
-    assert str(whole.resolve(model(), "tp=2").tensors["up.weight"].layout) == "out in"
+    assert not whole.resolve(model(), "tp=2").tensors["up.weight"].layout.axes
     both = rules.mode("split", "whole").resolve(model(), "tp=2")
     assert str(both.borders["down", "output"].layout) == "batch seq@tp embed"
 

@@ -23,9 +23,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
+from shardlib.engine.region import made_global, made_plain
 from shardlib.errors import PlanError, ShardingError
 from shardlib.rules import Stage
 
@@ -105,6 +108,10 @@ class Route:
         own: numbers of those that this rank runs.
         everywhere: modules without parameters, which any stage calls that has what they are given.
         casting: what inputs are cast to, and in which context forward runs.
+
+    Attributes:
+        splits_backward: gradients of inputs and of parameters are computed apart.
+        region: the mesh of the model axes where all of this rank's model computes on DTensors. Messages are plain.
     """
 
     def __init__(
@@ -125,6 +132,7 @@ class Route:
         self._forward = _weakly(model.forward)
         self._name = type(model).__name__
         self.splits_backward = False
+        self.region: DeviceMesh | None = None
 
     def install(self, model: nn.Module, undo: ExitStack) -> None:
         """Take calls of stages' modules, and the model's forward."""
@@ -206,6 +214,8 @@ class Route:
         given = {message.path: value for message, value in zip(gate.messages, one.received, strict=True)}
         flat, spec = pytree.tree_flatten_with_path((args, kwargs))
         leaves = [given.pop(pytree.keystr(path), leaf) for path, leaf in flat]
+        if self.region is not None:
+            leaves = [made_global(leaf, self.region) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if given:
             raise PlanError(
                 f'"{name}" was called without the argument {next(iter(given))} that stage {one.stage} received.'
@@ -223,7 +233,7 @@ class Route:
                     f"which stage {one.stage} has not made: it comes from an earlier stage. Let both modules be on "
                     "one stage, or pass it through the modules between them."
                 )
-            values.append(value)
+            values.append(made_plain(value) if isinstance(value, DTensor) else value)
         return tuple(values)
 
     def _refuse_fakes(self, one: _Pass, name: str, args: Any, kwargs: Any) -> None:
