@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError
 
-__all__ = ["as_call", "as_given", "joined", "key_of", "rows", "split"]
+__all__ = ["as_call", "as_given", "joined", "key_of", "refuse_unfit", "rows", "split"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -23,6 +24,26 @@ def as_call(batch: Any) -> Call:
     if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], Mapping):
         return batch[0], dict(batch[1])
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}
+
+
+def refuse_unfit(forward: Callable[..., Any], name: str, call: Call) -> None:
+    """
+    Raises:
+        InputError: forward does not take the arguments that a batch is.
+
+    >>> refuse_unfit(lambda x, labels=None: x, "Net", ((1,), {"labels": 2}))
+    """
+    taken = inspect.signature(forward)
+    try:
+        taken.bind(*call[0], **call[1])
+    except TypeError as fault:
+        given = [f"{len(call[0])} by position"] if call[0] else []
+        given += [f"{', '.join(call[1])} by name"] if call[1] else []
+        raise InputError(
+            f"{name}.forward{taken} does not take what the batch holds, {' and '.join(given)} ({fault}). A tuple is "
+            "positional arguments, a mapping keyword arguments. What only the criterion reads goes through forward "
+            "too: give it an argument that it leaves alone, such as labels=None."
+        ) from None
 
 
 def as_given(call: Call, batch: Any) -> Any:

@@ -18,7 +18,7 @@ from shardlib.engine import _torch, agree
 from shardlib.engine.apply import Sharded, record_of
 from shardlib.engine.batchnorm import is_batch_norm
 from shardlib.engine.lost import naming_lost_ranks
-from shardlib.engine.pipeline.batch import as_call, as_given, joined, key_of, rows, split
+from shardlib.engine.pipeline.batch import as_call, as_given, joined, key_of, refuse_unfit, rows, split
 from shardlib.engine.pipeline.route import Gate
 from shardlib.engine.pipeline.run import Criterion, Part, Run
 from shardlib.engine.pipeline.transport import Parcel, Transport
@@ -150,6 +150,8 @@ class _Step:
             if microbatches is None and size is None:
                 microbatches = self.record.plan.step.microbatches or None
             call = as_call(batch)
+            as_written = self.model if self.pipeline is None else self.pipeline.route.skeleton
+            refuse_unfit(as_written.forward, type(self.model).__name__, call)
             parts = [self._part(cut, batch) for cut in split(call, microbatches, size)]
             if self.pipeline is None:
                 return parts, [[None]] * len(parts), None

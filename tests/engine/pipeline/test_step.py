@@ -434,13 +434,14 @@ def _refusals() -> list[str]:
         _message(InputError, lambda: run(first[:1], microbatches=2)),
         _message(InputError, lambda: run(torch.ones(4 + 2 * rank, 4), microbatches=2)),
         _message(PlanError, lambda: sharded("pp=2", rng="exact")),
+        _message(InputError, lambda: run((first, first), microbatches=2)),
     ]
 
 
 def test_what_is_refused(ranks):
     found = ranks(2).run(_refusals)
     assert found[0] == found[1]
-    values, skip, alone, number, rows, shapes, exact = found[0]
+    values, skip, alone, number, rows, shapes, exact, two = found[0]
     assert skip.startswith(
         'Stage 1 on rank 1 raised in the forward of microbatch 0: PlanError: "blocks.3" on stage 1, which begins with '
         '"blocks.1", is given a tensor of another stage as argument 0: only what the first module of a stage is given '
@@ -454,6 +455,7 @@ def test_what_is_refused(ranks):
     for told in (values, shapes):
         assert told.startswith("Ranks 0 and 1 work on the same examples, and were given different batches")
     assert exact.startswith('rng="exact" draws in the order of one device')
+    assert "does not take what the batch holds, 2 by position (too many positional arguments)" in two
 
 
 def test_a_pipeline_is_freed_with_its_model(ranks):
