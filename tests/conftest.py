@@ -1,8 +1,9 @@
-"""What every test may use besides the fixture `ranks` of our own plugin: hypothesis profiles, torchvision."""
+"""What every test may use besides the fixture `ranks` of our own plugin: hypothesis profiles, cases that cover, torchvision."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter, defaultdict
 from types import ModuleType
 from typing import Any
 
@@ -25,3 +26,32 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 @pytest.fixture(scope="session")
 def torchvision() -> ModuleType:
     return import_torchvision()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `covering`, the cases that cover run by default; the rest of the product is deep."""
+    cases: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and "covering" in marks and "deep" not in marks:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_one in cases.values():
+        kept = _covering(of_one)
+        for item in of_one:
+            if item not in kept:
+                item.add_marker("deep")
+
+
+def _covering(items: list[pytest.Function]) -> list[pytest.Function]:
+    """Cases that have each value of each parameter once at least.
+
+    Next is the first of those with most values that are new, and with those of the others that were used least.
+    """
+    values = {item: {(name, id(value)) for name, value in item.callspec.params.items()} for item in items}
+    used: Counter[tuple[str, int]] = Counter()
+    kept: list[pytest.Function] = []
+    while used.keys() < set().union(*values.values()):
+        kept.append(max(items, key=lambda item: (len(values[item] - used.keys()), -sum(used[v] for v in values[item]))))
+        used.update(values[kept[-1]])
+    return kept

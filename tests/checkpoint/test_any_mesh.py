@@ -78,6 +78,7 @@ _ZERO = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("weights", ["pieces", "huggingface"])
 @pytest.mark.parametrize(("first", "second"), _ZERO)
 def test_any_stage_of_zero_loads_into_any_other(tmp_path: Path, first: Case, second: Case, weights: str):

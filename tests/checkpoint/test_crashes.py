@@ -70,6 +70,7 @@ def _operations(folder: Path, *, replacing: bool, **options: Any) -> list[str]:
     return system.done
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("weights", ["pieces", "huggingface"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("replacing", [True, False])

@@ -103,6 +103,7 @@ def _goes_on(path: str, mesh: str, recipe: str, stage: str) -> tuple[Whole, list
     return at_load, run.train([3, 4]), run.whole()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stage", ["replicate", "zero(2)", "zero(3)"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_in_few_bits_goes_on(tmp_path: Path, recipe: str, stage: str):
@@ -141,6 +142,7 @@ def _loads_fewer_bits(path: str, mesh: str, stage: str, *, with_optimizer: bool,
     return loaded, run.copies()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_copies_start_from_all_bits_of_a_checkpoint(tmp_path: Path, mesh: str, stage: str):
@@ -170,6 +172,7 @@ def _loads_more_bits(path: str, mesh: str, stage: str) -> Whole:
     return loaded
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("stage", ["replicate", "zero(1)", "zero(3)"])
 def test_copies_become_the_parameters_of_a_model_with_as_many_bits(tmp_path: Path, stage: str, steps: int):

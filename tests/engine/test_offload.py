@@ -90,12 +90,14 @@ def _own(params: Any) -> torch.optim.Optimizer:
 OPTIMIZERS = [_momentum, _adamw, _adafactor, _muon, _lamb, _own]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda f: f.__name__[1:])
 def test_state_on_the_host_trains_the_numbers_of_one_device(make, stage):
     _prove("dp=2,tp=2", STAGES[stage], sl.offload("state"), optimizer=make, accumulate=2, clip=1.0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("make", [_adamw, _muon], ids=lambda f: f.__name__[1:])
 def test_half_of_the_state_on_the_host_does_too(make, stage):
@@ -147,6 +149,7 @@ def _trained(mesh: str, *transforms: Any) -> Trained:
 BF16 = sl.precision("bf16")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recipe", [BF16, sl.precision("bf16", keep="norm*"), sl.precision("fp16_naive")], ids=repr)
 @pytest.mark.parametrize("stage", STAGES)
 def test_not_a_bit_differs_from_a_run_without(ranks, recipe, stage):
@@ -213,6 +216,7 @@ def _lies_apart(what: str, *transforms: Any) -> None:
     assert bool(landing) == (what == "state")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stage", ["replicate", "zero(2)", "zero(3)"])
 @pytest.mark.parametrize("recipe", ["", "bf16"])
 def test_what_a_plan_has_on_the_host_lies_there(ranks, stage, recipe):
@@ -275,6 +279,7 @@ def _written_to_between_steps(*transforms: Any) -> float:
     return local_of(model.head.weight).float().mean().item()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recipe", [sl.replicate(), BF16], ids=repr)
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_written_to_a_parameter_between_steps_counts(ranks, stage, recipe):

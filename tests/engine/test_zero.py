@@ -40,12 +40,14 @@ def _prove(mesh: str, *transforms: Any, **options: Any) -> None:
     assert_equivalent(GPT, Tokens(rows, 5, 7), mesh=mesh, rules=rules_for(GPT()), transforms=transforms, **options)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_stage_on_each_mesh(stage, mesh):
     _prove(mesh, STAGES[stage])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stage", ["zero(1)", "zero(2)", "zero(3)"])
 @pytest.mark.parametrize(
     "options",
@@ -69,6 +71,7 @@ def test_hybrid_sharding_and_nested_axes():
     _prove("dp=2,fsdp=2", sl.zero(2, axis="fsdp"), sl.zero(1, axis=("dp", "fsdp")))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3", "dp=2,tp=2"])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"optimizer": lambda p: _muon(p)}], ids=["", "2", "muon"])
 def test_updated_parameters_may_arrive_while_the_next_forward_runs(mesh, options):
@@ -174,6 +177,7 @@ def _lamb(params: Any) -> torch.optim.Optimizer:
     return Lamb(params)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stage", ["zero(1)", "zero(2)", "zero(3)"])
 @pytest.mark.parametrize("optimizer", [_momentum, _adafactor, _muon, _lamb], ids=lambda f: f.__name__[1:])
 def test_each_optimizer_at_each_stage(optimizer, stage):
