@@ -1,4 +1,4 @@
-"""What every test may use besides the fixture `ranks` of our own plugin: hypothesis profiles, cases that cover, torchvision."""
+"""What every test may use besides the fixture `ranks` of our own plugin: profiles, covering cases, torchvision."""
 
 from __future__ import annotations
 

@@ -79,6 +79,7 @@ def prove(model: Adapted, mesh: str, *transforms: Any, **options: Any) -> None:
 STAGES = {"": (), "zero(1)": (sl.zero(1),), "zero(2)": (sl.zero(2),), "zero(3)": (sl.zero(3),), "fsdp": (sl.fsdp(),)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", LAYERS)
 def test_frozen_weights_and_adapters_on_data_ranks(model, stage):

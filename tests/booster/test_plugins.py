@@ -77,6 +77,7 @@ def train_low(name: str, precision: str) -> Trained:
     return Run(made(name, **scale, **{key: precision})).train(clip=5.0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16_naive"])
 @pytest.mark.parametrize("name", ["ddp", "zero 2", "fsdp", "gemini", "hybrid"])
 def test_a_precision_is_as_near_to_float64_as_on_one_device(ranks, name, precision):

@@ -56,6 +56,7 @@ def twice(name: str, dtype: torch.dtype) -> Trained:
 PAIRS = [("ddp", "zero 2"), ("zero 2", "fsdp"), ("fsdp", "hybrid, zero 3"), ("hybrid", "gemini"), ("gemini", "ddp")]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shard", [False, True], ids=["a file", "a folder"])
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_what_one_plugin_saves_another_goes_on_from(ranks, tmp_path, first, second, shard):

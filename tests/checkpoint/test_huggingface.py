@@ -46,6 +46,7 @@ def _saves(name: str, mesh: str, path: str, shard_mb: float) -> None:
     checkpoint.save(path, model, weights="huggingface", shard_mb=shard_mb)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("mesh", "world"), _MESHES)
 @pytest.mark.parametrize("name", [*_FAMILIES, *_MORE])
 @pytest.mark.parametrize("shard_mb", [5000, 0.02])
@@ -99,6 +100,7 @@ def _loads(name: str, mesh: str, path: str, *, rules: Any = None, **options: Any
     return sl.full_state_dict(model)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("mesh", "world"), _MESHES)
 @pytest.mark.parametrize("name", [*_FAMILIES, *_MORE])
 def test_a_sharded_model_loads_what_save_pretrained_wrote(tmp_path: Path, name: str, mesh: str, world: int):

@@ -46,6 +46,7 @@ def _borrowed(mesh: str, transform: Transform) -> tuple[int, int]:
     return beside, sl.plan_of(made).memory().buckets
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3", "dp=2,tp=2"])
 @pytest.mark.parametrize("transform", [sl.replicate(), sl.zero(1), sl.zero(2), sl.zero(3), sl.fsdp()], ids=repr)
 def test_a_step_borrows_what_the_plan_says(ranks, transform: Transform, mesh: str):

@@ -147,6 +147,7 @@ def test_each_of_several_backward_passes_has_masks_of_its_own(ranks):
     ranks(4).run(_train_gpt, "dp=2,tp=2", {}, {"accumulate": 2})
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
 def test_checkpointing_draws_again_what_forward_drew(ranks, mesh: str, use_reentrant: bool):
@@ -196,6 +197,7 @@ def _train_gpt2(mesh: str, attention: str) -> None:
     _train(make, batch, lambda out: models.spread(out.logits), mesh, sl.layouts.load("gpt2"), options)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_gpt2_of_hugging_face_trains_with_attention_dropout(ranks, mesh: str, attention: str):
@@ -234,6 +236,7 @@ def _compiled_bits(mesh: str, more: dict[str, Any], attention: bool) -> None:
 
 # Not with a split sequence on dp=2,tp=2: gradients of the norms are partial sums there, which compiled blocks add up
 # over the two axes in another order than eager ones, dropout or not (1e-7 in float32).
+@pytest.mark.covering
 @pytest.mark.parametrize(("mesh", "more"), [("tp=2", {}), ("dp=2,tp=2", {}), ("tp=2", _SEQUENCE)], ids=str)
 @pytest.mark.parametrize("attention", [True, False])
 def test_compiled_blocks_have_the_bits_of_eager_ones(ranks, mesh: str, more: dict[str, Any], attention: bool):

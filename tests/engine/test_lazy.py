@@ -56,6 +56,7 @@ def _lazily(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("name", ["everything", "GPT2LMHeadModel", "LlamaForCausalLM", "ViTForImageClassification"])
 def test_every_bit_is_that_of_the_model_built_at_once(name: str, exactly: bool):
@@ -192,6 +193,7 @@ def _boosted(plugin: Any, lazily: bool) -> None:
         torch.testing.assert_close(got[key], want[key], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("lazily", [True, False])
 @pytest.mark.parametrize(
     "plugin",

@@ -83,6 +83,7 @@ def _norms(shape: str, transform: Transform) -> tuple[float, Bits]:
     return off, tuple(shown)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("shape", "transform"),
     [*((shape, made) for shape in SHAPES for made in TRANSFORMS), ("tp=2", replicate())],

@@ -20,6 +20,7 @@ GPT = ModelFactory(Transformer, SIZES)
 DROPPING = ModelFactory(Transformer, (*SIZES, ("dropout", 0.3)))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("transform", [replicate(), zero(1), zero(2), zero(3), fsdp()], ids=repr)
 def test_training_is_that_of_one_device(transform: Transform, mesh: str):

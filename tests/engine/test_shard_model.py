@@ -33,6 +33,7 @@ def _gpt_case(mesh: str, changes: dict[str, Any], options: dict[str, Any]) -> No
     assert_same_numbers(lambda: models.gpt(**changes), models.tokens, models.spread, mesh, rules, **options)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("compile", [None, "auto"])
 def test_gpt_with_fused_qkv_and_tied_head(ranks, mesh, compile):
@@ -153,6 +154,7 @@ def _read_elsewhere(mesh: str, rules: dict[str, str], options: dict[str, Any]) -
     assert_same_numbers(_Reading, _reading, models.spread, mesh, given, optimizer=torch.optim.SGD, **options)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "no_sync": True}, {"compile": None}], ids=str)
 @pytest.mark.parametrize("rules", [{}, models.MLP_RULES, {"never_called": "colwise"}, {"never_called": "rowwise"}])
 def test_weights_that_other_modules_read(ranks, rules, options):

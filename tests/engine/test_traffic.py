@@ -51,6 +51,7 @@ def _sent(mesh: str, transform: Transform, sizes: dict[str, Any], bucket_mb: flo
     return sum(one.sent for one in log.collectives if one.axes == ("dp",))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("sizes", [SIZES, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=4", "dp=2,tp=2", "tp=2,dp=2", "dp=3"])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)

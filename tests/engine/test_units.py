@@ -36,6 +36,7 @@ def _rows(step: int) -> torch.Tensor:
     return models.rows(step)[0][0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 2), (3, 1, 0, 2, 3), (2, 2, 0, 0)], ids=str)
 @pytest.mark.parametrize("transform", [sl.zero(3), sl.fsdp()], ids=repr)
 @pytest.mark.parametrize("bucket_mb", [1e-4, 5e-4, 25], ids=["apart", "in pairs", "as one"])

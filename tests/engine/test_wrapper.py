@@ -72,6 +72,7 @@ def _unequal_counts(mesh: str, stage: str, *, mean: bool) -> float:
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mean", [True, False], ids=["weight", "sum and count"])
 def test_unequal_counts_give_the_gradient_of_one_device(ranks, stage, mean):

@@ -82,9 +82,9 @@ class Case:
 
 TP2, TP4, BOTH = "tp=2", "tp=4", "dp=2,tp=2"
 CASES = [
-    Case(TP2),
+    pytest.param(Case(TP2), marks=pytest.mark.deep),
     Case(TP2, balanced=True),
-    Case(TP4, balanced=True),
+    pytest.param(Case(TP4, balanced=True), marks=pytest.mark.deep),
     Case(TP4, "batched_mm"),
     Case(BOTH),
     Case(BOTH, "batched_mm", settings={"num_key_value_heads": 4}),

@@ -65,7 +65,7 @@ def _loss(output: torch.Tensor) -> torch.Tensor:
 TP2, TP4, DP2, BOTH = "tp=2", "tp=4", "dp=2", "dp=2,tp=2"
 CASES = [
     Case(TP2, blocks=(2, 2, 2, 2)),
-    Case(TP4, "Bottleneck"),
+    pytest.param(Case(TP4, "Bottleneck"), marks=pytest.mark.deep),
     Case(DP2),
     Case(BOTH, "Bottleneck"),
     Case(BOTH, frozen_statistics=True),
@@ -191,6 +191,7 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", _FORMS)
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=3"])
 def test_batch_norm_is_that_of_the_global_batch(ranks, mesh: str, form: str):

@@ -85,9 +85,9 @@ def _loss(output: Any) -> torch.Tensor:
 
 TP2, TP4, BOTH = "tp=2", "tp=4", "dp=2,tp=2"
 CASES = [
-    Case(TP2, padding=True),
-    Case(TP2, attention="sdpa"),
-    Case(TP4, padding=True, settings=_GATED),
+    pytest.param(Case(TP2, padding=True), marks=pytest.mark.deep),
+    pytest.param(Case(TP2, attention="sdpa"), marks=pytest.mark.deep),
+    pytest.param(Case(TP4, padding=True, settings=_GATED), marks=pytest.mark.deep),
     Case(TP4, attention="sdpa"),
     Case(BOTH),
     Case(BOTH, attention="sdpa", padding=True, settings=_GATED),

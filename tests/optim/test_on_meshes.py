@@ -57,6 +57,7 @@ def _prove(mesh: str, optimizer: Any, *transforms: Any, **options: Any) -> None:
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("optimizer", WHOLE)
 def test_whole_tensors_at_each_stage(optimizer, stage):

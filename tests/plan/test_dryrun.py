@@ -51,6 +51,7 @@ def _measured(case: str, shape: str, transforms: tuple[Transform, ...] = ()) -> 
     return log.report()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", ["tp=2", "dp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("case", CASES)
 def test_collectives_gathered_ops_and_memory_are_predicted(ranks, case: str, shape: str):
@@ -65,6 +66,7 @@ def test_collectives_gathered_ops_and_memory_are_predicted(ranks, case: str, sha
     assert 0 <= measured[0].peak_bytes - predicted.peak_bytes <= 2 * predicted.bytes()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", ["dp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("transform", [zero(1), zero(2), zero(3), fsdp()], ids=repr)
 def test_what_parts_send_is_predicted(ranks, transform: Transform, shape: str):

@@ -34,6 +34,7 @@ def rows(step: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", ["tp=1", "tp=2", "dp=2", "dp=2,tp=2", "tp=2,dp=2"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_sharded_run_is_equivalent(mesh: str, dtype: torch.dtype):
@@ -42,7 +43,7 @@ def test_a_sharded_run_is_equivalent(mesh: str, dtype: torch.dtype):
     assert report.tensors == 17 and report.origin is None and not report.failures
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.deep), True])
 def test_compiled_blocks_with_dropout(sequence: bool):
     arguments = transformer("dp=2,tp=2", layers=2, dropout=0.2, sequence=sequence, steps=2)
     assert_equivalent(**arguments, compile="aot_eager", no_sync=False)
@@ -129,6 +130,7 @@ MODULES = ["embed", "position", "norm", "head"] + [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
 @pytest.mark.parametrize("name", MODULES)
 def test_the_module_whose_output_is_spoilt_is_named(ranks, name: str, mesh: str):
@@ -139,6 +141,7 @@ def test_the_module_whose_output_is_spoilt_is_named(ranks, name: str, mesh: str)
     assert report.origin.causes[0].startswith("1.001 times a single device's")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
 @pytest.mark.parametrize("name", [name for name in MODULES if name not in ("embed", "position")])
 def test_the_module_whose_gradient_is_spoilt_is_named(ranks, name: str, mesh: str):
@@ -149,6 +152,7 @@ def test_the_module_whose_gradient_is_spoilt_is_named(ranks, name: str, mesh: st
     assert report.origin.what == f"the gradient that {name} passes on to its input"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
 @pytest.mark.parametrize(
     "name",

@@ -56,6 +56,7 @@ def test_every_parameter_has_values_of_its_own_and_gets_a_gradient_of_its_own(na
             assert parameter.grad is not None, parameter_name
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_the_same_by_the_rules_that_are_for_it(name: str, mesh: str):

@@ -100,6 +100,7 @@ def _spoilt(plant: Callable[[], AbstractContextManager[Any]], arguments: dict[st
         return equivalent(**arguments)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [

@@ -30,6 +30,7 @@ FOUR = "embed, position, blocks.0 | blocks.1-2 | blocks.3-4 | blocks.5, norm, he
 EIGHT = "embed, position | blocks.0 | blocks.1 | blocks.2 | blocks.3 | blocks.4 | blocks.5 | norm, head"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("schedule", "mesh", "stages"),
     [

@@ -19,6 +19,7 @@ def sequential() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 8), nn.Linear(8, 3)).double()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize(("balance", "chunks"), [([2, 3], 3), ([1, 3, 1], 4), ([5], 2), ([3, 2], 20)])
 def test_outputs_and_gradients_are_those_of_the_sequential(balance: list[int], chunks: int, checkpoint: str):

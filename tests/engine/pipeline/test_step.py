@@ -77,6 +77,7 @@ def _counts(mesh: str, options: dict[str, Any]) -> tuple[float, float, list[floa
     return step.loss.item(), (total / count).item(), differences(model, single)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("options", [{"microbatches": 3}, {"microbatch_size": 4}])
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2,pp=2", "dp=2"])
 def test_losses_with_counts_are_divided_by_all_of_them(ranks, mesh: str, options: dict[str, Any]):
