@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -416,9 +416,10 @@ from shardlib.testing._pool import ranks, shared_pool
 def stay(path):
     with open(path, "a") as file:
         file.write(f"{os.getpid()}\\n")
-    time.sleep(60) if "wait" in sys.argv else None
+    time.sleep(600) if "wait" in sys.argv else None
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with SIGINT ignored
     pool = ranks(2) if "own" in sys.argv else shared_pool(2)
     try:
         pool.run(lambda: (stay(sys.argv[1]), None)[1]) if "lambda" in sys.argv else pool.run(stay, sys.argv[1])
@@ -446,19 +447,33 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
-def _start(folder: Path, *words: str, temporary: str = "tmp") -> tuple[subprocess.Popen[str], Path]:
-    script, pids = folder / "parent.py", folder / "pids"
-    script.write_text(PARENT)
-    pids.touch()
-    environment = {**os.environ, "TMPDIR": str(folder / temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
-    (folder / temporary).mkdir()
-    command = [sys.executable, str(script), str(pids), *words]
-    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    return process, pids
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
+    """Starts a parent of two ranks; what a failed test leaves running is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str, temporary: str = "tmp") -> tuple[subprocess.Popen[str], Path]:
+        script, pids = folder / "parent.py", folder / "pids"
+        script.write_text(PARENT)
+        pids.touch()
+        environment = {**os.environ, "TMPDIR": str(folder / temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
+        (folder / temporary).mkdir()
+        command = [sys.executable, str(script), str(pids), *words]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe))
+        return started[-1], pids
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
-def _wait_for(condition: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+_PATIENT = 300.0  # seconds that nothing here takes, however busy the machine is
+
+
+def _wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + _PATIENT
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -472,12 +487,14 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks processes
 
 
 @needs_proc
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_parent_that_is_ended(folder: Path, sent: signal.Signals):
-    process, pids = _start(folder, "wait")
+@pytest.mark.parametrize(
+    "sent", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)]
+)
+def test_a_parent_that_is_ended(start: Callable[..., Any], folder: Path, sent: signal.Signals):
+    process, pids = start("wait")
     _wait_for(lambda: len(_both(pids)) == 2)
     process.send_signal(sent)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=_PATIENT)
     _wait_for(lambda: not any(map(_alive, _both(pids))))
     assert process.returncode == -sent
     if sent is signal.SIGINT:
@@ -486,10 +503,13 @@ def test_a_parent_that_is_ended(folder: Path, sent: signal.Signals):
 
 
 @needs_proc
-@pytest.mark.parametrize("words", [(), ("own",), ("raise",), ("own", "raise")], ids=" ".join)
-def test_a_parent_that_ends(folder: Path, words: tuple[str, ...]):
-    process, pids = _start(folder, *words)
-    _, err = process.communicate(timeout=60)
+@pytest.mark.covering
+@pytest.mark.parametrize("raises", ["", "raise"])
+@pytest.mark.parametrize("pool", ["", "own"])
+def test_a_parent_that_ends(start: Callable[..., Any], folder: Path, pool: str, raises: str):
+    words = [word for word in (pool, raises) if word]
+    process, pids = start(*words)
+    _, err = process.communicate(timeout=_PATIENT)
     assert process.returncode == ("raise" in words), err
     assert len(_both(pids)) == 2
     _wait_for(lambda: not any(map(_alive, _both(pids))))
@@ -497,9 +517,9 @@ def test_a_parent_that_ends(folder: Path, words: tuple[str, ...]):
 
 
 @needs_proc
-def test_a_temporary_folder_with_a_long_name(folder: Path):
-    process, pids = _start(folder, temporary="long" * 30)
-    out, err = process.communicate(timeout=60)
+def test_a_temporary_folder_with_a_long_name(start: Callable[..., Any], folder: Path):
+    process, pids = start(temporary="long" * 30)
+    out, err = process.communicate(timeout=_PATIENT)
     assert (process.returncode, out) == (0, "ran\n"), err
     _wait_for(lambda: not any(map(_alive, _both(pids))))
     assert list((folder / ("long" * 30)).iterdir()) == []
