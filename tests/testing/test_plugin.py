@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+import shardlib.testing.plugin  # noqa: F401  so that a run in this process does not import it anew
+
 HEAD = """
 import os, time
 import pytest, torch
@@ -23,6 +25,17 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(source: str, *options: str) -> pytest.RunResult:
         pytester.makepyfile(test_theirs=HEAD + source)
         return pytester.runpytest_subprocess("--import-mode=importlib", "-p", "no:cacheprovider", *options, timeout=100)
+
+    return run
+
+
+@pytest.fixture
+def run_here(pytester: pytest.Pytester) -> Run:
+    """In this process: for what is refused before a test runs."""
+
+    def run(source: str, *options: str) -> pytest.RunResult:
+        pytester.makepyfile(test_theirs=HEAD + source)
+        return pytester.runpytest_inprocess("--import-mode=importlib", "-p", "no:cacheprovider", *options)
 
     return run
 
@@ -70,7 +83,11 @@ def test_plain():
 """
 
 
-@pytest.mark.parametrize("workers", [("-p", "no:xdist"), ("-n", "2")], ids=" ".join)
+@pytest.mark.parametrize(
+    "workers",
+    [("-n", "1"), *(pytest.param(way, marks=pytest.mark.deep) for way in (("-p", "no:xdist"), ("-n", "2")))],
+    ids=" ".join,
+)
 def test_marks_fixtures_parameters_and_the_summary(run: Run, workers: tuple[str, str], pytester: pytest.Pytester):
     result = run(USUAL, *workers, "--shardlib-world-size", "3", "--junitxml", "out.xml", "--strict-markers")
     result.assert_outcomes(passed=6, skipped=1)
@@ -160,6 +177,7 @@ def test_each_example_of_hypothesis_runs_on_the_ranks(run: Run):
     assert "n=17," in result.stdout.str()
     calls = re.search(r"(\d+) calls", result.stdout.str())
     assert calls is not None and int(calls[1]) > 4 + 1
+    result.stdout.re_match_lines([r"shardlib: 2 tests on ranks \(2 on 2\), .* 2 processes started in .*"])
 
 
 @pytest.mark.parametrize(
@@ -173,21 +191,21 @@ def test_each_example_of_hypothesis_runs_on_the_ranks(run: Run):
         ("ranks=2", "got an unexpected keyword argument 'ranks'; it takes world_size, timeout and on_ranks"),
     ],
 )
-def test_a_wrong_mark_is_refused_at_collection(run: Run, mark: str, says: str):
-    result = run(f"@pytest.mark.shardlib({mark})\ndef test_marked():\n    raise SystemExit\n")
+def test_a_wrong_mark_is_refused_at_collection(run_here: Run, mark: str, says: str):
+    result = run_here(f"@pytest.mark.shardlib({mark})\ndef test_marked():\n    raise SystemExit\n")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: test_theirs.py::test_marked: @pytest.mark.shardlib: {says}"])
 
 
-def test_an_async_test_is_refused(run: Run):
-    result = run("@pytest.mark.shardlib(on_ranks=True)\nasync def test_async():\n    pass\n")
+def test_an_async_test_is_refused(run_here: Run):
+    result = run_here("@pytest.mark.shardlib(on_ranks=True)\nasync def test_async():\n    pass\n")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*on_ranks=True takes a plain test function, not an async one*"])
 
 
 @pytest.mark.parametrize("option", ["--shardlib-world-size=0", "--shardlib-timeout=0"])
-def test_a_wrong_option_is_refused(run: Run, option: str):
-    assert run("def test_plain(): pass", option).ret == pytest.ExitCode.USAGE_ERROR
+def test_a_wrong_option_is_refused(run_here: Run, option: str):
+    assert run_here("def test_plain(): pass", option).ret == pytest.ExitCode.USAGE_ERROR
 
 
 def test_a_suite_that_does_not_use_it_never_imports_it(pytester: pytest.Pytester):
@@ -203,8 +221,10 @@ def test_a_suite_that_does_not_use_it_never_imports_it(pytester: pytest.Pytester
     assert "shardlib: " not in result.stdout.str()
 
 
-def test_the_mark_is_described(run: Run):
-    run("", "--markers").stdout.fnmatch_lines(["@pytest.mark.shardlib(world_size=4, timeout=60, on_ranks=False): *"])
+def test_the_mark_is_described(run_here: Run):
+    run_here("", "--markers").stdout.fnmatch_lines(
+        ["@pytest.mark.shardlib(world_size=4, timeout=60, on_ranks=False): *"]
+    )
 
 
 @pytest.mark.shardlib(world_size=2, on_ranks=True)

@@ -487,9 +487,7 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks processes
 
 
 @needs_proc
-@pytest.mark.parametrize(
-    "sent", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)]
-)
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)])
 def test_a_parent_that_is_ended(start: Callable[..., Any], folder: Path, sent: signal.Signals):
     process, pids = start("wait")
     _wait_for(lambda: len(_both(pids)) == 2)
