@@ -114,7 +114,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_a_script_of_every_plugin_runs_with_only_its_imports_changed(tmp_path: Path, processes: int):
     script = tmp_path / "train.py"
     script.write_text(IMPORTS + SCRIPT.replace("DATA", NET_AND_IMAGES))

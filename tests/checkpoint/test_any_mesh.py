@@ -85,7 +85,7 @@ def test_any_stage_of_zero_loads_into_any_other(tmp_path: Path, first: Case, sec
     _same(shared_pool(4), tmp_path, first, second, weights=weights)
 
 
-@settings(max_examples=_ALL // 2)
+@settings(max_examples=_ALL // 4)
 @given(pair=_pairs(), weights=st.sampled_from(["pieces", "huggingface"]), shard_mb=st.sampled_from([5000, 1e-4]))
 def test_any_mesh_and_rules_load_into_any_other(folder: Path, pair: tuple[Case, Case], weights: str, shard_mb: float):
     _same(shared_pool(4), folder, *pair, weights=weights, shard_mb=shard_mb)

@@ -222,7 +222,7 @@ _JSON = st.recursive(
 _CHANGES = st.one_of(st.sampled_from(_HOSTILE).map(_set), _JSON.map(_set), st.just(_drop), st.just(_repeat))
 
 
-@settings(max_examples=6 * _ALL)
+@settings(max_examples=3 * _ALL)
 @given(data=st.data())
 def test_a_manifest_with_hostile_values_anywhere(whole: Path, scratch: Path, data: st.DataObject):
     copy = _copy(whole, scratch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -84,10 +85,11 @@ def _lose_a_rank(folder: Path, place: str, rank: int, how: signal.Signals, timeo
         raise AssertionError(file.read_text())
 
 
+_deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 _LOST = [
-    ("writing", 2, signal.SIGKILL, 30.0, {}),
+    _deep("writing", 2, signal.SIGKILL, 30.0, {}),
     ("writing", 3, signal.SIGKILL, 30.0, {"weights": "huggingface", "shard_mb": 1e-4}),
-    ("writing", 1, signal.SIGKILL, 30.0, {"background": True}),
+    _deep("writing", 1, signal.SIGKILL, 30.0, {"background": True}),
     ("replacing", 0, signal.SIGKILL, 30.0, {}),
     ("finishing", 2, signal.SIGSTOP, 3.0, {}),
 ]
@@ -111,7 +113,7 @@ def test_others_name_the_rank_and_the_phase_in_time_and_a_restart_goes_on(
     assert {name for name in want if not torch.equal(same[name], want[name])} == set()
 
 
-@pytest.mark.parametrize("mesh", ["dp=1,tp=1", "dp=1,tp=2", "dp=4,tp=1"])
+@pytest.mark.parametrize("mesh", [_deep("dp=1,tp=1"), "dp=1,tp=2", _deep("dp=4,tp=1")])
 def test_a_restart_on_another_mesh(tmp_path: Path, mesh: str):
     folder = str(tmp_path)
     _lose_a_rank(tmp_path, "writing", 2, signal.SIGKILL, 30.0, {})

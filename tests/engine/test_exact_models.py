@@ -249,7 +249,7 @@ def _train_compiled(mesh: str, backend: str, checkpointed: bool | None = None) -
         _train_gpt(mesh, {}, {"compile": backend}, checkpointed)
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["tp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.deep)])
 def test_blocks_compiled_by_inductor_train_with_dropout(ranks, mesh: str):
     ranks(MESHES[mesh]).run(_train_compiled, mesh, "inductor")
 

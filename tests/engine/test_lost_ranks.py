@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -154,17 +155,18 @@ def _lose(folder: Path, case: Case, fault: Fault, *, end: int = 3, saving: bool 
 
 # --- what survivors are told ----------------------------------------------------------------------------------------
 
+_deep = functools.partial(pytest.param, marks=pytest.mark.deep)
 _KILLED = [
     ("dp=2,tp=1", 0, Fault("forward"), "backward"),  # the first time that ranks meet in a step
-    ("dp=2,tp=1", 0, Fault("exchange", rank=0), "backward"),
+    _deep("dp=2,tp=1", 0, Fault("exchange", rank=0), "backward"),
     ("dp=2,tp=1", 1, Fault("exchange"), "backward"),
     ("dp=2,tp=1", 1, Fault("update"), "step"),
-    ("dp=2,tp=1", 3, Fault("forward"), "forward"),
+    _deep("dp=2,tp=1", 3, Fault("forward"), "forward"),
     ("dp=2,tp=1", 3, Fault("backward"), "backward"),
     ("dp=2,tp=1", 3, Fault("update", rank=0), "forward"),  # nothing is gathered after a step
     ("dp=1,tp=2", 0, Fault("forward"), "forward"),
-    ("dp=1,tp=2", 0, Fault("backward"), "backward"),
-    ("dp=1,tp=2", 0, Fault("update", rank=0), "forward"),
+    _deep("dp=1,tp=2", 0, Fault("backward"), "backward"),
+    _deep("dp=1,tp=2", 0, Fault("update", rank=0), "forward"),
 ]
 
 
@@ -177,7 +179,7 @@ def test_a_killed_rank_is_named_with_the_phase(tmp_path: Path, mesh: str, stage:
     assert f'phase "{phase}"' in told["message"]
 
 
-@pytest.mark.parametrize("linger", [True, False])
+@pytest.mark.parametrize("linger", [pytest.param(True, marks=pytest.mark.deep), False])
 def test_ranks_that_wait_for_a_survivor_name_the_first_that_was_lost(tmp_path: Path, linger: bool):
     """Rank 2 meets rank 3 in forward, rank 0 meets rank 2 in backward alone."""
     told = _lose(tmp_path, _case("dp=2,tp=2", 0), Fault("forward", rank=3, linger=linger))
@@ -185,7 +187,7 @@ def test_ranks_that_wait_for_a_survivor_name_the_first_that_was_lost(tmp_path: P
     assert max(each["seconds"] for each in told.values()) < _SECONDS
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.deep), "stop"])
 def test_a_rank_that_keeps_the_store_is_named_too(tmp_path: Path, how: str):
     fault = Fault("forward", rank=0, how=how, timeout=3, keeps_store=True)
     told = _lose(tmp_path, _case("dp=2,tp=2", 0), fault)
@@ -216,10 +218,10 @@ def test_a_rank_that_does_something_else_is_named_when_the_chosen_time_is_over(t
 
 _END = 4
 _RESUMED = [
-    (1, Fault("forward", step=2)),
-    (3, Fault("backward", step=1, rank=0)),
+    _deep(1, Fault("forward", step=2)),
+    _deep(3, Fault("backward", step=1, rank=0)),
     (2, Fault("exchange", step=3)),
-    (1, Fault("update", step=1)),
+    _deep(1, Fault("update", step=1)),
     (3, Fault("save", step=2)),
 ]
 

@@ -62,7 +62,7 @@ _HALVES_OF_ONE = Case(
 )
 
 
-@settings(max_examples=_ALL // 3)
+@settings(max_examples=_ALL // 5)
 @given(case=strategies.cases(strategies.transformers(dropout=True), meshes=_MESHES))
 @example(case=_ACROSS_BLOCKS)
 @example(case=_SLICED_GRADIENT)
@@ -90,7 +90,7 @@ _SPLIT_TWICE = _mlp(9, {"scale": "width@(tp,sp)"})
 _TOO_FEW_FOR_BOTH = _mlp(2, {"up": "out@(tp,sp) in"})
 
 
-@settings(max_examples=_ALL // 3)
+@settings(max_examples=_ALL // 5)
 @given(case=strategies.cases(strategies.mlps(dropout=True), meshes=_MESHES))
 @example(case=_SPLIT_TWICE)
 @example(case=_TOO_FEW_FOR_BOTH)
@@ -117,7 +117,7 @@ _GRADIENT_ELSEWHERE = _conv_net(
 )
 
 
-@settings(max_examples=_ALL // 4)
+@settings(max_examples=_ALL // 6)
 @given(case=strategies.cases(strategies.convnets(dropout=True), meshes=_MESHES))
 @example(case=_SPLIT_STATISTICS)
 @example(case=_GRADIENT_ELSEWHERE)

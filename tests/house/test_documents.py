@@ -78,7 +78,7 @@ def test_a_name_of_testing_has_a_docstring_and_stands_in_its_document(name: str)
     assert f"`{name}`" in (ROOT / "docs" / "testing.md").read_text()
 
 
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [1, pytest.param(4, marks=pytest.mark.deep)])  # on four ranks it ran above
 def test_the_first_block_of_the_readme_is_a_script_for_one_process_and_for_four(processes: int, tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(_BLOCK.findall((ROOT / "README.md").read_text())[0])

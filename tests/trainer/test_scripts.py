@@ -142,7 +142,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("config", PLANS)
+@pytest.mark.parametrize("config", ["config.py", pytest.param("naive.py", marks=pytest.mark.deep)])
 def test_a_script_of_the_older_kind_runs_with_only_its_imports_changed(tmp_path: Path, config: str):
     script = tmp_path / "train.py"
     script.write_text(IMPORTS + SCRIPT.replace("DATA", NET_AND_IMAGES))
