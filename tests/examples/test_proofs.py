@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fully_sharded
+import parallelized
 import pytest
 
 from tests.house.source import ROOT
@@ -22,27 +24,26 @@ def _run(command: list[str], folder: Path, **environment: str) -> str:
 
 
 def test_fully_shard_by_hand_is_proved():
-    assert _run([sys.executable, "examples/by_hand/fully_sharded.py"], ROOT).startswith("equivalent to a single device")
+    assert str(fully_sharded.prove()).startswith("equivalent to a single device")
 
 
 def test_the_line_forgotten_by_hand_is_found_and_mending_it_is_proved():
-    script = "examples/by_hand/parallelized.py"
-    forgotten = _run([sys.executable, script], ROOT)
+    forgotten = _run([sys.executable, "examples/by_hand/parallelized.py"], ROOT)
     assert forgotten.startswith("NOT equivalent to a single device")
     assert (
         "First difference, step 0: the gradient of blocks.0.norm2.weight (4 of 37 parameters' gradients differ"
         in forgotten
     )
     assert "the sum of what the ranks of tp hold is right: a reduction over tp is missing" in forgotten
-    assert _run([sys.executable, script, "--mended"], ROOT).startswith("equivalent to a single device")
+    assert str(parallelized.prove(mended=True)).startswith("equivalent to a single device")
 
 
-def test_the_ten_lines_of_the_readme_prove_its_model(tmp_path: Path):
+def test_the_ten_lines_of_the_readme_prove_its_model(pytester: pytest.Pytester):
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     model = blocks[0][: blocks[0].index("torch.manual_seed(0)")]
     (proof,) = [block for block in blocks if "assert_equivalent" in block]
-    (tmp_path / "test_mine.py").write_text(f"{model}\n{proof}")
-    assert "1 passed" in _run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], tmp_path)
+    pytester.makepyfile(test_mine=f"{model}\n{proof}")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
 @pytest.fixture(scope="module")
