@@ -107,6 +107,7 @@ def test_each_byte_is_uniform(key: int):
         assert abs(chi_square - 255) < 6 * math.sqrt(2 * 255)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("key", _KEYS)
 @pytest.mark.parametrize("lag", [1, 2, 3, 64, 4096])
 def test_neighbours_do_not_depend_on_each_other(key: int, lag: int):
@@ -115,6 +116,7 @@ def test_neighbours_do_not_depend_on_each_other(key: int, lag: int):
     assert abs(correlation) < 5 / math.sqrt(_N - lag)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("key", _KEYS[:-1])
 @pytest.mark.parametrize("step", [1, 2, 2**32, 2**62])
 def test_streams_of_neighbouring_keys_do_not_depend_on_each_other(key: int, step: int):
@@ -452,6 +454,7 @@ _SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", _SHAPES)
 def test_a_data_rank_draws_its_block_of_the_batch(count: int, name: str):

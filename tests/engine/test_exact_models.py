@@ -254,7 +254,7 @@ def test_blocks_compiled_by_inductor_train_with_dropout(ranks, mesh: str):
     ranks(MESHES[mesh]).run(_train_compiled, mesh, "inductor")
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [pytest.param(False, marks=pytest.mark.deep), True])
 def test_compiled_blocks_are_checkpointed(ranks, use_reentrant: bool):
     ranks(4).run(_train_compiled, "dp=2,tp=2", "auto", use_reentrant)
 

@@ -123,7 +123,7 @@ def _alive() -> list[torch.Tensor]:
 
 def test_one_tensor_is_there_at_a_time():
     # Each weight is drawn when it is made, and drawn again when all modules are there: the first draw is not kept.
-    lazy = _lazily(lambda: transformers.LlamaForCausalLM(small("LlamaForCausalLM", num_hidden_layers=6)))
+    lazy = _lazily(lambda: transformers.LlamaForCausalLM(small("LlamaForCausalLM", num_hidden_layers=2)))
     gc.collect()
     there = set(map(id, _alive()))
     named = dict(lazy.named_parameters())

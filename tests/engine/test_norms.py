@@ -107,7 +107,7 @@ _STAGES = st.sampled_from([replicate(), zero(1), zero(2), zero(3), fsdp()])
 _MESHES = strategies.mesh_shapes(4, model_axes=("tp", "sp"))
 
 
-@settings(max_examples=max(4, settings.default.max_examples // 6))
+@settings(max_examples=max(2, settings.default.max_examples // 10))
 @given(
     case=strategies.cases(strategies.transformers(), meshes=_MESHES),
     stage=_STAGES,

@@ -52,7 +52,7 @@ def _by_torchrun(folder: Path, script: str, processes: int, *options: str) -> di
 def test_an_epoch_of_resnet_on_two_ranks_is_that_of_one_device_from_their_checkpoint(
     tmp_path: Path, plugin: str, then: str, ranks
 ):
-    small = ["--epochs", "2", "--images", "64", "--batch-size", "32", "--size", "8", "--dtype", "float64"]
+    small = ["--epochs", "2", "--images", "32", "--batch-size", "16", "--size", "8", "--dtype", "float64"]
     small += ["--checkpoint", f"{tmp_path}/saved"]
     two = _by_torchrun(tmp_path, "booster_resnet", 2, "--plugin", plugin, "--interval", "1", *small)
     (one,) = ranks(1).run(_on_ranks, "booster_resnet", ["--plugin", then, "--resume", "1", *small])

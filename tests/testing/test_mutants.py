@@ -13,7 +13,10 @@ from shardlib.testing import mutants
 DOCS = Path(__file__).parents[2] / "docs" / "mutants.md"
 
 
-@pytest.mark.parametrize("name", [mutant.name for mutant in mutants.MUTANTS])
+NAMES = [mutant.name for mutant in mutants.MUTANTS]
+
+
+@pytest.mark.parametrize("name", [*NAMES[::2], *(pytest.param(name, marks=pytest.mark.deep) for name in NAMES[1::2])])
 def test_a_mistake_is_caught_and_its_module_named(name: str):
     verdict = mutants.verdict(name)
     assert verdict.clean

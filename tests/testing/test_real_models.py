@@ -64,7 +64,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.deep), *CASES[1:]], ids=str)
 def test_a_real_model_is_equivalent_without_a_rule(case: Real):
     report = assert_equivalent(**case.arguments())
     assert {"output", "loss", "gradient", "norm", "state", "parameter"} <= set(report.worst())

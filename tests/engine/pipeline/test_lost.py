@@ -53,7 +53,7 @@ def _train(folder: str, mortal: int) -> None:
         Path(folder, f"told-{dist.get_rank()}").write_text(json.dumps(told))
 
 
-@pytest.mark.parametrize("mortal", [0, 2])
+@pytest.mark.parametrize("mortal", [pytest.param(0, marks=pytest.mark.deep), 2])
 def test_a_killed_rank_is_named(tmp_path: Path, mortal: int):
     shared_pool(2).run(dist.get_rank)  # the processes below are forked from a server that has imported torch then
     processes.run(4, tmp_path, _train, str(tmp_path), mortal, lost=mortal, seconds=_SECONDS)
