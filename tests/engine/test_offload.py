@@ -417,7 +417,7 @@ def _devices(transforms: tuple[Any, ...], make: Callable[[Any], torch.optim.Opti
     plan = sl.plan(model, "dp=2", rules_for(model), transforms=transforms)
     device = torch.device(AWAY)
     with (
-        mock.patch.object(apply, "_device", lambda _mesh: device),
+        mock.patch.object(apply, "device_here", lambda _mesh: device),
         mock.patch.object(units._Guard, "of", lambda held: held.leaf),  # has memory of the device, which has none
         mock.patch.multiple(whole, _wait_for=_sent, _owners=lambda held, _ranks: [0] * len(held)),
         mock.patch.object(whole.agree, "exchange", lambda mine, _group: [mine]),
