@@ -1,5 +1,5 @@
 # make demo    four processes train a GPT on real text, one device trains it too, the numbers side by side (a minute)
-# make test    format, lint, types, tests                make test-deep   the same tests with many more examples
+# make test    format, lint, types, tests                make test-deep   the same tests with many more examples and cases
 # make bench   training steps, exact randomness and proofs, against what else there is
 #
 # Each needs nothing but Python >= 3.11: it makes .venv, fills it once, and again when pyproject.toml changes.
