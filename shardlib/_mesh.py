@@ -18,7 +18,7 @@ from shardlib.errors import MeshError, nearest
 
 __all__ = ["AxisKind", "MeshShape", "default_device_type", "device_here", "mesh", "register_axis"]
 
-AxisKind = Literal["data", "model", "pipeline"]
+AxisKind = Literal["data", "model", "expert", "pipeline"]
 
 _KINDS: dict[str, AxisKind] = {
     "dp": "data",
@@ -33,9 +33,9 @@ _KINDS: dict[str, AxisKind] = {
     "tp": "model",
     "sp": "model",
     "cp": "model",
-    "ep": "model",
     "model": "model",
     "tensor": "model",
+    "ep": "expert",
     "pp": "pipeline",
     "stage": "pipeline",
 }
@@ -43,20 +43,23 @@ _PART = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*")
 
 
 def register_axis(name: str, *, kind: AxisKind) -> None:
-    """Say what a mesh axis of your own is for: "data", "model" or "pipeline".
+    """Say what a mesh axis of your own is for: "data", "model", "expert" or "pipeline".
 
     Data axes carry different examples, model axes split the work on one example, a pipeline axis splits the
-    module list. The usual names (dp, fsdp, tp, sp, cp, ep, pp, ...) are known already.
+    module list. An expert axis is a data axis on which rules may spread experts: tokens then travel to them. The usual
+    names (dp, fsdp, tp, sp, cp, ep, pp, ...) are known already.
 
     Raises:
-        MeshError: the kind is none of the three, or the name already means another kind.
+        MeshError: the kind is none of the four, or the name already means another kind.
 
     >>> register_axis("rows", kind="model")
     >>> MeshShape("dp=2,rows=2").model_axes
     ('rows',)
     """
-    if kind not in ("data", "model", "pipeline"):
-        raise MeshError(f'Axis "{name}" was registered with kind "{kind}"; give "data", "model" or "pipeline".')
+    if kind not in ("data", "model", "expert", "pipeline"):
+        raise MeshError(
+            f'Axis "{name}" was registered with kind "{kind}"; give "data", "model", "expert" or "pipeline".'
+        )
     known = _KINDS.setdefault(name, kind)
     if known != kind:
         raise MeshError(f'Axis "{name}" already is a {known} axis and cannot become a {kind} axis; use another name.')
@@ -119,11 +122,21 @@ class MeshShape:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        return self._of_kind("data")
+        """The axes that carry different examples; those of experts are among them."""
+        return self._of_kind("data", "expert")
 
     @property
     def model_axes(self) -> tuple[str, ...]:
         return self._of_kind("model")
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The data axes on which rules may spread experts.
+
+        >>> MeshShape("dp=2,ep=4").expert_axes, MeshShape("dp=2,ep=4").data_ranks
+        (('ep',), 8)
+        """
+        return self._of_kind("expert")
 
     @property
     def pipeline_axes(self) -> tuple[str, ...]:
@@ -222,8 +235,8 @@ class MeshShape:
             )
         return self
 
-    def _of_kind(self, kind: AxisKind) -> tuple[str, ...]:
-        return tuple(name for name in self.names if _KINDS[name] == kind)
+    def _of_kind(self, *kinds: AxisKind) -> tuple[str, ...]:
+        return tuple(name for name in self.names if _KINDS[name] in kinds)
 
 
 MeshLike = str | Mapping[str, int] | MeshShape | DeviceMesh

@@ -79,5 +79,4 @@ def _updates(rows: Iterable[Row], mesh: MeshShape) -> int:
 
 def _divisor(row: Row, phase: Phase, mesh: MeshShape) -> int:
     """Among how many data ranks a phase divides what is computed with."""
-    axes = row.layouts[phase].axes if phase in row.layouts else frozenset[str]()
-    return math.prod(mesh[axis] for axis in mesh.data_axes if axis in axes)
+    return math.prod(mesh[axis] for axis in mesh.data_axes if axis in row.added(phase))

@@ -122,7 +122,7 @@ def _known_sizes(shape: MeshShape) -> MeshShape:
 
 def _row(tensor: TensorLayout, mesh: MeshShape, units: Sequence[str]) -> Row:
     layout = tensor.layout
-    gathered = not layout.axes.isdisjoint(mesh.data_axes)
+    gathered = [axis for axis in mesh.data_axes if axis not in mesh.expert_axes]
     trained = tensor.kind == "parameter" and tensor.requires_grad
     return Row(
         name=tensor.name,
@@ -133,12 +133,12 @@ def _row(tensor: TensorLayout, mesh: MeshShape, units: Sequence[str]) -> Row:
         persistent=tensor.persistent,
         tied=tensor.tied,
         stored=layout,
-        compute=layout.with_axes_dropped(mesh.data_axes),
+        compute=layout.with_axes_dropped(gathered),
         grad=layout if trained else None,
         state=layout if trained else None,
         rule=tensor.rule,
         note=_note(tensor),
-        reshard=not gathered or unit_of(tensor.tied, units) != "",
+        reshard=layout.axes.isdisjoint(gathered) or unit_of(tensor.tied, units) != "",
     )
 
 

@@ -29,7 +29,7 @@ class Row:
         requires_grad: False for buffers and frozen parameters.
         persistent: False for buffers that a state dict leaves out.
         stored: how it lies between steps.
-        compute: how forward and backward see it; data axes never split it here.
+        compute: how forward and backward see it; of data axes, only those of experts split it here.
         grad, state: how its gradient and each tensor of optimizer state lie; None where it has none.
         rule: the user's pattern that decided, or None.
         note: what a reader should know, in words.
@@ -73,6 +73,11 @@ class Row:
         """The phases this tensor has, in order."""
         phases: dict[Phase, Layout | None] = {p: getattr(self, p) for p in PHASES}
         return {phase: layout for phase, layout in phases.items() if layout is not None}
+
+    def added(self, phase: Phase) -> frozenset[str]:
+        """The axes that split a phase beyond what is computed with: those over which it is gathered, or reduced."""
+        layout = self.layouts.get(phase)
+        return frozenset() if layout is None else layout.axes - self.compute.axes
 
     @property
     def has_master(self) -> bool:

@@ -218,7 +218,7 @@ def _phase_columns(rows: Sequence[Row]) -> dict[str, list[Phase]]:
 
 def _note(row: Row, mesh: MeshShape) -> str:
     kind = "" if row.kind == "parameter" else "buffer" if row.persistent else "buffer, not in the state dict"
-    gathered = not row.stored.axes.isdisjoint(mesh.data_axes)
+    gathered = not row.added("stored").isdisjoint(mesh.data_axes)
     stays = "stays gathered until its backward" if gathered and not row.reshard else ""
     return "; ".join(filter(None, (kind, row.note, stays)))
 

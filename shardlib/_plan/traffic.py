@@ -78,8 +78,9 @@ def _row_traffic(row: Row, mesh: MeshShape, step: Step) -> Iterator[Traffic]:
         if row.reshard:
             yield from _sent("parameters, backward", stored, compute, row, dtype, mesh, step.accumulate)
     if row.grad is not None and row.state is not None:
-        split = not row.grad.axes.isdisjoint(mesh.data_axes)
-        sums = replace(compute, partials=tuple((a, "sum") for a in mesh.data_axes if mesh[a] > 1))
+        split = not row.added("grad").isdisjoint(mesh.data_axes)
+        summed = [axis for axis in mesh.data_axes if mesh[axis] > 1 and axis not in compute.axes]
+        sums = replace(compute, partials=tuple((axis, "sum") for axis in summed))
         dtype = step.reduce_dtype or _dtype(row, row.grad)
         yield from _sent("gradients", sums, _bare(row.state), row, dtype, mesh, step.accumulate if split else 1)
         yield from _sent("updated parameters", _bare(row.state), stored, row, _dtype(row, row.stored), mesh, 1)

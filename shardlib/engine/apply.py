@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, device_here, mesh
-from shardlib._plan import Plan, Row, plan
+from shardlib._plan import Phase, Plan, Row, plan
 from shardlib.engine import (
     _torch,
     agree,
     batchnorm,
     borders,
     exact,
+    experts,
     fp8,
     lost,
     materialize,
@@ -225,6 +227,9 @@ class _Build:
         self.model_axes = _active(self.shape, self.shape.model_axes)
         self.data_axes = _active(self.shape, self.shape.data_axes)
         self.model_mesh = device_mesh[self.model_axes] if self.model_axes else None
+        self.expert_axes = _active(self.shape, self.shape.expert_axes)
+        self.compute_axes = tuple(axis for axis in self.shape.names if axis in self.model_axes + self.expert_axes)
+        self.expert_mesh = device_mesh[self.compute_axes] if self.expert_axes else None
         self.device = device_here(device_mesh.device_type)
         self.coordinate = self.shape.coordinate(_position(device_mesh))
         self.rows = {name: row for row in plan_.rows for name in (row.name, *row.tied)}
@@ -280,7 +285,7 @@ class _Build:
 
     def _refuse_phases_apart(self, row: Row) -> None:
         """Rows that a plan may have and the engine has no transition for."""
-        stored, data = self._on_active_axes(row.stored), {*self.data_axes}
+        stored, data = self._on_active_axes(row.stored), {*self.data_axes} - row.compute.axes
         for what, layout in (("gradient", row.grad), ("state", row.state)):
             if layout is not None and stored.axes & data and (layout.axes & data) != (stored.axes & data):
                 raise PlanError(
@@ -293,7 +298,7 @@ class _Build:
                 f'The plan stores "{row.name}" as "{row.stored}" and computes with it as "{row.compute}": a parameter '
                 "is computed with in the dtype that it is stored in. precision(...) keeps a wider copy with the state."
             )
-        in_parts = bool(self._on_active_axes(row.stored).axes & data)
+        in_parts = bool(stored.axes & data)
         offload.refuse_what_does_not_run(row, self.device, stored_in_parts=in_parts)
 
     def warn_of_idle_axes(self) -> None:
@@ -324,10 +329,10 @@ class _Build:
         Where the split is even that is a fused split; of uneven pieces it would make others. Activations are looked at
         when they come, in `borders.py`.
         """
-        layout = self._on_model_axes(row.compute)
+        layout = self._on_compute_axes(row.compute)
         for dim in layout.uneven_dims(row.global_shape, self.shape):
             given = layout.axes_of(dim)
-            ordered = [axis for axis in self.model_axes if axis in given]
+            ordered = [axis for axis in self.compute_axes if axis in given]
             if list(given) != ordered:
                 raise PlanError(
                     f'"{row.name}", of global shape {row.global_shape}, is laid out as "{row.compute}": dim {dim} is '
@@ -403,7 +408,7 @@ class _Build:
     def _own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Memory for a tensor: of this rank's part of it where it is split and DTensor cuts it as the layout does."""
         layout = self._layout(name, tensor)
-        if self.model_mesh is None or not self._is_split(layout):
+        if self.model_mesh is None or not self._is_split(layout) or self._is_spread(name):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         ops.enable(self.model_mesh)
         placements = tuple(layout.placements(self.model_mesh))
@@ -423,6 +428,7 @@ class _Build:
             self._install_regions(self.model_mesh, undo)
             self._install_borders(self.model_mesh, undo)
             self._install_linears(self.model_mesh, undo)
+        self._install_experts(undo)
         if global_batch_norm and self.data_axes:
             self._install_batch_norm(undo)
         held = self._held()
@@ -486,15 +492,15 @@ class _Build:
     def _held_one(self, name: str, param: nn.Parameter) -> Held:
         row = self.rows[name]
         first = dict.fromkeys(self.shape.names, 0)
-        compute = self._on_model_axes(row.compute)
+        compute = self._on_compute_axes(row.compute)
         room = math.prod(compute.local_shape(row.global_shape, self.shape, first))
         state = row.stored if row.state is None else row.state
         division = cut(compute, self._on_active_axes(state), row.global_shape, self.shape, self.coordinate)
-        axes = tuple(axis for axis in self.data_axes if axis in state.axes) if division is not None else ()
+        axes = self._added(compute, state) if division is not None else ()
         spec = None
-        if self.model_mesh is not None and self._is_global(name, param):
-            places = tuple(compute.placements(self.model_mesh))
-            spec = _torch.spec(self.model_mesh, places, tuple(row.global_shape), param.dtype)
+        if (compute_mesh := self._mesh_for(name, param)) is not None:
+            places = tuple(compute.placements(compute_mesh))
+            spec = _torch.spec(compute_mesh, places, tuple(row.global_shape), param.dtype)
         layout = self._on_active_axes(state)
         stage = self._stage(row) if division is not None else 0
         peers = self._peers(axes) if axes else None
@@ -511,8 +517,8 @@ class _Build:
 
     def _stage(self, row: Row) -> int:
         """Of ZeRO: which of state, gradient and stored parameter are split over data axes."""
-        phases = ((3, row.stored), (2, row.grad), (1, row.state))
-        split = (stage for stage, layout in phases if layout is not None and layout.axes & {*self.data_axes})
+        phases: tuple[tuple[int, Phase], ...] = ((3, "stored"), (2, "grad"), (1, "state"))
+        split = (stage for stage, phase in phases if row.added(phase) & {*self.data_axes})
         return next(split, 0)
 
     def casting(self) -> Casting:
@@ -553,6 +559,27 @@ class _Build:
 
     def _is_global_weight(self, name: str, module: nn.Linear) -> bool:
         return self.model_mesh is not None and self._is_global(f"{name}.weight".lstrip("."), module.weight)
+
+    def _install_experts(self, undo: ExitStack) -> None:
+        spread: dict[str, list[str]] = {}
+        for name, _ in self.model.named_parameters(remove_duplicate=False):
+            if self._is_spread(name):
+                spread.setdefault(_owner(name), []).append(name)
+        for owner, names in spread.items():
+            undo.callback(experts.install(self.model.get_submodule(owner), self._spread(owner, names)))
+
+    def _spread(self, owner: str, names: list[str]) -> experts.Spread:
+        """How the experts lie that a module's parameters are."""
+        row = self.rows[names[0]]
+        (axis,) = (axis for axis in row.compute.axes if axis in self.expert_axes)
+        group = self._group((axis,))
+        assert group is not None
+        places = [dict(self.coordinate, **{axis: at}) for at in range(self.shape[axis])]
+        sizes = [row.compute.local_shape(row.global_shape, self.shape, place)[0] for place in places]
+        inner = self.model_mesh if any(self._is_split(self.rows[name].compute) for name in names) else None
+        keys = tuple(name.rpartition(".")[2] for name in names)
+        bounds = tuple(itertools.accumulate(sizes, initial=0))
+        return experts.Spread(owner, keys, bounds, group, self.coordinate[axis], inner)
 
     def _install_batch_norm(self, undo: ExitStack) -> None:
         group = self._group(self.data_axes)
@@ -598,17 +625,18 @@ class _Build:
         return any(axis in self.model_axes for axis in layout.axes)
 
     def _placed(self, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
-        """What a tensor becomes: a DTensor inside a region, else a plain tensor on this rank's device."""
+        """What a tensor becomes: a DTensor inside a region or of experts, else a plain tensor on this rank's device."""
         if self._is_stored_in_parts(name):
             return self._stored(name, tensor, local)
-        if self.model_mesh is None or not self._is_global(name, tensor):
+        compute_mesh = self._mesh_for(name, tensor)
+        if compute_mesh is None:
             return self._moved(tensor, local)
         layout = self._layout(name, tensor)
         local = self._cut(name, tensor) if local is None else local
         stride = torch.empty(tensor.shape, device="meta").stride()
-        placements = layout.placements(self.model_mesh)
+        placements = layout.placements(compute_mesh)
         after = DTensor.from_local(
-            local.to(self.device), self.model_mesh, placements, run_check=False, shape=tensor.shape, stride=stride
+            local.to(self.device), compute_mesh, placements, run_check=False, shape=tensor.shape, stride=stride
         )
         return _as_parameter(after, tensor) if isinstance(tensor, nn.Parameter) else after
 
@@ -636,7 +664,7 @@ class _Build:
         return tuple(axis for axis in self.data_axes if axis in dst.axes - src.axes)
 
     def _is_stored_in_parts(self, name: str) -> bool:
-        return name in self.rows and bool(self.rows[name].stored.axes & {*self.data_axes})
+        return name in self.rows and bool(self.rows[name].added("stored") & {*self.data_axes})
 
     def _stored(self, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
         """A parameter as it is kept between steps: a DTensor on the whole mesh."""
@@ -651,6 +679,16 @@ class _Build:
         if "stored" in offload.hosted(row, self.device):
             return offload.on_host(local, self.device)
         return local.to(self.device)
+
+    def _mesh_for(self, name: str, tensor: torch.Tensor) -> DeviceMesh | None:
+        """The mesh on which a tensor is computed with; None where it is plain there."""
+        if self._is_spread(name):
+            return self.expert_mesh
+        return self.model_mesh if self.model_mesh is not None and self._is_global(name, tensor) else None
+
+    def _is_spread(self, name: str) -> bool:
+        """Whether ranks have different experts of a tensor."""
+        return name in self.rows and not self.rows[name].compute.axes.isdisjoint(self.expert_axes)
 
     def _is_global(self, name: str, tensor: torch.Tensor) -> bool:
         """In a region, parameters are DTensors, and buffers that are split or that BatchNorm updates from some."""
@@ -681,7 +719,10 @@ class _Build:
 
     def _layout(self, name: str, tensor: torch.Tensor) -> Layout:
         row = self.rows.get(name)
-        return self._on_model_axes(row.compute) if row is not None else Layout.replicate(tensor.ndim)
+        return self._on_compute_axes(row.compute) if row is not None else Layout.replicate(tensor.ndim)
+
+    def _on_compute_axes(self, layout: Layout) -> Layout:
+        return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.compute_axes])
 
     def _on_model_axes(self, layout: Layout) -> Layout:
         return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.model_axes])

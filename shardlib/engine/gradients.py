@@ -99,6 +99,11 @@ class _Bucket:
         """Bytes that it borrows while it is under way, the same on all ranks."""
         return 0
 
+    @property
+    def scale(self) -> float:
+        """What its sums are multiplied with to be means over data ranks and passes."""
+        return self.owner.mean_over(self.axes)
+
     def reset(self) -> None:
         self.missing = len(self.slots)
         for slot in self.slots:
@@ -188,8 +193,8 @@ class _Reduced(_Bucket):
         self.work = None
         if self.last:
             self.owner.agree_on_missing(self.sent[-1])
-        if self.owner.scale != 1:
-            self.sent.mul_(self.owner.scale)
+        if self.scale != 1:
+            self.sent.mul_(self.scale)
 
     def hand_out(self) -> None:
         assert self.sent is not None
@@ -282,13 +287,13 @@ class _Scattered(_Bucket):
     def collect(self) -> None:
         assert self.bundle is not None
         self.out = self._room()
-        self.bundle.sum_into(self.moving, self.out, 1.0 if self.rest or self.last else self.owner.scale)
+        self.bundle.sum_into(self.moving, self.out, 1.0 if self.rest or self.last else self.scale)
         if self.rest:
             dist.all_reduce(self.out, group=self.owner.group(self.rest))
         if self.last:
             self.owner.agree_on_missing(self.out[-1])
         if self.rest or self.last:
-            self.out.mul_(self.owner.scale)
+            self.out.mul_(self.scale)
         self.moving, self.sent = None, []
         if not self.shown:
             parts = zip(self.slots, self.bundle.parts_in(self.out), strict=False)
@@ -399,7 +404,16 @@ class GradientReducer:
     @property
     def scale(self) -> float:
         """What a sum over data ranks and passes is multiplied with to be their mean."""
-        return 1.0 / (math.prod(self.sizes[axis] for axis in self.data_axes) * self.passes)
+        return self.mean_over(self.data_axes)
+
+    def mean_over(self, axes: Axes) -> float:
+        """What a sum over axes and passes is multiplied with to be the mean over those of data, and passes."""
+        return 1.0 / (math.prod(self.sizes[axis] for axis in self.data_axes if axis in axes) * self.passes)
+
+    def due(self, index: int) -> Axes:
+        """The data axes over which a gradient is to be summed: not over those whose ranks have different experts."""
+        compute = self._slots[index].held.compute
+        return tuple(axis for axis in self.data_axes if axis not in compute.axes)
 
     def group(self, axes: Axes) -> dist.ProcessGroup:
         if axes not in self._groups:
@@ -434,7 +448,7 @@ class GradientReducer:
                 if slot.held.cut is not None:
                     self._handles[id(leaf)].append(leaf.register_hook(_announcing(me)))
         self._learned = False
-        self._lay_out([(i, self.data_axes) for i in reversed(range(len(self._slots)))])
+        self._lay_out([(i, self.due(i)) for i in reversed(range(len(self._slots)))])
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -530,7 +544,7 @@ class GradientReducer:
     def _take(self, leaf: nn.Parameter) -> None:
         """A gradient is there: its bucket may leave."""
         index = self._index[id(leaf)]
-        self._arrived[index] = self.data_axes + _summed_later(leaf)
+        self._arrived[index] = self.due(index) + _summed_later(leaf)
         home = self._home.get(index)
         if home is None:
             leaf.grad = _like_its_parameter(leaf, keep_partial=())
@@ -598,7 +612,7 @@ class GradientReducer:
         if self._closing:
             rest = [slot.held.leaf.grad for i, slot in enumerate(self._slots) if i not in self._home]
             if grads := [local_of(grad) for grad in rest if grad is not None]:
-                _torch.multiply_all(grads, self.scale)
+                _torch.multiply_all(grads, self.mean_over(()))
         self._closing = False
 
     # --- gradients that ranks lack ------------------------------------------------------------------------------------
@@ -629,7 +643,7 @@ class GradientReducer:
             seen = _first_ranks(seen, self.group(self.mesh.mesh_dim_names or ()))
         known = dict(seen)
         rest = [i for i in reversed(range(len(self._slots))) if i not in known]
-        self._lay_out([*seen, *((i, self.data_axes) for i in rest)])
+        self._lay_out([*seen, *((i, self.due(i)) for i in rest)])
         self._learned = True
 
     def _lay_out(self, order: Sequence[tuple[int, Axes]]) -> None:
@@ -665,7 +679,7 @@ class GradientReducer:
     def _close(self) -> None:
         """Put a bucket at the end that leaves at every pass, and has room to tell how many gradients are missing."""
         regular = [b for b in self._buckets if b.at_every_pass] or self._buckets
-        packed = [b for b in regular if not self._is_alone(b)]
+        packed = [b for b in regular if not self._is_alone(b) and {*self.data_axes} <= {*b.axes}]
         if packed:
             closing = packed[-1]
             self._buckets.remove(closing)

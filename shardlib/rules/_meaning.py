@@ -56,6 +56,8 @@ def whole_in_words(*, absent: Sequence[str], added_to_a_sum: bool, optional: boo
 def _part(registered: ModuleDims, name: str, axes: Sequence[str], mesh: MeshShape) -> str:
     if all(mesh.kind(axis) == "data" for axis in axes):
         return "stored split"
+    if any(mesh.kind(axis) == "expert" for axis in axes):
+        return "own experts"
     if registered.output in name.strip("()").split():
         return "column-parallel"
     return "row-parallel" if name in registered.contracted else "split"

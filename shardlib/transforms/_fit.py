@@ -105,7 +105,7 @@ def _enough(sizes: Mapping[str, int], wanted: int) -> set[str]:
 
 
 def _may_go(row: Row, phases: Sequence[Phase], plan: Plan) -> bool:
-    in_parts = any(plan.mesh[axis] > 1 for axis in plan.mesh.data_axes if axis in row.stored.axes)
+    in_parts = any(plan.mesh[axis] > 1 for axis in plan.mesh.data_axes if axis in row.added("stored"))
     return all(phase in row.layouts for phase in phases) and (in_parts or "stored" not in phases)
 
 

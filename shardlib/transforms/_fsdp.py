@@ -102,7 +102,7 @@ def _sharded(plan: Plan, axis: Names, reshard: bool | None, only: Names, who: ob
     units = {None: {*made.repeated}, True: {*made.units}, False: set()}[reshard]
 
     def settled(row: Row) -> Row:
-        if row.name not in names or data.isdisjoint(row.stored.axes):
+        if row.name not in names or data.isdisjoint(row.added("stored")):
             return row
         return row.replace(reshard=made.unit(row) in units)
 

@@ -43,5 +43,6 @@ class Replicate(Transform):
 
 
 def _whole(row: Row, mesh: MeshShape) -> Row:
-    layouts = {phase: row.layouts[phase].with_axes_dropped(mesh.data_axes) for phase in PHASES if phase in row.layouts}
+    data = [axis for axis in mesh.data_axes if axis not in row.compute.axes]
+    layouts = {phase: row.layouts[phase].with_axes_dropped(data) for phase in PHASES if phase in row.layouts}
     return row.replace(**layouts, reshard=True)

@@ -90,7 +90,7 @@ def _bias_on_every_rank(original: Any) -> Any:
 
 def _fused_cut_as_plain(original: Any) -> Any:
     def cut(self: Any, name: str, whole: Any) -> torch.Tensor:
-        layout = self._on_model_axes(self.rows[name].compute)
+        layout = self._on_compute_axes(self.rows[name].compute)
         if any(isinstance(dim, Dim) and dim.fused and dim.axes for dim in layout.dims):
             layout = Layout.replicate(whole.ndim).with_axes(0, tuple(layout.axes))
             return layout.take(whole.detach(), self.shape, self.coordinate).clone()
