@@ -370,7 +370,7 @@ class GradientReducer:
         self.everyone: dist.ProcessGroup | None = None  # of all stages, where this model is one of a pipeline's
         self.sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self._slots = [_Slot(h) for h in held]
-        self.in_parts = any(one.cut is not None for one in held)
+        self.in_parts = any(one.cut is not None or not one.compute.axes.isdisjoint(data_axes) for one in held)
         self._index = {id(slot.held.leaf): i for i, slot in enumerate(self._slots)}
         self._groups: dict[Axes, dist.ProcessGroup] = {}
         self._buckets: list[_Bucket] = []
@@ -598,6 +598,7 @@ class GradientReducer:
         for bucket in self._reducing:
             bucket.hand_out()
         self._average_passes()
+        self._show_the_rest()
         if self.enabled and not self.is_between_passes() and (self._reducing or not self._buckets):
             for also in self.at_the_end_of_steps:
                 also()
@@ -614,6 +615,13 @@ class GradientReducer:
             if grads := [local_of(grad) for grad in rest if grad is not None]:
                 _torch.multiply_all(grads, self.mean_over(()))
         self._closing = False
+
+    def _show_the_rest(self) -> None:
+        """Gradients that no bucket carries lie where the others do, too."""
+        for i, slot in enumerate(self._slots) if self.in_parts and self.enabled else ():
+            param = slot.held.param
+            if i not in self._home and slot.held.cut is None and isinstance(param, DTensor) and param.grad is not None:
+                param.grad = slot.held.wrap(local_of(param.grad))  # type: ignore[assignment]
 
     # --- gradients that ranks lack ------------------------------------------------------------------------------------
 
