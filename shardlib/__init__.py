@@ -29,6 +29,7 @@ from shardlib.layout import Layout
 from shardlib.rules import Balanced, Rules, register_dims
 from shardlib.transforms import (
     accumulate,
+    capacity,
     checkpoint_activations,
     fit,
     fsdp,
@@ -54,6 +55,7 @@ __all__ = [
     "Rules",
     "Shard",
     "accumulate",
+    "capacity",
     "checkpoint_activations",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardlib._plan.borrowed import ALONE_BYTES
+from shardlib._plan.experts import expert_rows
 from shardlib._plan.make import RulesLike, Transform, as_rules, plan
 from shardlib._plan.memory import Blocks, Memory
 from shardlib._plan.report import DryRun, Gathered, Recorded
@@ -29,6 +30,7 @@ __all__ = [
     "Traffic",
     "Transform",
     "as_rules",
+    "expert_rows",
     "join_small",
     "plan",
     "unit_of",

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape
+from shardlib._plan.experts import expert_notes, refuse_what_experts_cannot
 from shardlib._plan.memory import Blocks
 from shardlib._plan.rows import Row
 from shardlib._plan.table import Plan
@@ -29,8 +30,8 @@ def plan(
 ) -> Plan:
     """How every tensor of a model lies on a mesh, in each phase of its life.
 
-    Model axes of a rule split a parameter in all four phases. A data axis that a rule puts on a parameter splits what
-    is kept (stored, grad, state) and not what is computed with.
+    Model axes of a rule split a parameter in all four phases, and so does an expert axis. A data axis that a rule puts
+    on a parameter splits what is kept (stored, grad, state) and not what is computed with.
 
     Args:
         model: a module; it is only looked at, so it may be on `meta`.
@@ -55,12 +56,14 @@ def plan(
     resolution = rule_set.resolve(model, shape)
     blocks, units = _find_blocks(model), find_units(model)
     stages = _find_stages(rule_set, model, shape)
+    rows = tuple(_row(tensor, shape, units) for tensor in resolution.tensors.values())
+    refuse_what_experts_cannot(model, rows, resolution.borders.values(), shape)
     made = Plan(
         mesh=shape,
-        rows=tuple(_row(tensor, shape, units) for tensor in resolution.tensors.values()),
+        rows=rows,
         borders=tuple(resolution.borders.values()),
         rules=rule_set,
-        notes=() if stages else _notes(shape, blocks),
+        notes=(*(() if stages else _notes(shape, blocks)), *expert_notes(rows, shape)),
         blocks=blocks,
         units=units,
         repeated=find_repeated(model),

@@ -55,6 +55,8 @@ class Step:
         overlap: updated parameters of repeated blocks are gathered while the next forward runs, until their block does.
         schedule: in which order a pipeline runs; "" is "1f1b", or "interleaved" where ranks have several stages.
         microbatches: into how many a pipeline cuts a batch; 0 where each step says so.
+        capacity_factor: what a rank's tokens may ask of an expert that others have too, as a multiple of the mean;
+            choices beyond it are dropped. None is without limit.
         fp8_history: steps whose largest magnitudes scale tensors for float8; 0 is for the tensor's own, as it is now.
     """
 
@@ -69,6 +71,7 @@ class Step:
     fp8_history: int = 0
     schedule: str = ""
     microbatches: int = 0
+    capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         if not self.bucket_mb > 0:

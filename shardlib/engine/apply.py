@@ -26,6 +26,7 @@ from shardlib._plan import Phase, Plan, Row, plan
 from shardlib.engine import (
     _torch,
     agree,
+    balance,
     batchnorm,
     borders,
     exact,
@@ -73,6 +74,8 @@ class Sharded:
     fp8_history: fp8.History | None = None
     pipeline: stages.Pipeline | None = None
 
+
+_TRAVELLING = "how many tokens come to the experts of a rank is known when they do, and a graph has to know it before"
 
 _sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
 
@@ -259,7 +262,8 @@ class _Build:
         reducer = self.install(undo, check=check, global_batch_norm=global_batch_norm)
         history = self.fp8_history(float8, reducer)
         undo.callback(fp8.install(model, float8, history))
-        report, uncompile = compile_blocks(model, compile if self.model_mesh is not None else None, self.place())
+        mode = compile if self.model_mesh is not None else None
+        report, uncompile = compile_blocks(model, mode, self.place(), eager=dict.fromkeys(self.spread, _TRAVELLING))
         undo.callback(uncompile)
         if self.units is not None:
             undo.callback(install(self.units, model))
@@ -429,6 +433,9 @@ class _Build:
             self._install_borders(self.model_mesh, undo)
             self._install_linears(self.model_mesh, undo)
         self._install_experts(undo)
+        if (data_group := self._group(self.data_axes)) is not None:
+            for handle in balance.install(self.model, data_group):
+                undo.callback(handle.remove)
         if global_batch_norm and self.data_axes:
             self._install_batch_norm(undo)
         held = self._held()
@@ -560,13 +567,21 @@ class _Build:
     def _is_global_weight(self, name: str, module: nn.Linear) -> bool:
         return self.model_mesh is not None and self._is_global(f"{name}.weight".lstrip("."), module.weight)
 
-    def _install_experts(self, undo: ExitStack) -> None:
-        spread: dict[str, list[str]] = {}
-        for name, _ in self.model.named_parameters(remove_duplicate=False):
+    @functools.cached_property
+    def spread(self) -> dict[str, list[str]]:
+        """Modules whose experts lie on several ranks, each with the names of their parameters."""
+        found: dict[str, list[str]] = {}
+        for name, _ in self.model.named_parameters():
             if self._is_spread(name):
-                spread.setdefault(_owner(name), []).append(name)
-        for owner, names in spread.items():
-            undo.callback(experts.install(self.model.get_submodule(owner), self._spread(owner, names)))
+                found.setdefault(_owner(name), []).append(name)
+        return found
+
+    def _install_experts(self, undo: ExitStack) -> None:
+        for owner, names in self.spread.items():
+            module = self.model.get_submodule(owner)
+            if self.exact_random:
+                experts.refuse_dropout(owner, module)
+            undo.callback(experts.install(module, self._spread(owner, names)))
 
     def _spread(self, owner: str, names: list[str]) -> experts.Spread:
         """How the experts lie that a module's parameters are."""
@@ -579,7 +594,7 @@ class _Build:
         inner = self.model_mesh if any(self._is_split(self.rows[name].compute) for name in names) else None
         keys = tuple(name.rpartition(".")[2] for name in names)
         bounds = tuple(itertools.accumulate(sizes, initial=0))
-        return experts.Spread(owner, keys, bounds, group, self.coordinate[axis], inner)
+        return experts.Spread(owner, keys, bounds, group, self.coordinate[axis], inner, self.plan.step.capacity_factor)
 
     def _install_batch_norm(self, undo: ExitStack) -> None:
         group = self._group(self.data_axes)

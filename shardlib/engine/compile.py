@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,11 +86,12 @@ def check_backend(backend: str | None) -> None:
 
 
 def compile_blocks(
-    model: nn.Module, backend: str | None, place: exact.Place | None = None
+    model: nn.Module, backend: str | None, place: exact.Place | None = None, *, eager: Mapping[str, str] | None = None
 ) -> tuple[CompileReport, Callable[[], None]]:
     """Compile the repeated blocks of a model in place; returns a report that fills as blocks run, and what undoes it.
 
-    `place`: where this rank stands, if random numbers are to be drawn by element.
+    `place`: where this rank stands, if random numbers are to be drawn by element. `eager`: modules in which something
+    cannot be compiled, and why; the blocks around them are left alone.
 
     Raises:
         ShardingError: an unknown backend.
@@ -99,6 +100,9 @@ def compile_blocks(
     backend = "aot_eager" if backend == "auto" else backend
     report = CompileReport(backend)
     blocks = repeated_blocks(model) if backend else {}
+    for module, reason in (eager or {}).items():
+        report.eager |= {name: reason for name in blocks if module == name or module.startswith(f"{name}.")}
+    blocks = {name: block for name, block in blocks.items() if name not in report.eager}
     if blocks:
         _torch.give_fused_splits_real_offsets()
         _torch.keep_compiler_out_of("shardlib.engine.ops")

@@ -19,6 +19,8 @@ loss is the mean of theirs, and is then summed over the other data axes alone.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,9 +38,9 @@ from shardlib.engine.borders import moved
 from shardlib.engine.lost import naming_lost_ranks_in_backward
 from shardlib.engine.plain import plain
 from shardlib.engine.region import made_global, made_plain
-from shardlib.errors import InputError
+from shardlib.errors import InputError, PlanError
 
-__all__ = ["Spread", "install"]
+__all__ = ["Spread", "install", "refuse_dropout"]
 
 # What modules call the number of experts that they hold; they are told that of their rank's while they run.
 _COUNTS = ("num_experts", "num_local_experts", "n_experts", "n_routed_experts")
@@ -81,11 +83,17 @@ class Spread:
 
 def install(module: nn.Module, spread: Spread) -> Callable[[], None]:
     """Let a module of experts run on the tokens of all ranks; returns what undoes it."""
-    inner = module.forward
-    before = module.__dict__.get("forward")
+    inner, before = module.forward, module.__dict__.get("forward")
+    signature = inspect.signature(inner)
 
-    def forward(tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return _run(module, inner, spread, tokens, numbers, weights)
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        if len(given) != 3:
+            raise InputError(
+                f'"{spread.name}", whose experts lie on {spread.ranks} ranks, was called with {", ".join(given)}. Give '
+                "tokens, the numbers of their experts, and the weights of these, and nothing else."
+            )
+        return _run(module, inner, spread, *given.values())
 
     module.forward = forward
 
@@ -96,6 +104,20 @@ def install(module: nn.Module, spread: Spread) -> Callable[[], None]:
             module.forward = before
 
     return undo
+
+
+def refuse_dropout(name: str, module: nn.Module) -> None:
+    """Refuse what draws random numbers by element where elements come from other ranks.
+
+    Raises:
+        PlanError: a module of experts has dropout of its own.
+    """
+    for child_name, child in module.named_modules():
+        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
+            raise PlanError(
+                f'"{name}.{child_name}" drops elements of tokens that come from other ranks, and rng="exact" draws by '
+                'the place that a token has in the batch. Put the dropout behind the experts, or use rng="fast".'
+            )
 
 
 def _run(
@@ -113,7 +135,8 @@ def _run(
     if spread.capacity is not None:
         numbers = _within_capacity(numbers, spread)
     route = _Route.of(numbers, spread)
-    result = route.back(_run_here(module, inner, spread, *route.go(tokens, numbers, weights)), tokens)
+    made = _run_here(module, inner, spread, *route.go(tokens, numbers, weights), pairs=route.pairs)
+    result = route.back(made, tokens)
     return result if mesh is None else made_global(result, mesh)
 
 
@@ -124,12 +147,18 @@ def _run_here(
     tokens: torch.Tensor,
     numbers: torch.Tensor,
     weights: torch.Tensor,
+    *,
+    pairs: int | None = None,
 ) -> torch.Tensor:
     """What this rank's experts make of the tokens that have come, weighted and added up for each of them.
 
-    `numbers` are counted from this rank's first expert, and -1 where a choice is another rank's.
+    `numbers` are counted from this rank's first expert, and -1 where a choice is another rank's; `pairs` is how many
+    are not, where they cannot be read.
     """
-    row, choice = (numbers >= 0).nonzero(as_tuple=True)
+    if pairs is None:
+        row, choice = (numbers >= 0).nonzero(as_tuple=True)
+    else:
+        row = choice = numbers.new_zeros(pairs)
     if not row.numel():
         return _Unvisited.apply(tokens, weights, *(module._parameters[key] for key in spread.keys))
     with _own_experts(module, spread):
@@ -222,6 +251,7 @@ class _Route:
             rank that it goes to.
         to: that rank, for each of them.
         sent, received: how many go to, and come from, each rank.
+        pairs: in a dry run, how many choices of this rank's experts come.
     """
 
     spread: Spread
@@ -229,6 +259,7 @@ class _Route:
     to: torch.Tensor
     sent: list[int]
     received: list[int]
+    pairs: int | None = None
 
     @classmethod
     def of(cls, numbers: torch.Tensor, spread: Spread) -> _Route:
@@ -236,11 +267,25 @@ class _Route:
         bounds = torch.tensor(spread.bounds[1:], device=numbers.device)
         asked = numbers.new_zeros((numbers.shape[0], spread.ranks + 1), dtype=torch.bool)
         asked.scatter_(1, torch.bucketize(numbers, bounds, right=True), True)
-        to, rows = asked[:, : spread.ranks].t().nonzero(as_tuple=True)
-        counts = asked[:, : spread.ranks].sum(0)
+        asked = asked[:, : spread.ranks]
+        counts = asked.sum(0)
         coming = torch.empty_like(counts)
         _all_to_all(coming, counts, None, None, spread.group)
+        if not _torch.has_values(numbers):
+            return cls._expected(numbers, spread)
+        to, rows = asked.t().nonzero(as_tuple=True)
         return cls(spread, rows, to, counts.tolist(), coming.tolist())
+
+    @classmethod
+    def _expected(cls, numbers: torch.Tensor, spread: Spread) -> _Route:
+        """Where every expert is as popular as any other: a token misses a rank if it chooses among the others'."""
+        tokens, choices = numbers.shape
+        every = math.comb(spread.experts, choices)
+        own = [end - start for start, end in itertools.pairwise(spread.bounds)]
+        sent = [round(tokens * (1 - math.comb(spread.experts - held, choices) / every)) for held in own]
+        rows = numbers.new_zeros(sum(sent))
+        pairs = round(spread.ranks * tokens * choices * spread.own / spread.experts)
+        return cls(spread, rows, rows, sent, [sent[spread.index]] * spread.ranks, pairs)
 
     def go(
         self, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
@@ -303,9 +348,7 @@ def _within_capacity(numbers: torch.Tensor, spread: Spread) -> torch.Tensor:
     return torch.where(before < limit, in_turn, spread.experts).view(numbers.shape[::-1]).t()
 
 
-def _refuse_other_shapes(
-    spread: Spread, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
-) -> None:
+def _refuse_other_shapes(spread: Spread, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> None:
     """Before anything is sent: ranks that go on alone would wait for ever."""
     fits = tokens.ndim == numbers.ndim == 2 and numbers.shape == weights.shape and len(tokens) == len(numbers)
     if not fits or numbers.is_floating_point():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardlib._plan import LossScale
 from shardlib.transforms._accumulate import accumulate
+from shardlib.transforms._capacity import capacity
 from shardlib.transforms._fit import fit
 from shardlib.transforms._fsdp import fsdp, hsdp
 from shardlib.transforms._offload import offload
@@ -21,6 +22,7 @@ __all__ = [
     "Pipeline",
     "Transform",
     "accumulate",
+    "capacity",
     "checkpoint_activations",
     "fit",
     "fsdp",

@@ -10,6 +10,7 @@ from typing import Any
 from shardlib._plan import LossScale
 from shardlib.errors import PlanError, nearest
 from shardlib.transforms._accumulate import accumulate
+from shardlib.transforms._capacity import capacity
 from shardlib.transforms._choose import quoted
 from shardlib.transforms._fit import fit
 from shardlib.transforms._fsdp import fsdp, hsdp
@@ -25,7 +26,19 @@ __all__ = ["parse"]
 
 _KNOWN: Mapping[str, Callable[..., Transform]] = {
     function.__name__: function
-    for function in (zero, fsdp, hsdp, replicate, offload, fit, precision, checkpoint_activations, accumulate, pipeline)
+    for function in (
+        zero,
+        fsdp,
+        hsdp,
+        replicate,
+        offload,
+        fit,
+        precision,
+        checkpoint_activations,
+        accumulate,
+        pipeline,
+        capacity,
+    )
 }
 _INNER: Mapping[str, Callable[..., Any]] = {"LossScale": LossScale}
 _MOST = 10_000  # characters; the longest call that means something is a line

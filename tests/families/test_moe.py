@@ -1,37 +1,128 @@
-"""probe"""
+"""Experts on ranks of their own: tokens of every rank go to them, and the numbers are those of one device."""
+
 from __future__ import annotations
+
 import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
-import pytest, torch
+
+import pytest
+import torch
 from torch import nn
+
 import shardlib as sl
-from tests.torchvision_on_cpu import import_torchvision
-import_torchvision()
-import transformers
 from shardlib.testing import equivalent
+from tests.torchvision_on_cpu import import_torchvision
 
-_S = {
-    "vocab_size": 43, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "hidden_size": 16,
-    "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_local_experts": 5, "num_experts_per_tok": 2, "max_position_embeddings": 32, "use_cache": False,
+import_torchvision()  # transformers imports it by the way
+
+import transformers  # noqa: E402
+
+_VOCABULARY, _ROWS, _SEQ = 43, 8, 6
+_COMMON = {
+    "vocab_size": _VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32,
+    "use_cache": False,
 }
-def make(impl):
-    model = transformers.MixtralForCausalLM._from_config(transformers.MixtralConfig(**_S), experts_implementation=impl).train()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p), alpha=0.2)
-    return model
-def batch(i):
-    g = torch.Generator().manual_seed(i)
-    return {"input_ids": torch.randint(3, 43, (8, 6), generator=g)}
-def loss(model, b):
-    out = model(**b)
-    return out.logits.sin().mean() + out.logits.square().mean()
-EP = {"experts.gate_up_proj": "expert@ep x embed", "experts.down_proj": "expert@ep embed ff", }
+_LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4}
+_GROUPS = {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+# Five experts on two ranks: the first has one more than the second.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 5, "router_aux_loss_coef": 0.5},
+    "Qwen2Moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 12,
+        "mlp_only_layers": [0],
+    },
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4, "norm_topk_prob": True},
+    "DeepseekV2": {**_LATENT, **_GROUPS, "moe_intermediate_size": 8, "q_lora_rank": None},
+    "DeepseekV3": {**_LATENT, **_GROUPS, "moe_intermediate_size": 8, "q_lora_rank": 8},
+}
+# Gradients that are zero in exact arithmetic are noise, which AdamW divides by itself plus eps.
+_ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-5)
 
 
-@pytest.mark.parametrize("mesh, t", [("ep=2,tp=2", ()), ("ep=2,tp=2", (3,)), ("ep=2,tp=2", (1,))])
-@pytest.mark.parametrize("impl", ["eager", "batched_mm"])
-def test_it(mesh, t, impl):
-    r = equivalent(functools.partial(make, impl), batch, mesh=mesh, rules="mixtral", transforms=[sl.zero(s) for s in t], loss=loss, steps=2, clip=0.5, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, eps=1e-5))
-    assert r, str(r)
+@dataclass(frozen=True)
+class Case:
+    """`experts` is transformers' way of computing them: a loop over those that are hit, or one batched product."""
+
+    family: str
+    mesh: str
+    transforms: str = ""
+    experts: str = "eager"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.family, self.mesh, self.transforms, self.experts)))
+
+    def make_model(self) -> nn.Module:
+        config = getattr(transformers, f"{self.family}Config")
+        cls = getattr(transformers, f"{self.family}ForCausalLM")
+        settings = {**_COMMON, **FAMILIES[self.family], **self.settings}
+        model = cls._from_config(config(**settings), experts_implementation=self.experts).train()
+        with torch.no_grad():  # far enough from where weights start that nothing is lost in the noise
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        return model
+
+    def made(self) -> Iterator[Any]:
+        return map(sl.transforms.parse, filter(None, [self.transforms]))
+
+
+def batch(step: int, **more: Any) -> Any:
+    draw = torch.Generator().manual_seed(step)
+    return {"input_ids": torch.randint(3, _VOCABULARY, (_ROWS, _SEQ), generator=draw), **more}
+
+
+def loss(model: nn.Module, given: Any) -> torch.Tensor:
+    logits = model(**given).logits
+    return logits.sin().mean() + logits.square().mean()
+
+
+CASES = [
+    Case("Mixtral", "dp=2,ep=2", "zero(1)"),
+    Case("Mixtral", "dp=2,ep=2", "zero(3)"),
+    Case("Mixtral", "ep=2,tp=2", "", "batched_mm"),
+    Case("Mixtral", "ep=2"),
+    Case("Qwen2Moe", "ep=2"),
+    Case("Qwen3Moe", "ep=4"),
+    Case("DeepseekV3", "ep=2,tp=2", "zero(2)"),
+    Case("DeepseekV3", "dp=2,tp=2"),
+]
+SWEEP = [
+    Case(family, mesh, transforms, experts)
+    for family in FAMILIES
+    for mesh, transforms, experts in [
+        ("dp=2,ep=2", "", "batched_mm"),
+        ("dp=2,ep=2", "zero(2)", "eager"),
+        ("ep=2,tp=2", "fsdp()", "eager"),
+        ("tp=2", "", "eager"),
+        ("ep=2,dp=2", "zero(3)", "eager"),
+    ]
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.deep) for case in SWEEP)], ids=str)
+def test_training_gives_the_numbers_of_one_device(case: Case):
+    report = equivalent(
+        case.make_model,
+        batch,
+        mesh=case.mesh,
+        transforms=[*case.made()],
+        loss=loss,
+        optimizer=_ADAMW,
+        clip=0.5,
+        steps=2,
+    )
+    assert report, str(report)

@@ -160,7 +160,7 @@ def test_an_unreadable_text_is_answered_with_the_nearest():
     assert str(raised.value) == (
         'Transform "ofload()" cannot be read: "ofload" is no transform. Write calls with plain values, joined by "|", '
         'as in zero(2, axis="dp") | offload("state"); known are "zero", "fsdp", "hsdp", "replicate", "offload", '
-        '"fit", "precision", "checkpoint_activations", "accumulate", "pipeline". Did you mean "offload"?'
+        '"fit", "precision", "checkpoint_activations", "accumulate", "pipeline", "capacity". Did you mean "offload"?'
     )
 
 

@@ -184,7 +184,7 @@ def _double() -> Plan:
         (
             lambda: Step().replace(speed=2),
             "Step.replace was given speed; a step has accumulate, bucket_mb, reduce_dtype, autocast, scaler, "
-            "recompute, fp8, overlap, fp8_history, schedule, microbatches.",
+            "recompute, fp8, overlap, fp8_history, schedule, microbatches, capacity_factor.",
         ),
         (
             lambda: LossScale(init_scale=0.5),

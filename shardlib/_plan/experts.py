@@ -1,0 +1,135 @@
+"""What a plan says of experts that a rule spreads over an axis: which modules hold them, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+from shardlib._mesh import MeshShape
+from shardlib._plan.rows import Row
+from shardlib.errors import PlanError
+from shardlib.layout import Dim
+from shardlib.rules import Border
+
+__all__ = ["expert_notes", "expert_rows", "refuse_what_experts_cannot"]
+
+
+def expert_rows(rows: Iterable[Row], mesh: MeshShape) -> dict[str, list[Row]]:
+    """Rows that an expert axis splits, by the module that holds them.
+
+    >>> from shardlib.layout import Layout
+    >>> shape, layout = (4, 2, 2), Layout.parse("expert@ep a b")
+    >>> row = Row("mlp.up", "parameter", shape, None, True, True, ("mlp.up",), layout, layout, layout, layout)
+    >>> list(expert_rows([row], MeshShape("ep=2")))
+    ['mlp']
+    """
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if _axes(row, mesh):
+            found.setdefault(row.name.rpartition(".")[0], []).append(row)
+    return found
+
+
+def expert_notes(rows: Iterable[Row], mesh: MeshShape) -> tuple[str, ...]:
+    """What is sent for experts, which depends on where tokens want to go."""
+    spread = expert_rows(rows, mesh)
+    if not spread:
+        return ()
+    (axis,) = {axis for held in spread.values() for row in held for axis in _axes(row, mesh)}
+    count = f"each of the {len(spread)} modules of experts" if len(spread) > 1 else "the module of experts"
+    return (
+        f'Over "{axis}" tokens go to the ranks of their experts, and results come back: in {count}, forward and '
+        "backward, a token's hidden state and its result go once each way for each other rank that has some of its "
+        f"experts, at most {mesh[axis] - 1} of them, or as many as it chooses experts.",
+    )
+
+
+def refuse_what_experts_cannot(
+    model: nn.Module, rows: Sequence[Row], borders: Iterable[Border], mesh: MeshShape
+) -> None:
+    """Refuse rules that split over an expert axis what tokens cannot travel to.
+
+    Raises:
+        PlanError: what is split is not the first dim of a module's experts, or not all of them alike; the module is
+            not called as one of experts; an activation is to be split.
+    """
+    for border in borders:
+        if border.layout is not None and (axes := border.layout.axes & {*mesh.expert_axes}):
+            raise PlanError(
+                f'The {border.side} of "{border.module}" is laid out as "{border.layout}", and "{min(axes)}" carries '
+                "different tokens on each of its ranks, as data axes do: only experts are split over it. Take the axis "
+                "out of the rule."
+            )
+    for name, held in expert_rows(rows, mesh).items():
+        for row in held:
+            _refuse_row(row, mesh)
+        _refuse_module(name, model.get_submodule(name), held, rows, mesh)
+
+
+def _axes(row: Row, mesh: MeshShape) -> list[str]:
+    return [axis for axis in mesh.expert_axes if axis in row.compute.axes and mesh[axis] > 1]
+
+
+def _refuse_row(row: Row, mesh: MeshShape) -> None:
+    axes, first = _axes(row, mesh), row.compute.dims[0]
+    whole_dim = isinstance(first, Dim) and not first.fused and list(row.compute.axes_of(0)) == axes
+    if row.kind != "parameter" or len(row.global_shape) < 2 or len(axes) != 1 or not whole_dim:
+        raise PlanError(
+            f'"{row.name}", a {row.kind} of global shape {row.global_shape}, is laid out as "{row.compute}". Over '
+            f'"{axes[0]}" whole experts are spread: write the axis, and no other one, at the first dim of a parameter '
+            'that counts them, as in "expert@ep out in". Everything else is replicated over it, as over data axes.'
+        )
+    if len(row.tied) > 1:
+        raise PlanError(
+            f'"{row.name}" is tied to "{row.tied[1]}", and experts that are spread over "{axes[0]}" belong to one '
+            "module. Untie them, or take the axis out of the rule."
+        )
+    if row.global_shape[0] < mesh[axes[0]]:
+        raise PlanError(
+            f'"{row.name}" has {row.global_shape[0]} experts, fewer than the {mesh[axes[0]]} ranks of "{axes[0]}". '
+            "Make the axis smaller, and a data axis larger."
+        )
+
+
+def _refuse_module(name: str, module: nn.Module, held: list[Row], rows: Sequence[Row], mesh: MeshShape) -> None:
+    prefix = f"{name}." if name else ""
+    count, layouts = held[0].global_shape[0], {(row.global_shape[0], *row.compute.axes_of(0)) for row in held}
+    here = [row for row in rows if row.name.startswith(prefix) and row.kind == "parameter" and row not in held]
+    left = [row for row in here if row.global_shape[:1] == (count,)]
+    if left or len(layouts) > 1:
+        other = left[0] if left else next(row for row in held if row.global_shape[0] != count)
+        raise PlanError(
+            f'"{held[0].name}" is laid out as "{held[0].compute}" and "{other.name}", of the same module and of global '
+            f'shape {other.global_shape}, as "{other.compute}". All experts of a module go to the same ranks: give '
+            "both the same axis at their first dim."
+        )
+    if here:
+        raise PlanError(
+            f'"{here[0].name}" of global shape {here[0].global_shape} belongs to all experts of "{name}", which are '
+            f'spread over "{_axes(held[0], mesh)[0]}": each rank would have the gradient of other tokens. Put it into '
+            "a module outside of the experts'."
+        )
+    if not _takes_tokens(module):
+        raise PlanError(
+            f'"{name}" ({type(module).__name__}) has its experts spread over "{_axes(held[0], mesh)[0]}", and is not '
+            "called as tokens can be sent to it. Write forward(self, tokens, numbers, weights): tokens (token, embed), "
+            "the numbers of their experts and the weights of these (token, choice); it returns (token, embed)."
+        )
+
+
+def _takes_tokens(module: nn.Module) -> bool:
+    """Whether a forward takes three tensors, and no other thing that has to be given."""
+    try:
+        given = list(_positional(inspect.signature(module.forward)))
+    except (TypeError, ValueError):
+        return False
+    return len(given) == 3
+
+
+def _positional(signature: inspect.Signature) -> Iterator[inspect.Parameter]:
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            if parameter.default is parameter.empty:
+                yield parameter

@@ -1,0 +1,53 @@
+"""A limit on what experts take, for those who would rather drop tokens than wait for a popular expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardlib._plan import Plan, expert_rows
+from shardlib.errors import PlanError
+from shardlib.transforms._transform import Transform
+
+__all__ = ["Capacity", "capacity"]
+
+
+def capacity(factor: float) -> Transform:
+    """Let the tokens of a rank ask each expert at most `factor` times as often as they do on average.
+
+    Of one rank's choices for an expert the first `ceil(factor * tokens * choices / experts)` stay, all first choices
+    before all second ones; the others are dropped: they add nothing to their token, whose other choices keep their
+    weights. Without this transform every choice counts, as on one device.
+
+    Args:
+        factor: 1 is room for exactly as many as come if all experts are equally popular; 1.25 and 2 are usual.
+
+    Raises:
+        PlanError: a factor that is not positive; applied to a plan, experts that no expert axis of more than one rank
+            splits.
+
+    >>> capacity(1.25)
+    capacity(1.25)
+    """
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
+        raise PlanError(f"capacity({factor!r}): give a positive number, such as 1.25; to drop nothing leave it out.")
+    return Capacity(float(factor))
+
+
+@dataclass(frozen=True, repr=False)
+class Capacity(Transform):
+    """What `capacity` makes."""
+
+    call: ClassVar[str] = "capacity"
+    leading: ClassVar[int] = 1
+    factor: float
+
+    def __call__(self, plan: Plan) -> Plan:
+        if not expert_rows(plan.rows, plan.mesh):
+            raise PlanError(
+                f'{self}: no experts are spread over an expert axis of mesh "{plan.mesh}", and a capacity is a limit '
+                'on the tokens that travel. Give the mesh an axis ep, and a rule such as "expert@ep out in".'
+            )
+        if plan.step.capacity_factor not in (None, self.factor):
+            raise PlanError(f"{self}: the plan has capacity({plan.step.capacity_factor}) already; choose one of them.")
+        return plan.replace(step=plan.step.replace(capacity_factor=self.factor))
