@@ -130,6 +130,6 @@ def _takes_tokens(module: nn.Module) -> bool:
 
 def _positional(signature: inspect.Signature) -> Iterator[inspect.Parameter]:
     for parameter in signature.parameters.values():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            if parameter.default is parameter.empty:
-                yield parameter
+        by_place = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if by_place and parameter.default is parameter.empty:
+            yield parameter

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardlib.booster._booster import BoostedModule, Booster
 from shardlib.booster._coordinator import DistCoordinator
 from shardlib.booster._data import DataLoader
+from shardlib.booster._moe import MoeHybridParallelPlugin
 from shardlib.booster._optimizer import BoostedOptimizer
 from shardlib.booster._plugins import (
     GeminiPlugin,
@@ -44,6 +45,7 @@ __all__ = [
     "LazyInitContext",
     "LowLevelZeroPlugin",
     "MixedPrecision",
+    "MoeHybridParallelPlugin",
     "Plugin",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",

@@ -592,8 +592,3 @@ class HybridParallelPlugin(_WithPrecision):
 
     def bucket_mb(self) -> float | None:
         return self.megabytes(self.zero_bucket_size_in_m) if self.zero_stage else self.ddp_bucket_cap_mb
-
-
-def known_plugins() -> Sequence[type[Plugin]]:
-    """Every plugin, for the documents and their test."""
-    return (TorchDDPPlugin, LowLevelZeroPlugin, TorchFSDPPlugin, GeminiPlugin, HybridParallelPlugin)

@@ -1,14 +1,11 @@
 """Experts that lie on different ranks: a token goes to the ranks that have its experts, and one result comes back.
 
-A module of experts holds all of them in parameters whose first dim counts them, and is called with
-
-    tokens (token, embed), their experts' numbers (token, choice), the weights of these (token, choice)  ->  (token, embed)
-
-as those of transformers are. Where a rule spreads the first dim over an expert axis, whose ranks carry different tokens,
-the module runs on its rank's experts and on all tokens that come to them, and knows nothing of it. Each token travels to
-a rank once, however many of its experts are there, and what they make of it is added up before it travels back
-(as DeepSeek-V3 counts it, arXiv 2412.19437, section 2.1.2). No token is dropped unless the plan
-sets a capacity.
+A module of experts holds all of them in parameters whose first dim counts them, and is called, as those of transformers
+are, with tokens (token, embed), the numbers of their experts (token, choice) and the weights of these (token, choice);
+it returns (token, embed). Where a rule spreads the first dim over an expert axis, whose ranks carry different tokens,
+the module runs on its rank's experts, on all tokens that come to them, and knows nothing of it. Each token travels to a
+rank once, however many of its experts are there, and what they make of it is added up before it travels back. No token
+is dropped unless the plan sets a capacity.
 
     forward    numbers of tokens -> tokens, experts' numbers, weights ... run ... results <-
     backward   gradients of results -> ... gradients of tokens and weights <-
@@ -22,7 +19,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any

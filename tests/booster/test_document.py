@@ -9,7 +9,7 @@ import pytest
 
 from shardlib import booster
 from shardlib.booster._options import refused_keywords
-from shardlib.booster._plugins import known_plugins
+from shardlib.booster._moe import known_plugins
 from tests.house.source import ROOT
 
 PAGE = (ROOT / "docs" / "boosters.md").read_text()

@@ -1,0 +1,85 @@
+"""The plugin for mixtures of experts: `HybridParallelPlugin` with an axis on which experts lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from shardlib._mesh import MeshShape
+from shardlib._plan import Plan, expert_rows
+from shardlib.booster._options import recipe, refused
+from shardlib.booster._plugins import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+from shardlib.booster._precision import Transforms
+from shardlib.errors import MeshError, PlanError
+from shardlib.transforms import capacity
+
+__all__ = ["MoeHybridParallelPlugin", "known_plugins"]
+
+
+@recipe
+class MoeHybridParallelPlugin(HybridParallelPlugin):
+    """`HybridParallelPlugin`, with the experts of a model spread over `ep_size` ranks of those that are left for data:
+    these carry different examples, and tokens go to their experts. ZeRO divides experts among the ranks that hold the
+    same ones, and all else among all data ranks. With `capacity_factor` tokens that ask too much of an expert are
+    dropped (`shardlib.capacity`).
+
+    >>> MoeHybridParallelPlugin(ep_size=4, tp_size=2, zero_stage=1, precision="bf16").mesh_shape()
+    MeshShape("dp=-1,ep=4,tp=2")
+    """
+
+    ep_size: int = 0
+    moe_dp_outside: bool = True
+    moe_tp_size: Any = refused("experts are split over the ranks of tp_size, as the rest of the model.", default=None)
+    capacity_factor: float | None = None
+    overlap_communication: bool = False  # gradients are reduced while backward runs in either case
+
+    def mesh_shape(self) -> MeshShape:
+        if isinstance(self.ep_size, bool) or not isinstance(self.ep_size, int) or self.ep_size < 1:
+            raise MeshError(f"{self}: ep_size is a number of ranks, from 1 up, and has to be given.")
+        if self.pp_size > 1 and self.moe_dp_outside != self.dp_outside:
+            raise MeshError(
+                f"{self}: one mesh is for experts and for all else; give dp_outside and moe_dp_outside alike."
+            )
+        axes: dict[str, int] = {}
+        for name, size in super().mesh_shape().items():
+            if name == "tp":
+                axes["ep"] = self.ep_size
+            axes[name] = size
+        return MeshShape(axes)
+
+    def _policy(self) -> Any:
+        return self.custom_policy if self.custom_policy is None and self.ep_size > 1 else super()._policy()
+
+    def transforms(self, model: nn.Module) -> Transforms:
+        limit = () if self.capacity_factor is None else (capacity(self.capacity_factor),)
+        return (*((experts_are_spread,) if self.ep_size > 1 else ()), *limit, *super().transforms(model))
+
+
+def experts_are_spread(plan: Plan) -> Plan:
+    """The plan as it is.
+
+    Raises:
+        PlanError: no parameter of it lies on an expert axis.
+    """
+    if not expert_rows(plan.rows, plan.mesh):
+        raise PlanError(
+            f'MoeHybridParallelPlugin(ep_size={plan.mesh["ep"]}): no rule spreads experts over "ep", so that its ranks '
+            'would only be more data ranks. Give custom_policy rules such as "experts.up": "expert@ep out in", or use '
+            "HybridParallelPlugin."
+        )
+    return plan
+
+
+def known_plugins() -> Sequence[type[Plugin]]:
+    """Every plugin, for the documents and their test."""
+    plugins = (TorchDDPPlugin, LowLevelZeroPlugin, TorchFSDPPlugin, GeminiPlugin, HybridParallelPlugin)
+    return (*plugins, MoeHybridParallelPlugin)
