@@ -42,6 +42,7 @@ class Experts(nn.Module):
 
     def forward(self, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         result = torch.zeros_like(tokens)
+        assert self.num_experts == len(self.up)
         for expert in range(self.num_experts):
             row, choice = (numbers == expert).nonzero(as_tuple=True)
             made = (tokens[row] @ self.up[expert].t()).tanh() @ self.down[expert].t()
@@ -96,7 +97,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Options]] = {
     "in parts": (Model, "dp=2,ep=2", {"transforms": [sl.zero(1), sl.zero(3, only="router")]}),
     "several passes": (Model, "dp=2,ep=2", {"accumulate": 2, "no_sync": True}),
     "several passes that all reduce": (Model, "ep=2", {"accumulate": 2}),
-    "passes of a plan": (Model, "ep=2", {"transforms": [sl.accumulate(2)], "accumulate": 2}),
     "a rank that nobody asks": (functools.partial(Model, favourites=(4, 3)), "ep=2", {}),
     "ranks that nobody asks": (functools.partial(Model, favourites=(0, 1)), "dp=2,ep=2", {"transforms": [sl.zero(2)]}),
     "fewer tokens than choices": (Model, "ep=2", {"batch": _small_batch}),
@@ -111,3 +111,216 @@ def test_training_gives_the_numbers_of_one_device(case: str):
     options = {"batch": batch, "rules": RULES, **options}
     report = equivalent(model, mesh=mesh, clip=0.3, steps=2, **options)
     assert report, str(report)
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+def _start(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(**options).double()
+
+
+def _sharded(mesh: str, *transforms: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
+    single = _start(**options)
+    return single, sl.shard_model(copy.deepcopy(single), mesh, RULES, transforms=transforms)
+
+
+def _mine(rows: torch.Tensor) -> torch.Tensor:
+    return rows.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _worst(model: nn.Module, single: nn.Module) -> float:
+    want = {name: parameter.grad for name, parameter in single.named_parameters()}
+    return max(
+        ((whole(p.grad) - want[name]).abs().max() / want[name].abs().max()).item()
+        for name, p in model.named_parameters()
+    )
+
+
+def _passes() -> float:
+    single, model = _sharded("ep=2", sl.accumulate(3))
+    for step in range(3):
+        (single(batch(step)).square().mean() / 3).backward()
+        model(_mine(batch(step))).square().mean().backward()
+    return _worst(model, single)
+
+
+def test_passes_of_a_step_are_averaged_where_no_bucket_carries_gradients_of_experts(ranks):
+    assert max(ranks(2).run(_passes)) < 1e-10
+
+
+def _unequal() -> float:
+    """Each rank has another number of rows, and the loss is the mean over all of them."""
+    single, model = _sharded("dp=2,ep=2", sl.zero(1))
+    optimizer = sl.OptimizerWrapper(torch.optim.SGD, model, lr=0.1)
+    rows, bounds = batch(0), [0, 1, 4, 6, 8]
+    single(rows).square().mean().backward()
+    part = model(rows[bounds[dist.get_rank()] : bounds[dist.get_rank() + 1]]).square()
+    optimizer.backward((part.sum(), part.numel()))
+    optimizer.step()
+    torch.optim.SGD(single.parameters(), lr=0.1).step()
+    trained = sl.full_state_dict(model)
+    return max((trained[name] - value).abs().max().item() for name, value in single.state_dict().items())
+
+
+def test_ranks_with_other_numbers_of_tokens_take_the_step_of_one_device(ranks):
+    assert max(ranks(4).run(_unequal)) < 1e-10
+
+
+# --- what is sent --------------------------------------------------------------------------------------------------
+
+
+def _sent() -> tuple[list[tuple[str, int, str]], list[int], list[int]]:
+    """Collectives of a step; and for each layer how many times a token of this rank went to a rank, and came here."""
+    single, model = _sharded("ep=2")
+    rows, wanted, coming = batch(0), [], []
+    for layer in single.layers:
+        layer.experts.register_forward_pre_hook(lambda _module, given: wanted.append(given[1] // 3))  # 3 and 2 experts
+    single(rows)
+    me, half = dist.get_rank(), len(rows) * _SEQ // 2
+    own = [torch.stack([(to == rank).any(-1) for rank in range(2)], -1) for to in wanted]
+    sent = [int(goes[me * half : (me + 1) * half].sum()) for goes in own]
+    coming = [int(goes[:, me].sum()) for goes in own]
+    model(_mine(rows)).square().mean().backward()
+    with record_collectives(model) as log:
+        model(_mine(rows)).square().mean().backward()
+    return (
+        [(each.module, each.bytes, each.phase) for each in log.collectives if each.kind == "all_to_all"],
+        sent,
+        coming,
+    )
+
+
+def test_tokens_go_once_to_each_rank_that_has_their_experts_and_to_no_other(ranks):
+    """Beside them their experts' numbers and weights, and how many come. In backward results' gradients go, and those
+    of tokens and weights come back."""
+    for collectives, sent, coming in ranks(2).run(_sent):
+        tokens = _ROWS * _SEQ // 2
+        assert all(rows < 2 * tokens for rows in sent)  # or the test could not tell
+        for layer, (out, back) in enumerate(zip(sent, coming, strict=True)):
+            name, choice = f"layers.{layer}.experts", 8 * _CHOICES
+            forward = [2 * 8, out * _EMBED * 8, out * choice, out * choice, back * _EMBED * 8]
+            backward = [out * _EMBED * 8, back * _EMBED * 8, back * choice]
+            here = [(size, phase) for module, size, phase in collectives if module == name]
+            assert sorted(size for size, phase in here if phase == "forward") == sorted(forward)
+            assert sorted(size for size, phase in here if phase == "backward") == sorted(backward)
+        assert len(collectives) == 2 * 8
+
+
+class Batched(Experts):
+    """The same without a look at values, so that it runs dry."""
+
+    def forward(self, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        made = torch.einsum("te,tkfe->tkf", tokens, self.up[numbers]).tanh()
+        return torch.einsum("tkf,tkef,tk->te", made, self.down[numbers], weights)
+
+
+def _with_all_chosen() -> nn.Module:
+    model = _start(favourites=tuple(range(_EXPERTS)))
+    for layer in model.layers:
+        layer.experts.__class__ = Batched
+    return model
+
+
+def _measured() -> list[tuple[str, int, str]]:
+    model = sl.shard_model(_with_all_chosen(), "ep=2", RULES)
+    model(_mine(batch(0))).sum().backward()
+    with record_collectives(model) as log:
+        model(_mine(batch(0))).sum().backward()
+    return [(each.kind, each.bytes, each.phase) for each in log.collectives]
+
+
+def test_a_dry_run_tells_what_travels_if_experts_are_equally_popular(ranks):
+    """Here they are: every token chooses all."""
+    example = batch(0)[: _ROWS // 2]
+    made = sl.plan(_with_all_chosen(), "ep=2", RULES, example=example)
+    assert made.report is not None
+    predicted = [(each.kind, each.bytes, each.phase) for each in made.report.collectives]
+    assert predicted == ranks(2).run(_measured)[0]
+    assert any("ranks of their experts" in note for note in made.notes)
+
+
+# --- capacity ------------------------------------------------------------------------------------------------------
+
+
+def _dropping(module: Experts, factor: float) -> None:
+    """What `capacity` does, one choice after another."""
+    inner = module.forward
+
+    def forward(tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        room = [math.ceil(factor * numbers.numel() / _EXPERTS)] * _EXPERTS
+        kept = torch.ones_like(weights)
+        for choice in range(numbers.shape[1]):
+            for token in range(len(numbers)):
+                expert = int(numbers[token, choice])
+                kept[token, choice] = room[expert] > 0
+                room[expert] -= 1
+        return inner(tokens, numbers, weights * kept)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _limited(factor: float) -> tuple[float, float]:
+    single, model = _sharded("ep=2", sl.capacity(factor))
+    free = copy.deepcopy(single)
+    for layer in single.layers:
+        _dropping(layer.experts, factor)
+    for rows in batch(0).chunk(2):
+        (single(rows).square().mean() / 2).backward()
+        (free(rows).square().mean() / 2).backward()
+    model(_mine(batch(0))).square().mean().backward()
+    return _worst(model, single), _worst(model, free)
+
+
+def test_choices_beyond_the_capacity_of_an_expert_are_dropped(ranks):
+    for worst, without in ranks(2).run(_limited, 0.75):
+        assert worst < 1e-10 < without
+    for worst, without in ranks(2).run(_limited, 100.0):
+        assert max(worst, without) < 1e-10
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def _trained(mesh: str, *transforms: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    _, model = _sharded(mesh, *transforms)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    model(_mine(batch(step))).square().mean().backward()
+    sl.clip_grad_norm_(model, 0.1)
+    optimizer.step()
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in sl.full_state_dict(model).items()}
+
+
+def _saves(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    model, optimizer = _trained("dp=2,ep=2", sl.zero(3))
+    _step(model, optimizer, 0)
+    sl.save(folder, model, optimizer)
+    before = _values(model)
+    _step(model, optimizer, 1)
+    return before, _values(model)
+
+
+def _goes_on(folder: str, mesh: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    model, optimizer = _trained(mesh)
+    sl.load(folder, model, optimizer)
+    before = _values(model)
+    _step(model, optimizer, 1)
+    return before, _values(model)
+
+
+def test_a_checkpoint_goes_on_with_experts_on_other_ranks(ranks, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    saved, end = ranks(4).run(_saves, folder)[0]
+    for mesh in ("ep=4", "ep=2"):
+        loaded, there = ranks(sl.MeshShape(mesh).world_size).run(_goes_on, folder, mesh)[0]
+        assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+        assert all((there[name] - value).abs().max() < 1e-10 for name, value in end.items())
