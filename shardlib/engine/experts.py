@@ -39,6 +39,7 @@ from shardlib.errors import InputError, PlanError
 
 __all__ = ["Spread", "install", "refuse_dropout"]
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # What modules call the number of experts that they hold; they are told that of their rank's while they run.
 _COUNTS = ("num_experts", "num_local_experts", "n_experts", "n_routed_experts")
 
@@ -110,7 +111,7 @@ def refuse_dropout(name: str, module: nn.Module) -> None:
         PlanError: a module of experts has dropout of its own.
     """
     for child_name, child in module.named_modules():
-        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
+        if isinstance(child, _DROPOUT) and child.p > 0:
             raise PlanError(
                 f'"{name}.{child_name}" drops elements of tokens that come from other ranks, and rng="exact" draws by '
                 'the place that a token has in the batch. Put the dropout behind the experts, or use rng="fast".'
@@ -157,7 +158,7 @@ def _run_here(
     else:
         row = choice = numbers.new_zeros(pairs)
     if not row.numel():
-        return _Unvisited.apply(tokens, weights, *(module._parameters[key] for key in spread.keys))
+        return _Unvisited.apply(tokens, weights, *(_torch.own_tensors(module)[0][key] for key in spread.keys))
     with _own_experts(module, spread):
         each = row.numel() > tokens.shape[0]  # then some have come for several experts
         made = _inside(
@@ -182,7 +183,7 @@ def _inside(
 def _own_experts(module: nn.Module, spread: Spread) -> Iterator[None]:
     """The module has this rank's experts alone, as tensors that are plain or, where experts are split, whole for all
     that it sees."""
-    held: dict[str, Any] = module._parameters
+    held = _torch.own_tensors(module)[0]
     before = {key: held[key] for key in spread.keys}
     counts = {name: getattr(module, name) for name in _COUNTS if getattr(module, name, None) == spread.experts}
     try:

@@ -131,9 +131,9 @@ def test_a_dry_run_leaves_running_processes_as_they_are(ranks):
 
 
 def _enabled_after_a_dry_run() -> bool:
-    rules = {"0": "out@(cp,ep)", "2": "replicate"}
-    plan(mlp(), "cp=2,ep=2", rules, example=torch.ones(2, 16))
-    return ops.enabled(mesh("cp=2,ep=2")["cp", "ep"])
+    rules = {"0": "out@(cp,sp)", "2": "replicate"}
+    plan(mlp(), "cp=2,sp=2", rules, example=torch.ones(2, 16))
+    return ops.enabled(mesh("cp=2,sp=2")["cp", "sp"])
 
 
 def test_a_dry_run_leaves_ops_on_other_dtensors_as_they_are(ranks):

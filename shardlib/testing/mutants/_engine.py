@@ -266,7 +266,7 @@ def _own_seed(model: nn.Module) -> None:
 
 
 def _sent_twice(original: Any) -> Any:
-    return property(lambda self: 1.0 / self.passes)
+    return lambda self, axes: 1.0 / self.passes
 
 
 def _one_part_left_out(original: Any) -> Any:
@@ -341,7 +341,7 @@ ENGINE = (
     Mutant(
         "data sum", "gradients are summed over data ranks, not averaged",
         "NVIDIA-NeMo/Automodel#3830; pytorch/torchtitan#2318", r"\(every module\)",
-        lambda: transformer("dp=2"), replaced(gradients.GradientReducer, "scale", _sent_twice),
+        lambda: transformer("dp=2"), replaced(gradients.GradientReducer, "mean_over", _sent_twice),
     ),
     Mutant(
         "data reduction", "gradients never leave their rank",

@@ -155,7 +155,7 @@ def _experts(**mistake: bool) -> Arguments:
     return {
         "model": MixtureOfExperts,
         "batch": models.Numbers((8, 6)),
-        "mesh": "ep=2",
+        "mesh": "tp=2",
         "shard": ShardExperts(**mistake),
         "steps": 2,
     }
