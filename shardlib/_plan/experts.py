@@ -39,10 +39,11 @@ def expert_notes(rows: Iterable[Row], mesh: MeshShape) -> tuple[str, ...]:
         return ()
     (axis,) = {axis for held in spread.values() for row in held for axis in _axes(row, mesh)}
     count = f"each of the {len(spread)} modules of experts" if len(spread) > 1 else "the module of experts"
+    others = mesh[axis] - 1
     return (
-        f'Over "{axis}" tokens go to the ranks of their experts, and results come back: in {count}, forward and '
-        "backward, a token's hidden state and its result go once each way for each other rank that has some of its "
-        f"experts, at most {mesh[axis] - 1} of them, or as many as it chooses experts.",
+        f'Over "{axis}" tokens travel to the ranks of their experts and results travel back, in forward, and their '
+        f"gradients in backward: in {count} once for each other rank that has experts of the token, which are at most "
+        f"{others} {'ranks' if others > 1 else 'rank'}, and no more than it chooses experts.",
     )
 
 

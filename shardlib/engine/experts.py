@@ -4,8 +4,8 @@ A module of experts holds all of them in parameters whose first dim counts them,
 are, with tokens (token, embed), the numbers of their experts (token, choice) and the weights of these (token, choice);
 it returns (token, embed). Where a rule spreads the first dim over an expert axis, whose ranks carry different tokens,
 the module runs on its rank's experts, on all tokens that come to them, and knows nothing of it. Each token travels to a
-rank once, however many of its experts are there, and what they make of it is added up before it travels back. No token
-is dropped unless the plan sets a capacity.
+rank once, however many of its experts are there. What they make of it is added up before it travels back, in the dtype
+of tokens. No token is dropped unless the plan sets a capacity.
 
     forward    numbers of tokens -> tokens, experts' numbers, weights ... run ... results <-
     backward   gradients of results -> ... gradients of tokens and weights <-
@@ -164,6 +164,7 @@ def _run_here(
         made = _inside(
             inner, spread.inner, tokens[row] if each else tokens, numbers[row, choice, None], weights[row, choice, None]
         )
+    made = made.to(tokens.dtype)  # which all ranks know, those that nothing came to as well
     return tokens.new_zeros(tokens.shape).index_add(0, row, made) if each else made
 
 

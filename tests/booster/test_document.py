@@ -8,8 +8,8 @@ import re
 import pytest
 
 from shardlib import booster
-from shardlib.booster._options import refused_keywords
 from shardlib.booster._moe import known_plugins
+from shardlib.booster._options import refused_keywords
 from tests.house.source import ROOT
 
 PAGE = (ROOT / "docs" / "boosters.md").read_text()

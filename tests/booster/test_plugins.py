@@ -18,11 +18,12 @@ from shardlib.booster import (
     GeminiPlugin,
     HybridParallelPlugin,
     LowLevelZeroPlugin,
+    MoeHybridParallelPlugin,
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
 from shardlib.errors import InputError, MeshError, PlanError, ShardingError
-from tests.booster.training import Run, Trained, adamw, gpt, plainly, rules
+from tests.booster.training import EXPERTS, Run, Trained, adamw, gpt, mixture, plainly, rules
 
 # Sums reordered by another mesh differ by roundings; tests/engine/same_numbers.py says why only a wrong number passes.
 TOLERANCE = 1e-10
@@ -40,26 +41,34 @@ def made(name: str, **options: Any) -> Any:
         "gemini": (GeminiPlugin, {"offload_optim_frac": 1, "offload_param_frac": 1}),
         "gemini, half of it": (GeminiPlugin, {"shard_param_frac": 0.5, "offload_optim_frac": 0.5}),
         "hybrid": (HybridParallelPlugin, {"tp_size": 2, "custom_policy": rules()}),
+        "experts": (MoeHybridParallelPlugin, {"ep_size": 2, "zero_stage": 1, "custom_policy": EXPERTS}),
+        "experts, zero 3": (MoeHybridParallelPlugin, {"ep_size": 4, "zero_stage": 3, "custom_policy": EXPERTS}),
         "hybrid, zero 3": (HybridParallelPlugin, {"tp_size": 2, "zero_stage": 3, "custom_policy": rules()}),
     }
     kind, given = kinds[name]
     return kind(**given, **options)
 
 
+def maker(name: str) -> Any:
+    """What makes the model that a plugin is for."""
+    return mixture if name.startswith("experts") else gpt
+
+
 ALL = ["ddp", "zero 1", "zero 2", "zero 2 in groups", "fsdp", "fsdp of nodes"]
-ALL += ["gemini", "gemini, half of it", "hybrid", "hybrid, zero 3"]
+ALL += ["gemini", "gemini, half of it", "hybrid", "hybrid, zero 3", "experts", "experts, zero 3"]
 OWN = [name for name in ALL if name != "ddp" and not name.startswith("fsdp")]  # with a precision of their own
 
 
 def train(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> list[Trained]:
-    plugin = made(name, **({"precision": "fp32"} if name in OWN else {}))
-    return [Run(plugin, dtype).train(), Run(plugin, dtype).train(clip=0.5, accumulate=2)]
+    plugin, make = made(name, **({"precision": "fp32"} if name in OWN else {})), maker(name)
+    return [Run(plugin, dtype, make=make).train(), Run(plugin, dtype, make=make).train(clip=0.5, accumulate=2)]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_plugin_trains_the_numbers_of_one_device(ranks, name):
-    exact = [plainly(torch.float64), plainly(torch.float64, clip=0.5, accumulate=2)]
-    four = name in ("zero 2 in groups", "hybrid", "hybrid, zero 3")
+    make = maker(name)
+    exact = [plainly(torch.float64, make=make), plainly(torch.float64, clip=0.5, accumulate=2, make=make)]
+    four = name in ("zero 2 in groups", "hybrid", "hybrid, zero 3", "experts", "experts, zero 3")
     for runs in ranks(4 if four else 2).run(train, name, torch.float64):
         for run, alone in zip(runs, exact, strict=True):
             assert run.error(alone) < TOLERANCE

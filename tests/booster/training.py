@@ -15,6 +15,7 @@ import shardlib as sl
 from shardlib.booster import Booster
 from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
 from tests.engine.low_precision import whole
+from tests.engine.mixture import Mixture
 
 STEPS, ROWS, VOCAB = 4, 8, 16
 
@@ -26,6 +27,17 @@ def gpt(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
 
 def rules() -> Any:
     return rules_for(gpt())
+
+
+def mixture(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """The same with experts in the place of MLPs."""
+    model = gpt(seed=seed)
+    for block in model.blocks:
+        block.mlp = Mixture(embed=32)
+    return model.to(dtype)
+
+
+EXPERTS = sl.Rules({"experts.up": "expert@ep ff embed", "experts.down": "expert@ep embed ff"}, unmatched="replicate")
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -58,9 +70,11 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 class Run:
     """Training by a plugin on this rank; everything is built as for one device, then boosted."""
 
-    def __init__(self, plugin: Any = None, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, plugin: Any = None, dtype: torch.dtype = torch.float32, seed: int = 0, make: Any = gpt, **options: Any
+    ) -> None:
         self.booster = Booster(plugin=plugin, **options)
-        model = gpt(dtype, seed)
+        model = make(dtype, seed)
         optimizer = adamw(model)
         warm_up(model, optimizer)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -104,9 +118,9 @@ def warm_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @functools.cache
-def plainly(dtype: torch.dtype, *, clip: float | None = None, accumulate: int = 1) -> Trained:
+def plainly(dtype: torch.dtype, *, clip: float | None = None, accumulate: int = 1, make: Any = gpt) -> Trained:
     """The same in plain torch, on one device."""
-    model = gpt(dtype)
+    model = make(dtype)
     optimizer = adamw(model)
     warm_up(model, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)

@@ -16,9 +16,10 @@ from torch import nn
 import shardlib as sl
 from shardlib.engine.recording import record_collectives
 from shardlib.testing import equivalent
+from tests.engine.mixture import CHOICES, EMBED, EXPERTS, Experts, Model
 from tests.engine.same_numbers import whole
 
-_EMBED, _FF, _EXPERTS, _CHOICES, _ROWS, _SEQ = 6, 10, 5, 2, 8, 3
+_ROWS, _SEQ = 8, 3
 RULES = sl.Rules({"experts.up": "expert@ep ff embed", "experts.down": "expert@ep embed ff"}, unmatched="replicate")
 
 SPLIT = sl.Rules(
@@ -29,57 +30,6 @@ SPLIT = sl.Rules(
     },
     unmatched="replicate",
 )
-
-
-class Experts(nn.Module):
-    """All experts of a layer, called as those of transformers are."""
-
-    def __init__(self, experts: int = _EXPERTS) -> None:
-        super().__init__()
-        self.num_experts = experts
-        self.up = nn.Parameter(torch.randn(experts, _FF, _EMBED) / 3)
-        self.down = nn.Parameter(torch.randn(experts, _EMBED, _FF) / 3)
-
-    def forward(self, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        result = torch.zeros_like(tokens)
-        assert self.num_experts == len(self.up)
-        for expert in range(self.num_experts):
-            row, choice = (numbers == expert).nonzero(as_tuple=True)
-            made = (tokens[row] @ self.up[expert].t()).tanh() @ self.down[expert].t()
-            result = result.index_add(0, row, made * weights[row, choice, None])
-        return result
-
-
-class Layer(nn.Module):
-    """`favourites`: experts that every token chooses, whatever it is."""
-
-    def __init__(self, favourites: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self.router, self.favourites = nn.Linear(_EMBED, _EXPERTS), favourites
-        self.norm, self.experts = nn.LayerNorm(_EMBED), Experts()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = self.norm(x).flatten(0, -2)
-        scores = self.router(tokens).softmax(-1)
-        if self.favourites:
-            chosen = torch.tensor(self.favourites).expand(len(tokens), -1)
-            weights = scores.gather(1, chosen)
-        else:
-            weights, chosen = scores.topk(_CHOICES, dim=-1)
-        return x + self.experts(tokens, chosen, weights).view(x.shape)
-
-
-class Model(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, _EMBED), nn.Linear(_EMBED, 3)
-        self.layers = nn.ModuleList(Layer(**options) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -176,7 +126,9 @@ def _sent() -> tuple[list[tuple[str, int, str]], list[int], list[int]]:
     single, model = _sharded("ep=2")
     rows, wanted, coming = batch(0), [], []
     for layer in single.layers:
-        layer.experts.register_forward_pre_hook(lambda _module, given: wanted.append(given[1] // 3))  # 3 and 2 experts
+        layer[1].experts.register_forward_pre_hook(
+            lambda _module, given: wanted.append(given[1] // 3)
+        )  # 3 and 2 experts
     single(rows)
     me, half = dist.get_rank(), len(rows) * _SEQ // 2
     own = [torch.stack([(to == rank).any(-1) for rank in range(2)], -1) for to in wanted]
@@ -199,9 +151,9 @@ def test_tokens_go_once_to_each_rank_that_has_their_experts_and_to_no_other(rank
         tokens = _ROWS * _SEQ // 2
         assert all(rows < 2 * tokens for rows in sent)  # or the test could not tell
         for layer, (out, back) in enumerate(zip(sent, coming, strict=True)):
-            name, choice = f"layers.{layer}.experts", 8 * _CHOICES
-            forward = [2 * 8, out * _EMBED * 8, out * choice, out * choice, back * _EMBED * 8]
-            backward = [out * _EMBED * 8, back * _EMBED * 8, back * choice]
+            name, choice = f"layers.{layer}.1.experts", 8 * CHOICES
+            forward = [2 * 8, out * EMBED * 8, out * choice, out * choice, back * EMBED * 8]
+            backward = [out * EMBED * 8, back * EMBED * 8, back * choice]
             here = [(size, phase) for module, size, phase in collectives if module == name]
             assert sorted(size for size, phase in here if phase == "forward") == sorted(forward)
             assert sorted(size for size, phase in here if phase == "backward") == sorted(backward)
@@ -217,9 +169,9 @@ class Batched(Experts):
 
 
 def _with_all_chosen() -> nn.Module:
-    model = _start(favourites=tuple(range(_EXPERTS)))
+    model = _start(favourites=tuple(range(EXPERTS)))
     for layer in model.layers:
-        layer.experts.__class__ = Batched
+        layer[1].experts.__class__ = Batched
     return model
 
 
@@ -249,7 +201,7 @@ def _dropping(module: Experts, factor: float) -> None:
     inner = module.forward
 
     def forward(tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        room = [math.ceil(factor * numbers.numel() / _EXPERTS)] * _EXPERTS
+        room = [math.ceil(factor * numbers.numel() / EXPERTS)] * EXPERTS
         kept = torch.ones_like(weights)
         for choice in range(numbers.shape[1]):
             for token in range(len(numbers)):
@@ -265,7 +217,7 @@ def _limited(factor: float) -> tuple[float, float]:
     single, model = _sharded("ep=2", sl.capacity(factor))
     free = copy.deepcopy(single)
     for layer in single.layers:
-        _dropping(layer.experts, factor)
+        _dropping(layer[1].experts, factor)
     for rows in batch(0).chunk(2):
         (single(rows).square().mean() / 2).backward()
         (free(rows).square().mean() / 2).backward()

@@ -49,6 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Llama": _LLAMA,
     "Mistral": {**_LLAMA, "sliding_window": 6},
     "Qwen2": _LLAMA,
+    "Mixtral": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
     **{family: {**_LLAMA, "head_dim": 8} for family in _KIN.split()},
     "Bert": {**_TEXT, **_ENCODER, "max_position_embeddings": 32, "num_labels": 3},
     "ViT": {**_ENCODER, "image_size": 8, "patch_size": 4, "num_labels": 3},
