@@ -95,6 +95,12 @@ def _refuse_row(row: Row, mesh: MeshShape) -> None:
 
 
 def _refuse_module(name: str, module: nn.Module, held: list[Row], rows: Sequence[Row], mesh: MeshShape) -> None:
+    if not _takes_tokens(module):
+        raise PlanError(
+            f'"{name}" ({type(module).__name__}) has its experts spread over "{_axes(held[0], mesh)[0]}", and is not '
+            "called as tokens can be sent to it. Write forward(self, tokens, numbers, weights): tokens (token, embed), "
+            "the numbers of their experts and the weights of these (token, choice); it returns (token, embed)."
+        )
     prefix = f"{name}." if name else ""
     count, layouts = held[0].global_shape[0], {(row.global_shape[0], *row.compute.axes_of(0)) for row in held}
     here = [row for row in rows if row.name.startswith(prefix) and row.kind == "parameter" and row not in held]
@@ -111,12 +117,6 @@ def _refuse_module(name: str, module: nn.Module, held: list[Row], rows: Sequence
             f'"{here[0].name}" of global shape {here[0].global_shape} belongs to all experts of "{name}", which are '
             f'spread over "{_axes(held[0], mesh)[0]}": each rank would have the gradient of other tokens. Put it into '
             "a module outside of the experts'."
-        )
-    if not _takes_tokens(module):
-        raise PlanError(
-            f'"{name}" ({type(module).__name__}) has its experts spread over "{_axes(held[0], mesh)[0]}", and is not '
-            "called as tokens can be sent to it. Write forward(self, tokens, numbers, weights): tokens (token, embed), "
-            "the numbers of their experts and the weights of these (token, choice); it returns (token, embed)."
         )
 
 

@@ -33,7 +33,7 @@ def split_in_words(
     words = [
         f"{_part(registered, named[at], layout.axes_of(at), mesh)} ({_dim_called(named[at], at)})"
         if registered and named
-        else f"split (dim {at})"
+        else f"{'own experts' if _spreads(layout.axes_of(at), mesh) else 'split'} (dim {at})"
         for at in dims
     ]
     uneven = any(global_shape[at] % math.prod(mesh[axis] for axis in layout.axes_of(at)) for at in dims)
@@ -56,11 +56,13 @@ def whole_in_words(*, absent: Sequence[str], added_to_a_sum: bool, optional: boo
 def _part(registered: ModuleDims, name: str, axes: Sequence[str], mesh: MeshShape) -> str:
     if all(mesh.kind(axis) == "data" for axis in axes):
         return "stored split"
-    if any(mesh.kind(axis) == "expert" for axis in axes):
-        return "own experts"
     if registered.output in name.strip("()").split():
         return "column-parallel"
     return "row-parallel" if name in registered.contracted else "split"
+
+
+def _spreads(axes: Sequence[str], mesh: MeshShape) -> bool:
+    return any(mesh.kind(axis) == "expert" for axis in axes)
 
 
 def _dim_called(name: str, at: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardlib as sl
 from shardlib.testing import equivalent
+from tests.engine.same_numbers import data_place, mean_over_data
 from tests.torchvision_on_cpu import import_torchvision
 
 import_torchvision()  # transformers imports it by the way
@@ -126,3 +129,66 @@ def test_training_gives_the_numbers_of_one_device(case: Case):
         steps=2,
     )
     assert report, str(report)
+
+
+# --- the router's balance loss ---------------------------------------------------------------------------------------
+
+
+def _losses(mesh: str) -> tuple[float, float]:
+    """How far the mean over ranks of the balance loss, and the routers' gradients, are from those of one device."""
+    torch.manual_seed(0)
+    alone = Case("Mixtral", mesh).make_model()
+    model = sl.shard_model(copy.deepcopy(alone), mesh)
+    given = batch(0)["input_ids"]
+    mask = (torch.arange(_SEQ) < (torch.arange(_ROWS) + 1)[:, None]).long()  # ranks have other numbers of tokens
+    index, count = data_place(sl.MeshShape(mesh))
+    want = alone(input_ids=given, attention_mask=mask, output_router_logits=True).aux_loss
+    mine = {"input_ids": given.chunk(count)[index], "attention_mask": mask.chunk(count)[index]}
+    got = model(**mine, output_router_logits=True).aux_loss
+    want.backward()
+    got.backward()
+    mean = mean_over_data(got.detach(), sl.MeshShape(mesh))
+    gates = [(a.mlp.gate.weight.grad, b.mlp.gate.weight.grad) for a, b in zip(alone.model.layers, model.model.layers)]
+    return abs(mean / want.detach() - 1).item(), max(((b - a).abs().max() / a.abs().max()).item() for a, b in gates)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,ep=2"])
+def test_the_balance_loss_is_that_of_all_tokens(ranks, mesh: str):
+    """transformers computes it in float32, of a few dozen tokens: roundings are below 1e-6 of it, a rank's own loss is
+    off by a hundredth and more."""
+    for of_loss, of_gradients in ranks(sl.MeshShape(mesh).world_size).run(_losses, mesh):
+        assert of_loss < 1e-5 and of_gradients < 1e-4
+
+
+def _untouched() -> tuple[bool, bool]:
+    """A model that nobody sharded has its own tokens' loss, also after another was sharded."""
+    torch.manual_seed(0)
+    alone = Case("Mixtral", "ep=2").make_model()
+    given = {"input_ids": batch(dist.get_rank())["input_ids"], "output_router_logits": True}
+    before = alone(**given).aux_loss
+    model = sl.shard_model(copy.deepcopy(alone), "ep=2")
+    changed = model(**given).aux_loss
+    return torch.equal(alone(**given).aux_loss, before), torch.equal(changed, before)
+
+
+def test_models_that_nobody_sharded_keep_their_own_balance_loss(ranks):
+    assert ranks(2).run(_untouched) == [(True, False)] * 2
+
+
+# --- layout files ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "model"),
+    [(file, entry.rpartition(".")[2]) for file in ("qwen_moe", "deepseek") for entry in sl.layouts.load(file).models],
+)
+def test_each_class_that_a_file_is_for_finds_it_and_fits_it(file: str, model: str):
+    cls = getattr(transformers, model)
+    family = next(family for family in FAMILIES if model.startswith(family))
+    with torch.device("meta"):
+        made = cls(cls.config_class(**{**_COMMON, **FAMILIES[family]}))
+    assert sl.layouts.for_model(made) == sl.layouts.load(file)
+    rows = {row.name.removeprefix("model."): row for row in sl.plan(made, "dp=2,ep=2,tp=2").rows}
+    assert str(rows["layers.1.mlp.experts.gate_up_proj"].compute) == "expert@ep (gate_up=2 ff=8@tp) embed"
+    assert str(rows["layers.1.mlp.experts.down_proj"].state) == "expert@ep embed ff@tp"
+    assert rows["layers.1.mlp.gate.weight"].stored.axes == frozenset()

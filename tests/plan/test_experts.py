@@ -1,0 +1,116 @@
+"""Rules that spread experts: what the plan says of them, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from shardlib.errors import PlanError
+from tests.engine.mixture import Experts, Model
+
+_SPREAD = {"experts.up": "expert@ep ff embed", "experts.down": "expert@ep embed ff"}
+
+
+def _plan(mesh: str = "dp=2,ep=2", changed: dict[str, Any] | None = None, model: nn.Module | None = None, **to: Any):
+    rules = sl.Rules({**_SPREAD, **(changed or {})}, unmatched="replicate")
+    return sl.plan(Model() if model is None else model, mesh, rules, **to)
+
+
+def test_experts_are_split_in_every_phase_and_all_else_as_over_data_axes():
+    made = _plan(transforms=[sl.zero(3)])
+    up, router = made["layers.0.1.experts.up"], made["layers.0.1.router.weight"]
+    assert str(up.compute) == "expert@ep ff embed" and up.added("stored") == {"dp"}
+    assert router.compute.axes == frozenset() and router.stored.axes == {"dp", "ep"}
+    assert up.note == "own experts (dim 0); uneven"
+
+
+def test_traffic_counts_gradients_of_experts_over_the_other_data_axes():
+    sums = {each.axes: each.bytes for each in _plan().traffic() if each.what == "gradients"}
+    experts = 2 * 2 * 5 * 10 * 6 * 4  # bytes of up and down of two layers
+    assert sums[("dp",)] == experts / 2  # of what a rank has on average, on two ranks
+    assert set(sums) == {("dp",), ("dp", "ep")}
+
+
+def test_memory_is_that_of_a_rank_s_experts():
+    model = nn.ModuleDict({"experts": Experts(experts=4)})
+    assert _plan("ep=4", model=model).memory().parameters == 2 * 10 * 6 * 4
+
+
+class _Shared(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class _OtherCall(Experts):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return tokens
+
+
+def _with(experts: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"experts": experts})
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"changed": {"first.weight": "out@ep in"}},
+        '"first" (Linear) has its experts spread over "ep", and is not called as tokens can be sent to it. Write',
+    ),
+    (
+        {"changed": {"experts.up": "expert ff@ep embed"}},
+        'is laid out as "expert ff@ep embed". Over "ep" whole experts are spread: write the axis, and no other one, at '
+        'the first dim of a parameter that counts them, as in "expert@ep out in".',
+    ),
+    (
+        {"changed": {"experts.down": "expert embed ff"}},
+        '"layers.0.1.experts.up" is laid out as "expert@ep ff embed" and "layers.0.1.experts.down", of the same module '
+        'and of global shape (5, 6, 10), as "expert embed ff". All experts of a module go to the same ranks: give both '
+        "the same axis at their first dim.",
+    ),
+    ({"mesh": "ep=8"}, '"layers.0.1.experts.up" has 5 experts, fewer than the 8 ranks of "ep". Make the axis smaller'),
+    (
+        {"changed": {"layers.*.output": "batch@ep seq embed"}},
+        'The output of "layers.0" is laid out as "batch@ep seq embed", and "ep" carries different tokens on each of its',
+    ),
+    (
+        {"model": _with(_Shared())},
+        '"experts.scale" of global shape (3,) belongs to all experts of "experts", which are',
+    ),
+    (
+        {"model": _with(_OtherCall())},
+        '"experts" (_OtherCall) has its experts spread over "ep", and is not called as tokens can be sent to it. Write '
+        "forward(self, tokens, numbers, weights)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
+def test_what_experts_cannot_is_refused_with_what_to_do(given: dict[str, Any], said: str):
+    with pytest.raises(PlanError) as raised:
+        _plan(**given)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: sl.capacity(0), "capacity(0): give a positive number, such as 1.25; to drop nothing leave it out."),
+        (
+            lambda: _plan("dp=2", {"experts.up": None, "experts.down": None}) | sl.capacity(2),
+            'capacity(2.0): no experts are spread over an expert axis of mesh "dp=2", and a capacity is a limit on the '
+            'tokens that travel. Give the mesh an axis ep, and a rule such as "expert@ep out in".',
+        ),
+        (
+            lambda: _plan() | sl.capacity(2) | sl.capacity(3),
+            "capacity(3.0): the plan has capacity(2.0) already; choose one of them.",
+        ),
+    ],
+)
+def test_a_capacity_that_means_nothing_is_refused(make: Any, said: str):
+    with pytest.raises(PlanError) as raised:
+        make()
+    assert str(raised.value) == said
