@@ -16,7 +16,7 @@ from torch import nn
 import shardlib as sl
 from shardlib.engine.recording import record_collectives
 from shardlib.testing import equivalent
-from tests.engine.mixture import CHOICES, EMBED, EXPERTS, Experts, Model
+from tests.engine.mixture import CHOICES, EMBED, EXPERTS, Experts, Mixture, Model
 from tests.engine.same_numbers import whole
 
 _ROWS, _SEQ = 8, 3
@@ -31,6 +31,8 @@ SPLIT = sl.Rules(
     unmatched="replicate",
 )
 
+STAGES = RULES.with_stages("0-1 | 2-3")
+
 
 def batch(step: int) -> torch.Tensor:
     return torch.randn(_ROWS, _SEQ, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
@@ -38,6 +40,10 @@ def batch(step: int) -> torch.Tensor:
 
 def _small_batch(step: int) -> torch.Tensor:
     return batch(step)[:2, :1]
+
+
+def _in_a_row() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, EMBED), Mixture(), Mixture(), nn.Linear(EMBED, 3))
 
 
 Options = dict[str, Any]
@@ -51,6 +57,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Options]] = {
     "ranks that nobody asks": (functools.partial(Model, favourites=(0, 1)), "dp=2,ep=2", {"transforms": [sl.zero(2)]}),
     "fewer tokens than choices": (Model, "ep=2", {"batch": _small_batch}),
     "once more in backward": (Model, "ep=2", {"transforms": [sl.checkpoint_activations("layers.*")]}),
+    "in stages": (_in_a_row, "pp=2,ep=2", {"rules": STAGES, "transforms": [sl.pipeline("1f1b", 2), sl.zero(1)]}),
     "each split over tp": (Model, "ep=2,tp=2", {"rules": SPLIT}),
 }
 

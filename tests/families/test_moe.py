@@ -148,7 +148,8 @@ def _losses(mesh: str) -> tuple[float, float]:
     want.backward()
     got.backward()
     mean = mean_over_data(got.detach(), sl.MeshShape(mesh))
-    gates = [(a.mlp.gate.weight.grad, b.mlp.gate.weight.grad) for a, b in zip(alone.model.layers, model.model.layers)]
+    pairs = zip(alone.model.layers, model.model.layers, strict=True)
+    gates = [(a.mlp.gate.weight.grad, b.mlp.gate.weight.grad) for a, b in pairs]
     return abs(mean / want.detach() - 1).item(), max(((b - a).abs().max() / a.abs().max()).item() for a, b in gates)
 
 
@@ -175,7 +176,7 @@ def test_models_that_nobody_sharded_keep_their_own_balance_loss(ranks):
     assert ranks(2).run(_untouched) == [(True, False)] * 2
 
 
-# --- layout files ------------------------------------------------------------------------------------------------------
+# --- layout files --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,10 @@ def test_each_class_that_a_file_is_for_finds_it_and_fits_it(file: str, model: st
     with torch.device("meta"):
         made = cls(cls.config_class(**{**_COMMON, **FAMILIES[family]}))
     assert sl.layouts.for_model(made) == sl.layouts.load(file)
-    rows = {row.name.removeprefix("model.").removeprefix("transformer."): row for row in sl.plan(made, "dp=2,ep=2,tp=2").rows}
+    rows = {
+        row.name.removeprefix("model.").removeprefix("transformer."): row
+        for row in sl.plan(made, "dp=2,ep=2,tp=2").rows
+    }
     assert str(rows["layers.1.mlp.experts.gate_up_proj"].compute) == "expert@ep (gate_up ff@tp) embed"
     assert str(rows["layers.1.mlp.experts.down_proj"].compute) == "expert@ep embed ff@tp"
     assert rows["layers.1.mlp.gate.weight"].stored.axes == frozenset()

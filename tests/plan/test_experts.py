@@ -74,7 +74,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mesh": "ep=8"}, '"layers.0.1.experts.up" has 5 experts, fewer than the 8 ranks of "ep". Make the axis smaller'),
     (
         {"changed": {"layers.*.output": "batch@ep seq embed"}},
-        'The output of "layers.0" is laid out as "batch@ep seq embed", and "ep" carries different tokens on each of its',
+        'The output of "layers.0" is laid out as "batch@ep seq embed", and "ep" carries different tokens on each',
     ),
     (
         {"model": _with(_Shared())},

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshShape, mesh
-from shardlib._plan import Plan, Row
+from shardlib._plan import Plan, Row, expert_rows
 from shardlib._plan.schedules import default_schedule, rank_of_stage, splits_backward
 from shardlib.engine import _torch
 from shardlib.errors import PlanError
@@ -125,9 +125,11 @@ def _refuse(plan: Plan, place: Place) -> None:
             'precision("fp8") with delayed scales is planned but not run on a pipeline. Scale by the tensors as they '
             "are: fp8_history=0."
         )
-    stored = any(row.stored.axes & {*plan.mesh.data_axes} for row in plan.rows)
-    if place.splits_backward and (stored or plan.step.recompute):
-        what = "stores parameters in parts" if stored else "computes activations again in backward"
+    stored = any(row.added("stored") & {*plan.mesh.data_axes} for row in plan.rows)
+    spread = bool(expert_rows(plan.rows, plan.mesh))
+    if place.splits_backward and (stored or spread or plan.step.recompute):
+        what = "spreads experts" if spread else "computes activations again in backward"
+        what = "stores parameters in parts" if stored else what
         raise PlanError(
             f'The plan {what}, and its schedule "{place.schedule}" runs the backward of weights after that of inputs, '
             'when what it computed with is gone. Use "1f1b" or "interleaved", or zero(2) and less.'

@@ -200,7 +200,8 @@ class _Step:
         if len(counts) > 1 and self._meets_in_modules():
             raise InputError(
                 f"Data ranks cut their batches into {' and '.join(map(str, counts))} microbatches, and this model's "
-                "modules wait for all data ranks (stage 3, or BatchNorm). Give all the same number: microbatches=."
+                "modules wait for all data ranks (stage 3, experts, or BatchNorm). Give all the same number: "
+                "microbatches=."
             )
         first = {self._data_of(rank): row[2] for rank, row in enumerate(every)}
         return sum(first.values())

@@ -415,7 +415,7 @@ def _other_numbers() -> str:
 def test_data_ranks_that_meet_in_modules_have_as_many_microbatches(ranks):
     said = (
         "Data ranks cut their batches into 2 and 3 microbatches, and this model's modules wait for all data ranks "
-        "(stage 3, or BatchNorm). Give all the same number: microbatches=."
+        "(stage 3, experts, or BatchNorm). Give all the same number: microbatches=."
     )
     assert ranks(4).run(_other_numbers) == [said] * 4
 
