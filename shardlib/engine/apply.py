@@ -426,8 +426,9 @@ class _Build:
     def install(self, undo: ExitStack, *, check: bool, global_batch_norm: bool) -> GradientReducer:
         """Hooks on the model: regions, borders, gradients, state dicts, inputs."""
         optimizer.watch_optimizers()
-        if self.model_mesh is not None:
+        if len(self.model_axes + self.data_axes) > 1:
             _torch.gather_uneven_splits_in_turn()
+        if self.model_mesh is not None:
             ops.enable(self.model_mesh)
             self._install_regions(self.model_mesh, undo)
             self._install_borders(self.model_mesh, undo)

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Options]] = {
     "fewer tokens than choices": (Model, "ep=2", {"batch": _small_batch}),
     "once more in backward": (Model, "ep=2", {"transforms": [sl.checkpoint_activations("layers.*")]}),
     "in stages": (_in_a_row, "pp=2,ep=2", {"rules": STAGES, "transforms": [sl.pipeline("1f1b", 2), sl.zero(1)]}),
-    "each split over tp": (Model, "ep=2,tp=2", {"rules": SPLIT}),
+    "each split over tp": (Model, "dp=1,ep=2,tp=2", {"rules": SPLIT}),
 }
 
 
@@ -123,6 +123,38 @@ def _unequal() -> float:
 
 def test_ranks_with_other_numbers_of_tokens_take_the_step_of_one_device(ranks):
     assert max(ranks(4).run(_unequal)) < 1e-10
+
+
+class _Choosing(nn.Module):
+    """One linear layer or two, behind a mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture, self.ways = Mixture(), nn.ModuleList(nn.Linear(EMBED, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, ways: int) -> torch.Tensor:
+        x = x + self.mixture(x)
+        return sum(way(x) for way in self.ways[:ways])
+
+
+def _some_lack_gradients(*transforms: Any) -> float:
+    """Those of the first place on ep. What ranks lack has to be told over ep too; experts are not summed over it."""
+    torch.manual_seed(0)
+    single = _Choosing().double()
+    model = sl.shard_model(copy.deepcopy(single), "dp=2,ep=2", RULES, transforms=transforms)
+    for step in range(2):  # buckets are in the order that the first pass has shown
+        single.zero_grad()
+        model.zero_grad()
+        rows = torch.randn(8, EMBED, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        for rank, part in enumerate(rows.chunk(4)):
+            (single(part, 1 + rank % 2).square().mean() / 4).backward()
+        model(_mine(rows), 1 + dist.get_rank() % 2).square().mean().backward()
+    return _worst(model, single)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_parameter_that_some_ranks_do_not_use_has_the_mean_over_all(ranks, stage: int):
+    assert max(ranks(4).run(_some_lack_gradients, *([sl.zero(stage)] if stage else []))) < 1e-10
 
 
 # --- what is sent --------------------------------------------------------------------------------------------------
