@@ -598,7 +598,6 @@ class GradientReducer:
         for bucket in self._reducing:
             bucket.hand_out()
         self._average_passes()
-        self._show_the_rest()
         if self.enabled and not self.is_between_passes() and (self._reducing or not self._buckets):
             for also in self.at_the_end_of_steps:
                 also()
@@ -615,13 +614,6 @@ class GradientReducer:
             if grads := [local_of(grad) for grad in rest if grad is not None]:
                 _torch.multiply_all(grads, self.mean_over(()))
         self._closing = False
-
-    def _show_the_rest(self) -> None:
-        """Gradients that no bucket carries lie where the others do, too."""
-        for i, slot in enumerate(self._slots) if self.in_parts and self.enabled else ():
-            param = slot.held.param
-            if i not in self._home and slot.held.cut is None and isinstance(param, DTensor) and param.grad is not None:
-                param.grad = slot.held.wrap(local_of(param.grad))  # type: ignore[assignment]
 
     # --- gradients that ranks lack ------------------------------------------------------------------------------------
 

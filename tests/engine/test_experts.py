@@ -125,6 +125,24 @@ def test_ranks_with_other_numbers_of_tokens_take_the_step_of_one_device(ranks):
     assert max(ranks(4).run(_unequal)) < 1e-10
 
 
+def _norms(mesh: str) -> tuple[float, float]:
+    """How far shardlib's norm, and that of torch's own clipping, are from one device's."""
+    single = _start()
+    model = sl.shard_model(copy.deepcopy(single), mesh, SPLIT)
+    single(batch(0)).square().mean().backward()
+    index, count = sl.plan_of(model).mesh.data_place(sl.plan_of(model).mesh.coordinate(dist.get_rank()))
+    model(batch(0).chunk(count)[index]).square().mean().backward()
+    want = nn.utils.clip_grad_norm_(single.parameters(), math.inf)
+    torchs = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    return (sl.get_grad_norm(model) - want).abs().item(), (whole(torchs) - want).abs().item()
+
+
+@pytest.mark.parametrize("mesh", ["dp=1,ep=2,tp=2", "dp=2,ep=2,tp=1"])
+def test_a_norm_counts_each_element_of_each_expert_once_by_torch_s_own_means_too(ranks, mesh: str):
+    for ours, torchs in ranks(4).run(_norms, mesh):
+        assert ours < 1e-12 and torchs < 1e-12
+
+
 class _Choosing(nn.Module):
     """One linear layer or two, behind a mixture."""
 
