@@ -241,13 +241,3 @@ class _ToPlain(torch.autograd.Function):
         grad = plain(grad)
         whole = _torch.replicated_spec(grad, ctx.mesh)
         return _torch.wrap(redistributed(grad, whole, ctx.placements), _torch.spec_with(whole, ctx.placements)), None
-
-
-def made_global(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """`plain -> replicated DTensor`, where it is none yet; its gradient comes back whole."""
-    return tensor if isinstance(tensor, DTensor) else _ToGlobal.apply(tensor, mesh)
-
-
-def made_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """`DTensor of any layout -> plain`, whole; its gradient goes back in that layout."""
-    return _ToPlain.apply(tensor, False) if isinstance(tensor, DTensor) else tensor
