@@ -15,6 +15,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.engine.recording import record_collectives
+from shardlib.optim import Lamb
 from shardlib.testing import equivalent
 from tests.engine.mixture import CHOICES, EMBED, EXPERTS, Experts, Mixture, Model
 from tests.engine.same_numbers import whole
@@ -57,6 +58,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Options]] = {
     "ranks that nobody asks": (functools.partial(Model, favourites=(0, 1)), "dp=2,ep=2", {"transforms": [sl.zero(2)]}),
     "fewer tokens than choices": (Model, "ep=2", {"batch": _small_batch}),
     "once more in backward": (Model, "ep=2", {"transforms": [sl.checkpoint_activations("layers.*")]}),
+    "in host memory": (Model, "dp=2,ep=2", {"transforms": [sl.zero(3), sl.offload("all")]}),
+    "by an optimizer of whole tensors": (
+        Model,
+        "ep=2,tp=2",
+        {"rules": SPLIT, "transforms": [sl.zero(1)], "optimizer": functools.partial(Lamb, lr=1e-2)},
+    ),
     "in stages": (_in_a_row, "pp=2,ep=2", {"rules": STAGES, "transforms": [sl.pipeline("1f1b", 2), sl.zero(1)]}),
     "each split over tp": (Model, "dp=1,ep=2,tp=2", {"rules": SPLIT}),
 }
