@@ -32,7 +32,7 @@ _CHUNKS = "parameters travel by units, the model's repeated blocks, and nothing 
 
 
 # ColossalAI's ways to split a sequence, and the modes of rules that do it (docs/sequence.md).
-_SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all": "ulysses"}
+_SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all": "ulysses", "ring_attn": "gather"}
 
 
 class Plugin(Options):
@@ -450,7 +450,7 @@ class HybridParallelPlugin(_WithPrecision):
     """Tensor parallel, pipelines and data parallel, with ZeRO of any stage. The layout is the one for the model's class
     (`layouts.for_model`), or `custom_policy`. Stages are balanced by parameters, or have `num_layers_per_stage`, or are
     those that the rules of `custom_policy` name. Sequences are split over tp ("split_gather", or "ring") or over ranks
-    of their own ("all_to_all", with sp_size).
+    of their own ("all_to_all" or "ring_attn", with sp_size).
 
     >>> HybridParallelPlugin(tp_size=2, zero_stage=1, precision="bf16").mesh_shape()
     MeshShape("dp=-1,tp=2")
@@ -495,7 +495,7 @@ class HybridParallelPlugin(_WithPrecision):
     dp_outside: bool = True
     overlap_p2p: bool = refused("messages travel while a rank computes, always.", default=True)
     overlap_allgather: bool = False
-    inner_ring_size: Any = refused("no ring is used.", default=None)
+    inner_ring_size: Any = refused('no ring is used: "ring_attn" gathers keys and values.', default=None)
 
     def mesh_shape(self) -> MeshShape:
         for name, size in (("tp_size", self.tp_size), ("pp_size", self.pp_size), ("sp_size", self.sp_size or 1)):
@@ -522,15 +522,15 @@ class HybridParallelPlugin(_WithPrecision):
         way = way or ("all_to_all" if own_axis else "split_gather")
         if way not in _SEQUENCE_MODES:
             raise PlanError(
-                f"{self}: sequence_parallelism_mode is one of {', '.join(map(repr, _SEQUENCE_MODES))}; ring attention "
-                f'is not here, and "all_to_all" splits as much.{nearest(way, _SEQUENCE_MODES)}'
+                f"{self}: sequence_parallelism_mode is one of {', '.join(map(repr, _SEQUENCE_MODES))}."
+                f"{nearest(way, _SEQUENCE_MODES)}"
             )
         mode = _SEQUENCE_MODES[way]
         if mode == "sequence" and (self.tp_size == 1 or self.sp_size not in (None, 1, self.tp_size)):
             raise PlanError(
                 f"{self}: {way!r} splits the sequence over the ranks of tp; give tp_size above 1, and no sp_size."
             )
-        if mode == "ulysses" and not own_axis:
+        if mode in ("ulysses", "gather") and not own_axis:
             raise PlanError(f"{self}: {way!r} splits the sequence over ranks of its own; give sp_size above 1.")
         return mode
 

@@ -56,6 +56,7 @@ PLUGINS: dict[str, Any] = {
     "all_to_all beside tp": lambda: HybridParallelPlugin(
         tp_size=2, sp_size=2, sequence_parallelism_mode="all_to_all", **SPLIT
     ),
+    "ring_attn": lambda: HybridParallelPlugin(sp_size=2, sequence_parallelism_mode="ring_attn", **SPLIT),
     "ring in stages": lambda: HybridParallelPlugin(
         tp_size=2, pp_size=2, num_microbatches=2, sequence_parallelism_mode="ring", **SPLIT
     ),
@@ -102,7 +103,7 @@ def test_a_split_sequence_trains_the_numbers_of_one_device(ranks, name: str):
         ({**SPLIT}, PlanError, "'split_gather' splits the sequence over the ranks of tp; give tp_size above 1"),
         ({**SPLIT, "tp_size": 2, "sp_size": 4, "sequence_parallelism_mode": "ring"}, PlanError, "and no sp_size"),
         ({**SPLIT, "tp_size": 2, "sequence_parallelism_mode": "all_to_all"}, PlanError, "give sp_size above 1"),
-        ({**SPLIT, "sp_size": 2, "sequence_parallelism_mode": "ring_attn"}, PlanError, "ring attention is not here"),
+        ({**SPLIT, "sp_size": 2, "sequence_parallelism_mode": "ring_atn"}, PlanError, 'Did you mean "ring_attn"'),
         ({**SPLIT, "sp_size": 2, "custom_policy": {"**": None}}, RuleError, '\'?"ulysses" was asked for as a mode'),
     ],
 )
