@@ -1,0 +1,119 @@
+"""Module borders of the plan as sharding constraints on values of the graph.
+
+A border lies where a value leaves a module (or enters it): at nodes inside of it that something outside reads. What the
+partitioner would else choose by itself, it is told there: a row-parallel product is summed at its border, once, so that a
+transformer block costs Megatron's collectives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardlib._mesh import MeshShape
+from shardlib.errors import InputError, LayoutError
+from shardlib.jax._export import Graph, module_path
+from shardlib.jax._fused import Fused
+from shardlib.layout import Layout
+from shardlib.rules import Border
+
+__all__ = ["Constraints"]
+
+
+class Constraints:
+    """What is laid out where, for one graph on one mesh.
+
+    Attributes:
+        leaving: for a node the layouts of the borders that its value leaves by.
+        entering: for a node and one that it reads the layouts of the borders between them.
+    """
+
+    def __init__(self, graph: Graph, borders: Sequence[Border], mesh: Mesh, shape: MeshShape, rows: int) -> None:
+        self.mesh, self.shape, self.rows = mesh, shape, rows
+        self.leaving: dict[torch.fx.Node, list[Border]] = {}
+        self.entering: dict[tuple[torch.fx.Node, torch.fx.Node], list[Border]] = {}
+        laid_out = [border for border in borders if border.layout is not None]
+        for border in laid_out:
+            (_place_leaving if border.side == "output" else _place_entering)(graph, border, self)
+
+    def on_output(self, node: torch.fx.Node, value: Any) -> Any:
+        """A node's value in the layouts of the borders it leaves by."""
+        for border in self.leaving.get(node, ()):
+            value = self.laid_out(value, border)
+        return value
+
+    def on_input(self, node: torch.fx.Node, read: torch.fx.Node, value: Any) -> Any:
+        """A value in the layouts of the borders by which it gets to a node."""
+        for border in self.entering.get((node, read), ()):
+            value = self.laid_out(value, border)
+        return value
+
+    def on_batch(self, value: Any) -> Any:
+        """An argument of the model, its rows divided over the data axes."""
+        if value.ndim == 0 or not self._is_batch(value):
+            return value
+        return self._constrained(value, [self.shape.data_axes, *[()] * (value.ndim - 1)])
+
+    def laid_out(self, value: Any, border: Border) -> Any:
+        if isinstance(value, Fused) or not hasattr(value, "ndim") or not jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+        assert border.layout is not None
+        axes = _axes_of(border.layout, value.ndim)
+        if axes is None:
+            raise InputError(
+                f'The layout "{border.layout}" of "{border.module}.{border.side}" was given to an activation of global '
+                f"shape {tuple(value.shape)}, which has another number of dims. Name as many dims as the activation "
+                'has, or begin the layout with "...".'
+            )
+        if axes and self._is_batch(value):
+            inner = tuple(axis for axis in axes[0] if axis not in self.shape.data_axes)
+            axes[0] = (*self.shape.data_axes, *inner)
+        return self._constrained(value, axes)
+
+    def _is_batch(self, value: Any) -> bool:
+        """Whether the first dim counts examples, or examples times something, evenly over the data ranks."""
+        return self.rows > 0 and value.ndim > 0 and value.shape[0] % self.rows == 0 and (
+            self.rows % self.shape.data_ranks == 0
+        )
+
+    def _constrained(self, value: Any, axes: Sequence[tuple[str, ...]]) -> Any:
+        """Dims that their axes do not divide are left to the partitioner: JAX would replicate them without a word."""
+        pieces = [math.prod(self.shape[axis] for axis in each) for each in axes]
+        entries = [
+            PartitionSpec.UNCONSTRAINED if n % count else (each or None)
+            for n, count, each in zip(value.shape, pieces, axes, strict=True)
+        ]
+        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*entries)))
+
+
+def _axes_of(layout: Layout, ndim: int) -> list[tuple[str, ...]] | None:
+    try:
+        laid = layout.with_ndim(ndim)
+    except LayoutError:
+        return None
+    return [laid.axes_of(dim) for dim in range(ndim)]
+
+
+def _place_leaving(graph: Graph, border: Border, into: Constraints) -> None:
+    """At every node of the module that something outside of it reads."""
+    inside = {node for node in graph.nodes if border.module in module_path(node)}
+    results = {id(node) for node in graph.results}
+    for node in inside:
+        if id(node) in results or any(user not in inside for user in node.users):
+            into.leaving.setdefault(node, []).append(border)
+
+
+def _place_entering(graph: Graph, border: Border, into: Constraints) -> None:
+    """Between every node of the module and what it reads from outside that is no tensor of the model."""
+    inside = {node for node in graph.nodes if border.module in module_path(node)}
+    for node in inside:
+        for read in node.all_input_nodes:
+            source = graph.sources.get(read)
+            if read not in inside and (source is None or source.kind == "argument"):
+                into.entering.setdefault((node, read), []).append(border)

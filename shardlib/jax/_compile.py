@@ -1,0 +1,331 @@
+"""A module, a mesh and rules to a pure function of JAX and its sharded parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardlib import _plan
+from shardlib._plan import Phase, Plan, RulesLike, Transform
+from shardlib.engine._torch import pytree
+from shardlib.errors import InputError, PlanError, nearest
+from shardlib.jax import _lowerings
+from shardlib.jax._bits import to_numpy
+from shardlib.jax._borders import Constraints
+from shardlib.jax._dtypes import as_dtype, refuse_narrowed, torch_dtype
+from shardlib.jax._export import Graph, export
+from shardlib.jax._interpreter import run
+from shardlib.jax._mesh import shape_of
+from shardlib.jax._storage import Storage, storage_of
+
+__all__ = ["Compiled", "compile_model"]
+
+assert _lowerings  # importing it filled the table
+Arrays = dict[str, Any]
+
+
+def compile_model(
+    model: nn.Module,
+    mesh: Mesh,
+    rules: RulesLike | None = None,
+    *,
+    transforms: Sequence[Transform] = (),
+    example: Any = None,
+    matmul_precision: str | None = "highest",
+) -> tuple[Compiled, Arrays]:
+    """A plain module as a pure JAX function, and its parameters as sharded arrays.
+
+    `fn(params, *inputs)` gives the global outputs of global inputs: what the module gives on one device. It can be
+    jitted and differentiated. Which mode the module is in (`train()` or `eval()`) is settled now.
+
+    Args:
+        model: a single-device module; it is copied, its values too.
+        mesh: of JAX, as `make_mesh` makes it.
+        rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default what
+            `layouts.for_model` finds.
+        transforms: functions from plan to plan; `zero(1)`, `zero(2)`, `zero(3)`, `fsdp()`, `hsdp()` and
+            `precision()` of parameters are shardings and dtypes here.
+        example: a global batch: a tuple of arguments, a mapping of keyword arguments, or one tensor. With it the graph
+            is made now, so that what is wrong with it is said now; without, at the first call. Other shapes get a
+            graph of their own, when they come.
+        matmul_precision: of products on accelerators, see `jax.default_matmul_precision`; None leaves it to JAX.
+
+    Returns:
+        The function (see `Compiled`), and a dict from names to arrays with the parameters that are trained. An array
+        has the shape of the tensor, but for fused layouts split inside, whose parts are dims, and uneven ones, which
+        are padded with zeros: `fn.to_torch(params)` has the model's own shapes.
+
+    Raises:
+        PlanError: the plan asks for what only the torch engine has (a pipeline, offload, loss scaling, ...); an op has
+            no lowering; the model cannot be exported.
+        InputError: its forward depends on values of tensors; it is of float64 and jax_enable_x64 is off.
+        MeshError, RuleError, LayoutError: mesh and rules do not fit the model.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> from shardlib.jax import make_mesh
+    >>> fn, params = compile_model(model, make_mesh("dp=1,tp=1"), {"0": "colwise", "2": "rowwise"})
+    >>> jax.jit(fn)(params, jnp.ones((2, 4))).shape, params["0.weight"].sharding.spec
+    ((2, 4), P('tp', None))
+    """
+    shape = shape_of(mesh)
+    if any(isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise PlanError("The model is sharded already; compile the single-device model, before shard_model.")
+    plan = _plan.plan(model, shape, rules, transforms=transforms)
+    _refuse_settings(plan)
+    stored = {row.name: storage_of(row, mesh, shape) for row in plan.rows}
+    compiled = Compiled(_structure_of(model), plan, mesh, stored, _values_of(model, stored, plan), matmul_precision)
+    params = {row.name: compiled._first.pop(row.name) for row in plan.rows if row.requires_grad}
+    compiled.buffers.update(compiled._first)
+    if example is not None:
+        compiled.prepare(example)
+    return compiled, params
+
+
+_NO_MATTER = ("bucket_mb", "overlap")  # of how the torch engine sends what XLA sends by itself
+
+
+def _refuse_settings(plan: Plan) -> None:
+    if plan.mesh.pipeline_axes:
+        raise PlanError(
+            f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs the whole model on all devices. Leave it out.'
+        )
+    asked = {name: value for name, value in plan.step.settings().items() if name not in _NO_MATTER}
+    if asked:
+        named = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        raise PlanError(
+            f"The plan asks for {named}, by {', '.join(plan.transforms)}; the JAX engine has no such step. Leave the "
+            "transform out, and use JAX's own: optax.MultiSteps accumulates, jax.checkpoint recomputes."
+        )
+
+
+def _structure_of(model: nn.Module) -> nn.Module:
+    """A copy of the modules with the same tensors."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def _values_of(model: nn.Module, stored: Mapping[str, Storage], plan: Plan) -> Arrays:
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {row.name: stored[row.name].to_array(tensors[row.name]) for row in plan.rows}
+
+
+class Compiled:
+    """What `compile_model` returns: a pure function, and what it knows of the model's tensors.
+
+    Attributes:
+        plan: the plan that it carries out.
+        mesh: of JAX.
+        buffers: arrays that are not trained: buffers, and parameters that are frozen. A dict to pass on, or to keep.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        stored: Mapping[str, Storage],
+        first: Arrays,
+        matmul_precision: str | None,
+    ) -> None:
+        self.plan, self.mesh = plan, mesh
+        self.buffers: Arrays = {}
+        self._model, self._stored, self._first = model, stored, first
+        self._precision = matmul_precision
+        self._graphs: dict[Any, Graph] = {}
+
+    def __call__(self, params: Arrays, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
+        """The model's outputs, with the buffers as they were at the start.
+
+        Args:
+            params: arrays by name, as `compile_model` returned them, or updated ones.
+            *args, **kwargs: of the model's forward, whole batches; arrays in place of tensors, other values as they are.
+            rng: a key of JAX, for a model that draws (dropout in training mode).
+
+        Returns:
+            What the module returns, arrays in place of tensors; a mapping (as of a Hugging Face model) as a dict.
+
+        Raises:
+            InputError: the model changes buffers, so that they must be passed (`apply`); it draws, and there is no
+                key; arrays are missing, or of another shape.
+        """
+        results, changed = self._run(params, self.buffers, args, kwargs, rng)
+        if changed:
+            raise InputError(
+                f"The model changes its buffers ({', '.join(list(changed)[:3])}{', ...' if len(changed) > 3 else ''}), "
+                "and fn(params, ...) would lose the new values. Call outputs, buffers = fn.apply(params, fn.buffers, "
+                "...), or compile the model in evaluation mode."
+            )
+        return results
+
+    def apply(self, params: Arrays, buffers: Arrays, *args: Any, rng: Any = None, **kwargs: Any) -> tuple[Any, Arrays]:
+        """`(outputs, buffers)` after the model has changed its buffers, as BatchNorm does; see `__call__`.
+
+        >>> from shardlib.jax import make_mesh
+        >>> fn, params = compile_model(nn.BatchNorm1d(3), make_mesh("dp=1"), {"**": None})
+        >>> _, buffers = fn.apply(params, fn.buffers, jnp.ones((2, 3)))
+        >>> int(buffers["num_batches_tracked"])
+        1
+        """
+        results, changed = self._run(params, buffers, args, kwargs, rng)
+        return results, {**buffers, **changed}
+
+    def prepare(self, example: Any) -> None:
+        """Make the graph for a batch of these shapes now, and raise what is wrong with it."""
+        if isinstance(example, Mapping):
+            args, kwargs = (), dict(example)
+        else:
+            args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
+        self._graph(*_flat_arguments(args, kwargs))
+
+    def shardings(self, tree: Any, phase: Phase = "stored") -> Any:
+        """A tree of `NamedSharding`s for a tree that holds arrays by the parameters' names, such as optax's state.
+
+        What has a parameter's name and shape lies as the plan says for the phase: "state" for an optimizer's state,
+        "grad" for gradients, "stored" for parameters. Everything else is replicated.
+
+        >>> from shardlib.jax import make_mesh
+        >>> fn, params = compile_model(nn.Linear(4, 8), make_mesh("dp=1,tp=1"), {"": "colwise"})
+        >>> fn.shardings({"mu": params, "count": jnp.zeros(())}, "state")["mu"]["weight"].spec
+        P('tp', None)
+        """
+        whole = NamedSharding(self.mesh, PartitionSpec())
+
+        def find(path: Any, leaf: Any) -> NamedSharding:
+            names = [str(getattr(key, "key", "")) for key in path]
+            stored = next((self._stored[name] for name in reversed(names) if name in self._stored), None)
+            if stored is None or tuple(np.shape(leaf)) != stored.array_shape or phase not in stored.specs:
+                return whole
+            return stored.sharding(phase)
+
+        return jax.tree_util.tree_map_with_path(find, tree)
+
+    def to_torch(self, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Arrays by name (parameters, gradients, buffers) as whole tensors of the model's shapes; copies.
+
+        Every process must call it with arrays that it can address whole.
+        """
+        return {name: self._storage(name).to_torch(array) for name, array in arrays.items()}
+
+    def from_torch(self, tensors: Mapping[str, torch.Tensor]) -> Arrays:
+        """Tensors by name, of the model's shapes, as arrays that lie as the plan says; copies. `to_torch` undoes it.
+
+        Other names of tied parameters may be among them.
+        """
+        rows = {self.plan[name].name: tensor for name, tensor in tensors.items()}
+        return {name: self._storage(name).to_array(tensor) for name, tensor in rows.items()}
+
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of every array by name: what restoring a checkpoint asks for."""
+        return {name: stored.abstract() for name, stored in self._stored.items()}
+
+    def _storage(self, name: str) -> Storage:
+        if name not in self._stored:
+            raise InputError(f'The model has no tensor "{name}".{nearest(name, self._stored)}')
+        return self._stored[name]
+
+    def _run(
+        self, params: Arrays, buffers: Arrays, args: tuple[Any, ...], kwargs: dict[str, Any], rng: Any
+    ) -> tuple[Any, Arrays]:
+        arrays = self._checked(params, buffers)
+        leaves, structure = _flat_arguments(args, kwargs)
+        graph = self._graph(leaves, structure)
+        if graph.random and rng is None:
+            raise InputError(
+                "The model draws random numbers (dropout, in training mode); pass rng=jax.random.key(seed), another "
+                "one each step, or compile the model in evaluation mode."
+            )
+        given = [_as_array(leaf) for leaf in leaves if _is_array(leaf)]
+        rows = next((leaf.shape[0] for leaf in given if leaf.ndim), 0)
+        constraints = Constraints(graph, self.plan.borders, self.mesh, self.plan.mesh, rows)
+        batch = iter([constraints.on_batch(leaf) for leaf in given])
+        values = {name: stored.value(arrays[name]) for name, stored in self._stored.items()}
+        inputs = {}
+        for node, source in graph.sources.items():
+            if source.kind == "tensor":
+                inputs[node] = values[self.plan[source.name].name]
+            elif source.kind == "constant":
+                inputs[node] = jnp.asarray(to_numpy(source.value))
+            elif isinstance(node.meta.get("val"), torch.Tensor):
+                inputs[node] = next(batch).astype(as_dtype(node.meta["val"].dtype))
+            else:
+                inputs[node] = node.meta.get("val")
+        with jax.default_matmul_precision(self._precision):
+            results, changed = run(graph, inputs, constraints, rng)
+        kept = {self.plan[name].name: value for name, value in changed.items()}
+        outputs = _plain(pytree.tree_unflatten(results, graph.structure))
+        return outputs, {name: self._stored[name].kept(value) for name, value in kept.items()}
+
+    def _checked(self, params: Arrays, buffers: Arrays) -> Arrays:
+        arrays = {**buffers, **params}
+        if missing := [name for name in self._stored if name not in arrays]:
+            raise InputError(
+                f"{len(missing)} arrays are missing, {', '.join(missing[:3])} among them: give all that compile_model "
+                "returned, and fn.buffers."
+            )
+        if unknown := [name for name in arrays if name not in self._stored]:
+            raise InputError(f'The model has no tensor "{unknown[0]}".{nearest(unknown[0], self._stored)}')
+        for name, stored in self._stored.items():
+            if tuple(arrays[name].shape) != stored.array_shape:
+                raise InputError(
+                    f'"{name}" was given as an array of shape {tuple(arrays[name].shape)}; it is {stored.array_shape}. '
+                    "fn.from_torch({name: tensor}) makes arrays of the right shape from the model's tensors."
+                )
+        return arrays
+
+    def _graph(self, leaves: list[Any], structure: Any) -> Graph:
+        key = (tuple(_key_of(leaf) for leaf in leaves), str(structure))
+        if key not in self._graphs:
+            args, kwargs = pytree.tree_unflatten([_example(leaf) for leaf in leaves], structure)
+            self._graphs[key] = export(self._model, args, kwargs)
+        return self._graphs[key]
+
+
+def _flat_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten((args, kwargs))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor | np.ndarray | np.generic | jax.Array) or hasattr(leaf, "aval")
+
+
+def _as_array(leaf: Any) -> Any:
+    return jnp.asarray(to_numpy(leaf)) if isinstance(leaf, torch.Tensor) else jnp.asarray(leaf)
+
+
+def _key_of(leaf: Any) -> Any:
+    """Arrays by shape and dtype, anything else by value."""
+    if not _is_array(leaf):
+        return type(leaf).__name__, repr(leaf)
+    return tuple(leaf.shape), _dtype_of(leaf)
+
+
+def _dtype_of(leaf: Any) -> torch.dtype:
+    """As torch would have it: indices have 64 bits there, which JAX makes 32 unless it is told otherwise."""
+    dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else torch_dtype(leaf.dtype)
+    if not jax.config.jax_enable_x64 and dtype == torch.int32:
+        return torch.int64
+    refuse_narrowed(dtype, "An argument")
+    return dtype
+
+
+def _example(leaf: Any) -> Any:
+    return torch.zeros(tuple(leaf.shape), dtype=_dtype_of(leaf)) if _is_array(leaf) else leaf
+
+
+def _plain(tree: Any) -> Any:
+    """Containers that JAX knows: a mapping of any kind becomes a dict."""
+    if isinstance(tree, Mapping):
+        return {key: _plain(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(_plain, tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(_plain, tree))
+    return tree

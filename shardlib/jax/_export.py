@@ -1,0 +1,213 @@
+"""From a module to a graph of functions: `torch.export`, with in-place ops and views taken out.
+
+What an export forgets is marked on its nodes before: which of them run without gradients. Errors are explained.
+"""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind, OutputKind
+
+from shardlib.errors import InputError, PlanError, nearest
+from shardlib.jax._dtypes import refuse_narrowed
+from shardlib.jax._table import find_lowering, known_ops
+
+__all__ = ["Graph", "Source", "export", "module_path", "without_gradient"]
+
+_MARK = "shardlib_no_grad"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an input of the graph comes from: a tensor of the model by its name, a constant, or the user's arguments."""
+
+    kind: str
+    name: str
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An exported module.
+
+    Attributes:
+        nodes: in the order of execution, without inputs and outputs.
+        sources: for each input node where its value comes from.
+        results: the nodes, or constants, that the model returns, flat.
+        changed: the buffers that it changes, each with the node of its new value.
+        structure: how `results` are put together again.
+    """
+
+    nodes: tuple[torch.fx.Node, ...]
+    sources: Mapping[torch.fx.Node, Source]
+    results: tuple[Any, ...]
+    changed: Mapping[str, torch.fx.Node]
+    structure: Any
+
+    @property
+    def random(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(_draws(node) for node in self.nodes)
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Attention draws only where it drops; dropout only where it does."""
+    found = find_lowering(node.target) if hasattr(node.target, "namespace") else None
+    if found is None or not found.random:
+        return False
+    name = node.target.__name__  # type: ignore[union-attr]
+    if name.startswith("scaled_dot_product"):
+        return float(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) > 0  # type: ignore[arg-type]
+    return True
+
+
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    """The graph of a module for arguments of these shapes.
+
+    Raises:
+        InputError: its forward depends on values of tensors; the message points at the line.
+        PlanError: it cannot be exported for another reason, or has ops that no lowering is registered for; all of
+            them are listed.
+    """
+    try:
+        program = torch.export.export(model, args, kwargs, strict=False)
+        for node in program.graph.nodes:
+            _mark(node)
+        program = program.run_decompositions({})
+    except Exception as error:
+        raise _explained(error, model) from error
+    graph = _read(program)
+    _refuse_unknown(graph)
+    _refuse_narrow_nodes(graph)
+    return graph
+
+
+def _mark(node: torch.fx.Node) -> None:
+    """The mark goes on to every node that comes of this one."""
+    if node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled":
+        node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: not node.args[0]}
+
+
+def without_gradient(node: torch.fx.Node) -> bool:
+    """Whether the model computes a node under `torch.no_grad()`."""
+    return bool(node.meta.get("custom", {}).get(_MARK))
+
+
+def module_path(node: torch.fx.Node) -> tuple[str, ...]:
+    """The names of the modules that a node runs in, outermost first."""
+    return tuple(name for name, _ in (node.meta.get("nn_module_stack") or {}).values())
+
+
+def _read(program: torch.export.ExportedProgram) -> Graph:
+    inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
+    sources: dict[torch.fx.Node, Source] = {}
+    nodes, output = [], None
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            sources[node] = _source(inputs[node.name], program)
+        elif node.op == "call_function":
+            nodes.append(node)
+        elif node.op == "output":
+            output = node
+        else:
+            raise PlanError(f'The exported graph has a node of kind "{node.op}" ({node.name}), which no lowering knows.')
+    assert output is not None
+    changed, results = {}, []
+    for spec, value in zip(program.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            changed[str(spec.target)] = value
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            results.append(value)
+        else:
+            raise PlanError(
+                f"The model changes its {spec.kind.name.lower().replace('_', ' ')} {spec.target} in place. JAX arrays "
+                "do not change: return the new value, or keep it in a buffer."
+            )
+    return Graph(tuple(nodes), sources, tuple(results), changed, program.call_spec.out_spec)
+
+
+def _source(spec: Any, program: torch.export.ExportedProgram) -> Source:
+    if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+        return Source("tensor", str(spec.target))
+    if spec.kind is InputKind.CONSTANT_TENSOR:
+        return Source("constant", str(spec.target), program.constants[spec.target])
+    if spec.kind is InputKind.USER_INPUT:
+        return Source("argument", spec.arg.name)
+    raise PlanError(f"The exported graph has an input of kind {spec.kind.name}, which the JAX engine does not know.")
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unknown(graph: Graph) -> None:
+    """All ops without a lowering at once, each with the modules that need it."""
+    missing: dict[str, dict[str, None]] = {}
+    for node in graph.nodes:
+        if node.target is not operator.getitem and _lowering_name(node) is not None:
+            missing.setdefault(str(_lowering_name(node)), {})[(module_path(node) or ("",))[-1] or "(root)"] = None
+    if not missing:
+        return
+    lines = [
+        f"  {op}, needed by {', '.join(list(where)[:4])}{f' and {len(where) - 4} more' if len(where) > 4 else ''}"
+        f"{nearest(op, known_ops())}"
+        for op, where in sorted(missing.items())
+    ]
+    raise PlanError(
+        f"{len(missing)} {'ops have' if len(missing) > 1 else 'op has'} no lowering to JAX:\n"
+        + "\n".join(lines)
+        + "\nRegister each with @shardlib.jax.lowering(op), a function on jax arrays with the op's own arguments, or "
+        "write the module with other ops."
+    )
+
+
+def _lowering_name(node: torch.fx.Node) -> str | None:
+    """The name of an op that has no lowering, or None for one that has."""
+    target: Any = node.target
+    if not hasattr(target, "namespace") or not hasattr(target, "overloadpacket"):
+        return str(getattr(target, "__name__", target))
+    name = f"{target.namespace}::{target.__name__}"
+    return None if name == "aten::_assert_tensor_metadata.default" or find_lowering(target) else name
+
+
+def _refuse_narrow_nodes(graph: Graph) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            where = (module_path(node) or ("",))[-1] or "(root)"
+            refuse_narrowed(value.dtype, f'What "{where}" computes with {node.target}')
+
+
+_DEPENDS = ("data-dependent", "DataDependent", "data dependent", "Could not guard", "unbacked")
+
+
+def _explained(error: Exception, model: nn.Module) -> Exception:
+    where = _line_of(error)
+    text = f"{type(error).__name__}: {error}"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if any(word in text for word in _DEPENDS):
+        return InputError(
+            f"{type(model).__name__} cannot be compiled: its forward depends on values of tensors{where}. A compiled "
+            "program is the same for all values. Use torch.where in place of if, a mask in place of an index of "
+            f"varying length, or pass the number as an argument. (torch.export: {first})"
+        )
+    hint = " Pass use_cache=False." if "Cache" in text else ""
+    return PlanError(f"{type(model).__name__} cannot be exported{where}: {first}.{hint}")
+
+
+def _line_of(error: BaseException | None) -> str:
+    """The innermost line of the traceback that is not torch's own, nor ours."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if not any(part in frame.filename for part in ("/torch/", "/shardlib/jax/", "/contextlib.py", "<")):
+                return f", at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
+        error = error.__cause__ or error.__context__
+    return ""

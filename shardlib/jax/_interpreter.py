@@ -1,0 +1,101 @@
+"""Runs an exported graph on JAX arrays: node by node, each by its lowering. What `jax.jit` traces."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import torch
+from jax import lax
+
+from shardlib.engine._torch import pytree
+from shardlib.jax import _fused
+from shardlib.jax._borders import Constraints
+from shardlib.jax._dtypes import as_dtype
+from shardlib.jax._export import Graph, module_path, without_gradient
+from shardlib.jax._fused import Fused, whole
+from shardlib.jax._table import find_lowering
+
+__all__ = ["run"]
+
+
+def run(
+    graph: Graph, inputs: Mapping[torch.fx.Node, Any], constraints: Constraints, rng: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """The model's results, flat, and the new values of the buffers that it changes.
+
+    Args:
+        graph: what to run.
+        inputs: a value for each input of the graph.
+        constraints: where activations are laid out.
+        rng: a key of JAX, or None for a graph that draws nothing.
+    """
+    values: dict[torch.fx.Node, Any] = dict(inputs)
+    for index, node in enumerate(graph.nodes):
+        values[node] = _computed(node, values, constraints, rng, index)
+    results = [whole(values[r]) if isinstance(r, torch.fx.Node) else r for r in graph.results]
+    return results, {name: lax.stop_gradient(whole(values[node])) for name, node in graph.changed.items()}
+
+
+def _computed(
+    node: torch.fx.Node, values: Mapping[torch.fx.Node, Any], constraints: Constraints, rng: Any, index: int
+) -> Any:
+    def read(other: torch.fx.Node) -> Any:
+        return constraints.on_input(node, other, values[other])
+
+    args = torch.fx.node.map_arg(node.args, read)
+    kwargs = torch.fx.node.map_arg(node.kwargs, read)
+    if node.target is operator.getitem:
+        return constraints.on_output(node, args[0][args[1]])
+    known = find_lowering(node.target) if _is_op(node) else None
+    if known is None:  # a check of the export itself; unknown ops were refused before
+        return None
+    if known.random:
+        kwargs = {**kwargs, "key": None if rng is None else jax.random.fold_in(rng, index)}
+    try:
+        result = _called(node, known, args, kwargs)
+    except Exception as error:
+        where = (module_path(node) or ("",))[-1] or "(root)"
+        error.add_note(f'This was {node.target} in module "{where}", run on JAX:\n{node.meta.get("stack_trace", "")}')
+        raise
+    result = _as_torch_has_it(result, node)
+    return constraints.on_output(node, result) if not isinstance(result, tuple) else result
+
+
+def _is_op(node: torch.fx.Node) -> bool:
+    return not getattr(node.target, "__name__", "").startswith("_assert_tensor_metadata")
+
+
+def _called(node: torch.fx.Node, known: Any, args: Any, kwargs: Any) -> Any:
+    if any(isinstance(leaf, Fused) for leaf in _leaves((args, kwargs))):
+        target: Any = node.target
+        return _fused.call(f"{target.namespace}::{target.__name__}", known, args, dict(kwargs))
+    return known.function(*args, **kwargs)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return pytree.tree_leaves(tree)
+
+
+def _as_torch_has_it(result: Any, node: torch.fx.Node) -> Any:
+    """In the dtype that torch gives the result, without a gradient where torch records none."""
+    wanted = node.meta.get("val")
+    if isinstance(result, tuple | list):
+        shapes = wanted if isinstance(wanted, tuple | list) else [None] * len(result)
+        return tuple(_one(each, like, node) for each, like in zip(result, shapes, strict=True))
+    return _one(result, wanted, node)
+
+
+def _one(value: Any, wanted: Any, node: torch.fx.Node) -> Any:
+    if not isinstance(wanted, torch.Tensor) or not hasattr(value, "dtype"):
+        return value
+    if tuple(value.shape) != tuple(wanted.shape) and wanted.numel():
+        raise AssertionError(f"{node.target} gave shape {tuple(value.shape)}, torch has {tuple(wanted.shape)}")
+    array = value.array if isinstance(value, Fused) else value
+    if array.dtype != as_dtype(wanted.dtype):
+        array = array.astype(as_dtype(wanted.dtype))
+    if without_gradient(node):
+        array = lax.stop_gradient(array)
+    return Fused(array, value.parts) if isinstance(value, Fused) else array

@@ -1,0 +1,7 @@
+"""What ops of torch are in JAX, by kind. Importing this fills the table."""
+
+from __future__ import annotations
+
+from shardlib.jax._lowerings import attention, create, index, matmul, nets, norms, pointwise, random, reduce, views
+
+__all__ = ["attention", "create", "index", "matmul", "nets", "norms", "pointwise", "random", "reduce", "views"]

@@ -1,0 +1,294 @@
+"""Convolutions, pooling and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardlib.jax._table import lowering
+
+__all__: list[str] = []
+
+
+# --- convolutions ---------------------------------------------------------------------------------------------------
+
+
+def _each(value: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """One number a dim; torch lets one stand for all."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * count if len(values) == 1 else values
+
+
+@lowering(*(f"aten::conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")))
+def _conv(
+    x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Any:
+    if not isinstance(padding, str):
+        return _convolution(x, weight, bias, stride, padding, dilation, False, 0, groups)
+    dims = weight.ndim - 2
+    totals = [d * (k - 1) for d, k in zip(_each(dilation, dims), weight.shape[2:], strict=True)]
+    pairs = [(t // 2, t - t // 2) if padding == "same" else (0, 0) for t in totals]
+    return _convolved(x, weight, bias, _each(stride, dims), pairs, _each(dilation, dims), groups)
+
+
+@lowering("aten::convolution.default")
+def _convolution(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Any:
+    dims = weight.ndim - 2
+    stride, padding, dilation = (_each(value, dims) for value in (stride, padding, dilation))
+    if transposed:
+        return _transposed(x, weight, bias, stride, padding, dilation, _each(output_padding, dims), groups)
+    return _convolved(x, weight, bias, stride, [(p, p) for p in padding], dilation, groups)
+
+
+@lowering(
+    "aten::conv_transpose1d.default", "aten::conv_transpose2d.input", "aten::conv_transpose3d.input"
+)
+def _conv_transpose(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    return _convolution(x, weight, bias, stride, padding, dilation, True, output_padding, groups)
+
+
+def _convolved(
+    x: Any, weight: Any, bias: Any, stride: Any, pairs: Any, dilation: Any, groups: int, spread: Any = None
+) -> Any:
+    batched = x.ndim == weight.ndim
+    y = lax.conv_general_dilated(
+        x if batched else x[None],
+        weight,
+        window_strides=stride,
+        padding=pairs,
+        lhs_dilation=spread,
+        rhs_dilation=dilation,
+        feature_group_count=groups,
+    )
+    y = y if bias is None else y + bias.reshape(1, -1, *[1] * (y.ndim - 2))
+    return y if batched else y[0]
+
+
+def _transposed(
+    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, output_padding: Any, groups: int
+) -> Any:
+    """The gradient of a convolution by its input: a convolution of the input, spread, with the mirrored kernel."""
+    ins, outs, *kernel = weight.shape
+    mirrored = jnp.flip(weight, tuple(range(2, weight.ndim)))
+    mirrored = mirrored.reshape(groups, ins // groups, outs, *kernel).swapaxes(1, 2).reshape(-1, ins // groups, *kernel)
+    pairs = [
+        (d * (k - 1) - p, d * (k - 1) - p + o)
+        for d, k, p, o in zip(dilation, kernel, padding, output_padding, strict=True)
+    ]
+    return _convolved(x, mirrored, bias, (1,) * len(kernel), pairs, dilation, groups, stride)
+
+
+# --- pooling --------------------------------------------------------------------------------------------------------
+
+
+def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> tuple[int, int]:
+    """Padding on both sides; more on the right where a last window may stick out."""
+    reach = dilation * (kernel - 1) + 1
+    count = (size + 2 * padding - reach) / stride
+    outs = (math.ceil(count) if ceil_mode else math.floor(count)) + 1
+    if ceil_mode and (outs - 1) * stride >= size + padding:  # the last window has to start inside
+        outs -= 1
+    return padding, max((outs - 1) * stride + reach - size - padding, 0 if ceil_mode else -size)
+
+
+def _pooled(
+    x: Any, start: Any, combine: Callable[..., Any], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
+) -> Any:
+    dims = len(kernel)
+    outer = (1,) * (x.ndim - dims)
+    sizes = x.shape[-dims:]
+    pairs = [_windows(*each, ceil) for each in zip(sizes, kernel, stride, padding, dilation, strict=True)]
+    x = lax.pad(x, jnp.asarray(start, x.dtype), [(0, 0, 0)] * len(outer) + [(a, b, 0) for a, b in pairs])
+    return lax.reduce_window(
+        x, start, combine, (*outer, *kernel), (*outer, *stride), "VALID", window_dilation=(*outer, *dilation)
+    )
+
+
+@lowering(*(f"aten::max_pool{n}d.default" for n in (1, 2, 3)))
+def _max_pool(
+    x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Any:
+    dims = _dims_of(x, kernel)
+    kernel = _each(kernel, dims)
+    low = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
+    start = np.asarray(low, x.dtype)
+    return _pooled(
+        x, start, lax.max, kernel, _each(stride or kernel, dims), _each(padding, dims), _each(dilation, dims), ceil_mode
+    )
+
+
+def _dims_of(x: Any, kernel: Any) -> int:
+    """How many dims are pooled: batch and channels come before them."""
+    return x.ndim - 2 if isinstance(kernel, int) or len(kernel) == 1 else len(kernel)
+
+
+@lowering(*(f"aten::avg_pool{n}d.default" for n in (1, 2, 3)))
+def _avg_pool(
+    x: Any,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    dims = _dims_of(x, kernel)
+    kernel, padding = _each(kernel, dims), _each(padding, dims)
+    stride = _each(stride or kernel, dims)
+
+    def added(values: Any, pads: Any) -> Any:
+        return _pooled(values, np.asarray(0, x.dtype), lax.add, kernel, stride, pads, (1,) * dims, ceil_mode)
+
+    if divisor_override:
+        return added(x, padding) / divisor_override
+    ones = jnp.ones(x.shape[-dims:], x.dtype)
+    if count_include_pad:
+        counts = added(lax.pad(ones, jnp.ones((), x.dtype), [(p, p, 0) for p in padding]), (0,) * dims)
+    else:
+        counts = added(ones, padding)
+    return added(x, padding) / counts
+
+
+@lowering(*(f"aten::adaptive_avg_pool{n}d.default" for n in (1, 2, 3)), "aten::_adaptive_avg_pool2d.default")
+def _adaptive_avg_pool(x: Any, output_size: Any) -> Any:
+    """Along each dim a product with the matrix of its windows' weights, or a mean where windows are even."""
+    sizes = (output_size,) if isinstance(output_size, int) else tuple(output_size)
+    for dim, outs in zip(range(x.ndim - len(sizes), x.ndim), sizes, strict=True):
+        ins = x.shape[dim]
+        if ins % outs == 0:
+            x = x.reshape(*x.shape[:dim], outs, ins // outs, *x.shape[dim + 1 :]).mean(dim + 1)
+        else:
+            x = jnp.moveaxis(jnp.moveaxis(x, dim, -1) @ jnp.asarray(_averages(ins, outs), x.dtype), -1, dim)
+    return x
+
+
+def _averages(ins: int, outs: int) -> np.ndarray:
+    matrix = np.zeros((ins, outs))
+    for i in range(outs):
+        start, stop = i * ins // outs, -(-(i + 1) * ins // outs)
+        matrix[start:stop, i] = 1 / (stop - start)
+    return matrix
+
+
+# --- losses ---------------------------------------------------------------------------------------------------------
+
+
+def _reduced(loss: Any, reduction: int) -> Any:
+    """0 leaves it, 1 takes the mean, 2 the sum."""
+    return (lambda x: x, jnp.mean, jnp.sum)[reduction](loss)
+
+
+@lowering("aten::cross_entropy_loss.default")
+def _cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """The class is picked by a comparison, which needs no other device's part where classes are split."""
+    classes = 0 if logits.ndim == 1 else 1
+    logp = jax.nn.log_softmax(logits, axis=classes)
+    if jnp.issubdtype(target.dtype, jnp.floating):
+        return _of_probabilities(logp, target, weight, reduction, label_smoothing, classes)
+    loss, scale = _picked(logp, target, weight, ignore_index, classes)
+    if label_smoothing:
+        count = logp.shape[classes]
+        by_class = logp if weight is None else logp * _at_dim(weight, classes, logp.ndim)
+        spread = -jnp.where(target == ignore_index, 0, jnp.sum(by_class, axis=classes))
+        loss = (1 - label_smoothing) * loss + label_smoothing / count * spread
+    return jnp.sum(loss) / jnp.sum(scale) if reduction == 1 else _reduced(loss, reduction)
+
+
+def _of_probabilities(logp: Any, target: Any, weight: Any, reduction: int, smoothing: float, classes: int) -> Any:
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / target.shape[classes]
+    by_class = logp * target if weight is None else logp * target * _at_dim(weight, classes, logp.ndim)
+    loss = -jnp.sum(by_class, axis=classes)
+    return jnp.mean(loss) if reduction == 1 else _reduced(loss, reduction)
+
+
+@lowering("aten::nll_loss_nd.default", "aten::nll_loss.default", "aten::nll_loss2d.default")
+def _nll_loss(logp: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
+    loss, scale = _picked(logp, target, weight, ignore_index, 0 if logp.ndim == 1 else 1)
+    return jnp.sum(loss) / jnp.sum(scale) if reduction == 1 else _reduced(loss, reduction)
+
+
+def _picked(logp: Any, target: Any, weight: Any, ignore_index: int, classes: int) -> tuple[Any, Any]:
+    """Minus the entry of each target's class, and what it counts; a target that is ignored counts nothing."""
+    ids = lax.broadcasted_iota(target.dtype, logp.shape, classes)
+    chosen = ids == jnp.expand_dims(target, classes)
+    kept = target != ignore_index
+    scale = kept.astype(logp.dtype)
+    if weight is not None:
+        scale = scale * jnp.sum(jnp.where(chosen, _at_dim(weight, classes, logp.ndim), 0), axis=classes)
+    return -jnp.sum(jnp.where(chosen, logp, 0), axis=classes) * scale, scale
+
+
+def _at_dim(vector: Any, dim: int, ndim: int) -> Any:
+    return vector.reshape([-1 if d == dim else 1 for d in range(ndim)])
+
+
+@lowering("aten::mse_loss.default")
+def _mse_loss(x: Any, target: Any, reduction: int = 1) -> Any:
+    return _reduced(jnp.square(x - target), reduction)
+
+
+@lowering("aten::l1_loss.default")
+def _l1_loss(x: Any, target: Any, reduction: int = 1) -> Any:
+    return _reduced(jnp.abs(x - target), reduction)
+
+
+@lowering("aten::smooth_l1_loss.default")
+def _smooth_l1_loss(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) -> Any:
+    far = jnp.abs(x - target)
+    if beta == 0:
+        return _reduced(far, reduction)
+    return _reduced(jnp.where(far < beta, 0.5 * jnp.square(x - target) / beta, far - 0.5 * beta), reduction)
+
+
+@lowering("aten::huber_loss.default")
+def _huber_loss(x: Any, target: Any, reduction: int = 1, delta: float = 1.0) -> Any:
+    far = jnp.abs(x - target)
+    return _reduced(jnp.where(far <= delta, 0.5 * jnp.square(x - target), delta * (far - 0.5 * delta)), reduction)
+
+
+@lowering("aten::binary_cross_entropy_with_logits.default")
+def _bce_with_logits(x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Any:
+    positive, negative = jax.nn.log_sigmoid(x), jax.nn.log_sigmoid(-x)
+    loss = -(target * positive * (1 if pos_weight is None else pos_weight) + (1 - target) * negative)
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
+@lowering("aten::kl_div.default")
+def _kl_div(x: Any, target: Any, reduction: int = 1, log_target: bool = False) -> Any:
+    if log_target:
+        return _reduced(jnp.exp(target) * (target - x), reduction)
+    positive = target > 0
+    return _reduced(jnp.where(positive, target * (jnp.log(jnp.where(positive, target, 1)) - x), 0), reduction)

@@ -1,0 +1,323 @@
+"""Ops that compute each element by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.jax._dtypes import as_dtype, promote, promoted
+from shardlib.jax._table import lowering
+
+__all__: list[str] = []
+
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "abs": jnp.abs,
+    "acos": jnp.arccos,
+    "alias": lambda x: x,
+    "asin": jnp.arcsin,
+    "atan": jnp.arctan,
+    "bitwise_not": jnp.bitwise_not,
+    "ceil": jnp.ceil,
+    "conj": jnp.conj,
+    "cos": jnp.cos,
+    "cosh": jnp.cosh,
+    "deg2rad": jnp.deg2rad,
+    "detach": lax.stop_gradient,
+    "detach_copy": lax.stop_gradient,
+    "erf": lax.erf,
+    "erfc": lax.erfc,
+    "erfinv": lax.erf_inv,
+    "exp": jnp.exp,
+    "exp2": jnp.exp2,
+    "expm1": jnp.expm1,
+    "floor": jnp.floor,
+    "frac": lambda x: x - jnp.trunc(x),
+    "imag": jnp.imag,
+    "isfinite": jnp.isfinite,
+    "isinf": jnp.isinf,
+    "isnan": jnp.isnan,
+    "lgamma": lax.lgamma,
+    "log": jnp.log,
+    "log10": jnp.log10,
+    "log1p": jnp.log1p,
+    "log2": jnp.log2,
+    "log_sigmoid": jax.nn.log_sigmoid,
+    "logical_not": jnp.logical_not,
+    "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
+    "neg": jnp.negative,
+    "positive": lambda x: x,
+    "rad2deg": jnp.rad2deg,
+    "real": jnp.real,
+    "reciprocal": lambda x: 1 / x,
+    "relu": jax.nn.relu,
+    "relu6": lambda x: _clamp(x, 0, 6),
+    "round": jnp.round,
+    "rsqrt": lax.rsqrt,
+    "selu": jax.nn.selu,
+    "sgn": jnp.sign,
+    "sigmoid": jax.nn.sigmoid,
+    "sign": jnp.sign,
+    "signbit": jnp.signbit,
+    "silu": jax.nn.silu,
+    "sin": jnp.sin,
+    "sinh": jnp.sinh,
+    "softsign": lambda x: x / (1 + jnp.abs(x)),
+    "sqrt": jnp.sqrt,
+    "square": jnp.square,
+    "tan": jnp.tan,
+    "tanh": jnp.tanh,
+    "tanhshrink": lambda x: x - jnp.tanh(x),
+    "trunc": jnp.trunc,
+}
+# Whole numbers that are not asked to stay whole become the default float.
+_WHOLE = {"abs", "alias", "bitwise_not", "ceil", "conj", "detach", "detach_copy", "floor", "imag", "isfinite", "isinf"}
+_WHOLE |= {"isnan", "logical_not", "neg", "positive", "real", "relu", "relu6", "round", "sgn", "sign", "signbit"}
+_WHOLE |= {"square", "trunc"}
+
+
+def _register_unary(name: str, function: Callable[[Any], Any]) -> None:
+    def on_floats(x: Any) -> Any:
+        return function(x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32))
+
+    lowering(f"aten::{name}.default", elementwise=True)(function if name in _WHOLE else on_floats)
+
+
+for _name, _function in _UNARY.items():
+    _register_unary(_name, _function)
+
+
+# --- two operands ---------------------------------------------------------------------------------------------------
+
+_BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "eq": ("Tensor Scalar", jnp.equal),
+    "ne": ("Tensor Scalar", jnp.not_equal),
+    "lt": ("Tensor Scalar", jnp.less),
+    "le": ("Tensor Scalar", jnp.less_equal),
+    "gt": ("Tensor Scalar", jnp.greater),
+    "ge": ("Tensor Scalar", jnp.greater_equal),
+    "mul": ("Tensor Scalar", jnp.multiply),
+    "maximum": ("default", jnp.maximum),
+    "minimum": ("default", jnp.minimum),
+    "max": ("other", jnp.maximum),
+    "min": ("other", jnp.minimum),
+    "fmax": ("default", jnp.fmax),
+    "fmin": ("default", jnp.fmin),
+    "floor_divide": ("default Scalar", jnp.floor_divide),
+    "remainder": ("Tensor Scalar", jnp.remainder),
+    "fmod": ("Tensor Scalar", jnp.fmod),
+    "pow": ("Tensor_Tensor Scalar", jnp.power),
+    "bitwise_and": ("Tensor Scalar", jnp.bitwise_and),
+    "bitwise_or": ("Tensor Scalar", jnp.bitwise_or),
+    "bitwise_xor": ("Tensor Scalar", jnp.bitwise_xor),
+    "bitwise_left_shift": ("Tensor Tensor_Scalar", jnp.left_shift),
+    "bitwise_right_shift": ("Tensor Tensor_Scalar", jnp.right_shift),
+    "__and__": ("Tensor Scalar", jnp.bitwise_and),
+    "__or__": ("Tensor Scalar", jnp.bitwise_or),
+    "__xor__": ("Tensor Scalar", jnp.bitwise_xor),
+    "logical_and": ("default", jnp.logical_and),
+    "logical_or": ("default", jnp.logical_or),
+    "logical_xor": ("default", jnp.logical_xor),
+    "hypot": ("default", jnp.hypot),
+    "atan2": ("default", lambda a, b: jnp.arctan2(*_floats(a, b))),
+    "logaddexp": ("default", jnp.logaddexp),
+}
+
+
+def _floats(*operands: Any) -> list[Any]:
+    """Operands in torch's dtype for them, which is a float even for whole numbers."""
+    dtype = promoted(*operands)
+    return [jnp.asarray(x, dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32) for x in operands]
+
+
+def _register_binary(name: str, overloads: str, function: Callable[[Any, Any], Any]) -> None:
+    ops = [f"aten::{name}.{overload}" for overload in overloads.split()]
+
+    @lowering(*ops, elementwise=True)
+    def on_promoted(a: Any, b: Any) -> Any:
+        return function(*promote(a, b))
+
+
+for _name, (_overloads, _binary) in _BINARY.items():
+    _register_binary(_name, _overloads, _binary)
+
+
+@lowering("aten::add.Tensor", "aten::add.Scalar", elementwise=True)
+def _add(a: Any, b: Any, alpha: float = 1) -> Any:
+    a, b = promote(a, b)
+    if a.dtype == bool:
+        return jnp.logical_or(a, b)
+    return a + (b if alpha == 1 else b * alpha)
+
+
+@lowering("aten::sub.Tensor", "aten::sub.Scalar", elementwise=True)
+def _sub(a: Any, b: Any, alpha: float = 1) -> Any:
+    a, b = promote(a, b)
+    return a - (b if alpha == 1 else b * alpha)
+
+
+@lowering("aten::rsub.Tensor", "aten::rsub.Scalar", elementwise=True)
+def _rsub(a: Any, b: Any, alpha: float = 1) -> Any:
+    return _sub(b, a, alpha)
+
+
+@lowering("aten::div.Tensor", "aten::div.Scalar", "aten::true_divide.Tensor", elementwise=True)
+def _div(a: Any, b: Any) -> Any:
+    a, b = _floats(a, b)
+    return a / b
+
+
+@lowering("aten::div.Tensor_mode", "aten::div.Scalar_mode", elementwise=True)
+def _div_mode(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
+    if rounding_mode is None:
+        return _div(a, b)
+    a, b = promote(a, b)
+    if rounding_mode == "floor":
+        return jnp.floor_divide(a, b)
+    return jnp.trunc(a / b).astype(a.dtype) if jnp.issubdtype(a.dtype, jnp.inexact) else lax.div(*_broadcast(a, b))
+
+
+def _broadcast(a: Any, b: Any) -> list[Any]:
+    return list(jnp.broadcast_arrays(a, b))
+
+
+@lowering("aten::pow.Tensor_Scalar", elementwise=True)
+def _pow(x: Any, exponent: float) -> Any:
+    x = x.astype(promoted(x, exponent))
+    if float(exponent).is_integer() and abs(exponent) <= 64:
+        return lax.integer_pow(x, int(exponent))
+    return jnp.sqrt(x) if exponent == 0.5 else jnp.power(x, exponent)
+
+
+@lowering("aten::where.self", "aten::where.ScalarOther", "aten::where.ScalarSelf", "aten::where.Scalar", elementwise=True)
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    return jnp.where(condition, *promote(a, b))
+
+
+@lowering("aten::masked_fill.Scalar", "aten::masked_fill.Tensor", elementwise=True)
+def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
+    return jnp.where(mask, jnp.asarray(value, x.dtype), x)
+
+
+@lowering("aten::lerp.Scalar", "aten::lerp.Tensor", elementwise=True)
+def _lerp(start: Any, end: Any, weight: Any) -> Any:
+    """torch's formula, which meets both ends exactly."""
+    return jnp.where(jnp.abs(weight) < 0.5, start + weight * (end - start), end - (end - start) * (1 - weight))
+
+
+@lowering("aten::addcmul.default", elementwise=True)
+def _addcmul(x: Any, a: Any, b: Any, value: float = 1) -> Any:
+    return x + value * a * b
+
+
+@lowering("aten::addcdiv.default", elementwise=True)
+def _addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Any:
+    return x + value * a / b
+
+
+@lowering("aten::clamp.default", "aten::clamp.Tensor", elementwise=True)
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """The gradient at a bound is one, as in torch: `jnp.clip` has a half."""
+    dtype = promoted(x, *(bound for bound in (min, max) if bound is not None))
+    x = x.astype(dtype)
+    if min is not None:
+        x = jnp.where(x < min, jnp.asarray(min, dtype), x)
+    if max is not None:
+        x = jnp.where(x > max, jnp.asarray(max, dtype), x)
+    return x
+
+
+@lowering("aten::clamp_min.default", elementwise=True)
+def _clamp_min(x: Any, min: Any) -> Any:
+    return _clamp(x, min, None)
+
+
+@lowering("aten::clamp_max.default", elementwise=True)
+def _clamp_max(x: Any, max: Any) -> Any:
+    return _clamp(x, None, max)
+
+
+@lowering("aten::hardtanh.default", elementwise=True)
+def _hardtanh(x: Any, min_val: float = -1, max_val: float = 1) -> Any:
+    return _clamp(x, min_val, max_val)
+
+
+@lowering("aten::hardsigmoid.default", elementwise=True)
+def _hardsigmoid(x: Any) -> Any:
+    return _clamp(x + 3, 0, 6) / 6
+
+
+@lowering("aten::hardswish.default", elementwise=True)
+def _hardswish(x: Any) -> Any:
+    return x * _hardsigmoid(x)
+
+
+@lowering("aten::gelu.default", elementwise=True)
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    if approximate == "none":  # not JAX's, which takes the complement of another term and rounds otherwise
+        return 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))
+    return jax.nn.gelu(x, approximate=True)
+
+
+@lowering("aten::elu.default", elementwise=True)
+def _elu(x: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
+    below = alpha * jnp.expm1(jnp.where(x > 0, 0, x) * input_scale)
+    return jnp.where(x > 0, x, below) * jnp.asarray(scale, x.dtype)
+
+
+@lowering("aten::celu.default", elementwise=True)
+def _celu(x: Any, alpha: float = 1) -> Any:
+    return _elu(x, alpha, 1, 1 / alpha)
+
+
+@lowering("aten::leaky_relu.default", elementwise=True)
+def _leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
+    return jnp.where(x > 0, x, x * negative_slope)
+
+
+@lowering("aten::threshold.default", elementwise=True)
+def _threshold(x: Any, threshold: float, value: float) -> Any:
+    return jnp.where(x > threshold, x, jnp.asarray(value, x.dtype))
+
+
+@lowering("aten::softplus.default", elementwise=True)
+def _softplus(x: Any, beta: float = 1, threshold: float = 20) -> Any:
+    scaled = x * beta
+    return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(jnp.where(scaled > threshold, 0, scaled))) / beta)
+
+
+@lowering("aten::nan_to_num.default", elementwise=True)
+def _nan_to_num(x: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+    return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
+
+
+@lowering("aten::_to_copy.default", elementwise=True)
+def _to_copy(x: Any, dtype: Any = None, **_where_to: Any) -> Any:
+    """Layout, device and memory format mean nothing here."""
+    if dtype is None:
+        return x
+    target = as_dtype(dtype)
+    if target == bool:
+        return x != 0
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(target, jnp.complexfloating):
+        x = x.real
+    return x.astype(target)
+
+
+@lowering("aten::clone.default", "aten::contiguous.default", "aten::lift_fresh_copy.default", elementwise=True)
+def _clone(x: Any, memory_format: Any = None) -> Any:
+    return x
+
+
+@lowering("aten::fill.Scalar", "aten::fill.Tensor")
+def _fill(x: Any, value: Any) -> Any:
+    return jnp.broadcast_to(jnp.asarray(value, x.dtype), x.shape)
+
+
+@lowering("aten::copy.default")
+def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    return jnp.broadcast_to(_to_copy(source, None).astype(x.dtype), x.shape)

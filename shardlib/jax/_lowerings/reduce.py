@@ -1,0 +1,210 @@
+"""Ops that bring a dim to one element, or run along it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.jax._dtypes import as_dtype
+from shardlib.jax._table import lowering
+
+__all__: list[str] = []
+
+
+def axes_of(dim: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
+    """JAX's word for dims; none named means all of them."""
+    if dim is None or isinstance(dim, int):
+        return dim
+    return tuple(dim) or None
+
+
+def _summed(x: Any, dtype: Any) -> Any:
+    """In the dtype that torch adds up in: whole numbers and booleans as int64."""
+    if dtype is not None:
+        return x.astype(as_dtype(dtype))
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.dtypes.canonicalize_dtype("int64"))
+
+
+@lowering("aten::sum.default")
+def _sum_all(x: Any, dtype: Any = None) -> Any:
+    return jnp.sum(_summed(x, dtype))
+
+
+@lowering("aten::sum.dim_IntList")
+def _sum(x: Any, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
+    return jnp.sum(_summed(x, dtype), axis=axes_of(dim), keepdims=keepdim)
+
+
+@lowering("aten::mean.default")
+def _mean_all(x: Any, dtype: Any = None) -> Any:
+    return jnp.mean(x if dtype is None else x.astype(as_dtype(dtype)))
+
+
+@lowering("aten::mean.dim")
+def _mean(x: Any, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
+    return jnp.mean(x if dtype is None else x.astype(as_dtype(dtype)), axis=axes_of(dim), keepdims=keepdim)
+
+
+@lowering("aten::prod.default")
+def _prod_all(x: Any, dtype: Any = None) -> Any:
+    return jnp.prod(_summed(x, dtype))
+
+
+@lowering("aten::prod.dim_int")
+def _prod(x: Any, dim: int, keepdim: bool = False, dtype: Any = None) -> Any:
+    return jnp.prod(_summed(x, dtype), axis=dim, keepdims=keepdim)
+
+
+@lowering("aten::var.correction")
+def _var(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False) -> Any:
+    axes = axes_of(dim)
+    centred = jnp.square(x - jnp.mean(x, axis=axes, keepdims=True))
+    total = jnp.sum(centred, axis=axes, keepdims=keepdim)
+    return total / max(x.size / max(total.size, 1) - (1 if correction is None else correction), 0)
+
+
+@lowering("aten::std.correction")
+def _std(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False) -> Any:
+    return jnp.sqrt(_var(x, dim, correction, keepdim))
+
+
+@lowering("aten::var_mean.correction")
+def _var_mean(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False) -> Any:
+    return _var(x, dim, correction, keepdim), jnp.mean(x, axis=axes_of(dim), keepdims=keepdim)
+
+
+_REDUCED: dict[str, Callable[..., Any]] = {"amax": jnp.max, "amin": jnp.min}
+for _name, _function in _REDUCED.items():
+
+    @lowering(f"aten::{_name}.default")
+    def _extreme(x: Any, dim: Any = (), keepdim: bool = False, _function: Any = _function) -> Any:
+        return _function(x, axis=axes_of(dim), keepdims=keepdim)
+
+
+for _name, _function in {"max": jnp.max, "min": jnp.min}.items():
+
+    @lowering(f"aten::{_name}.default")
+    def _extreme_of_all(x: Any, _function: Any = _function) -> Any:
+        return _function(x)
+
+
+for _name, _chosen in {"max": jnp.argmax, "min": jnp.argmin}.items():
+
+    @lowering(f"aten::{_name}.dim")
+    def _extreme_with_index(x: Any, dim: int, keepdim: bool = False, _chosen: Any = _chosen) -> Any:
+        """The gradient goes to the one element that the index names."""
+        index = _chosen(x, axis=dim, keepdims=True)
+        value = jnp.take_along_axis(x, index, axis=dim)
+        return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
+
+
+for _name, _chosen in {"argmax": jnp.argmax, "argmin": jnp.argmin}.items():
+
+    @lowering(f"aten::{_name}.default")
+    def _index_of_extreme(x: Any, dim: int | None = None, keepdim: bool = False, _chosen: Any = _chosen) -> Any:
+        return _chosen(x, axis=dim, keepdims=keepdim)
+
+
+for _name, _function in {"any": jnp.any, "all": jnp.all}.items():
+
+    @lowering(f"aten::{_name}.default")
+    def _truth_of_all(x: Any, _function: Any = _function) -> Any:
+        return _function(x)
+
+    @lowering(f"aten::{_name}.dim", f"aten::{_name}.dims")
+    def _truth(x: Any, dim: Any = None, keepdim: bool = False, _function: Any = _function) -> Any:
+        return _function(x, axis=axes_of(dim), keepdims=keepdim)
+
+
+@lowering("aten::logsumexp.default")
+def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
+    return jax.nn.logsumexp(x, axis=axes_of(dim), keepdims=keepdim)
+
+
+@lowering("aten::norm.ScalarOpt_dim", "aten::norm.ScalarOpt_dim_dtype")
+def _norm(x: Any, p: float | None, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
+    return _vector_norm(x, 2 if p is None else p, dim, keepdim, dtype)
+
+
+@lowering("aten::linalg_vector_norm.default")
+def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    axes, x = axes_of(dim), x if dtype is None else x.astype(as_dtype(dtype))
+    if ord == 0:
+        return jnp.sum((x != 0).astype(x.dtype), axis=axes, keepdims=keepdim)
+    if math.isinf(ord):
+        return (jnp.max if ord > 0 else jnp.min)(jnp.abs(x), axis=axes, keepdims=keepdim)
+    if ord == 2:
+        total = jnp.sum(jnp.square(jnp.abs(x)), axis=axes, keepdims=keepdim)
+        nonzero = total > 0  # the gradient of a norm of zero is zero
+        return jnp.where(nonzero, jnp.sqrt(jnp.where(nonzero, total, 1)), 0)
+    return jnp.sum(jnp.abs(x) ** ord, axis=axes, keepdims=keepdim) ** (1 / ord)
+
+
+@lowering("aten::softmax.int", "aten::_softmax.default")
+def _softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    return jax.nn.softmax(_wide(x, dtype), axis=dim)
+
+
+@lowering("aten::log_softmax.int", "aten::_log_softmax.default")
+def _log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    return jax.nn.log_softmax(_wide(x, dtype), axis=dim)
+
+
+def _wide(x: Any, dtype: Any) -> Any:
+    """In the dtype that is asked for; `_softmax` has a flag in its place, which matters on GPU alone."""
+    if dtype is not None and not isinstance(dtype, bool):
+        x = x.astype(as_dtype(dtype))
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+
+
+@lowering("aten::cumsum.default")
+def _cumsum(x: Any, dim: int, dtype: Any = None) -> Any:
+    return jnp.cumsum(_summed(x, dtype), axis=dim)
+
+
+@lowering("aten::cumprod.default")
+def _cumprod(x: Any, dim: int, dtype: Any = None) -> Any:
+    return jnp.cumprod(_summed(x, dtype), axis=dim)
+
+
+@lowering("aten::diff.default")
+def _diff(x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    return jnp.diff(x, n, axis=dim, prepend=prepend, append=append)
+
+
+@lowering("aten::topk.default")
+def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    index = jnp.moveaxis(lax.top_k(jnp.moveaxis(x if largest else -x, dim, -1), k)[1], -1, dim)
+    return jnp.take_along_axis(x, index, axis=dim), index
+
+
+@lowering("aten::sort.default")
+def _sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
+    index = jnp.argsort(x, axis=dim, stable=True, descending=descending)
+    return jnp.take_along_axis(x, index, axis=dim), index
+
+
+@lowering("aten::sort.stable")
+def _sort_stable(x: Any, stable: bool | None = True, dim: int = -1, descending: bool = False) -> Any:
+    return _sort(x, dim, descending)
+
+
+@lowering("aten::argsort.default")
+def _argsort(x: Any, dim: int = -1, descending: bool = False) -> Any:
+    return _sort(x, dim, descending)[1]
+
+
+@lowering("aten::histc.default")
+def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    """Bins are half open but for the last one; what lies outside is not counted."""
+    flat = x.reshape(-1).astype(jnp.promote_types(x.dtype, jnp.float32))
+    low, high = (jnp.min(flat), jnp.max(flat)) if min == max else (min, max)
+    at = jnp.floor((flat - low) / (high - low) * bins).astype(jnp.int32)
+    at = jnp.where(flat == high, bins - 1, at)
+    counted = (flat >= low) & (flat <= high)
+    return jnp.zeros(bins, x.dtype).at[jnp.where(counted, at, 0)].add(counted.astype(x.dtype))

@@ -1,0 +1,215 @@
+"""How a tensor of the plan lies as a `jax.Array`: in parts where its layout is fused, padded where it is uneven.
+
+JAX splits a dim into equal pieces or refuses. Rows of zeros are therefore added at the end of an uneven dim, taken off
+before the model sees the tensor, and so have a gradient of zero: they stay zeros under any optimizer that updates
+elements by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardlib._mesh import MeshShape
+from shardlib._plan import Phase, Row
+from shardlib.errors import InputError, PlanError
+from shardlib.jax._bits import to_numpy, to_tensor
+from shardlib.jax._dtypes import as_dtype, exact_dtype, refuse_narrowed
+from shardlib.jax._fused import Fused
+from shardlib.layout import Dim, Layout
+
+__all__ = ["Storage", "storage_of"]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One tensor's way from torch to JAX and back.
+
+    Attributes:
+        name: as in the plan.
+        global_shape: of the tensor.
+        dtype: in which it is stored.
+        parts: for each dim of the tensor the sizes of its parts; `(n,)` but for fused layouts.
+        padded: the same with what was added to make pieces even.
+        specs: for each phase the axes of each dim of the array.
+        mesh: of JAX.
+        compute_dtype: what the model computes with.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[int, ...], ...]
+    padded: tuple[tuple[int, ...], ...]
+    specs: Mapping[Phase, PartitionSpec]
+    mesh: Mesh
+    compute_dtype: torch.dtype
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        """Of the `jax.Array`."""
+        return tuple(size for sizes in self.padded for size in sizes)
+
+    def sharding(self, phase: Phase = "stored") -> NamedSharding:
+        """Of the `jax.Array`, in a phase; frozen tensors have only the first two."""
+        if phase not in self.specs:
+            raise PlanError(f'"{self.name}" has no {phase} phase; it has {", ".join(self.specs)}.')
+        return NamedSharding(self.mesh, self.specs[phase])
+
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of the array, without values."""
+        return jax.ShapeDtypeStruct(self.array_shape, as_dtype(self.dtype), sharding=self.sharding())
+
+    def to_array(self, tensor: torch.Tensor) -> Any:
+        """The array of a tensor's values, always a copy; of a tensor on meta only what `abstract` says."""
+        if tuple(tensor.shape) != self.global_shape:
+            raise InputError(
+                f'"{self.name}" was given with global shape {tuple(tensor.shape)}; the plan has {self.global_shape}.'
+            )
+        if tensor.is_meta:
+            return self.abstract()
+        values = self._split(to_numpy(tensor.detach().to(self.dtype)))
+        dtype = as_dtype(self.dtype)
+        if dtype != exact_dtype(self.dtype) and values.size and (values != values.astype(dtype)).any():
+            raise InputError(
+                f'"{self.name}" holds {self.dtype} numbers that {dtype.name} cannot hold, and jax_enable_x64 is off. '
+                'Call jax.config.update("jax_enable_x64", True) before the first array is made.'
+            )
+        return jax.make_array_from_callback(
+            self.array_shape, self.sharding(), lambda index: np.array(values[index], dtype, order="C")
+        )
+
+    def _split(self, values: np.ndarray) -> np.ndarray:
+        values = values.reshape([size for sizes in self.parts for size in sizes])
+        added = [big - small for big, small in zip(self.array_shape, values.shape, strict=True)]
+        return np.pad(values, [(0, extra) for extra in added]) if any(added) else values
+
+    def to_torch(self, array: Any) -> torch.Tensor:
+        """The whole tensor of an array, or of anything of its shape, such as a gradient; always a copy."""
+        if tuple(array.shape) != self.array_shape:
+            raise InputError(f'"{self.name}" was given as an array of shape {array.shape}; it is {self.array_shape}.')
+        values = np.asarray(array)[tuple(slice(size) for sizes in self.parts for size in sizes)]
+        return to_tensor(np.ascontiguousarray(values).reshape(self.global_shape))
+
+    def value(self, array: Any) -> Any:
+        """What the model computes with: gathered where the plan says so, without padding, in the compute dtype."""
+        compute = self.sharding("compute")
+        if "grad" in self.specs:
+            moved = _computed(array, compute, self.sharding("grad"))
+        else:
+            moved = lax.with_sharding_constraint(array, compute)
+        moved = moved[tuple(slice(size) for sizes in self.parts for size in sizes)]
+        if jnp.issubdtype(moved.dtype, jnp.floating):
+            moved = moved.astype(as_dtype(self.compute_dtype))
+        return Fused(moved, self.parts) if any(len(sizes) > 1 for sizes in self.parts) else moved
+
+    def kept(self, value: Any) -> Any:
+        """Back from what the model computed: how a new buffer is stored."""
+        value = value.array if isinstance(value, Fused) else value
+        value = value.reshape([size for sizes in self.parts for size in sizes])
+        added = [(0, big - small, 0) for big, small in zip(self.array_shape, value.shape, strict=True)]
+        value = lax.pad(value, jnp.zeros((), value.dtype), added).astype(as_dtype(self.dtype))
+        return lax.with_sharding_constraint(value, self.sharding())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _computed(array: Any, compute: NamedSharding, grad: NamedSharding) -> Any:
+    """`stored -> compute`; backward `gradient of compute -> grad`."""
+    return lax.with_sharding_constraint(array, compute)
+
+
+def _computed_forward(array: Any, compute: NamedSharding, grad: NamedSharding) -> tuple[Any, None]:
+    return _computed(array, compute, grad), None
+
+
+def _computed_backward(compute: NamedSharding, grad: NamedSharding, _: None, cotangent: Any) -> tuple[Any]:
+    return (lax.with_sharding_constraint(cotangent, grad),)
+
+
+_computed.defvjp(_computed_forward, _computed_backward)
+
+
+def storage_of(row: Row, mesh: Mesh, shape: MeshShape) -> Storage:
+    """How a row of the plan lies on a mesh of JAX.
+
+    Raises:
+        InputError: a dtype that JAX has not, or would narrow.
+        PlanError: a phase lies on the host, or is still to be reduced.
+    """
+    stored, computed = row.stored.dtype or row.dtype, row.compute.dtype or row.dtype
+    for dtype in {stored, computed}:
+        refuse_narrowed(dtype, f'"{row.name}"')
+    layouts = {phase: layout.resolve(row.global_shape, shape) for phase, layout in row.layouts.items()}
+    for phase, layout in layouts.items():
+        _check(row, phase, layout)
+    breaks = [_breaks(layouts.values(), dim, shape) for dim in range(len(row.global_shape))]
+    parts = tuple(_cut(size, at) for size, at in zip(row.global_shape, breaks, strict=True))
+    axes = {phase: _axes(layout, breaks, shape) for phase, layout in layouts.items()}
+    padded = tuple(
+        tuple(_round_up(size, [each[dim][i] for each in axes.values()], shape) for i, size in enumerate(sizes))
+        for dim, sizes in enumerate(parts)
+    )
+    specs = {phase: PartitionSpec(*(_entry(a) for dim in each for a in dim)) for phase, each in axes.items()}
+    return Storage(row.name, row.global_shape, stored, parts, padded, specs, mesh, computed)
+
+
+def _check(row: Row, phase: Phase, layout: Layout) -> None:
+    if layout.memory != "device":
+        raise PlanError(
+            f'"{row.name}" lies on the host in phase {phase}; the JAX engine keeps everything on its devices. Leave '
+            "offload() out."
+        )
+    if layout.partials:
+        raise PlanError(f'"{row.name}" is still to be reduced in phase {phase} ("{layout}"); reduce it first.')
+
+
+def _factors(layout: Layout, dim: int, shape: MeshShape) -> list[tuple[int, tuple[str, ...]]]:
+    """For each factor of a dim how many elements lie from it on inwards, and the axes that split it."""
+    entry = layout.dims[dim]
+    assert isinstance(entry, Dim)
+    if not entry.fused:
+        return [(0, entry.axes)]
+    sizes = [factor.size or 1 for factor in entry.factors]
+    return [
+        (math.prod(sizes[at:]) if at else 0, tuple(a for a in factor.axes if shape[a] > 1))
+        for at, factor in enumerate(entry.factors)
+    ]
+
+
+def _breaks(layouts: Iterable[Layout], dim: int, shape: MeshShape) -> list[int]:
+    """Where a dim has to come apart, for all phases: elements inside of each split factor but the outermost."""
+    inside = {at for layout in layouts for at, axes in _factors(layout, dim, shape) if at and axes}
+    return sorted(inside, reverse=True)
+
+
+def _cut(size: int, breaks: Sequence[int]) -> tuple[int, ...]:
+    bounds = [size, *breaks, 1]
+    return tuple(outer // inner for outer, inner in zip(bounds, bounds[1:], strict=False)) if breaks else (size,)
+
+
+def _axes(layout: Layout, breaks: Sequence[Sequence[int]], shape: MeshShape) -> list[list[tuple[str, ...]]]:
+    """For each dim the axes of each of its parts."""
+    found = []
+    for dim, at in enumerate(breaks):
+        split = dict(_factors(layout, dim, shape))
+        found.append([split.get(inside, ()) for inside in (0, *at)])
+    return found
+
+
+def _round_up(size: int, axes: Iterable[tuple[str, ...]], shape: MeshShape) -> int:
+    pieces = math.lcm(*(math.prod(shape[axis] for axis in each) for each in axes))
+    return -(-size // pieces) * pieces
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return axes if len(axes) > 1 else axes[0] if axes else None

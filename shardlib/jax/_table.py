@@ -1,0 +1,88 @@
+"""The table of lowerings: for each op of a `torch.export` graph, a function on JAX arrays. Open to users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shardlib.engine._torch import Op
+from shardlib.errors import InputError
+
+__all__ = ["Lowering", "find_lowering", "known_ops", "lowering"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What stands in the table.
+
+    Attributes:
+        function: on arrays and Python values, with the op's own arguments.
+        elementwise: each element of the result depends on the same element of the operands alone, broadcasting aside.
+        random: it draws, and takes a key of JAX as the keyword `key`.
+    """
+
+    function: Callable[..., Any]
+    elementwise: bool = False
+    random: bool = False
+
+
+_TABLE: dict[str, Lowering] = {}
+
+
+def lowering(*ops: Any, elementwise: bool = False, random: bool = False) -> Callable[[F], F]:
+    """Say what an op of torch is in JAX; a later one replaces an earlier one.
+
+    The function is given the op's arguments in the op's order, with `jax.Array`s in place of tensors, and returns an
+    array, or a tuple where the op has several results. The result is cast to the dtype that torch gives it. In-place
+    ops and ops on views do not arrive here: the graph has them as functions already.
+
+    Args:
+        *ops: `torch.ops.library.op.overload`, or the text "library::op.overload" for an op that may not be loaded.
+        elementwise: see `Lowering`; values of fused layouts then pass through unharmed.
+        random: the function takes `key=`, one for each call of the op and step.
+
+    Raises:
+        InputError: something that is no op.
+
+    >>> @lowering("mine::twice.default", elementwise=True)
+    ... def twice(x):
+    ...     return x + x
+    >>> "mine::twice.default" in known_ops()
+    True
+    """
+    names = [_name(op) for op in ops]
+
+    def register(function: F) -> F:
+        for name in names:
+            _TABLE[name] = Lowering(function, elementwise, random)
+        return function
+
+    return register
+
+
+def find_lowering(op: Any) -> Lowering | None:
+    """What the table has for an op, or None."""
+    return _TABLE.get(_name(op))
+
+
+def known_ops() -> tuple[str, ...]:
+    """The ops that the table has, sorted.
+
+    >>> "aten::linear.default" in known_ops()
+    True
+    """
+    return tuple(sorted(_TABLE))
+
+
+def _name(op: Any) -> str:
+    if isinstance(op, str) and "::" in op:
+        return op if "." in op.partition("::")[2] else f"{op}.default"
+    if isinstance(op, Op):
+        return f"{op.namespace}::{op.__name__}"
+    raise InputError(
+        f"lowering() was given {op!r}; give an op with its overload, such as torch.ops.aten.relu.default, or its name "
+        'as text, such as "aten::relu.default".'
+    )
