@@ -15,6 +15,7 @@ from shardlib.jax._require import require_jax
 require_jax()
 
 from shardlib.jax._compile import Compiled, compile_model  # noqa: E402
+from shardlib.jax._exchange import shares_memory, to_jax, to_torch  # noqa: E402
 from shardlib.jax._mesh import from_named_sharding, make_mesh, named_sharding  # noqa: E402
 from shardlib.jax._table import Lowering, known_ops, lowering  # noqa: E402
 
@@ -27,4 +28,7 @@ __all__ = [
     "lowering",
     "make_mesh",
     "named_sharding",
+    "shares_memory",
+    "to_jax",
+    "to_torch",
 ]

@@ -1,8 +1,8 @@
 """Module borders of the plan as sharding constraints on values of the graph.
 
 A border lies where a value leaves a module (or enters it): at nodes inside of it that something outside reads. What the
-partitioner would else choose by itself, it is told there: a row-parallel product is summed at its border, once, so that a
-transformer block costs Megatron's collectives.
+partitioner would else choose by itself, it is told there: a row-parallel product is summed at its border, once, so that
+a transformer block costs Megatron's collectives.
 """
 
 from __future__ import annotations
@@ -78,8 +78,11 @@ class Constraints:
 
     def _is_batch(self, value: Any) -> bool:
         """Whether the first dim counts examples, or examples times something, evenly over the data ranks."""
-        return self.rows > 0 and value.ndim > 0 and value.shape[0] % self.rows == 0 and (
-            self.rows % self.shape.data_ranks == 0
+        return (
+            self.rows > 0
+            and value.ndim > 0
+            and value.shape[0] % self.rows == 0
+            and (self.rows % self.shape.data_ranks == 0)
         )
 
     def _constrained(self, value: Any, axes: Sequence[tuple[str, ...]]) -> Any:

@@ -21,7 +21,7 @@ from shardlib.errors import InputError, PlanError, nearest
 from shardlib.jax import _lowerings
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._borders import Constraints
-from shardlib.jax._dtypes import as_dtype, refuse_narrowed, torch_dtype
+from shardlib.jax._dtypes import as_dtype, refuse_narrowed, torch_dtype, x64
 from shardlib.jax._export import Graph, export
 from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
@@ -146,8 +146,9 @@ class Compiled:
 
         Args:
             params: arrays by name, as `compile_model` returned them, or updated ones.
-            *args, **kwargs: of the model's forward, whole batches; arrays in place of tensors, other values as they are.
+            *args: of the model's forward, whole batches; arrays in place of tensors, other values as they are.
             rng: a key of JAX, for a model that draws (dropout in training mode).
+            **kwargs: likewise.
 
         Returns:
             What the module returns, arrays in place of tensors; a mapping (as of a Hugging Face model) as a dict.
@@ -310,7 +311,7 @@ def _key_of(leaf: Any) -> Any:
 def _dtype_of(leaf: Any) -> torch.dtype:
     """As torch would have it: indices have 64 bits there, which JAX makes 32 unless it is told otherwise."""
     dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else torch_dtype(leaf.dtype)
-    if not jax.config.jax_enable_x64 and dtype == torch.int32:
+    if not x64() and dtype == torch.int32:
         return torch.int64
     refuse_narrowed(dtype, "An argument")
     return dtype

@@ -12,7 +12,7 @@ import torch
 
 from shardlib.errors import InputError
 
-__all__ = ["as_dtype", "exact_dtype", "promote", "promoted", "refuse_narrowed", "torch_dtype"]
+__all__ = ["as_dtype", "exact_dtype", "promote", "promoted", "refuse_narrowed", "torch_dtype", "x64"]
 
 _NAMES = {
     torch.float64: "float64",
@@ -47,6 +47,11 @@ def exact_dtype(dtype: torch.dtype) -> np.dtype:
     if dtype not in _NAMES:
         raise InputError(f"JAX has no dtype for {dtype}; it has those of {', '.join(map(str, _NAMES))}.")
     return jnp.dtype(_NAMES[dtype])
+
+
+def x64() -> bool:
+    """Whether JAX has numbers of 64 bits now."""
+    return jax.dtypes.canonicalize_dtype("int64") == np.dtype("int64")
 
 
 def as_dtype(dtype: torch.dtype) -> np.dtype:

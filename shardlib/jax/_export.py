@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ _MARK = "shardlib_no_grad"
 
 @dataclass(frozen=True)
 class Source:
-    """Where an input of the graph comes from: a tensor of the model by its name, a constant, or the user's arguments."""
+    """Where an input of the graph comes from: "tensor", of the model, by its name; "constant"; "argument"."""
 
     kind: str
     name: str
@@ -77,16 +78,23 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> G
             them are listed.
     """
     try:
-        program = torch.export.export(model, args, kwargs, strict=False)
-        for node in program.graph.nodes:
-            _mark(node)
-        program = program.run_decompositions({})
+        program = _exported(model, args, kwargs)
     except Exception as error:
         raise _explained(error, model) from error
     graph = _read(program)
     _refuse_unknown(graph)
     _refuse_narrow_nodes(graph)
     return graph
+
+
+def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+    with warnings.catch_warnings():
+        # torch.export's own use of its trees (2.13); no model can do anything about it.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
+        program = torch.export.export(model, args, kwargs, strict=False)
+        for node in program.graph.nodes:
+            _mark(node)
+        return program.run_decompositions({})
 
 
 def _mark(node: torch.fx.Node) -> None:
@@ -117,7 +125,9 @@ def _read(program: torch.export.ExportedProgram) -> Graph:
         elif node.op == "output":
             output = node
         else:
-            raise PlanError(f'The exported graph has a node of kind "{node.op}" ({node.name}), which no lowering knows.')
+            raise PlanError(
+                f'The exported graph has a node of kind "{node.op}" ({node.name}), which no lowering knows.'
+            )
     assert output is not None
     changed, results = {}, []
     for spec, value in zip(program.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]

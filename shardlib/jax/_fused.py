@@ -58,9 +58,9 @@ def whole(value: Any) -> Any:
     return value.array.reshape(value.shape) if isinstance(value, Fused) else value
 
 
-def _fused(array: Any, parts: Sequence[Sequence[int]]) -> Any:
+def _fused(array: Any, dims: Sequence[Sequence[int]]) -> Any:
     """With parts, if a dim has several."""
-    parts = tuple(tuple(sizes) for sizes in parts)
+    parts = tuple(tuple(sizes) for sizes in dims)
     flat = array.reshape([size for sizes in parts for size in sizes])
     return Fused(flat, parts) if any(len(sizes) > 1 for sizes in parts) else flat
 
@@ -241,13 +241,13 @@ def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = Non
 
 def _run(x: Fused, dim: int, start: int, stop: int) -> Any:
     """A run of a dim that begins and ends between two of its outermost parts: a piece of the array."""
-    outer, *inner = x.parts[dim]
+    inner = x.parts[dim][1:]
     each = math.prod(inner)
     if start % each or stop % each:
         return NotImplemented
     at = (*[slice(None)] * _flat_dims(x, dim).start, slice(start // each, stop // each))
     count = (stop - start) // each
-    own = tuple(inner) if count == 1 and inner else (count, *inner)
+    own = inner if count == 1 and inner else (count, *inner)
     return _fused(x.array[at], [*x.parts[:dim], own, *x.parts[dim + 1 :]])
 
 

@@ -45,8 +45,8 @@ def _computed(
     def read(other: torch.fx.Node) -> Any:
         return constraints.on_input(node, other, values[other])
 
-    args = torch.fx.node.map_arg(node.args, read)
-    kwargs = torch.fx.node.map_arg(node.kwargs, read)
+    args: Any = torch.fx.node.map_arg(node.args, read)
+    kwargs: Any = torch.fx.node.map_arg(node.kwargs, read)
     if node.target is operator.getitem:
         return constraints.on_output(node, args[0][args[1]])
     known = find_lowering(node.target) if _is_op(node) else None

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from shardlib._mesh import MeshLike, MeshShape
-from shardlib.errors import MeshError
+from shardlib.errors import LayoutError, MeshError
 from shardlib.layout import Layout
 
 __all__ = ["from_named_sharding", "make_mesh", "named_sharding", "shape_of"]
@@ -99,12 +99,10 @@ def from_named_sharding(sharding: NamedSharding, ndim: int, *, dim_names: Sequen
         LayoutError: another kind of sharding, or a spec that leaves a dim to the compiler.
 
     >>> mesh = make_mesh("dp=1,tp=1")
-    >>> from_named_sharding(NamedSharding(mesh, PartitionSpec("dp")), 2, dim_names=["batch", "embed"])
+    >>> from_named_sharding(NamedSharding(mesh, jax.P("dp")), 2, dim_names=["batch", "embed"])
     Layout("batch@dp embed")
     """
     if not isinstance(sharding, NamedSharding):
-        from shardlib.errors import LayoutError
-
         raise LayoutError(
             f"A sharding was given as {type(sharding).__name__}, which has no axes by name; give a NamedSharding. "
             "jax.device_put(array, named_sharding(layout, mesh)) makes one."

@@ -8,6 +8,7 @@ elements by themselves.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ def _breaks(layouts: Iterable[Layout], dim: int, shape: MeshShape) -> list[int]:
 
 def _cut(size: int, breaks: Sequence[int]) -> tuple[int, ...]:
     bounds = [size, *breaks, 1]
-    return tuple(outer // inner for outer, inner in zip(bounds, bounds[1:], strict=False)) if breaks else (size,)
+    return tuple(outer // inner for outer, inner in itertools.pairwise(bounds)) if breaks else (size,)
 
 
 def _axes(layout: Layout, breaks: Sequence[Sequence[int]], shape: MeshShape) -> list[list[tuple[str, ...]]]:

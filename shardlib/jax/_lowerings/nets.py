@@ -56,9 +56,7 @@ def _convolution(
     return _convolved(x, weight, bias, stride, [(p, p) for p in padding], dilation, groups)
 
 
-@lowering(
-    "aten::conv_transpose1d.default", "aten::conv_transpose2d.input", "aten::conv_transpose3d.input"
-)
+@lowering("aten::conv_transpose1d.default", "aten::conv_transpose2d.input", "aten::conv_transpose3d.input")
 def _conv_transpose(
     x: Any,
     weight: Any,

@@ -75,8 +75,7 @@ def _batch_norm_functional(
     count = math.prod(x.shape) // x.shape[1]
     unbiased = batch_var * (count / max(count - 1, 1))
     new = [
-        (1 - momentum) * old + momentum * lax.stop_gradient(now)
-        for old, now in ((mean, batch_mean), (var, unbiased))
+        (1 - momentum) * old + momentum * lax.stop_gradient(now) for old, now in ((mean, batch_mean), (var, unbiased))
     ]
     return y, saved_mean, rstd, *new
 
@@ -89,7 +88,9 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: b
     rstd = lax.rsqrt(var + eps)
     y = (wide - _by_channel(mean, x.ndim)) * _by_channel(rstd, x.ndim)
     y = _affine(y, *(_by_channel(t, x.ndim) for t in (weight, bias))).astype(x.dtype)
-    return (y, mean, rstd, mean, var) if training else (y, x[:0, 0].reshape(-1)[:0], x[:0, 0].reshape(-1)[:0], mean, var)
+    return (
+        (y, mean, rstd, mean, var) if training else (y, x[:0, 0].reshape(-1)[:0], x[:0, 0].reshape(-1)[:0], mean, var)
+    )
 
 
 @lowering("aten::_native_batch_norm_legit.no_stats")
@@ -98,9 +99,7 @@ def _batch_norm_no_stats(x: Any, weight: Any, bias: Any, training: bool, momentu
 
 
 @lowering("aten::_native_batch_norm_legit_no_training.default")
-def _batch_norm_no_training(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
-) -> Any:
+def _batch_norm_no_training(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> Any:
     return _batch_norm(x, weight, bias, mean, var, False, eps)[:3]
 
 

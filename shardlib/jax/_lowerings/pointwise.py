@@ -55,7 +55,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "real": jnp.real,
     "reciprocal": lambda x: 1 / x,
     "relu": jax.nn.relu,
-    "relu6": lambda x: _clamp(x, 0, 6),
+    "relu6": lambda x: jnp.where(x < 0, 0, jnp.where(x > 6, 6, x)),
     "round": jnp.round,
     "rsqrt": lax.rsqrt,
     "selu": jax.nn.selu,
@@ -193,7 +193,9 @@ def _pow(x: Any, exponent: float) -> Any:
     return jnp.sqrt(x) if exponent == 0.5 else jnp.power(x, exponent)
 
 
-@lowering("aten::where.self", "aten::where.ScalarOther", "aten::where.ScalarSelf", "aten::where.Scalar", elementwise=True)
+@lowering(
+    "aten::where.self", "aten::where.ScalarOther", "aten::where.ScalarSelf", "aten::where.Scalar", elementwise=True
+)
 def _where(condition: Any, a: Any, b: Any) -> Any:
     return jnp.where(condition, *promote(a, b))
 
@@ -301,7 +303,7 @@ def _to_copy(x: Any, dtype: Any = None, **_where_to: Any) -> Any:
     if dtype is None:
         return x
     target = as_dtype(dtype)
-    if target == bool:
+    if target.kind == "b":
         return x != 0
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(target, jnp.complexfloating):
         x = x.real

@@ -1,0 +1,345 @@
+"""Tensors as arrays and back, shard by shard, in the same memory where both sides allow.
+
+JAX takes memory of a torch tensor over if it begins at a multiple of 64 bytes and lies row by row; torch takes over any
+array's. What is shared is shared both ways: JAX believes that arrays never change, so let it finish
+(`jax.block_until_ready`) before torch writes there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.distributed as dist
+from jax.sharding import Mesh, NamedSharding
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardlib._mesh import MeshShape
+from shardlib.errors import InputError, MeshError
+from shardlib.jax._bits import to_numpy
+from shardlib.jax._dtypes import as_dtype, exact_dtype
+from shardlib.jax._mesh import make_mesh, named_sharding
+from shardlib.layout import Layout
+
+__all__ = ["shares_memory", "to_jax", "to_torch"]
+
+_ALIGNED = 64
+
+
+def to_jax(
+    tensor: Any,
+    mesh: Mesh | None = None,
+    layout: Layout | str | None = None,
+    *,
+    pad: bool = False,
+    copy: bool | None = None,
+) -> Any:
+    """A tensor as a `jax.Array` with the same values in the same places.
+
+    A DTensor becomes a global array over one device of each process, laid out as its placements are: every process
+    calls this, no data moves. A plain tensor is the whole value, and is laid out by `layout` over the mesh's devices.
+    The gradient history is left behind.
+
+    Args:
+        tensor: a tensor, or a mapping (also nested, and lists) of tensors.
+        mesh: of JAX. By default, for a DTensor one of the same axes over the processes' first devices; for a plain
+            tensor the first device of this process alone.
+        layout: of a plain tensor, or its text; whole on every device by default.
+        pad: add zeros at the end of a dim whose pieces are uneven. JAX has only even ones; mask what was added, or
+            take it off with `to_torch(..., global_shape=)`.
+        copy: None shares memory where alignment allows, False raises where it does not, True never shares.
+
+    Raises:
+        InputError: uneven pieces without `pad`; memory that cannot be shared, with `copy=False`; a dtype that JAX has
+            not or would narrow.
+        LayoutError: a layout that JAX cannot say: fused and split inside, or still to be reduced.
+        MeshError: processes of torch and JAX are not the same ones.
+
+    >>> tensor = torch.arange(64.0)
+    >>> array = to_jax(tensor)
+    >>> float(array[3]), shares_memory(tensor, array)
+    (3.0, True)
+    """
+    if isinstance(tensor, Mapping):
+        return {name: to_jax(value, mesh, layout, pad=pad, copy=copy) for name, value in tensor.items()}
+    if isinstance(tensor, list | tuple):
+        return type(tensor)(to_jax(value, mesh, layout, pad=pad, copy=copy) for value in tensor)
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"to_jax was given {type(tensor).__name__}; give a tensor, or a mapping or list of tensors.")
+    _refuse_narrow(tensor.dtype)
+    if isinstance(tensor, DTensor):
+        if layout is not None:
+            raise InputError(
+                f'to_jax was given a DTensor and layout="{layout}"; a DTensor has a layout. Leave one out.'
+            )
+        return _from_dtensor(tensor, mesh, pad, copy)
+    if mesh is None:
+        return _on_device(tensor.detach(), jax.local_devices()[0], copy)
+    return _from_whole(tensor.detach(), mesh, layout, pad, copy)
+
+
+def to_torch(
+    array: Any,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    global_shape: tuple[int, ...] | None = None,
+    copy: bool | None = None,
+) -> Any:
+    """A `jax.Array` as a tensor with the same values in the same places.
+
+    Args:
+        array: an array, or a mapping (also nested, and lists) of arrays.
+        device_mesh: of torch, with the axes of the array's mesh: the result is a DTensor on it, whose local tensor is
+            this process's shard. Without one the array must lie on this process's devices, and the result is a plain
+            tensor of its whole value: in the same memory if one device holds it.
+        global_shape: of a tensor that was padded; what lies beyond is left out.
+        copy: None shares memory where it can, False raises where it cannot, True never shares.
+
+    Raises:
+        InputError: the array lies on other processes too; memory that cannot be shared, with `copy=False`.
+        MeshError: the meshes have other axes, or other processes.
+
+    >>> tensor = to_torch(jnp.arange(4, dtype=jnp.bfloat16))
+    >>> tensor.dtype, tensor.tolist()
+    (torch.bfloat16, [0.0, 1.0, 2.0, 3.0])
+    """
+    if isinstance(array, Mapping):
+        return {n: to_torch(v, device_mesh, global_shape=global_shape, copy=copy) for n, v in array.items()}
+    if isinstance(array, list | tuple):
+        return type(array)(to_torch(v, device_mesh, global_shape=global_shape, copy=copy) for v in array)
+    if not isinstance(array, jax.Array):
+        raise InputError(f"to_torch was given {type(array).__name__}; give a jax.Array, or a mapping or list of them.")
+    if device_mesh is not None:
+        return _to_dtensor(array, device_mesh, global_shape, copy)
+    if not array.is_fully_addressable:
+        raise InputError(
+            "to_torch: the array lies on devices of several processes, and a plain tensor holds all of it. Pass "
+            "device_mesh= for a DTensor."
+        )
+    shards = array.addressable_shards
+    if array.is_fully_replicated:
+        whole = _taken(shards[0].data, copy)
+    elif copy is False:
+        raise InputError(f"to_torch(copy=False): the array lies in {len(shards)} pieces; all of it is new memory.")
+    else:
+        whole = torch.empty(array.shape, dtype=_taken(shards[0].data[..., :0], None).dtype)
+        for shard in shards:
+            whole[shard.index] = _taken(shard.data, None)
+    return whole if global_shape is None else whole[tuple(slice(n) for n in global_shape)]
+
+
+def shares_memory(tensor: torch.Tensor, array: jax.Array) -> bool:
+    """Whether some shard of an array lies in the memory of a tensor (of a DTensor: of its local tensor).
+
+    >>> shares_memory(torch.zeros(16), to_jax(torch.zeros(16)))
+    False
+    """
+    local: Any = tensor
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+    start = local.untyped_storage().data_ptr()
+    stop = start + local.untyped_storage().nbytes()
+    return any(start <= shard.data.unsafe_buffer_pointer() < stop for shard in array.addressable_shards)
+
+
+# --- one piece ------------------------------------------------------------------------------------------------------
+
+
+def _refuse_narrow(dtype: torch.dtype) -> None:
+    if as_dtype(dtype) != exact_dtype(dtype):
+        raise InputError(
+            f"A tensor of {dtype} was given, and JAX would silently make it {as_dtype(dtype).name}, since "
+            'jax_enable_x64 is off. Call jax.config.update("jax_enable_x64", True) before the first array is made, or '
+            "convert the tensor."
+        )
+
+
+def _on_device(tensor: torch.Tensor, device: Any, copy: bool | None) -> jax.Array:
+    """A tensor on one device of JAX."""
+    if tensor.device.type != "cpu":
+        array = jax.dlpack.from_dlpack(tensor.contiguous())
+        return jnp.copy(array) if copy else array
+    values = to_numpy(tensor)
+    if copy:
+        values = np.array(values, order="C")
+        return jax.block_until_ready(jnp.copy(jax.device_put(values, device)))
+    why = _why_not_shared(tensor, device)
+    if why and copy is False:
+        raise InputError(f"to_jax(copy=False): memory cannot be shared, since {why}. Leave copy out, or copy=True.")
+    # A copy is waited for: the tensor may change as soon as this returns.
+    array = jax.device_put(values, device)
+    return jax.block_until_ready(array) if why else array
+
+
+def _why_not_shared(tensor: torch.Tensor, device: Any) -> str:
+    if device.platform != "cpu":
+        return f"the device is {device} and the tensor lies on the CPU"
+    if not tensor.is_contiguous():
+        return "the tensor does not lie row by row"
+    if tensor.numel() and tensor.data_ptr() % _ALIGNED:
+        return f"the tensor begins at an address that is no multiple of {_ALIGNED} bytes"
+    return ""
+
+
+def _taken(data: jax.Array, copy: bool | None) -> torch.Tensor:
+    """An array on one device as a tensor."""
+    if copy is False and not data.is_fully_addressable:
+        raise InputError("to_torch(copy=False): the array does not lie on this process's devices.")
+    tensor = torch.from_dlpack(jax.block_until_ready(data))
+    return tensor.clone() if copy else tensor
+
+
+def _padded(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """With zeros at the end of each dim."""
+    if tuple(local.shape) == shape:
+        return local
+    out = local.new_zeros(shape)
+    out[tuple(slice(n) for n in local.shape)] = local
+    return out
+
+
+def _even(shape: tuple[int, ...], layout: Layout, mesh: MeshShape) -> tuple[int, ...]:
+    """The shape with each dim rounded up to a multiple of its pieces."""
+    pieces = [math.prod(mesh[axis] for axis in layout.axes_of(dim)) for dim in range(len(shape))]
+    return tuple(-(-n // count) * count for n, count in zip(shape, pieces, strict=True))
+
+
+def _refuse_uneven(shape: tuple[int, ...], even: tuple[int, ...], layout: Layout, mesh: MeshShape) -> None:
+    dim = next(d for d, (n, m) in enumerate(zip(shape, even, strict=True)) if n != m)
+    raise InputError(
+        f'A tensor of global shape {shape} with layout "{layout}" on mesh "{mesh}" has uneven pieces in dim {dim}, and '
+        f"JAX has only even ones. Pass pad=True for an array of shape {even} that ends in zeros, and mask them."
+    )
+
+
+# --- whole values ---------------------------------------------------------------------------------------------------
+
+
+def _from_whole(
+    tensor: torch.Tensor, mesh: Mesh, layout: Layout | str | None, pad: bool, copy: bool | None
+) -> jax.Array:
+    if layout is None:
+        layout = Layout.replicate(tensor.ndim)
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    shape = MeshShape(dict(mesh.shape))
+    layout = layout.resolve(tuple(tensor.shape), shape)
+    sharding = named_sharding(layout, mesh)
+    even = _even(tuple(tensor.shape), layout, shape)
+    if even != tuple(tensor.shape):
+        if not pad:
+            _refuse_uneven(tuple(tensor.shape), even, layout, shape)
+        tensor = _padded(tensor, even)
+    pieces = [
+        _on_device(tensor[index] if tensor.ndim else tensor, device, copy)
+        for device, index in sharding.addressable_devices_indices_map(even).items()
+    ]
+    return jax.make_array_from_single_device_arrays(even, sharding, pieces)
+
+
+# --- DTensors -------------------------------------------------------------------------------------------------------
+
+
+def _from_dtensor(tensor: DTensor, mesh: Mesh | None, pad: bool, copy: bool | None) -> jax.Array:
+    _check_processes(tensor.device_mesh)
+    shape, global_shape = MeshShape.of(tensor.device_mesh), tuple(tensor.shape)
+    mesh = _over_processes(shape) if mesh is None else mesh
+    if MeshShape(dict(mesh.shape)) != shape:
+        raise MeshError(
+            f'The DTensor lies on mesh "{shape}", and the mesh of JAX is "{MeshShape(dict(mesh.shape))}". Give one with '
+            "the same axes in the same order, or leave it out."
+        )
+    layout = Layout.from_placements(tensor.placements, shape, ndim=tensor.ndim)
+    spec = layout.partition_spec()
+    even = _even(global_shape, layout, shape)
+    if even != global_shape and not pad:
+        _refuse_uneven(global_shape, even, layout, shape)
+    place = shape.coordinate(dist.get_rank())
+    held = layout.local_shape(even, shape, place)
+    local = tensor.detach().to_local()
+    if even != global_shape:
+        _refuse_nested(layout, global_shape, even, shape, place)
+        local = _padded(local, held)
+    piece = _on_device(local, _own_device(mesh), copy)
+    return jax.make_array_from_single_device_arrays(even, NamedSharding(mesh, spec), [piece])
+
+
+def _refuse_nested(
+    layout: Layout, shape: tuple[int, ...], even: tuple[int, ...], mesh: MeshShape, place: Mapping[str, int]
+) -> None:
+    """Several axes cut an uneven dim one after another, and pieces begin elsewhere than those of the padded dim."""
+    mine, padded = (layout.local_slices(size, mesh, place) for size in (shape, even))
+    for dim, (own, other) in enumerate(zip(mine, padded, strict=True)):
+        if own[0].stop > own[0].start and own[0].start != other[0].start:
+            raise InputError(
+                f'A tensor of global shape {shape} with layout "{layout}" on mesh "{mesh}" is cut unevenly in dim {dim} '
+                "by several axes, one inside the other; its pieces are not those of a padded array. Redistribute it so "
+                "that one axis splits the dim."
+            )
+
+
+def _to_dtensor(
+    array: jax.Array, device_mesh: DeviceMesh, global_shape: tuple[int, ...] | None, copy: bool | None
+) -> DTensor:
+    _check_processes(device_mesh)
+    shape = MeshShape.of(device_mesh)
+    if not isinstance(array.sharding, NamedSharding):
+        raise InputError(
+            f"to_torch: the array's sharding is a {type(array.sharding).__name__}, which names no axes. Put it there "
+            "with shardlib.jax.named_sharding first."
+        )
+    if MeshShape(dict(array.sharding.mesh.shape)) != shape:
+        raise MeshError(
+            f'The array lies on mesh "{MeshShape(dict(array.sharding.mesh.shape))}", and the torch mesh is "{shape}"; '
+            "give one with the same axes in the same order."
+        )
+    layout = Layout.from_partition_spec(array.sharding.spec, array.ndim)
+    (shard,) = array.addressable_shards
+    local = _taken(shard.data, copy)
+    wanted = tuple(array.shape) if global_shape is None else tuple(global_shape)
+    place = shape.coordinate(dist.get_rank())
+    if wanted != tuple(array.shape):
+        _refuse_nested(layout, wanted, tuple(array.shape), shape, place)
+        local = local[tuple(slice(n) for n in layout.local_shape(wanted, shape, place))]
+    stride = torch.empty(wanted, device="meta").stride()
+    return DTensor.from_local(
+        local, device_mesh, layout.placements(shape), run_check=False, shape=torch.Size(wanted), stride=stride
+    )
+
+
+def _check_processes(device_mesh: DeviceMesh) -> None:
+    ranks, mine = dist.get_world_size(), dist.get_rank()
+    if (jax.process_count(), jax.process_index()) != (ranks, mine):
+        raise MeshError(
+            f"torch has {ranks} processes, of which this is {mine}; JAX has {jax.process_count()}, of which this is "
+            f"{jax.process_index()}. Call jax.distributed.initialize(address, num_processes={ranks}, "
+            f"process_id={mine}) before JAX is used."
+        )
+    if device_mesh.size() != ranks:
+        raise MeshError(
+            f'The torch mesh "{MeshShape.of(device_mesh)}" has {device_mesh.size()} of {ranks} processes; exchange '
+            "needs a mesh over all of them."
+        )
+
+
+def _over_processes(shape: MeshShape) -> Mesh:
+    """The first device of each process, in their order."""
+    first: dict[int, Any] = {}
+    for device in sorted(jax.devices(), key=lambda d: (d.process_index, d.id)):
+        first.setdefault(device.process_index, device)
+    return make_mesh(shape, devices=list(first.values()))
+
+
+def _own_device(mesh: Mesh) -> Any:
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    if len(own) != 1:
+        raise MeshError(
+            f"The mesh of JAX has {len(own)} devices of this process; a DTensor has one shard in each. Leave mesh out, "
+            "and the first device of each process is taken."
+        )
+    return own[0]

@@ -1,0 +1,45 @@
+"""A process of its own with eight pretended CPU devices, which JAX must be told of before it is imported.
+
+One serves all tests of a session that ask for it. Its programs are tiny and run a few times: they are compiled without
+LLVM's optimizations, which take most of the time and change no collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from typing import Any
+from unittest import mock
+
+__all__ = ["run"]
+
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true",
+}
+
+
+def run(function: Callable[..., Any], *args: Any, x64: bool = True) -> Any:
+    """What a module's function returns there, with or without numbers of 64 bits."""
+    return _process().submit(_called, function, args, x64).result()
+
+
+@cache
+def _process() -> ProcessPoolExecutor:
+    with mock.patch.dict(os.environ, _ENVIRONMENT):
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        pool.submit(int).result()  # started, while the environment is this one
+    atexit.register(pool.shutdown)
+    return pool
+
+
+def _called(function: Callable[..., Any], args: Any, x64: bool) -> Any:
+    import jax
+
+    jax.config.update("jax_enable_x64", x64)
+    return function(*args)

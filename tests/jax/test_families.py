@@ -1,0 +1,56 @@
+"""Every family of `layouts/` on JAX gives the numbers of torch on one device, and costs what Megatron costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.jax import families, on_devices
+from tests.jax.families import FAMILIES, Case
+
+BOTH, TP8 = "dp=2,tp=4", "tp=8"
+CASES = [
+    Case("example_gpt", BOTH, transform="zero(3)"),
+    Case("gpt2", BOTH, transform="zero(1)"),
+    Case("llama", BOTH),
+    Case("bert", BOTH, transform="fsdp()"),
+    Case("vit", BOTH),
+    Case("t5", BOTH),
+    Case("mixtral", BOTH, transform="zero(2)"),
+    Case("resnet", BOTH, steps=1),  # convolutions are slow where nothing is optimized
+]
+MORE = [
+    *(Case(family, TP8) for family in FAMILIES),
+    *(Case(family, mesh, "float32", steps=1) for family in FAMILIES for mesh in (BOTH, TP8)),
+    *(Case(family, "dp=4,tp=2", transform=f"zero({stage})") for family in FAMILIES for stage in (1, 3)),
+]
+# Rounding is 1.1e-16 (6e-8) of a result; sums of some hundred terms are added up in another order, some ten layers
+# deep, and magnified by what a norm divides by. A mistake is of order one.
+BOUNDS = {"float64": 1e-12, "float32": 1e-6}
+# A single gradient's entry may cancel: its distance is to the largest entry of its tensor, which a cancelling sum is not.
+GRADIENTS = {"float64": 1e-12, "float32": 1e-5}
+
+
+def _check(case: Case) -> None:
+    apart = on_devices.run(families.compared, case, x64=case.dtype == "float64")
+    assert apart["loss"] <= BOUNDS[case.dtype], apart
+    assert apart["gradient"] <= GRADIENTS[case.dtype], apart
+    if case.dtype == "float64":  # in float32 Adam divides noise by itself
+        assert apart["trained"] <= BOUNDS[case.dtype], apart
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_gradients_and_three_steps_of_adamw_are_those_of_torch(case: Case):
+    _check(case)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_numbers_on_other_meshes_and_dtypes(case: Case):
+    _check(case)
+
+
+@pytest.mark.parametrize("family", ["example_gpt", "gpt2", "llama"])
+def test_a_block_costs_four_all_reduces_a_step_and_nothing_else(family: str):
+    """Two forward, two backward (Shoeybi et al., arXiv 1909.08053, section 3); fused qkv needs no permutation."""
+    added = on_devices.run(families.megatron, family, BOTH, x64=False)
+    assert added == {"forward": {"all-reduce": 2}, "step": {"all-reduce": 4}}
