@@ -53,7 +53,8 @@ def compile_model(
         rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default what
             `layouts.for_model` finds.
         transforms: functions from plan to plan; `zero(1)`, `zero(2)`, `zero(3)`, `fsdp()`, `hsdp()` and
-            `precision()` of parameters are shardings and dtypes here.
+            `precision("bf16")` are shardings and dtypes here. A master copy is the array itself, in float32, which is
+            rounded where the model uses it.
         example: a global batch: a tuple of arguments, a mapping of keyword arguments, or one tensor. With it the graph
             is made now, so that what is wrong with it is said now; without, at the first call. Other shapes get a
             graph of their own, when they come.
@@ -82,7 +83,9 @@ def compile_model(
     plan = _plan.plan(model, shape, rules, transforms=transforms)
     _refuse_settings(plan)
     stored = {row.name: storage_of(row, mesh, shape) for row in plan.rows}
-    compiled = Compiled(_structure_of(model), plan, mesh, stored, _values_of(model, stored, plan), matmul_precision)
+    compiled = Compiled(
+        _structure_of(model, plan), plan, mesh, stored, _values_of(model, stored, plan), matmul_precision
+    )
     params = {row.name: compiled._first.pop(row.name) for row in plan.rows if row.requires_grad}
     compiled.buffers.update(compiled._first)
     if example is not None:
@@ -107,9 +110,18 @@ def _refuse_settings(plan: Plan) -> None:
         )
 
 
-def _structure_of(model: nn.Module) -> nn.Module:
-    """A copy of the modules with the same tensors."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+def _structure_of(model: nn.Module, plan: Plan) -> nn.Module:
+    """A copy of the modules, whose tensors have the dtypes that they are computed with, and no values."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    empty = {id(t): _without_values(t, plan[name].compute.dtype or t.dtype) for name, t in tensors.items()}
+    return copy.deepcopy(model, empty)
+
+
+def _without_values(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
 
 
 def _values_of(model: nn.Module, stored: Mapping[str, Storage], plan: Plan) -> Arrays:
@@ -193,7 +205,7 @@ class Compiled:
         "grad" for gradients, "stored" for parameters. Everything else is replicated.
 
         >>> from shardlib.jax import make_mesh
-        >>> fn, params = compile_model(nn.Linear(4, 8), make_mesh("dp=1,tp=1"), {"": "colwise"})
+        >>> fn, params = compile_model(nn.Linear(4, 8), make_mesh("dp=1,tp=1"), {"*": "out@tp ..."})
         >>> fn.shardings({"mu": params, "count": jnp.zeros(())}, "state")["mu"]["weight"].spec
         P('tp', None)
         """

@@ -251,8 +251,8 @@ def _from_dtensor(tensor: DTensor, mesh: Mesh | None, pad: bool, copy: bool | No
     mesh = _over_processes(shape) if mesh is None else mesh
     if MeshShape(dict(mesh.shape)) != shape:
         raise MeshError(
-            f'The DTensor lies on mesh "{shape}", and the mesh of JAX is "{MeshShape(dict(mesh.shape))}". Give one with '
-            "the same axes in the same order, or leave it out."
+            f'The DTensor lies on mesh "{shape}", and the mesh of JAX is "{MeshShape(dict(mesh.shape))}". Give one '
+            "with the same axes in the same order, or leave it out."
         )
     layout = Layout.from_placements(tensor.placements, shape, ndim=tensor.ndim)
     spec = layout.partition_spec()
@@ -277,9 +277,9 @@ def _refuse_nested(
     for dim, (own, other) in enumerate(zip(mine, padded, strict=True)):
         if own[0].stop > own[0].start and own[0].start != other[0].start:
             raise InputError(
-                f'A tensor of global shape {shape} with layout "{layout}" on mesh "{mesh}" is cut unevenly in dim {dim} '
-                "by several axes, one inside the other; its pieces are not those of a padded array. Redistribute it so "
-                "that one axis splits the dim."
+                f'A tensor of global shape {shape} with layout "{layout}" on mesh "{mesh}" is cut unevenly in '
+                f"dim {dim} by several axes, one inside the other; its pieces are not those of a padded array. "
+                "Redistribute it so that one axis splits the dim."
             )
 
 

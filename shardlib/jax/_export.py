@@ -82,6 +82,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> G
     except Exception as error:
         raise _explained(error, model) from error
     graph = _read(program)
+    _refuse_varying_shapes(graph)
     _refuse_unknown(graph)
     _refuse_narrow_nodes(graph)
     return graph
@@ -184,6 +185,20 @@ def _lowering_name(node: torch.fx.Node) -> str | None:
         return str(getattr(target, "__name__", target))
     name = f"{target.namespace}::{target.__name__}"
     return None if name == "aten::_assert_tensor_metadata.default" or find_lowering(target) else name
+
+
+def _refuse_varying_shapes(graph: Graph) -> None:
+    """Of results whose shape depends on values, as of `x[mask]` and `nonzero`."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
+            where = (module_path(node) or ("",))[-1] or "(root)"
+            code = (node.meta.get("stack_trace") or "").strip().splitlines()
+            place = f", at {code[-2].strip()}: `{code[-1].strip()}`" if len(code) > 1 else ""
+            raise InputError(
+                f'In "{where}" the shape of what {node.target} gives depends on values of tensors{place}. A compiled '
+                "program has fixed shapes. Use torch.where(mask, x, other) in place of x[mask]."
+            )
 
 
 def _refuse_narrow_nodes(graph: Graph) -> None:

@@ -39,7 +39,7 @@ class Storage:
     Attributes:
         name: as in the plan.
         global_shape: of the tensor.
-        dtype: in which it is stored.
+        dtype: in which it is stored; that of the master copy, where the plan has one.
         parts: for each dim of the tensor the sizes of its parts; `(n,)` but for fused layouts.
         padded: the same with what was added to make pieces even.
         specs: for each phase the axes of each dim of the array.
@@ -148,6 +148,8 @@ def storage_of(row: Row, mesh: Mesh, shape: MeshShape) -> Storage:
         PlanError: a phase lies on the host, or is still to be reduced.
     """
     stored, computed = row.stored.dtype or row.dtype, row.compute.dtype or row.dtype
+    if row.has_master and row.state is not None:  # the master copy is the array, and is rounded where it is used
+        stored = row.state.dtype or row.dtype
     for dtype in {stored, computed}:
         refuse_narrowed(dtype, f'"{row.name}"')
     layouts = {phase: layout.resolve(row.global_shape, shape) for phase, layout in row.layouts.items()}

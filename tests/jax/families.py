@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from tests.families.test_mixtral import Case as Mixtral
 from tests.families.test_resnet import Case as ResNet
 from tests.families.test_t5 import Case as T5
 
-__all__ = ["FAMILIES", "Case", "collectives", "compared", "megatron"]
+__all__ = ["FAMILIES", "Case", "collectives", "compared", "megatron", "rounded"]
 
 _HEADS = {"num_attention_heads": 8}  # of tp=8; keys and values have fewer
 _LLAMA = {**_HEADS, "num_key_value_heads": 4}
@@ -109,11 +110,31 @@ def compared(case: Case) -> dict[str, float]:
     A gradient's distance is to the largest entry of its tensor, or a thousandth of the model's largest where that is
     more: some gradients are zero in exact arithmetic.
     """
-    wide = case.dtype == "float64"
-    if not wide:
-        return _compared(case)
+    if case.dtype == "float64":
+        with _float64_throughout():
+            return _compared(case)
+    return _compared(case)
+
+
+def rounded(case: Case) -> dict[str, dict[str, float]]:
+    """How far the loss and gradients of both engines are in float32 from those of torch in float64."""
+    build, batch_of = FAMILIES[case.family]
+    torch.manual_seed(0)
+    model, args_of = build(), batch_of(0)
     with _float64_throughout():
-        return _compared(case)
+        (loss,), exact = _train_torch(copy.deepcopy(model).double(), [_of_dtype(args_of, torch.float64)])
+    fn, params = sj.compile_model(model, sj.make_mesh(case.mesh))
+    (own,), grads, _ = _train_jax(fn, params, [args_of])
+    (plain,), theirs = _train_torch(model, [args_of])
+    top = max(float(g.abs().max()) for g in exact.values()) / 1000
+    engines = {"jax": (own, fn.to_torch(grads)), "torch": (plain, theirs)}
+    return {
+        engine: {
+            "loss": abs(value - loss) / abs(loss),
+            "gradient": max(_apart(found[n].double(), g, top) for n, g in exact.items()),
+        }
+        for engine, (value, found) in engines.items()
+    }
 
 
 def _compared(case: Case) -> dict[str, float]:

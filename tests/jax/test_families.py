@@ -20,22 +20,16 @@ CASES = [
 ]
 MORE = [
     *(Case(family, TP8) for family in FAMILIES),
-    *(Case(family, mesh, "float32", steps=1) for family in FAMILIES for mesh in (BOTH, TP8)),
     *(Case(family, "dp=4,tp=2", transform=f"zero({stage})") for family in FAMILIES for stage in (1, 3)),
 ]
-# Rounding is 1.1e-16 (6e-8) of a result; sums of some hundred terms are added up in another order, some ten layers
-# deep, and magnified by what a norm divides by. A mistake is of order one.
-BOUNDS = {"float64": 1e-12, "float32": 1e-6}
-# A single gradient's entry may cancel: its distance is to the largest entry of its tensor, which a cancelling sum is not.
-GRADIENTS = {"float64": 1e-12, "float32": 1e-5}
+# Rounding is 1.1e-16 of a result; sums of some hundred terms are added up in another order, some ten layers deep, and
+# magnified by what a norm divides by. A mistake is of order one.
+BOUND = 1e-12
 
 
 def _check(case: Case) -> None:
-    apart = on_devices.run(families.compared, case, x64=case.dtype == "float64")
-    assert apart["loss"] <= BOUNDS[case.dtype], apart
-    assert apart["gradient"] <= GRADIENTS[case.dtype], apart
-    if case.dtype == "float64":  # in float32 Adam divides noise by itself
-        assert apart["trained"] <= BOUNDS[case.dtype], apart
+    apart = on_devices.run(families.compared, case)
+    assert max(apart.values()) <= BOUND, apart
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -45,8 +39,18 @@ def test_loss_gradients_and_three_steps_of_adamw_are_those_of_torch(case: Case):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("case", MORE, ids=str)
-def test_numbers_on_other_meshes_and_dtypes(case: Case):
+def test_numbers_on_other_meshes(case: Case):
     _check(case)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("mesh", [BOTH, TP8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_is_as_far_from_float64_as_that_of_torch(family: str, mesh: str):
+    """So that rounding and mistakes tell apart: both add up the same terms, in orders of their own."""
+    error = on_devices.run(families.rounded, Case(family, mesh, "float32", steps=1), x64=False)
+    for what in ("loss", "gradient"):
+        assert error["jax"][what] <= 4 * error["torch"][what] + 1e-6, error
 
 
 @pytest.mark.parametrize("family", ["example_gpt", "gpt2", "llama"])

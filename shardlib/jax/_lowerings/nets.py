@@ -135,9 +135,31 @@ def _max_pool(
     kernel = _each(kernel, dims)
     low = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
     start = np.asarray(low, x.dtype)
+    if any(d != 1 for d in _each(dilation, dims)):
+        return _dilated_max(
+            x, start, kernel, _each(stride or kernel, dims), _each(padding, dims), _each(dilation, dims), ceil_mode
+        )
     return _pooled(
         x, start, lax.max, kernel, _each(stride or kernel, dims), _each(padding, dims), _each(dilation, dims), ceil_mode
     )
+
+
+def _dilated_max(x: Any, start: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
+    """Windows with holes, whose maximum JAX (0.10) does not differentiate: one slice for each place in the window."""
+    dims = len(kernel)
+    sizes = x.shape[-dims:]
+    pairs = [_windows(*each, ceil_mode) for each in zip(sizes, kernel, stride, padding, dilation, strict=True)]
+    x = lax.pad(x, jnp.asarray(start, x.dtype), [(0, 0, 0)] * (x.ndim - dims) + [(a, b, 0) for a, b in pairs])
+    outs = [
+        (n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[-dims:], kernel, stride, dilation, strict=True)
+    ]
+    slices = []
+    for place in np.ndindex(*kernel):
+        firsts = [p * d for p, d in zip(place, dilation, strict=True)]
+        at = (slice(f, f + (n - 1) * s + 1, s) for f, n, s in zip(firsts, outs, stride, strict=True))
+        slices.append(x[(..., *at)])
+    stacked = jnp.stack(slices)
+    return jnp.take_along_axis(stacked, jnp.argmax(stacked, axis=0, keepdims=True), axis=0)[0]
 
 
 def _dims_of(x: Any, kernel: Any) -> int:

@@ -88,9 +88,11 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: b
     rstd = lax.rsqrt(var + eps)
     y = (wide - _by_channel(mean, x.ndim)) * _by_channel(rstd, x.ndim)
     y = _affine(y, *(_by_channel(t, x.ndim) for t in (weight, bias))).astype(x.dtype)
-    return (
-        (y, mean, rstd, mean, var) if training else (y, x[:0, 0].reshape(-1)[:0], x[:0, 0].reshape(-1)[:0], mean, var)
-    )
+    if not training:
+        nothing = jnp.zeros(0, wide.dtype)
+        return y, nothing, nothing, mean, var
+    # What torch keeps for backward has no gradient of its own.
+    return y, lax.stop_gradient(mean), lax.stop_gradient(rstd), mean, var
 
 
 @lowering("aten::_native_batch_norm_legit.no_stats")

@@ -66,12 +66,10 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "silu": jax.nn.silu,
     "sin": jnp.sin,
     "sinh": jnp.sinh,
-    "softsign": lambda x: x / (1 + jnp.abs(x)),
     "sqrt": jnp.sqrt,
     "square": jnp.square,
     "tan": jnp.tan,
     "tanh": jnp.tanh,
-    "tanhshrink": lambda x: x - jnp.tanh(x),
     "trunc": jnp.trunc,
 }
 # Whole numbers that are not asked to stay whole become the default float.

@@ -1,0 +1,457 @@
+"""Ops one by one: what a lowering gives, and its gradient, beside torch's. Runs on the devices, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+import shardlib.jax as sj
+from shardlib.jax._bits import to_numpy, to_tensor
+from shardlib.jax._table import find_lowering
+
+__all__ = ["CASES", "differences", "without_case"]
+
+aten = torch.ops.aten
+
+
+def _numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """No two alike, none near zero, both signs."""
+    if 0 in shape:
+        return torch.zeros(shape, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    count = max(int(np.prod(shape)), 1)
+    values = (torch.randperm(count, generator=generator) + 0.5) / count + 0.1
+    signs = torch.randint(2, (count,), generator=generator) * 2 - 1
+    return (values * signs).to(torch.float64).view(shape)
+
+
+def _positive(*shape: int) -> torch.Tensor:
+    return _numbers(*shape).abs()
+
+
+X, Y, P = _numbers(3, 4, seed=1), _numbers(3, 4, seed=2), _positive(3, 4)
+V, S = _numbers(4, seed=3), _numbers(seed=4)
+B3, C3 = _numbers(2, 3, 4, seed=5), _numbers(2, 4, 5, seed=6)
+IDS, J = torch.tensor([[1, 0, 2, 2], [0, 3, 1, 0], [2, 2, 0, 3]]), torch.tensor([2, 0, 1])
+MASK = torch.tensor([[True, False, True, False], [False, True, True, True], [True, True, False, False]])
+HALF = X.to(torch.bfloat16)
+IMAGE, IMAGE1, IMAGE3 = _numbers(2, 4, 7, 6), _numbers(2, 4, 9), _numbers(1, 2, 4, 5, 3)
+KERNEL, KERNEL1, KERNEL3 = _numbers(6, 4, 3, 2, seed=7), _numbers(6, 2, 3, seed=8), _numbers(3, 2, 2, 2, 2, seed=9)
+Q, K, VALUES = _numbers(2, 4, 5, 6, seed=1), _numbers(2, 4, 7, 6, seed=2), _numbers(2, 4, 7, 3, seed=3)
+K2, V2 = K[:, :2], VALUES[:, :2]
+SEEN = torch.ones(5, 7, dtype=torch.bool).tril(2)
+NOTHING_SEEN = SEEN & (torch.arange(5) != 2)[:, None]
+LOGITS, CLASSES = _numbers(6, 5, seed=11), torch.tensor([0, 4, 2, -100, 1, 2])
+
+_UNARY = """abs acos alias asin atan ceil cos cosh deg2rad detach erf erfc erfinv exp exp2 expm1 floor frac isfinite
+isinf isnan logical_not neg positive rad2deg reciprocal relu relu6 round selu sgn sigmoid sign signbit silu sin sinh
+softplus square tan tanh trunc mish log_sigmoid gelu hardtanh hardswish elu leaky_relu celu
+clone contiguous"""
+_OF_POSITIVE = ("log", "log10", "log1p", "log2", "rsqrt", "sqrt", "lgamma")
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def _call(op: Any, *args: Any, **kwargs: Any) -> Call:
+    return op, args, kwargs
+
+
+CASES: list[Call] = [
+    *(
+        _call(getattr(aten, name).default, X * (0.8 if name in ("acos", "asin", "erfinv") else 3))
+        for name in _UNARY.split()
+    ),
+    *(_call(getattr(aten, name).default, P) for name in _OF_POSITIVE),
+    *(_call(getattr(aten, name).default, IDS) for name in ("sqrt", "sigmoid", "abs", "neg", "bitwise_not")),
+    *(_call(getattr(aten, name).Tensor, IDS, J[:, None]) for name in _COMPARED),
+    *(_call(getattr(aten, name).Scalar, X, 0.3) for name in _COMPARED),
+    _call(aten.eq.Scalar, IDS, 1.5),
+    _call(aten.hardsigmoid.default, X.float()),  # torch (2.13) has the slope in float32
+    # what torch makes of two kinds of numbers
+    _call(aten.add.Tensor, X, V, alpha=2),
+    _call(aten.add.Tensor, IDS, S),
+    _call(aten.add.Tensor, HALF, X.float()),
+    _call(aten.lt.Tensor, HALF, X.float()[0, 0]),
+    _call(aten.add.Tensor, HALF, IDS[0, 0]),
+    _call(aten.add.Tensor, MASK, MASK),
+    _call(aten.mul.Tensor, MASK, 2),
+    _call(aten.mul.Tensor, HALF, 0.3),
+    _call(aten.mul.Tensor, IDS, 0.5),
+    _call(aten.mul.Tensor, IDS.int(), IDS),
+    _call(aten.div.Tensor, IDS, J[:, None] + 1),
+    _call(aten.div.Tensor, X, Y),
+    _call(aten.sub.Tensor, X, S),
+    _call(aten.rsub.Scalar, X, 2.0, 3),
+    _call(aten.pow.Tensor_Scalar, X, 2),
+    _call(aten.pow.Tensor_Scalar, X, 3.0),
+    _call(aten.pow.Tensor_Scalar, P, 0.5),
+    _call(aten.pow.Tensor_Scalar, P, -1.5),
+    _call(aten.pow.Tensor_Scalar, IDS, 2),
+    _call(aten.pow.Scalar, 2.0, X),
+    _call(aten.pow.Tensor_Tensor, P, Y),
+    _call(aten.div.Tensor_mode, X, Y, rounding_mode="floor"),
+    _call(aten.div.Tensor_mode, IDS - 2, torch.tensor(2), rounding_mode="trunc"),
+    _call(aten.floor_divide.default, IDS - 2, torch.tensor(2)),
+    _call(aten.remainder.Scalar, X, 0.4),
+    _call(aten.fmod.Scalar, X, 0.4),
+    _call(aten.maximum.default, X, Y),
+    _call(aten.minimum.default, X, Y),
+    _call(aten.max.other, X, X),
+    _call(aten.fmax.default, X, Y),
+    _call(aten.fmin.default, X, Y),
+    _call(aten.bitwise_left_shift.Tensor, IDS, J[:, None]),
+    _call(aten.bitwise_right_shift.Tensor, IDS, J[:, None]),
+    _call(aten.atan2.default, X, Y),
+    _call(aten.hypot.default, X, Y),
+    _call(aten.logaddexp.default, X, Y),
+    _call(aten.bitwise_and.Tensor, IDS, J[:, None]),
+    _call(aten.bitwise_or.Tensor, MASK, ~MASK),
+    _call(aten.bitwise_xor.Tensor, IDS, J[:, None]),
+    _call(aten.logical_and.default, X, MASK),
+    _call(aten.logical_or.default, MASK, X),
+    _call(aten.logical_xor.default, MASK, X),
+    _call(aten.where.self, MASK, X, Y),
+    _call(aten.where.ScalarOther, MASK, X, 0.5),
+    _call(aten.where.self, MASK, IDS, X),
+    _call(aten.masked_fill.Scalar, X, MASK, -1),
+    _call(aten.masked_fill.Tensor, X, MASK, S),
+    _call(aten.lerp.Scalar, X, Y, 0.7),
+    _call(aten.lerp.Tensor, X, Y, P),
+    _call(aten.addcmul.default, X, Y, V, value=0.5),
+    _call(aten.addcdiv.default, X, Y, P, value=0.5),
+    _call(aten.clamp.default, X, -0.3, 0.4),
+    _call(aten.clamp.default, torch.tensor([-1.0, -0.3, 0.4, 2.0], dtype=torch.float64), -0.3, 0.4),
+    _call(aten.clamp.Tensor, X, None, V),
+    _call(aten.clamp_min.default, IDS, 1),
+    _call(aten.clamp_max.default, X, 0.1),
+    _call(aten.threshold.default, X, 0.2, 7.0),
+    _call(aten.gelu.default, X, approximate="tanh"),
+    _call(aten.nan_to_num.default, torch.tensor([float("nan"), float("inf"), 1.0]), 2.0),
+    _call(aten._to_copy.default, X, dtype=torch.float32),
+    _call(aten._to_copy.default, X * 3, dtype=torch.int64),
+    _call(aten._to_copy.default, X, dtype=torch.bool),
+    _call(aten.fill.Scalar, X, 2.0),
+    _call(aten.fill.Tensor, X, S),
+    # new tensors
+    _call(aten.full.default, (2, 3), 0.5),
+    _call(aten.full.default, (2,), True),
+    _call(aten.zeros.default, (2, 3), dtype=torch.int32),
+    _call(aten.ones.default, (2, 3)),
+    _call(aten.full_like.default, X, 3),
+    _call(aten.zeros_like.default, X),
+    _call(aten.ones_like.default, X, dtype=torch.int64),
+    _call(aten.new_full.default, X, (2,), 3),
+    _call(aten.new_zeros.default, X, (2,)),
+    _call(aten.new_ones.default, X, (2,), dtype=torch.bool),
+    _call(aten.arange.default, 5),
+    _call(aten.arange.default, 2.5),
+    _call(aten.arange.start, 1, 5),
+    _call(aten.arange.start_step, 0, 1, 0.3),
+    _call(aten.linspace.default, 0, 1, 5),
+    _call(aten.eye.default, 3),
+    _call(aten.eye.m, 2, 3),
+    _call(aten.scalar_tensor.default, 3.5),
+    # along dims
+    _call(aten.sum.default, MASK),
+    _call(aten.sum.dim_IntList, X, [0], True),
+    _call(aten.sum.dim_IntList, B3, [-1, 0]),
+    _call(aten.sum.dim_IntList, X, []),
+    _call(aten.mean.default, X),
+    _call(aten.mean.dim, B3, [1, 2], True),
+    _call(aten.mean.dim, HALF, [1], dtype=torch.float32),
+    _call(aten.prod.default, X),
+    _call(aten.prod.dim_int, X, 1),
+    _call(aten.var.correction, X, [1]),
+    _call(aten.var.correction, X, [1], correction=0, keepdim=True),
+    _call(aten.std.correction, X, [0], correction=1),
+    _call(aten.var_mean.correction, X, [1], correction=0),
+    _call(aten.amax.default, X, [1]),
+    _call(aten.amin.default, torch.ones(2, 3, dtype=torch.float64), [1]),
+    _call(aten.max.default, X),
+    _call(aten.min.default, X),
+    _call(aten.max.dim, X, 1, True),
+    _call(aten.min.dim, X, 0),
+    _call(aten.argmax.default, X, 1),
+    _call(aten.argmin.default, X),
+    _call(aten.any.default, MASK),
+    _call(aten.any.dim, MASK, 1),
+    _call(aten.all.default, MASK),
+    _call(aten.all.dim, MASK, 0, True),
+    _call(aten.logsumexp.default, X, [1]),
+    _call(aten.linalg_vector_norm.default, X),
+    _call(aten.linalg_vector_norm.default, X, 3, [1], True),
+    _call(aten.linalg_vector_norm.default, X, float("inf"), [1]),
+    _call(aten.linalg_vector_norm.default, torch.zeros(3, dtype=torch.float64)),
+    _call(aten.norm.ScalarOpt_dim, X, 1, [0]),
+    _call(aten.softmax.int, X, -1),
+    _call(aten.softmax.int, HALF, -1, torch.float32),
+    _call(aten._softmax.default, X, 0, False),
+    _call(aten.log_softmax.int, X, 1),
+    _call(aten._log_softmax.default, X, 0, False),
+    _call(aten.cumsum.default, X, 1),
+    _call(aten.cumsum.default, MASK, 0),
+    _call(aten.cumprod.default, X, 0),
+    _call(aten.diff.default, X, 1, -1),
+    _call(aten.topk.default, X, 2),
+    _call(aten.topk.default, X, 2, 0, False),
+    _call(aten.sort.default, X, -1, True),
+    _call(aten.sort.stable, IDS, stable=True, dim=1),
+    _call(aten.argsort.default, X, 0),
+    _call(aten.histc.default, torch.tensor([0.0, 1.0, 1.0, 3.0, 4.0, 9.0]), 4, 0, 4),
+    # moved
+    _call(aten.view.default, X, (2, -1)),
+    _call(aten.reshape.default, X.t(), (6, 2)),
+    _call(aten.flatten.using_ints, B3, 1),
+    _call(aten.unflatten.int, X, 1, (2, -1)),
+    _call(aten.transpose.int, B3, -1, 0),
+    _call(aten.t.default, X),
+    _call(aten.permute.default, B3, (2, 0, 1)),
+    _call(aten.movedim.intlist, B3, (0,), (2,)),
+    _call(aten.unsqueeze.default, X, -1),
+    _call(aten.squeeze.default, X[None, :, None]),
+    _call(aten.squeeze.dim, X[None], 0),
+    _call(aten.squeeze.dim, X, 0),
+    _call(aten.squeeze.dims, X[None, :, None], (0, 1, 2)),
+    _call(aten.expand.default, V, (2, -1)),
+    _call(aten.expand_as.default, V, X),
+    _call(aten.repeat.default, X, (2, 1, 3)),
+    _call(aten.repeat_interleave.self_int, X, 2, 0),
+    _call(aten.repeat_interleave.self_int, X, 2),
+    _call(aten.cat.default, [X, IDS[:2], Y], 0),
+    _call(aten.cat.default, [torch.zeros(0, dtype=torch.float64), X], 1),
+    _call(aten.stack.default, [X, Y], -1),
+    _call(aten.split.Tensor, X, 3, 1),
+    _call(aten.split_with_sizes.default, X, [1, 3], -1),
+    _call(aten.chunk.default, X, 2, 1),
+    _call(aten.unbind.int, X, 1),
+    _call(aten.select.int, X, 1, -1),
+    _call(aten.slice.Tensor, X, 1, -3, 9223372036854775807, 2),
+    _call(aten.narrow.default, X, 1, 1, 2),
+    _call(aten.slice_scatter.default, X, Y[:, :2], 1, 1, 3),
+    _call(aten.select_scatter.default, X, V, 0, -1),
+    _call(aten.flip.default, X, (0, 1)),
+    _call(aten.roll.default, X, (1, -2), (0, 1)),
+    _call(aten.roll.default, X, (5,)),
+    _call(aten.tril.default, X, 1),
+    _call(aten.triu.default, X, -1),
+    _call(aten.diagonal.default, B3, 1, 1, 2),
+    _call(aten.unfold.default, X, 1, 2, 1),
+    _call(aten.pad.default, X, (1, -1, 0, 2)),
+    _call(aten.pad.default, X, (1, 2), "constant", 3.0),
+    _call(aten.pad.default, B3, (1, 2), "reflect"),
+    _call(aten.pad.default, B3, (1, 2), "replicate"),
+    _call(aten.pad.default, B3, (1, 2), "circular"),
+    _call(aten.constant_pad_nd.default, X, (-1, 1), 0.5),
+    # looked up
+    _call(aten.embedding.default, X, IDS % 3),
+    _call(aten.embedding.default, X, IDS % 3, 1),
+    _call(aten.index.Tensor, B3, [None, J]),
+    _call(aten.index.Tensor, X, [J, J - 3]),
+    _call(aten.index.Tensor, B3, [torch.tensor([1, 0]), None, torch.tensor([3, -1])]),
+    _call(aten.index_put.default, X, [J], Y),
+    _call(aten.index_put.default, X, [J % 2], Y, True),
+    _call(aten.index_put.default, X, [MASK], S),
+    _call(aten.index_select.default, X, 1, J),
+    _call(aten.index_add.default, X, 0, J % 2, Y, alpha=2),
+    _call(aten.index_copy.default, X, 0, J, Y),
+    _call(aten.gather.default, X, 1, IDS),
+    _call(aten.gather.default, X, 0, IDS[:, :2] % 3),
+    _call(aten.scatter.src, X, 1, J[:, None], Y[:, :1]),
+    _call(aten.scatter.value, X, 1, J[:, None], 2.0),
+    _call(aten.scatter_add.default, X, 0, IDS % 3, Y),
+    _call(aten.one_hot.default, J, 4),
+    _call(aten.bucketize.Tensor, X, torch.tensor([-0.5, 0.0, 0.5], dtype=torch.float64)),
+    # products
+    _call(aten.linear.default, B3, C3[0].t().contiguous(), _numbers(5)),
+    _call(aten.linear.default, V, Y),
+    _call(aten.mm.default, X, Y.t()),
+    _call(aten.bmm.default, B3, C3),
+    _call(aten.matmul.default, B3, C3[0]),
+    _call(aten.matmul.default, V, C3),
+    _call(aten.mv.default, X, V),
+    _call(aten.dot.default, V, V),
+    _call(aten.addmm.default, _numbers(3), X, Y.t()),
+    _call(aten.addmm.default, _numbers(3), X, Y.t(), beta=0.5, alpha=2),
+    _call(aten.baddbmm.default, _numbers(2, 3, 5), B3, C3, beta=0),
+    _call(aten.baddbmm.default, _numbers(2, 3, 5), B3, C3, alpha=0.3),
+    _call(aten.outer.default, V, _numbers(3)),
+    _call(aten.einsum.default, "bij,bjk->bki", [B3, C3]),
+    _call(aten.bilinear.default, X, Y, _numbers(2, 4, 4), _numbers(2)),
+    # attention
+    _call(aten.scaled_dot_product_attention.default, Q, K, VALUES),
+    _call(aten.scaled_dot_product_attention.default, Q, K, VALUES, SEEN),
+    _call(aten.scaled_dot_product_attention.default, Q, K, VALUES, NOTHING_SEEN),
+    _call(aten.scaled_dot_product_attention.default, Q, K, VALUES, _numbers(5, 7)),
+    _call(aten.scaled_dot_product_attention.default, Q, K, VALUES, None, 0.0, True),
+    _call(aten.scaled_dot_product_attention.default, Q, K, VALUES, scale=0.3),
+    _call(aten.scaled_dot_product_attention.default, Q, K2, V2, enable_gqa=True),
+    # norms
+    _call(aten.layer_norm.default, B3, (4,), V, V),
+    _call(aten.layer_norm.default, B3, (3, 4), X, None, 1e-3),
+    _call(aten.rms_norm.default, X, (4,), V),
+    _call(aten.group_norm.default, IMAGE, 2, V, V),
+    _call(aten._native_batch_norm_legit_functional.default, IMAGE, V, V, V, P[0], True, 0.1, 1e-5),
+    _call(aten._native_batch_norm_legit_no_training.default, IMAGE, V, V, V, P[0], 0.1, 1e-5),
+    _call(aten._native_batch_norm_legit.no_stats, IMAGE, V, None, True, 0.1, 1e-5),
+    _call(aten.batch_norm.default, IMAGE, V, V, V, P[0], False, 0.1, 1e-5, True),
+    # convolutions, pooling
+    _call(aten.conv2d.default, IMAGE, KERNEL, _numbers(6), [2, 1], [1, 0], [1, 2]),
+    _call(aten.conv2d.padding, IMAGE, KERNEL, None, [1, 1], "same"),
+    _call(aten.conv1d.default, IMAGE1, KERNEL1, None, [1], [2], [1], 2),
+    _call(aten.conv1d.default, IMAGE1[0], _numbers(6, 4, 3), _numbers(6)),
+    _call(aten.conv3d.default, IMAGE3, KERNEL3),
+    _call(aten.conv_transpose2d.input, IMAGE, _numbers(4, 3, 3, 2), _numbers(3), [2, 1], [1, 0], [1, 0]),
+    _call(aten.conv_transpose1d.default, IMAGE1, _numbers(4, 3, 3), _numbers(6), [2], [1], [0], 2, [2]),
+    _call(aten.convolution.default, IMAGE, KERNEL, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+    _call(aten.max_pool2d.default, IMAGE, [2, 3], [2, 1], [1, 1]),
+    _call(aten.max_pool2d.default, IMAGE, [3, 3], [2, 2], [1, 1], [1, 1], True),
+    _call(aten.max_pool1d.default, IMAGE1, [2], [2], [0], [2]),
+    _call(aten.avg_pool2d.default, IMAGE, [3, 2], [2, 2], [1, 1]),
+    _call(aten.avg_pool2d.default, IMAGE, [3, 3], [2, 2], [1, 1], True, True),
+    _call(aten.avg_pool2d.default, IMAGE, [3, 3], [2, 2], [1, 1], True, False),
+    _call(aten.avg_pool2d.default, IMAGE, [2, 2], [], [0, 0], False, True, 3),
+    _call(aten.avg_pool1d.default, IMAGE1, [2]),
+    _call(aten.avg_pool3d.default, IMAGE3, [2, 2, 1]),
+    _call(aten.max_pool3d.default, IMAGE3, [2, 2, 2]),
+    _call(aten.adaptive_avg_pool3d.default, IMAGE3, [2, 5, 2]),
+    _call(aten.conv_transpose3d.input, IMAGE3, _numbers(2, 3, 2, 1, 2)),
+    _call(aten.adaptive_avg_pool2d.default, IMAGE, [3, 2]),
+    _call(aten.adaptive_avg_pool2d.default, IMAGE, [1, 1]),
+    _call(aten.adaptive_avg_pool1d.default, IMAGE1, [4]),
+    # losses
+    _call(aten.cross_entropy_loss.default, LOGITS, CLASSES),
+    _call(aten.cross_entropy_loss.default, LOGITS, CLASSES, _positive(5), 1, -100, 0.2),
+    _call(aten.cross_entropy_loss.default, LOGITS, CLASSES, None, 2),
+    _call(aten.cross_entropy_loss.default, LOGITS, CLASSES.clamp(min=0), None, 0, 2, 0.1),
+    _call(aten.cross_entropy_loss.default, LOGITS.view(2, 5, 3), CLASSES.view(2, 3)),
+    _call(aten.cross_entropy_loss.default, LOGITS, LOGITS.softmax(1), None, 1, -100, 0.1),
+    _call(aten.nll_loss_nd.default, LOGITS, CLASSES, _positive(5)),
+    _call(aten.mse_loss.default, X, Y),
+    _call(aten.l1_loss.default, X, Y, 2),
+    _call(aten.smooth_l1_loss.default, X, Y, 1, 0.5),
+    _call(aten.huber_loss.default, X, Y, 0, 0.5),
+    _call(aten.binary_cross_entropy_with_logits.default, X, P, None, V.abs()),
+    _call(aten.kl_div.default, X, P),
+    _call(aten.kl_div.default, X, Y, 2, log_target=True),
+]
+
+# Ops whose numbers are JAX's own, ops with no kernel on CPU, and other spellings of what has a case.
+_NOT_COMPARED = """bernoulli dropout native_dropout rand randn rand_like randn_like randint uniform exponential
+empty empty_like empty_strided new_empty _grouped_mm grouped_mm_fallback view.dtype detach_copy split_with_sizes_copy
+_unsafe_view _unsafe_index _unsafe_index_put lift_fresh_copy concatenate true_divide numpy_T mT addmv ger nll_loss
+copy nll_loss2d _adaptive_avg_pool2d __and__ __or__ __xor__ native_layer_norm conj imag real"""
+
+
+def without_case() -> list[str]:
+    """Ops of the table that no case is of and that are not excused; another overload of the op will do."""
+    compared = {op.overloadpacket.__name__ for op, _, _ in CASES} | {
+        name.partition(".")[0] for name in _NOT_COMPARED.split()
+    }
+    own = [name.partition("::")[2].partition(".")[0] for name in sj.known_ops() if name.startswith("aten::")]
+    return sorted(set(own) - compared)
+
+
+def differences() -> list[str]:
+    """What is not as torch has it, a line each. All cases are one program of JAX: compiling is what takes time."""
+    found, inputs, wanted = [], [], []
+    for op, args, kwargs in CASES:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        constant = next((which for name, which in _CONSTANT.items() if name in str(op)), ())
+        trained = [at for at, leaf in enumerate(leaves) if _is_float(leaf) and at not in constant]
+        inputs.append([jnp.asarray(to_numpy(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+        wanted.append((structure, trained, *_torch_does(op, leaves, structure, trained)))
+
+    def all_of_them(arrays: Any) -> Any:
+        results = []
+        for (op, args, _), given, fixed, expected in zip(CASES, arrays, inputs, wanted, strict=True):
+            leaves = [given.get(str(at), leaf) for at, leaf in enumerate(fixed)]
+            try:
+                results.append(_jax_does(op, leaves, *expected))
+            except Exception as error:
+                found.append(f"{op}{_shapes(args)}: {type(error).__name__}: {error}")
+                results.append(None)
+        return results
+
+    arrays = [{str(at): leaf for at, leaf in enumerate(case) if isinstance(leaf, jax.Array)} for case in inputs]
+    for (op, args, _), got, expected in zip(CASES, jax.jit(all_of_them)(arrays), wanted, strict=True):
+        found += [] if got is None else [f"{op}{_shapes(args)}: {what}" for what in _compared(got, expected[2:])]
+    return found
+
+
+# Operands by which torch has no gradient.
+_CONSTANT = {"batch_norm": (3, 4), "cross_entropy_loss": (2,), "nll_loss": (2,), "entropy_with_logits": (3,)}
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _shapes(args: Any) -> str:
+    return str(pytree.tree_map_only(torch.Tensor, lambda t: (str(t.dtype)[6:], *t.shape), args))
+
+
+def _compared(got: Any, wanted: Any) -> list[str]:
+    found = []
+    for name, ours, theirs in zip(("value", "gradient"), got, wanted, strict=True):
+        for array, b in zip(ours, theirs or [], strict=True):
+            a = to_tensor(array)
+            if tuple(a.shape) != tuple(b.shape) or a.dtype != b.dtype:
+                found.append(f"{name} is {a.dtype} {tuple(a.shape)}, torch's {b.dtype} {tuple(b.shape)}")
+            elif not torch.allclose(a.double(), b.double(), rtol=_close(b), atol=_close(b), equal_nan=True):
+                found.append(f"{name} is {a.tolist()}, torch's {b.tolist()}")
+    return found
+
+
+def _close(tensor: torch.Tensor) -> float:
+    """A few roundings of the dtype; of series of JAX's own (lgamma, erfinv) a few more."""
+    return 32 * torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+
+
+def _weights(like: Any) -> torch.Tensor:
+    return _numbers(*like.shape, seed=99).to(like.dtype)
+
+
+def _torch_does(op: Any, leaves: list[Any], structure: Any, trained: list[int]) -> Any:
+    """The values, and the gradients of a weighted sum of them; None where there is none."""
+    own = [leaf.clone().requires_grad_() if at in trained else leaf for at, leaf in enumerate(leaves)]
+    args, kwargs = pytree.tree_unflatten(own, structure)
+    results = op(*args, **kwargs)
+    results = [results] if isinstance(results, torch.Tensor) else list(results)
+    differentiable = [r for r in results if r.requires_grad]
+    values = [r.detach() for r in results]
+    if not differentiable:
+        return values, None
+    inputs = [own[at] for at in trained]
+    grads = torch.autograd.grad(differentiable, inputs, [_weights(r) for r in differentiable], allow_unused=True)
+    return values, [torch.zeros_like(t) if g is None else g for g, t in zip(grads, inputs, strict=True)]
+
+
+def _jax_does(op: Any, leaves: list[Any], structure: Any, trained: list[int], wanted: Any, grads: Any) -> Any:
+    known = find_lowering(op)
+    assert known is not None, "no lowering"
+
+    def function(*inputs: Any) -> Any:
+        mixed = list(leaves)
+        for at, value in zip(trained, inputs, strict=True):
+            mixed[at] = value
+        args, kwargs = pytree.tree_unflatten(mixed, structure)
+        results = known.function(*args, **kwargs)
+        results = list(results) if isinstance(results, tuple | list) else [results]
+        # As the interpreter does: the dtype is torch's.
+        return [r.astype(to_numpy(w).dtype) for r, w in zip(results, wanted, strict=True)]
+
+    results, pull = jax.vjp(function, *[leaves[at] for at in trained])
+    if grads is None:
+        return results, []
+    whole_numbers = (np.zeros(w.shape, jax.dtypes.float0) for w in wanted)
+    cotangents = [
+        jnp.asarray(to_numpy(_weights(w))) if w.is_floating_point() else nothing
+        for w, nothing in zip(wanted, whole_numbers, strict=True)
+    ]
+    return results, list(pull(cotangents))
