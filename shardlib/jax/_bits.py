@@ -35,4 +35,4 @@ def to_tensor(array: Any) -> torch.Tensor:
 
 
 def _numpy_has(dtype: Any) -> bool:
-    return np.dtype(dtype).kind in "biufc"
+    return np.dtype(dtype).isbuiltin == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from shardlib.jax import _lowerings
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._borders import Constraints
 from shardlib.jax._dtypes import as_dtype, refuse_narrowed, torch_dtype, x64
-from shardlib.jax._export import Graph, export
+from shardlib.jax._export import Around, Graph, export
 from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._storage import Storage, storage_of
@@ -147,7 +147,8 @@ class Compiled:
         first: Arrays,
         matmul_precision: str | None,
     ) -> None:
-        self.plan, self.mesh = plan, mesh
+        self.plan: Plan = plan
+        self.mesh = mesh
         self.buffers: Arrays = {}
         self._model, self._stored, self._first = model, stored, first
         self._precision = matmul_precision
@@ -189,6 +190,22 @@ class Compiled:
         """
         results, changed = self._run(params, buffers, args, kwargs, rng)
         return results, {**buffers, **changed}
+
+    def around(self, function: Callable[..., Any]) -> Compiled:
+        """`function(model, *args, **kwargs)`, written in torch, compiled together with the model: a loss, say.
+
+        The result is called as this is, with the function's arguments; parameters and buffers are the same ones.
+
+        >>> from shardlib.jax import make_mesh
+        >>> fn, params = compile_model(nn.Linear(4, 3), make_mesh("dp=1"), {"**": None})
+        >>> loss = fn.around(lambda model, x, y: nn.functional.cross_entropy(model(x), y))
+        >>> bool(loss(params, jnp.ones((2, 4)), jnp.array([0, 2])) > 0)
+        True
+        """
+        model = Around(function, self._model)
+        made = Compiled(model, self.plan, self.mesh, self._stored, {}, self._precision)
+        made.buffers = self.buffers
+        return made
 
     def prepare(self, example: Any) -> None:
         """Make the graph for a batch of these shapes now, and raise what is wrong with it."""

@@ -261,7 +261,7 @@ def _from_dtensor(tensor: DTensor, mesh: Mesh | None, pad: bool, copy: bool | No
         _refuse_uneven(global_shape, even, layout, shape)
     place = shape.coordinate(dist.get_rank())
     held = layout.local_shape(even, shape, place)
-    local = tensor.detach().to_local()
+    local: torch.Tensor = tensor.to_local().detach()
     if even != global_shape:
         _refuse_nested(layout, global_shape, even, shape, place)
         local = _padded(local, held)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardlib.errors import InputError, PlanError, nearest
 from shardlib.jax._dtypes import refuse_narrowed
 from shardlib.jax._table import find_lowering, known_ops
 
-__all__ = ["Graph", "Source", "export", "module_path", "without_gradient"]
+__all__ = ["Around", "Graph", "Source", "export", "module_path", "without_gradient"]
 
 _MARK = "shardlib_no_grad"
 
@@ -98,6 +98,25 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return program.run_decompositions({})
 
 
+class Around(nn.Module):
+    """A function of a module and of further arguments, as a module: both are exported together.
+
+    The names of the module's tensors and parts stay its own: `named` takes this module's out of them.
+    """
+
+    def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
+        super().__init__()
+        self.function, self.around = function, model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.around, *args, **kwargs)
+
+
+def named(name: str) -> str:
+    """A name as the model has it, whether or not the model was exported inside of a function."""
+    return "" if name == "around" else name.removeprefix("around.")
+
+
 def _mark(node: torch.fx.Node) -> None:
     """The mark goes on to every node that comes of this one."""
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled":
@@ -111,7 +130,7 @@ def without_gradient(node: torch.fx.Node) -> bool:
 
 def module_path(node: torch.fx.Node) -> tuple[str, ...]:
     """The names of the modules that a node runs in, outermost first."""
-    return tuple(name for name, _ in (node.meta.get("nn_module_stack") or {}).values())
+    return tuple(named(name) for name, _ in (node.meta.get("nn_module_stack") or {}).values())
 
 
 def _read(program: torch.export.ExportedProgram) -> Graph:
@@ -133,7 +152,7 @@ def _read(program: torch.export.ExportedProgram) -> Graph:
     changed, results = {}, []
     for spec, value in zip(program.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
         if spec.kind is OutputKind.BUFFER_MUTATION:
-            changed[str(spec.target)] = value
+            changed[named(str(spec.target))] = value
         elif spec.kind is OutputKind.USER_OUTPUT:
             results.append(value)
         else:
@@ -146,7 +165,7 @@ def _read(program: torch.export.ExportedProgram) -> Graph:
 
 def _source(spec: Any, program: torch.export.ExportedProgram) -> Source:
     if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-        return Source("tensor", str(spec.target))
+        return Source("tensor", named(str(spec.target)))
     if spec.kind is InputKind.CONSTANT_TENSOR:
         return Source("constant", str(spec.target), program.constants[spec.target])
     if spec.kind is InputKind.USER_INPUT:

@@ -1,0 +1,275 @@
+"""One training script for both engines: a model, an optimizer and a loss as functions of parameters.
+
+    apply, params = functional(model, "dp=2,tp=2", rules, engine="jax")
+    step = train_step(apply, adamw(1e-3), loss)
+    state = step.init(params)
+    for batch in batches:
+        state, metrics = step(state, batch)
+
+The loss is a torch function `loss(model, *batch)` on either engine: JAX runs its graph, together with the model's.
+The batch is the global one on either engine: each data rank of torch takes its own rows. JAX is imported where
+`engine="jax"` is asked for, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlib import engine as torch_engine
+from shardlib._mesh import MeshShape
+from shardlib._mesh import mesh as torch_mesh
+from shardlib._plan import Plan, RulesLike, Transform
+from shardlib.engine._torch import pytree
+from shardlib.errors import InputError, PlanError
+
+__all__ = ["AdamW", "Apply", "State", "Step", "adamw", "functional", "train_step"]
+
+Loss = Callable[..., torch.Tensor]
+
+
+class Apply(Protocol):
+    """`apply(params, *args, **kwargs)`: the model's outputs for parameters by name."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def __call__(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> Any: ...
+
+
+class State(NamedTuple):
+    """What a step changes: hand on what the step returned, and never the old one.
+
+    Attributes:
+        params: tensors or arrays by name.
+        buffers: what is not trained; of torch those of the model itself, and empty here.
+        optimizer: the optimizer's own state.
+        step: steps that were taken.
+    """
+
+    params: Any
+    buffers: Any
+    optimizer: Any
+    step: int
+
+
+class Step(Protocol):
+    """`state, metrics = step(state, *batch)`, from the state that `init(params)` gives."""
+
+    def init(self, params: Any) -> State: ...
+
+    def __call__(self, state: State, *batch: Any, rng: Any = None) -> tuple[State, dict[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """What `adamw` makes: the same optimizer for either engine."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def of_torch(self, params: Any) -> torch.optim.Optimizer:
+        """`torch.optim.AdamW` of some parameters."""
+        return torch.optim.AdamW(params, self.lr, self.betas, self.eps, self.weight_decay)
+
+    def of_optax(self) -> Any:
+        """`optax.adamw`, which needs optax."""
+        import optax
+
+        return optax.adamw(self.lr, *self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+
+def adamw(
+    lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
+) -> AdamW:
+    """AdamW for either engine, with torch's defaults.
+
+    >>> adamw(1e-3).weight_decay
+    0.01
+    """
+    return AdamW(lr, betas, eps, weight_decay)
+
+
+def functional(
+    model: nn.Module,
+    mesh: Any,
+    rules: RulesLike | None = None,
+    *,
+    transforms: Sequence[Transform] = (),
+    engine: str = "torch",
+) -> tuple[Apply, dict[str, Any]]:
+    """`(apply, params)` of a single-device module, sharded by rules, on either engine.
+
+    Args:
+        model: a module. On torch it is sharded in place, on JAX it is copied.
+        mesh: "dp=2,tp=2", or a mesh of the engine.
+        rules: as of `shard_model`.
+        transforms: functions from plan to plan.
+        engine: "torch" or "jax".
+
+    Returns:
+        A function of parameters and the model's arguments, and the parameters that are trained by name: DTensors and
+        tensors of the model itself, or `jax.Array`s. On torch each data rank gives its own rows, and parameters are
+        those returned here; on JAX anything of their shapes will do.
+
+    Raises:
+        PlanError: another engine; besides, what `shard_model` or `shardlib.jax.compile_model` raise.
+
+    >>> apply, params = functional(nn.Linear(4, 2), "dp=1", {"**": None})
+    >>> apply(params, torch.ones(3, 4)).shape
+    torch.Size([3, 2])
+    """
+    if engine == "torch":
+        made = mesh if isinstance(mesh, torch.distributed.device_mesh.DeviceMesh) else torch_mesh(mesh)
+        sharded = torch_engine.shard_model(model, made, rules, transforms=transforms)
+        return _OnTorch(sharded), {n: p for n, p in sharded.named_parameters() if p.requires_grad}
+    if engine == "jax":
+        from shardlib import jax as jax_engine
+
+        placed = jax_engine.make_mesh(mesh) if isinstance(mesh, str | Mapping | MeshShape) else mesh
+        return jax_engine.compile_model(model, placed, rules, transforms=transforms)
+    raise PlanError(f'functional(engine={engine!r}): give "torch" or "jax".')
+
+
+def train_step(apply: Apply, optimizer: AdamW | Any, loss: Loss) -> Step:
+    """A training step as a function `state, metrics = step(state, *batch)`.
+
+    On torch parameters, buffers and optimizer state are updated where they are, so that the old state is gone; on JAX
+    its memory is handed on to the new one. Either way use what is returned.
+
+    Args:
+        apply: what `functional` returned.
+        optimizer: what `adamw` returned; or, for one engine, a function from parameters to a torch optimizer, or a
+            transformation of optax.
+        loss: `loss(model, *batch)`, in torch, a mean over the rows that it is given; the same on either engine.
+
+    Returns:
+        The step. `metrics["loss"]` is the mean over the global batch, before the update.
+
+    Raises:
+        InputError: an optimizer of the other engine; a batch whose rows the data ranks do not divide.
+
+    >>> apply, params = functional(nn.Linear(4, 3), "dp=1", {"**": None})
+    >>> step = train_step(apply, adamw(1e-2), lambda model, x, y: nn.functional.cross_entropy(model(x), y))
+    >>> state = step.init(params)
+    >>> state, metrics = step(state, torch.ones(2, 4), torch.tensor([0, 2]))
+    >>> state.step, float(metrics["loss"]) > 0
+    (1, True)
+    """
+    if isinstance(apply, _OnTorch):
+        return _TorchStep(apply.model, optimizer, loss)
+    return _JaxStep(apply, optimizer, loss)
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------
+
+
+class _OnTorch:
+    """The sharded model as a function of its own parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.plan: Plan = torch_engine.plan_of(model)
+        self._own = dict(model.named_parameters())
+
+    def __call__(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if strange := [name for name, tensor in params.items() if tensor is not self._own.get(name)]:
+            raise InputError(
+                f'apply was given a "{strange[0]}" that is not the model\'s own tensor. On torch a model is sharded '
+                "with its tensors: hand on the params of functional(), which steps update in place, or copy values "
+                "into them with shardlib.load or tensor.copy_()."
+            )
+        return self.model(*args, **kwargs)
+
+
+class _TorchStep:
+    def __init__(self, model: nn.Module, optimizer: Any, loss: Loss) -> None:
+        self.model, self.loss = model, loss
+        self.mesh = torch_engine.plan_of(model).mesh
+        make = optimizer.of_torch if isinstance(optimizer, AdamW) else optimizer
+        if not callable(make):
+            raise InputError(
+                f"train_step was given the optimizer {optimizer!r} for torch; give shardlib.functional.adamw(lr), or a "
+                "function from parameters to a torch.optim.Optimizer."
+            )
+        self.wrapper = torch_engine.OptimizerWrapper(make(model.parameters()), model)
+
+    def init(self, params: Any) -> State:
+        return State(params, {}, self.wrapper, 0)
+
+    def __call__(self, state: State, *batch: Any, rng: Any = None) -> tuple[State, dict[str, Any]]:
+        self.wrapper.zero_grad()
+        loss = self.loss(self.model, *pytree.tree_map_only(torch.Tensor, self._own_rows, batch))
+        self.wrapper.backward(loss)
+        self.wrapper.step()
+        return state._replace(step=state.step + 1), {"loss": self._over_ranks(loss.detach())}
+
+    def _own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.ndim:
+            return tensor
+        place, ranks = self.mesh.data_place(self.mesh.coordinate(dist.get_rank()))
+        if tensor.shape[0] % ranks:
+            raise InputError(
+                f'A batch of {tensor.shape[0]} rows was given to {ranks} data ranks of mesh "{self.mesh}"; give a '
+                "number of rows that they divide."
+            )
+        return tensor.chunk(ranks)[place]
+
+    def _over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean over all ranks: data ranks have equally many rows, model ranks the same loss."""
+        if self.mesh.data_ranks > 1:
+            dist.all_reduce(loss)
+            loss = loss / dist.get_world_size()
+        return loss
+
+
+# --- JAX ------------------------------------------------------------------------------------------------------------
+
+
+class _JaxStep:
+    def __init__(self, apply: Any, optimizer: Any, loss: Loss) -> None:
+        self.fn, self.loss = apply, apply.around(loss)
+        self.optimizer = optimizer.of_optax() if isinstance(optimizer, AdamW) else optimizer
+        if not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
+            raise InputError(
+                f"train_step was given the optimizer {optimizer!r} for JAX; give shardlib.functional.adamw(lr), or a "
+                "transformation of optax."
+            )
+        self._compiled: Any = None
+
+    def init(self, params: Any) -> State:
+        import jax
+
+        laid_out = self.fn.shardings(jax.eval_shape(self.optimizer.init, params), "state")
+        state = jax.jit(self.optimizer.init, out_shardings=laid_out)(params)
+        stored = self.fn.shardings(params)
+        places = (stored, self.fn.shardings(self.fn.buffers), laid_out, None)
+        self._compiled = jax.jit(self._update, out_shardings=places, donate_argnums=(0, 1, 2))
+        # Copies: the first step hands on the memory of what it is given, and fn.buffers is the model's own.
+        params, buffers = jax.tree.map(lambda array: array.copy(), (params, self.fn.buffers))
+        return State(params, buffers, state, 0)
+
+    def _update(self, params: Any, buffers: Any, state: Any, batch: Any, rng: Any) -> Any:
+        import jax
+
+        def loss_of(params: Any) -> Any:
+            return self.loss.apply(params, buffers, *batch, rng=rng)
+
+        (loss, buffers), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        updates, state = self.optimizer.update(grads, state, params)
+        params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
+        return params, buffers, state, loss
+
+    def __call__(self, state: State, *batch: Any, rng: Any = None) -> tuple[State, dict[str, Any]]:
+        if self._compiled is None:
+            raise InputError("The step was called with a state that it did not make; begin with step.init(params).")
+        batch = pytree.tree_map_only(torch.Tensor, lambda t: t.numpy(), batch)
+        params, buffers, optimizer, loss = self._compiled(state.params, state.buffers, state.optimizer, batch, rng)
+        return State(params, buffers, optimizer, state.step + 1), {"loss": loss}

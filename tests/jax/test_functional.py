@@ -1,0 +1,53 @@
+"""One script on both engines has the same losses, and both say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardlib.errors import InputError, PlanError
+from shardlib.functional import adamw, functional, train_step
+from tests.house.source import ROOT
+
+
+def _both(folder: Path, *options: str) -> dict[str, list[float]]:
+    result = folder / "losses.json"
+    command = [sys.executable, "examples/two_engines.py", "--steps", "3", *options, "--json", str(result)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "device 0" in run.stdout
+    return json.loads(result.read_text())
+
+
+def test_both_engines_train_the_gpt_to_the_same_losses(tmp_path: Path):
+    picture = tmp_path / "placement.png"
+    losses = _both(tmp_path, "--zero", "3", "--context", "16", "--png", str(picture))
+    assert losses["jax"] == pytest.approx(losses["torch"], rel=1e-12)
+    assert losses["jax"][0] > losses["jax"][2]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.deep
+def test_both_engines_train_a_llama_to_the_same_losses(tmp_path: Path):
+    """Whose norms and angles are of float32 in any case."""
+    losses = _both(tmp_path, "--model", "llama")
+    assert losses["jax"] == pytest.approx(losses["torch"], rel=1e-6)
+
+
+def test_what_is_refused_is_explained():
+    apply, params = functional(nn.Linear(4, 2), "dp=1", {"**": None})
+    with pytest.raises(InputError, match=r"\"weight\" that is not the model's own tensor"):
+        apply({"weight": torch.ones(2, 4)}, torch.ones(3, 4))
+    with pytest.raises(InputError, match=r"for torch; give shardlib.functional.adamw"):
+        train_step(apply, "adamw", lambda model, x: model(x).sum())
+    with pytest.raises(PlanError, match=r"engine='tpu'.*give \"torch\" or \"jax\""):
+        functional(nn.Linear(4, 2), "dp=1", {"**": None}, engine="tpu")
+    assert adamw(1e-3).of_torch(params.values()).defaults["weight_decay"] == 0.01
