@@ -1,0 +1,112 @@
+"""The other way: a function of JAX as a module of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch import nn
+
+from shardlib.engine._torch import pytree
+from shardlib.errors import InputError
+from shardlib.jax._exchange import to_jax, to_torch
+
+__all__ = ["JaxModule"]
+
+
+class JaxModule(nn.Module):
+    """A function `f(params, *inputs)` of JAX, such as a flax module's `apply`, as a module that torch trains.
+
+    Parameters are torch's, so that its optimizers step on them; forward and backward run in JAX, jitted, and hand
+    tensors over without a copy where alignment allows. A gradient that JAX does not define (of whole numbers) is None.
+
+    Args:
+        function: pure; its outputs are an array, or a nested structure of them.
+        params: a nested mapping of arrays, or of tensors. Names are the paths, joined by ".".
+
+    Raises:
+        InputError: a parameter that is no array, or a path that torch cannot use as a name.
+
+    >>> import jax.numpy as jnp
+    >>> module = JaxModule(lambda p, x: jnp.tanh(x @ p["kernel"]), {"kernel": jnp.ones((3, 2))})
+    >>> module(torch.ones(4, 3)).sum().backward()
+    >>> [(name, tuple(p.grad.shape)) for name, p in module.named_parameters()]
+    [('kernel', (3, 2))]
+    """
+
+    def __init__(self, function: Callable[..., Any], params: Mapping[str, Any]) -> None:
+        super().__init__()
+        leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
+        self._names = [_name(path) for path, _ in leaves]
+        for name, (_, leaf) in zip(self._names, leaves, strict=True):
+            _register(self, name, leaf)
+        self._forward = jax.jit(function)
+
+        def pulled(arrays: Any, inputs: Any, cotangents: Any) -> Any:
+            return jax.vjp(lambda p, x: function(p, *x), arrays, inputs)[1](cotangents)
+
+        self._backward = jax.jit(pulled)
+
+    def forward(self, *inputs: Any) -> Any:
+        """The function of these parameters, on tensors."""
+        params = [self.get_parameter(name) for name in self._names]
+        leaves, inputs_structure = pytree.tree_flatten(inputs)
+        results = _Called.apply(self, inputs_structure, len(params), *params, *leaves)
+        return pytree.tree_unflatten(list(results[1:]), results[0])
+
+
+def _name(path: Any) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path)
+
+
+def _register(module: nn.Module, name: str, leaf: Any) -> None:
+    """As a parameter of a module inside of a module, one for each part of the path."""
+    tensor = leaf if isinstance(leaf, torch.Tensor) else None
+    if tensor is None and not isinstance(leaf, jax.Array | np.ndarray):
+        raise InputError(f'JaxModule: "{name}" is a {type(leaf).__name__}; parameters are arrays or tensors.')
+    # A copy: torch's optimizers write where JAX believes that nothing changes.
+    tensor = to_torch(jax.numpy.asarray(leaf), copy=True) if tensor is None else tensor.detach().clone()
+    *parents, last = name.split(".")
+    for parent in parents:
+        if not hasattr(module, parent):
+            module.add_module(parent, nn.Module())
+        module = module.get_submodule(parent)
+    if not last or hasattr(module, last):
+        raise InputError(f'JaxModule: a parameter cannot be called "{name}" in a torch module; rename it.')
+    module.register_parameter(last, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+
+
+class _Called(torch.autograd.Function):
+    """`f(params, *inputs)`, and its `jax.vjp` on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, module: JaxModule, structure: Any, count: int, *tensors: Any) -> Any:
+        arrays = [to_jax(t) if isinstance(t, torch.Tensor) else t for t in tensors]
+        params = jax.tree_util.tree_unflatten(module._structure, arrays[:count])
+        inputs = pytree.tree_unflatten(arrays[count:], structure)
+        outputs, outputs_structure = pytree.tree_flatten(module._forward(params, *inputs))
+        ctx.module, ctx.params, ctx.inputs, ctx.structure = module, params, inputs, outputs_structure
+        ctx.set_materialize_grads(True)
+        results = [to_torch(array) for array in outputs]
+        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        return (outputs_structure, *results)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, *grads: Any) -> Any:
+        cotangents = pytree.tree_unflatten([_cotangent(grad) for grad in grads], ctx.structure)
+        by_params, by_inputs = ctx.module._backward(ctx.params, ctx.inputs, cotangents)
+        leaves = [*jax.tree_util.tree_leaves(by_params), *pytree.tree_leaves(by_inputs)]
+        return (None, None, None, *(None if _has_none(leaf) else to_torch(leaf) for leaf in leaves))
+
+
+def _cotangent(grad: torch.Tensor) -> Any:
+    if grad.is_floating_point() or grad.is_complex():
+        return to_jax(grad.contiguous())
+    return np.zeros(tuple(grad.shape), jax.dtypes.float0)
+
+
+def _has_none(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
