@@ -1,0 +1,192 @@
+"""The JAX engine beside the same GPT written in plain JAX: what the interpreter costs, once and at every step.
+
+    python benchmarks/jax_engine.py                         # one device
+    python benchmarks/jax_engine.py --mesh dp=2,tp=2        # pretended CPU devices
+    python benchmarks/jax_engine.py --quick --json out.json
+
+Both are jitted and take the same training step (forward, backward, optax's AdamW) from the same parameters, turn about
+in one process: what slows one round slows both. Reported are medians, their ratio, the middle half of the ratios of
+single rounds, and what XLA counts in both programs, which no other process disturbs; then what is paid once: import, export, tracing and XLA's compiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--mesh", default="dp=1,tp=1")
+    p.add_argument("--rounds", type=int, default=60)
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--width", type=int, default=256)
+    p.add_argument("--rows", type=int, default=8)
+    p.add_argument("--context", type=int, default=64)
+    p.add_argument("--quick", action="store_true", help="a tiny model and few rounds: whether it runs, not how fast")
+    p.add_argument("--json", type=Path, help="write the figures to this file")
+    return p
+
+
+def plain_gpt(params: dict[str, Any], ids: Any, heads: int) -> Any:
+    """The example GPT by hand, on the arrays of `compile_model`: fused weights are there in parts."""
+    import jax
+    import jax.numpy as jnp
+
+    def norm(x: Any, name: str) -> Any:
+        mean = x.mean(-1, keepdims=True)
+        deviation = jax.lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-5)
+        return (x - mean) * deviation * params[f"{name}.weight"] + params[f"{name}.bias"]
+
+    def linear(x: Any, name: str) -> Any:
+        return x @ params[f"{name}.weight"].T + params[f"{name}.bias"]
+
+    batch, seq = ids.shape
+    x = params["embed.weight"][ids] + params["position.weight"][jnp.arange(seq)]
+    width = x.shape[-1]
+    causal = jnp.tril(jnp.ones((seq, seq), bool))
+    for at in range(sum(name.endswith("attn.proj.weight") for name in params)):
+        block = f"blocks.{at}"
+        weight = params[f"{block}.attn.qkv.weight"].reshape(3, width, width)
+        fused = jnp.einsum("bte,qhe->qbth", norm(x, f"{block}.norm1"), weight)
+        fused = fused + params[f"{block}.attn.qkv.bias"].reshape(3, 1, 1, width)
+        q, k, v = (part.reshape(batch, seq, heads, -1).swapaxes(1, 2) for part in fused)
+        scores = jnp.where(causal, (q / math.sqrt(width // heads)) @ k.swapaxes(-1, -2), -jnp.inf)
+        mixed = (jax.nn.softmax(scores) @ v).swapaxes(1, 2).reshape(batch, seq, width)
+        x = x + linear(mixed, f"{block}.attn.proj")
+        hidden = linear(norm(x, f"{block}.norm2"), f"{block}.mlp.up")
+        x = x + linear(hidden * 0.5 * (1 + jax.lax.erf(hidden * math.sqrt(0.5))), f"{block}.mlp.down")
+    return norm(x, "norm") @ params["embed.weight"].T
+
+
+def loss_of(logits: Any, targets: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1).mean()
+
+
+def training_step(model: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+    import jax
+    import optax
+
+    def step(params: Any, state: Any, ids: Any, targets: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: loss_of(model(p, ids), targets))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def import_seconds(module: str) -> float:
+    """In a fresh interpreter that has torch already."""
+    code = f"import torch, time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    import jax
+    import optax
+    import torch
+    from gpt import GPT, GPTConfig
+
+    import shardlib.jax as sj
+
+    heads = 8
+    config = GPTConfig(context=args.context, n_layer=args.layers, n_head=heads, d_model=args.width)
+    torch.manual_seed(0)
+    model = GPT(config)
+    batch = torch.randint(256, (2, args.rows, args.context))
+    mesh = sj.make_mesh(args.mesh)
+    laid_out, (fn, params) = seconds(lambda: sj.compile_model(model, mesh))
+    export, _ = seconds(lambda: fn.prepare(batch[0]))
+    ids, targets = (jax.device_put(rows.numpy(), sj.named_sharding("batch@dp seq", mesh)) for rows in batch)
+    optimizer = optax.adamw(1e-3)
+    state = jax.jit(optimizer.init)(params)
+    result: dict[str, Any] = {
+        "mesh": args.mesh,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "once": {
+            "import shardlib": import_seconds("shardlib"),
+            "import shardlib.jax": import_seconds("shardlib.jax"),
+            "parameters laid out": laid_out,
+            "export": export,
+        },
+    }
+    programs, first = {}, {}
+    models = {"interpreted": fn, "plain": lambda p, ids: plain_gpt(p, ids, heads)}
+    for name, each in models.items():
+        traced, lowered = seconds(
+            lambda each=each: jax.jit(training_step(each, optimizer)).lower(params, state, ids, targets)
+        )  # type: ignore[misc]
+        compiled, programs[name] = seconds(lowered.compile)
+        result["once"] |= {f"{name}: traced": traced, f"{name}: compiled by XLA": compiled}
+        first[name] = float(jax.block_until_ready(programs[name](params, state, ids, targets))[2])
+    apart = abs(first["interpreted"] - first["plain"])
+    if apart > 1e-5:
+        raise SystemExit(f"The two are different models: losses {first}")
+    rounds: dict[str, list[float]] = {name: [] for name in programs}
+    for at in range(args.rounds):
+        for name in sorted(programs, reverse=bool(at % 2)):
+            taken, _ = seconds(lambda name=name: jax.block_until_ready(programs[name](params, state, ids, targets)))  # type: ignore[misc]
+            rounds[name].append(taken)
+    result["flops"] = {name: program.cost_analysis()["flops"] for name, program in programs.items()}
+    ratios = sorted(a / b for a, b in zip(rounds["interpreted"], rounds["plain"], strict=True))
+    result["step"] = {name: statistics.median(taken) for name, taken in rounds.items()}
+    result["ratio"] = _ratio(result["step"])
+    result["middle half"] = [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]
+    return result
+
+
+def _ratio(of: dict[str, float]) -> float:
+    return of["interpreted"] / of["plain"]
+
+
+def show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"GPT of {result['parameters']:,} parameters on {result['mesh']}")
+    for title, justify in (("what", "left"), ("seconds", "right")):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    for name, taken in {**result["once"], **{f"{n}: a step": t for n, t in result["step"].items()}}.items():
+        table.add_row(name, f"{taken:.4f}")
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    low, high = result["middle half"]
+    console.print(f"operations that XLA counts, interpreted / plain: {_ratio(result['flops']):.3f}")
+    console.print(f"a step, interpreted / plain: {result['ratio']:.3f} (middle half {low:.3f} to {high:.3f})")
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.quick:
+        args.layers, args.width, args.rows, args.context, args.rounds = 1, 32, 4, 16, 3
+    devices = math.prod(int(part.split("=")[1]) for part in args.mesh.split(","))
+    os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
+    sys.path.insert(0, str(EXAMPLES))
+    result = measure(args)
+    show(result)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
