@@ -6,7 +6,8 @@
 
 Both are jitted and take the same training step (forward, backward, optax's AdamW) from the same parameters, turn about
 in one process: what slows one round slows both. Reported are medians, their ratio, the middle half of the ratios of
-single rounds, and what XLA counts in both programs, which no other process disturbs; then what is paid once: import, export, tracing and XLA's compiling.
+single rounds, and what XLA counts in both programs, which no other process disturbs; then what is paid once: import,
+export, tracing and XLA's compiling.
 """
 
 from __future__ import annotations

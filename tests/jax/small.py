@@ -141,6 +141,29 @@ def _batch_norm_has_the_statistics_of_the_global_batch() -> None:
 
 
 @_check
+def _borders_of_the_plan_are_sharding_constraints() -> None:
+    x, mesh = jnp.ones((4, 8)), sj.make_mesh("dp=2,tp=4")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    plain: dict[str, Any] = {"0": "colwise", "2": "rowwise"}
+    found = {}
+    for name, border in {
+        "none": {},
+        "split output": {"2.output": "batch out@tp"},
+        "whole output": {"2.output": "batch out"},
+        "whole input": {"2.input": "batch in"},
+    }.items():
+        fn, params = sj.compile_model(model, mesh, plain | border)
+        program = jax.jit(fn).lower(params, x).compile()
+        gathers = program.as_text().count(" all-gather(")
+        found[name] = (program.output_shardings.spec, gathers)
+        _close(program(params, x), model(torch.ones(4, 8).double()))
+    rows = jax.P("dp")
+    assert found["whole output"] == found["none"] == (rows, 0), found
+    assert found["split output"] == (jax.P("dp", "tp"), 0), found
+    assert found["whole input"][1] > 0, found
+
+
+@_check
 def _frozen_parameters_are_no_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     model[0].requires_grad_(False)
