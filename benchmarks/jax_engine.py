@@ -13,6 +13,7 @@ export, tracing and XLA's compiling.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -132,21 +133,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         },
     }
     programs, first = {}, {}
+
+    def run(program: Any) -> Any:
+        return jax.block_until_ready(program(params, state, ids, targets))
+
     models = {"interpreted": fn, "plain": lambda p, ids: plain_gpt(p, ids, heads)}
     for name, each in models.items():
-        traced, lowered = seconds(
-            lambda each=each: jax.jit(training_step(each, optimizer)).lower(params, state, ids, targets)
-        )  # type: ignore[misc]
+        step = jax.jit(training_step(each, optimizer))
+        traced, lowered = seconds(functools.partial(step.lower, params, state, ids, targets))
         compiled, programs[name] = seconds(lowered.compile)
         result["once"] |= {f"{name}: traced": traced, f"{name}: compiled by XLA": compiled}
-        first[name] = float(jax.block_until_ready(programs[name](params, state, ids, targets))[2])
+        first[name] = float(run(programs[name])[2])
     apart = abs(first["interpreted"] - first["plain"])
     if apart > 1e-5:
         raise SystemExit(f"The two are different models: losses {first}")
     rounds: dict[str, list[float]] = {name: [] for name in programs}
     for at in range(args.rounds):
         for name in sorted(programs, reverse=bool(at % 2)):
-            taken, _ = seconds(lambda name=name: jax.block_until_ready(programs[name](params, state, ids, targets)))  # type: ignore[misc]
+            program = programs[name]
+            taken, _ = seconds(functools.partial(run, program))
             rounds[name].append(taken)
     result["flops"] = {name: program.cost_analysis()["flops"] for name, program in programs.items()}
     ratios = sorted(a / b for a, b in zip(rounds["interpreted"], rounds["plain"], strict=True))

@@ -13,6 +13,7 @@ from torch import nn
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError
 from shardlib.jax._exchange import to_jax, to_torch
+from shardlib.jax._trees import path_name
 
 __all__ = ["JaxModule"]
 
@@ -40,7 +41,7 @@ class JaxModule(nn.Module):
     def __init__(self, function: Callable[..., Any], params: Mapping[str, Any]) -> None:
         super().__init__()
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
-        self._names = [_name(path) for path, _ in leaves]
+        self._names = [path_name(path) for path, _ in leaves]
         for name, (_, leaf) in zip(self._names, leaves, strict=True):
             _register(self, name, leaf)
         self._forward = jax.jit(function)
@@ -56,10 +57,6 @@ class JaxModule(nn.Module):
         leaves, inputs_structure = pytree.tree_flatten(inputs)
         results = _Called.apply(self, inputs_structure, len(params), *params, *leaves)
         return pytree.tree_unflatten(list(results[1:]), results[0])
-
-
-def _name(path: Any) -> str:
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path)
 
 
 def _register(module: nn.Module, name: str, leaf: Any) -> None:

@@ -1,0 +1,53 @@
+"""Trees of arrays are laid out by the rules that models are, and flax's logical axes say the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardlib.errors import RuleError, ShardlibError
+from tests.jax import on_devices
+
+
+def _laid_out() -> dict[str, Any]:
+    import jax.numpy as jnp
+    import numpy as np
+
+    import shardlib.jax as sj
+
+    logical = {"layers": [{"kernel": ("embed", "mlp"), "bias": ("mlp",)}], "square": ("mlp", "mlp"), "scale": ()}
+    rules = sj.rules_from_logical_axes(logical, [("mlp", ("dp", "tp")), ("mlp", "tp"), ("embed", "dp")])
+    tree = {
+        "layers": [{"kernel": torch.arange(32.0).view(4, 8), "bias": np.arange(8.0)}],
+        "square": jnp.ones((8, 8)),
+        "scale": jnp.ones(()),
+    }
+    laid = sj.shard_params(tree, sj.make_mesh("dp=2,tp=4"), rules)
+    assert np.array_equal(laid["layers"][0]["kernel"], np.arange(32.0).reshape(4, 8))
+    specs = {"kernel": laid["layers"][0]["kernel"], "bias": laid["layers"][0]["bias"], "square": laid["square"]}
+    found: dict[str, Any] = {name: str(array.sharding.spec) for name, array in specs.items()}
+    try:
+        sj.shard_params({"odd": jnp.ones(6)}, sj.make_mesh("tp=8"), {"odd": "rows@tp"})
+    except ShardlibError as error:
+        found["odd"] = str(error)
+    return found
+
+
+def test_logical_axes_lay_out_a_tree_as_flax_does():
+    """The first rule whose axes are free: `embed` takes dp before `mlp` would; a square one splits once."""
+    found = on_devices.run(_laid_out, x64=False)
+    assert '"odd" of global shape (6,)' in found["odd"] and "uneven pieces in dim 0" in found.pop("odd")
+    assert found == {
+        "kernel": "P('dp', 'tp')",
+        "bias": "P(('dp', 'tp'),)",
+        "square": "P(('dp', 'tp'), None)",
+    }
+
+
+def test_what_is_no_tuple_of_names_is_refused():
+    from shardlib.jax import rules_from_logical_axes
+
+    with pytest.raises(RuleError, match=r'logical axes of "kernel" were given as \(1, 2\)'):
+        rules_from_logical_axes({"kernel": (1, 2)}, [("mlp", "tp")])
