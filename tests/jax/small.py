@@ -187,6 +187,19 @@ def _parameters_go_to_torch_and_back() -> None:
 
 
 @_check
+def _stages_of_zero_divide_what_the_plan_says() -> None:
+    model, rules = nn.Linear(8, 8, bias=False), {"weight": "out@tp in"}
+    split, whole = jax.P(("tp", "dp"), None), jax.P("tp", None)
+    for stage, phases in {1: "state", 2: "grad state", 3: "stored grad state"}.items():
+        fn, params = sj.compile_model(model, sj.make_mesh("dp=2,tp=4"), rules, transforms=[sl.zero(stage)])
+        optimizer = {"mu": params, "count": jnp.zeros((), jnp.int32)}
+        for phase in ("stored", "grad", "state"):
+            found = fn.shardings(optimizer, phase)  # type: ignore[arg-type]
+            assert found["mu"]["weight"].spec == (split if phase in phases.split() else whole), (stage, phase)
+            assert found["count"].spec == jax.P()
+
+
+@_check
 def _low_precision_is_a_phase() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     rules = {"0": "colwise", "2": "rowwise"}
