@@ -13,11 +13,10 @@ CASES = [
     Case("gpt2", BOTH, transform="zero(1)"),
     Case("llama", BOTH),
     Case("bert", BOTH, transform="fsdp()"),
-    Case("t5", BOTH),
     Case("mixtral", BOTH, transform="zero(2)"),
 ]
 MORE = [
-    *(Case(family, BOTH) for family in ("vit", "resnet")),
+    *(Case(family, BOTH) for family in ("vit", "t5", "resnet")),
     *(Case(family, TP8) for family in FAMILIES),
     *(Case(family, "dp=4,tp=2", transform=f"zero({stage})") for family in FAMILIES for stage in (1, 3)),
 ]
@@ -52,7 +51,9 @@ def test_float32_is_as_far_from_float64_as_that_of_torch(family: str, mesh: str)
         assert error["jax"][what] <= 4 * error["torch"][what] + 1e-6, error
 
 
-@pytest.mark.parametrize("family", [pytest.param("example_gpt", marks=pytest.mark.deep), "gpt2", "llama"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(f, marks=pytest.mark.deep) for f in ("example_gpt", "llama"))]
+)
 def test_a_block_costs_four_all_reduces_a_step_and_nothing_else(family: str):
     """Two forward, two backward (Shoeybi et al., arXiv 1909.08053, section 3); fused qkv needs no permutation."""
     added = on_devices.run(families.megatron, family, BOTH, x64=False)

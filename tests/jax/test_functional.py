@@ -27,6 +27,7 @@ def _both(folder: Path, *options: str) -> dict[str, list[float]]:
     return json.loads(result.read_text())
 
 
+@pytest.mark.deep
 def test_both_engines_train_the_gpt_to_the_same_losses(tmp_path: Path):
     picture = tmp_path / "placement.png"
     losses = _both(tmp_path, "--zero", "3", "--context", "16", "--png", str(picture))
