@@ -19,6 +19,8 @@ __all__ = ["run"]
 
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
+    # Two programs under way at once, on eight devices and two cores, can wait for each other's threads.
+    "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true",
 }
