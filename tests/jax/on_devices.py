@@ -26,9 +26,20 @@ _ENVIRONMENT = {
 }
 
 
+_LONGEST = 600  # seconds; a call takes a few: what takes longer stands still, and must not keep the others waiting
+
+
 def run(function: Callable[..., Any], *args: Any, x64: bool = True) -> Any:
     """What a module's function returns there, with or without numbers of 64 bits."""
-    return _process().submit(_called, function, args, x64).result()
+    pool = _process()
+    try:
+        return pool.submit(_called, function, args, x64).result(_LONGEST)
+    except TimeoutError:
+        for process in multiprocessing.active_children():
+            if process.pid in pool._processes:
+                process.kill()
+        _process.cache_clear()
+        raise
 
 
 @cache
