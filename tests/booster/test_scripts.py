@@ -35,7 +35,7 @@ args = parser.parse_args()
 EPOCHS = 3
 
 
-DATA
+# what is trained
 
 
 def build(plugin, booster):
@@ -117,7 +117,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_a_script_of_every_plugin_runs_with_only_its_imports_changed(tmp_path: Path, processes: int):
     script = tmp_path / "train.py"
-    script.write_text(IMPORTS + SCRIPT.replace("DATA", NET_AND_IMAGES))
+    script.write_text(IMPORTS + SCRIPT.replace("# what is trained", NET_AND_IMAGES))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = [sys.executable, *launcher, str(script), "-c", str(tmp_path / "checkpoints")]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)

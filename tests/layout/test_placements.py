@@ -191,8 +191,8 @@ def test_what_is_no_layout_is_refused(placements: tuple[Placement, ...], kwargs:
             "(3 heads=6@tp head)",
             'Layout "(3 heads@tp head)" on mesh "dp=2,tp=4": factor "heads" of size 6 does not divide over tp=4. '
             "Factors "
-            'of a fused dim must divide: use axes whose sizes divide 6, or write "heads@tp?" to replicate it when it '
-            "does not.",
+            'of a fused dim must divide: use axes whose sizes divide 6, or write "heads@tp?" to split it only where it '
+            "divides.",
         ),
     ],
 )

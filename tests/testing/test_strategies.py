@@ -284,16 +284,23 @@ def test_rules_shrink_towards_none(condition: Any, simplest: str):
 
 
 def test_what_is_left_out_is_what_is_refused(ranks):
-    """A fused dim that two axes split: should torch come to gather it right, the strategies can draw it."""
-    found = shrunk(
-        strategies.layouts((8,), "tp=2,sp=2"),
-        lambda layout: layout.dims[0].fused and len(layout.axes) == 2,
-    )
-    rules = sl.Rules({"weight": f"{found.text} in"}, unmatched="replicate")
-    with pytest.raises(PlanError, match="a fused dim split over more than one axis"):
-        equivalent(
-            ModelFactory(nn.Linear, (("in_features", 3), ("out_features", 8))), Numbers((2, 3)), "tp=2,sp=2", rules
+    """A fused dim that two axes split inside: should torch come to gather it right, the strategies can draw it."""
+    linear = ModelFactory(nn.Linear, (("in_features", 3), ("out_features", 8)))
+    for inside in (True, False):
+        found = shrunk(
+            strategies.layouts((8,), "tp=2,sp=2"),
+            lambda layout, inside=inside: (
+                layout.dims[0].fused
+                and len(layout.axes) == 2
+                and any(factor.axes for factor in layout.dims[0].factors[1:]) is inside
+            ),
         )
+        rules = sl.Rules({"weight": f"{found.text} in"}, unmatched="replicate")
+        if not inside:
+            assert equivalent(linear, Numbers((2, 3)), "tp=2,sp=2", rules)
+            continue
+        with pytest.raises(PlanError, match="a fused dim split over more than one axis"):
+            equivalent(linear, Numbers((2, 3)), "tp=2,sp=2", rules)
 
 
 # --- models, batches, transforms ------------------------------------------------------------------------------------

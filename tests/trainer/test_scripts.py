@@ -47,7 +47,7 @@ class MyGradientHandler(BaseGradientHandler):
         MyGradientHandler.steps += 1
 
 
-DATA
+# what is trained
 
 
 def build():
@@ -145,7 +145,7 @@ PLANS = {
 @pytest.mark.parametrize("config", ["config.py", pytest.param("naive.py", marks=pytest.mark.deep)])
 def test_a_script_of_the_older_kind_runs_with_only_its_imports_changed(tmp_path: Path, config: str):
     script = tmp_path / "train.py"
-    script.write_text(IMPORTS + SCRIPT.replace("DATA", NET_AND_IMAGES))
+    script.write_text(IMPORTS + SCRIPT.replace("# what is trained", NET_AND_IMAGES))
     (tmp_path / config).write_text(PLANS[config])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     options = ["--from_torch", "--config", str(tmp_path / config), "--checkpoint", str(tmp_path / "checkpoints")]
