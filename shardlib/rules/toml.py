@@ -34,8 +34,8 @@ __all__ = ["read", "write"]
 
 _PLAIN = {"description": str, "models": list, "axis": str, "stages": str, "unmatched": str}
 _PLAIN |= {"optional": list, "override": list}
-_SECTIONS = {"axes": "axes", "sizes": "sizes", "params": "rules", "activations": "activations", "modes": "modes"}
 _IN_MODES = {"axes": "axes", "sizes": "sizes", "params": "rules", "activations": "activations"}
+_SECTIONS = _IN_MODES | {"modes": "modes"}
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 

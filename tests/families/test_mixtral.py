@@ -16,29 +16,11 @@ import shardlib as sl
 from shardlib.engine import ops
 from shardlib.engine.recording import record_collectives
 from tests.engine.same_numbers import TOLERANCE, assert_same_numbers, differences, whole
-from tests.torchvision_on_cpu import import_torchvision
+from tests.families.transformer_models import MIXTURE, transformers
 
-import_torchvision()  # transformers imports it by the way
-
-import transformers  # noqa: E402
-
-_VOCABULARY, _ROWS, _SEQ = 43, 4, 6
-_SETTINGS = {
-    "vocab_size": _VOCABULARY,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,  # fewer than four ranks
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32,
-    "router_aux_loss_coef": 0.5,
-    "use_cache": False,
-}
+_ROWS, _SEQ = 4, 6
+# Fewer key heads than four ranks.
+_SETTINGS = {**MIXTURE, "num_local_experts": 5, "router_aux_loss_coef": 0.5}
 # Gradients that are zero in exact arithmetic are noise, which AdamW divides by itself plus eps.
 _ADAMW = functools.partial(torch.optim.AdamW, eps=1e-5)
 
@@ -72,7 +54,7 @@ class Case:
 
     def make_batch(self, step: int) -> Any:
         draw = torch.Generator().manual_seed(step)
-        ids = torch.randint(3, _VOCABULARY, (_ROWS, _SEQ), generator=draw)
+        ids = torch.randint(3, MIXTURE["vocab_size"], (_ROWS, _SEQ), generator=draw)
         return (), {"input_ids": ids, "output_router_logits": self.balanced}
 
     def loss(self, output: Any) -> torch.Tensor:
@@ -161,7 +143,7 @@ def test_experts_are_summed_once_a_layer(ranks):
     Beside the layers: the embedding's sum, the head's input gradient, the logits made whole.
     """
     layers, activation, weights = 2, _ROWS * _SEQ * 16 * 4, _ROWS * _SEQ * 2 * 4
-    logits = _ROWS * _SEQ * -(-_VOCABULARY // 2) * 4
+    logits = _ROWS * _SEQ * -(-MIXTURE["vocab_size"] // 2) * 4
     for counted in ranks(2).run(_collectives, Case(TP2, "batched_mm")):
         assert Counter(counted) == {
             ("all_reduce", activation, "forward"): 2 * layers + 1,

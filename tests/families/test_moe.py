@@ -16,27 +16,9 @@ from torch import nn
 import shardlib as sl
 from shardlib.testing import equivalent
 from tests.engine.same_numbers import data_place, differences, mean_over_data
-from tests.torchvision_on_cpu import import_torchvision
+from tests.families.transformer_models import MIXTURE, transformers
 
-import_torchvision()  # transformers imports it by the way
-
-import transformers  # noqa: E402
-
-_VOCABULARY, _ROWS, _SEQ = 43, 8, 6
-_COMMON = {
-    "vocab_size": _VOCABULARY,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32,
-    "use_cache": False,
-}
+_ROWS, _SEQ = 8, 6
 _LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4}
 _GROUPS = {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
 # Five experts on two ranks: the first has one more than the second.
@@ -72,7 +54,7 @@ class Case:
     def make_model(self) -> nn.Module:
         config = getattr(transformers, f"{self.family}Config")
         cls = getattr(transformers, f"{self.family}ForCausalLM")
-        settings = {**_COMMON, **FAMILIES[self.family], **self.settings}
+        settings = {**MIXTURE, **FAMILIES[self.family], **self.settings}
         model = cls._from_config(config(**settings), experts_implementation=self.experts).train()
         with torch.no_grad():  # far enough from where weights start that nothing is lost in the noise
             for parameter in model.parameters():
@@ -85,7 +67,7 @@ class Case:
 
 def batch(step: int, **more: Any) -> Any:
     draw = torch.Generator().manual_seed(step)
-    return {"input_ids": torch.randint(3, _VOCABULARY, (_ROWS, _SEQ), generator=draw), **more}
+    return {"input_ids": torch.randint(3, MIXTURE["vocab_size"], (_ROWS, _SEQ), generator=draw), **more}
 
 
 def loss(model: nn.Module, given: Any) -> torch.Tensor:
@@ -208,7 +190,7 @@ def test_each_class_that_a_file_is_for_finds_it_and_fits_it(file: str, model: st
     cls = getattr(transformers, model)
     family = next(family for family in FAMILIES if model.startswith(family))
     with torch.device("meta"):
-        made = cls(cls.config_class(**{**_COMMON, **FAMILIES[family]}))
+        made = cls(cls.config_class(**{**MIXTURE, **FAMILIES[family]}))
     assert sl.layouts.for_model(made) == sl.layouts.load(file)
     rows = {
         row.name.removeprefix("model.").removeprefix("transformer."): row

@@ -17,7 +17,7 @@ import_torchvision()  # transformers imports it by the way
 
 import transformers  # noqa: E402
 
-__all__ = ["SETTINGS", "VOCABULARY", "build", "images", "small", "text", "transformers"]
+__all__ = ["MIXTURE", "SETTINGS", "VOCABULARY", "build", "images", "small", "text", "transformers"]
 
 VOCABULARY = 67
 _SEQ = 10
@@ -40,6 +40,19 @@ _ENCODER = {
     "num_attention_heads": 4,
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
+}
+# Of what mixtures of experts have in common.
+MIXTURE: dict[str, Any] = {
+    **_TEXT,
+    "vocab_size": 43,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32,
+    "use_cache": False,
 }
 _KIN = "Cohere Cohere2 Ernie4_5 Exaone4 Gemma Granite Helium HunYuanDenseV1 Ministral Qwen3 SmolLM3"
 # What the names of a family's classes begin with -> settings of its configuration.

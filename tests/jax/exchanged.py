@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shardlib.errors import ShardlibError
+from tests.jax.refusals import raised
 
 __all__ = ["DTYPES", "refused", "round_trips", "sharing"]
 
@@ -72,25 +71,17 @@ def sharing() -> dict[str, bool]:
     return {name: sj.shares_memory(tensor, sj.to_jax(tensor)) for name, tensor in cases.items()}
 
 
-def _raised(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ShardlibError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def refused() -> dict[str, str]:
     """What is raised, with jax_enable_x64 off."""
     import shardlib.jax as sj
 
     mesh = sj.make_mesh("dp=2,tp=4")
     return {
-        "uneven": _raised(lambda: sj.to_jax(torch.zeros(5, 3), mesh, "rows@tp columns")),
-        "fused": _raised(lambda: sj.to_jax(torch.zeros(24, 3), mesh, "(3 heads@tp) columns")),
-        "narrowed": _raised(lambda: sj.to_jax(torch.zeros(3, dtype=torch.float64))),
-        "unaligned": _raised(lambda: sj.to_jax(torch.zeros(65)[1:], copy=False)),
-        "pieces": _raised(lambda: sj.to_torch(sj.to_jax(torch.zeros(8), mesh, "rows@tp"), copy=False)),
+        "uneven": raised(lambda: sj.to_jax(torch.zeros(5, 3), mesh, "rows@tp columns")),
+        "fused": raised(lambda: sj.to_jax(torch.zeros(24, 3), mesh, "(3 heads@tp) columns")),
+        "narrowed": raised(lambda: sj.to_jax(torch.zeros(3, dtype=torch.float64))),
+        "unaligned": raised(lambda: sj.to_jax(torch.zeros(65)[1:], copy=False)),
+        "pieces": raised(lambda: sj.to_torch(sj.to_jax(torch.zeros(8), mesh, "rows@tp"), copy=False)),
     }
 
 
@@ -154,8 +145,8 @@ def train_with_torch_on_gradients_of_jax(rank: int, ports: list[int]) -> None:
     for name, parameter in params.items():
         assert torch.allclose(parameter.full_tensor(), alone[name], rtol=1e-12, atol=1e-12), name
     partial = DTensor.from_local(torch.zeros(4), mesh, [torch.distributed.tensor.Partial()])
-    assert "LayoutError" in _raised(lambda: sj.to_jax(partial))
-    assert "pad=True" in _raised(lambda: sj.to_jax(params["odd"]))
+    assert "LayoutError" in raised(lambda: sj.to_jax(partial))
+    assert "pad=True" in raised(lambda: sj.to_jax(params["odd"]))
     dist.barrier()
     dist.destroy_process_group()
     print("done", flush=True)
