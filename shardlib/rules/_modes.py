@@ -53,9 +53,9 @@ def _chosen(rules: Rules, names: tuple[str, ...]) -> Iterator[Mapping[str, Any]]
     for name in names:
         if name not in rules.modes:
             has = f"they have {', '.join(map(repr, rules.modes))}" if rules.modes else "they have none"
-            what = rules.description or "These rules"
+            what = f'the rules "{rules.description}"' if rules.description else "these rules"
             raise RuleError(
-                f'"{name}" was asked for as a mode of the rules "{what}"; {has}. Use one of them, or say it in '
+                f'"{name}" was asked for as a mode of {what}; {has}. Use one of them, or say it in '
                 f"Rules(..., modes=...).{nearest(name, rules.modes)}"
             )
         yield rules.modes[name]
