@@ -596,6 +596,12 @@ def joined(local: torch.Tensor, mesh: DeviceMesh, axis: int, now: Any, shape: Se
     return found
 
 
+def sum_scattered(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int) -> torch.Tensor:
+    """This rank's chunk, along a dim, of the sum of what the ranks of one mesh axis hold."""
+    found = Shard(dim)._reduce_shard_tensor(local, mesh, "sum", axis)
+    return found.wait() if isinstance(found, AsyncCollectiveTensor) else found
+
+
 def part(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, want: Any) -> torch.Tensor:
     """This rank's part, along one mesh axis, of a tensor that all ranks of that axis hold alike."""
     if isinstance(want, Partial):

@@ -10,8 +10,16 @@ Where the operands lie as Megatron's layers do, what these compute on every mesh
     S(last)   S(1)          R         S(last), S(1), R   row-parallel: summed over the axis, then the bias is added
                             S(k)                         or summed and scattered, where the module's border says so
 
-(R replicated, S split, P partial sum.) Everything else, and whatever is traced, autocast or differentiated twice, takes
-the way of `F.linear`.
+(R replicated, S split, P partial sum.) Where both operands are split, by dims that do not go together, one of them is
+gathered over the axis and the line for the rest holds; its gradient is scattered again, and backward gathers anew, so
+that what is kept is split. These are the steps of SUMMA (van de Geijn and Watts 1997), which 2D, 2.5D and 3D tensor
+parallelism are made of:
+
+    S(last)   S(0)          the input is gathered
+    S(k)      S(1)          the weight is gathered
+    S(k)      S(0)          the input is, unless the module's border wants the output split as the input
+
+Everything else, and whatever is traced, autocast or differentiated twice, takes the way of `F.linear`.
 """
 
 from __future__ import annotations
@@ -58,16 +66,20 @@ def compute_locally(module: nn.Linear, border: Border | None = None) -> Callable
 
 @dataclass(frozen=True)
 class _Way:
-    """How one call is computed: the specs of its results. The product is a partial sum where it is not the output.
+    """How one call is computed: the specs of its operands, as they come and as they are multiplied, and of results.
 
-    `whole` is the output's gradient as the products of backward take it, `bias` what a bias has to lie like.
+    The product is a partial sum where it is not the output; so is the product that a gradient is, of an operand that
+    was gathered. `whole` is the output's gradient as the products of backward take it, `bias` what a bias has to lie
+    like.
     """
 
+    x: tuple[Placement, ...]
+    weight: tuple[Placement, ...]
     product: DTensorSpec
     output: DTensorSpec
     whole: tuple[Placement, ...]
-    grad_input: DTensorSpec
-    grad_weight: DTensorSpec
+    grad_x: tuple[DTensorSpec, DTensorSpec]
+    grad_weight: tuple[DTensorSpec, DTensorSpec]
     grad_bias: DTensorSpec
     bias: tuple[Placement, ...]
 
@@ -80,7 +92,9 @@ class _Way:
 def _way(x: DTensorSpec, weight: DTensorSpec, border: tuple[Placement, ...] | None) -> _Way | None:
     assert x.tensor_meta is not None and weight.tensor_meta is not None
     last = len(x.shape) - 1
-    rows = [_row(a, b, last) for a, b in zip(x.placements, weight.placements, strict=True)]
+    wanted = border or (None,) * len(x.placements)
+    used = [_gathered(a, b, last, want) for a, b, want in zip(x.placements, weight.placements, wanted, strict=True)]
+    rows = [_row(a, b, last) for a, b in used]
     if None in rows or x.tensor_meta.dtype != weight.tensor_meta.dtype or not (_even(x) and _even(weight)):
         return None
     whole, grad_x, grad_weight, grad_bias, partial = zip(*rows, strict=True)  # type: ignore[arg-type]
@@ -89,15 +103,35 @@ def _way(x: DTensorSpec, weight: DTensorSpec, border: tuple[Placement, ...] | No
     spec = functools.partial(_torch.spec, x.mesh, dtype=weight.tensor_meta.dtype)
     shape = (*x.shape[:-1], weight.shape[0])
     result = spec(output, shape)
+    used_x, used_weight = (tuple(pair[i] for pair in used) for i in range(2))
     return _Way(
+        x=used_x,
+        weight=used_weight,
         product=spec(product, shape) if any(partial) else result,
         output=result,
         whole=whole,
-        grad_input=spec(grad_x, x.shape),
-        grad_weight=spec(grad_weight, weight.shape),
+        grad_x=(spec(grad_x, x.shape), spec(_back(grad_x, used_x, x.placements), x.shape)),
+        grad_weight=(
+            spec(grad_weight, weight.shape),
+            spec(_back(grad_weight, used_weight, weight.placements), weight.shape),
+        ),
         grad_bias=spec(grad_bias, weight.shape[:1]),
         bias=tuple(Replicate() if place.is_partial() else place for place in grad_bias),
     )
+
+
+def _gathered(x: Placement, weight: Placement, last: int, want: Placement | None) -> tuple[Placement, Placement]:
+    """The operands on one axis as they are multiplied."""
+    if type(x) is not Shard or weight.is_replicate():
+        return x, weight
+    if x.dim != last and (_torch.splits(weight, 1) or want == x):
+        return x, Replicate()
+    return (Replicate(), weight) if _torch.splits(weight, 0) else (x, weight)
+
+
+def _back(grad: tuple[Placement, ...], used: tuple[Placement, ...], came: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """A gradient's placements: those of the operand on axes over which it was gathered."""
+    return tuple(c if u != c else g for g, u, c in zip(grad, used, came, strict=True))
 
 
 def _lies_as(bias: torch.Tensor, placements: tuple[Placement, ...]) -> bool:
@@ -148,7 +182,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.way, ctx.has_bias = way, bias is not None
         local_bias = None if bias is None else _torch.local_of(bias)
-        y = F.linear(_torch.local_of(x), _torch.local_of(weight), None if way.summed else local_bias)
+        y = F.linear(_local(x, way.x), _local(weight, way.weight), None if way.summed else local_bias)
         if way.summed:
             y = redistributed(y, way.product, way.output.placements)
             y = y if local_bias is None else y.add_(local_bias)
@@ -161,15 +195,23 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (*_differentiable(ctx, grad.redistribute(placements=way.whole), x, weight), None)
         needs = ctx.needs_input_grad
-        g = redistributed(_torch.local_of(grad), _torch.spec_of(grad), way.whole)
-        rows = _torch.local_of(x).flatten(0, -2)
+        g = _local(grad, way.whole)
         flat = g.reshape(-1, g.shape[-1])
         return (
-            _torch.wrap(g @ _torch.local_of(weight), way.grad_input) if needs[0] else None,
-            _torch.wrap(flat.t() @ rows, way.grad_weight) if needs[1] else None,
+            _scattered_back(g @ _local(weight, way.weight), *way.grad_x) if needs[0] else None,
+            _scattered_back(flat.t() @ _local(x, way.x).flatten(0, -2), *way.grad_weight) if needs[1] else None,
             _torch.wrap(flat.sum(0), way.grad_bias) if ctx.has_bias and needs[2] else None,
             None,
         )
+
+
+def _local(tensor: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """The local tensor, gathered over axes on which it is wanted whole."""
+    return redistributed(_torch.local_of(tensor), _torch.spec_of(tensor), placements)
+
+
+def _scattered_back(product: torch.Tensor, spec: DTensorSpec, wanted: DTensorSpec) -> torch.Tensor:
+    return _torch.wrap(redistributed(product, spec, wanted.placements), wanted)
 
 
 def _differentiable(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor | None]:

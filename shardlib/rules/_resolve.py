@@ -105,13 +105,21 @@ class Resolver:
                     yield own[attribute], layout
 
     def _choose(self, leaf: Leaf) -> Claim | None:
+        """The last claim of a rule that overrides, else the one that all others agree with."""
         chosen: Claim | None = None
-        for claim in self.claims[leaf.name]:
-            wins = chosen is None or (claim.entry.key in self.rules.override and claim.entry != chosen.entry)
-            if chosen is not None and not wins and not same_cuts(chosen.layout, claim.layout):
+        for claim in self._standing(self.claims[leaf.name]):
+            if chosen is not None and not same_cuts(chosen.layout, claim.layout):
                 raise _refusals.told_twice(leaf.name, tuple(leaf.tensor.shape), chosen, claim)
-            chosen = claim if wins else chosen
+            chosen = chosen or claim
         return chosen
+
+    def _standing(self, claims: list[Claim]) -> list[Claim]:
+        """Claims without those that a later rule overrides."""
+        overriding = [i for i, claim in enumerate(claims) if claim.entry.key in self.rules.override]
+        if not overriding:
+            return claims
+        last = claims[overriding[-1]].entry
+        return [claim for i, claim in enumerate(claims) if claim.entry == last or i > overriding[-1]]
 
     def _tensor(self, leaf: Leaf) -> TensorLayout:
         claim = self.chosen[leaf.name]

@@ -28,6 +28,7 @@ from shardlib.engine._torch import (
     redistribute_local,
     schema_of,
     spec_of,
+    sum_scattered,
 )
 from shardlib.engine.lost import naming_lost_ranks_in_backward
 from shardlib.engine.ops._rows import Op
@@ -155,13 +156,48 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> t
     if group is not None and local.dtype not in _CARRIERS:
         return in_order(all_reduced(local, group), meta_of(spec).stride)
     carrier = _CARRIERS.get(local.dtype, local.dtype)
-    if len(want) > 1 and any(isinstance(place, _StridedShard) for place in (*spec.placements, *want)):
+    fused = len(want) > 1 and any(isinstance(place, _StridedShard) for place in (*spec.placements, *want))
+    if fused and (axis := _innermost(spec, want)) is not None:
+        moved = _by_itself(local.to(carrier), spec, want, axis)
+    elif fused:
         moved = _by_axes(local.to(carrier), spec, want)
     elif (axis := _exchanging(local, spec, want)) is not None:
         moved = _exchanged(local.to(carrier), spec, want, axis)
     else:
         moved = redistribute_local(local.to(carrier), spec, DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta))
     return in_order(moved.to(local.dtype), meta_of(spec).stride)
+
+
+def _innermost(spec: DTensorSpec, want: Placements) -> int | None:
+    """The one mesh axis that changes between an even split and none, if it is inside of all axes that split its dim:
+    what its ranks hold then lies side by side. So may be an axis that comes before the others in the mesh."""
+    changing = [axis for axis, (a, b) in enumerate(zip(spec.placements, want, strict=True)) if a != b]
+    if len(changing) != 1:
+        return None
+    [axis] = changing
+    places = (spec.placements[axis], want[axis])
+    split = [place for place in places if isinstance(place, Shard | _StridedShard)]
+    if len(split) != 1 or any(place.is_partial() and not place.is_partial("sum") for place in places):
+        return None
+    dim, factor = split[0].dim, getattr(split[0], "split_factor", 1)
+    others = [(i, n) for i, n in enumerate(spec.mesh.shape) if i != axis and getattr(want[i], "dim", None) == dim]
+    later = math.prod(n for i, n in others if i > axis)
+    even = meta_of(spec).shape[dim] % (spec.mesh.size(axis) * math.prod(n for _, n in others)) == 0
+    return axis if even and later == factor and all(type(want[i]) is Shard for i, _ in others) else None
+
+
+def _by_itself(local: torch.Tensor, spec: DTensorSpec, want: Placements, axis: int) -> torch.Tensor:
+    """See `_innermost`."""
+    before, after = spec.placements[axis], want[axis]
+    if isinstance(before, Shard | _StridedShard):
+        shape = list(local.shape)
+        shape[before.dim] *= spec.mesh.size(axis)
+        whole_here = joined(local, spec.mesh, axis, Shard(before.dim), shape)
+        return part(whole_here, spec.mesh, axis, after)
+    assert isinstance(after, Shard | _StridedShard)
+    if before.is_partial():
+        return sum_scattered(local, spec.mesh, axis, after.dim)
+    return part(local, spec.mesh, axis, Shard(after.dim))
 
 
 def _by_axes(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.Tensor:
