@@ -26,7 +26,7 @@ from shardlib.engine import (
     shard_model,
 )
 from shardlib.layout import Layout
-from shardlib.rules import Balanced, Rules, register_dims
+from shardlib.rules import Balanced, Rules, register_dims, register_tensor_mode, tensor_mode
 from shardlib.transforms import (
     accumulate,
     capacity,
@@ -80,8 +80,10 @@ __all__ = [
     "register_dims",
     "register_elementwise",
     "register_per_tensor",
+    "register_tensor_mode",
     "replicate",
     "save",
     "shard_model",
+    "tensor_mode",
     "zero",
 ]

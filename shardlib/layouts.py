@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 import warnings
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from torch import nn
 
 from shardlib.errors import RuleError, nearest
-from shardlib.rules import Rules
+from shardlib.rules import Rules, register_tensor_mode
 from shardlib.rules._adapters import has_adapters, without_adapters
 from shardlib.rules.foreign import has_tp_plan
 from shardlib.rules.suggest import suggest
@@ -119,7 +121,27 @@ def _names_class(entry: str, cls: type) -> bool:
 
 @cache
 def _files() -> dict[str, Rules]:
-    """Every layout file: in an installed package beside this file, in a source checkout one folder up."""
-    folder = _HERE / "_layouts" if (_HERE / "_layouts").is_dir() else _HERE.parent / "layouts"
-    paths = sorted(folder.rglob("*.toml"))
-    return {path.relative_to(folder).with_suffix("").as_posix(): Rules.from_toml(path) for path in paths}
+    """Every layout file of a family."""
+    return {path.stem: Rules.from_toml(path) for path in sorted(_folder().glob("*.toml"))}
+
+
+def _folder() -> Path:
+    """In an installed package beside this file, in a source checkout one folder up."""
+    return _HERE / "_layouts" if (_HERE / "_layouts").is_dir() else _HERE.parent / "layouts"
+
+
+def _register_modes() -> None:
+    """The files of `modes/`: a mode of a family's file, completed by what splits its dims."""
+    for path in sorted((_folder() / "modes").glob("*.toml")):
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        change = partial(_completed, mode=given["mode"], axes=given["axes"])
+        register_tensor_mode(path.stem, axes=given["mesh"], description=given["description"])(change)
+
+
+def _completed(rules: Rules, *, mode: str, axes: dict[str, str | list[str]]) -> Rules:
+    made = rules.mode(mode)
+    said = {name: given for name, given in axes.items() if name in made.dim_names}
+    return replace(made, axes={**made.axes, **said})
+
+
+_register_modes()

@@ -88,6 +88,7 @@ __all__ = [
     "inductor_backend",
     "innermost_mode",
     "intercept_propagation",
+    "intercept_redistribution",
     "is_composite",
     "is_imagined",
     "is_traceable_wrapper_subclass",
@@ -532,6 +533,16 @@ def intercept_propagation(ours: Callable[..., Any]) -> Callable[[], None]:
     original = target._propagate_op_sharding_dispatch_slow_path
     target._propagate_op_sharding_dispatch_slow_path = functools.partial(ours, original)
     return lambda: vars(target).pop("_propagate_op_sharding_dispatch_slow_path", None)
+
+
+def intercept_redistribution(ours: Callable[..., Any]) -> Callable[[], None]:
+    """Have `DTensor.redistribute` and `full_tensor` ask `ours(original, local, source, target, **options)`.
+
+    Returns the undoing.
+    """
+    original = _redistribute.redistribute_local_tensor
+    _redistribute.redistribute_local_tensor = functools.partial(ours, original)  # type: ignore[assignment]
+    return lambda: setattr(_redistribute, "redistribute_local_tensor", original)
 
 
 def move_handlers(ops: Sequence[Op]) -> dict[Op, Any]:

@@ -44,7 +44,7 @@ from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
 from shardlib.engine.exchange import Peers, Scratch
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, local_of, remember
-from shardlib.engine.linear import compute_locally
+from shardlib.engine.linear import compute_locally, is_linear
 from shardlib.engine.pipeline import stages
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute, recompute
@@ -559,13 +559,13 @@ class _Build:
     def _install_linears(self, model_mesh: DeviceMesh, undo: ExitStack) -> None:
         layouts_out = {b.module: b.layout for b in self.plan.borders if b.side == "output" and b.layout is not None}
         for name, module in self.model.named_modules():
-            if type(module) is nn.Linear and self._is_global_weight(name, module) and inside(name, self.regions):
+            if is_linear(module) and self._is_global_weight(name, module) and inside(name, self.regions):
                 layout = layouts_out.get(name)
                 place = borders.border_placements
                 border = None if layout is None else place(self._on_model_axes(layout), model_mesh)
                 undo.callback(compute_locally(module, border))
 
-    def _is_global_weight(self, name: str, module: nn.Linear) -> bool:
+    def _is_global_weight(self, name: str, module: nn.Module) -> bool:
         return self.model_mesh is not None and self._is_global(f"{name}.weight".lstrip("."), module.weight)
 
     @functools.cached_property

@@ -19,7 +19,7 @@ parallelism are made of:
     S(k)      S(1)          the weight is gathered
     S(k)      S(0)          the input is, unless the module's border wants the output split as the input
 
-Everything else, and whatever is traced, autocast or differentiated twice, takes the way of `F.linear`.
+Everything else, and whatever is traced, autocast or differentiated twice, takes the way of the module's own forward.
 """
 
 from __future__ import annotations
@@ -39,26 +39,38 @@ from shardlib.engine import _torch
 from shardlib.engine._torch import DTensorSpec
 from shardlib.engine.ops._operands import redistributed
 
-__all__ = ["compute_locally"]
+__all__ = ["compute_locally", "is_linear"]
 
 Border = tuple[tuple[Placement, ...] | None, ...]
 
 
-def compute_locally(module: nn.Linear, border: Border | None = None) -> Callable[[], None]:
-    """Let one `nn.Linear` inside a region compute as above; returns what undoes it.
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module's forward is a product with its weight, and a bias or none, and nothing else."""
+    return type(module) is nn.Linear or _is_transposed(module)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Hugging Face's Conv1D, a linear layer whose weight is (in, out)."""
+    return f"{type(module).__module__}.{type(module).__name__}" == "transformers.pytorch_utils.Conv1D"
+
+
+def compute_locally(module: nn.Module, border: Border | None = None) -> Callable[[], None]:
+    """Let one linear layer inside a region compute as above; returns what undoes it.
 
     `border`: the placements that its output is brought into, by its number of dims.
     """
+    transposed, own_forward = _is_transposed(module), module.forward
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         weight, bias = module.weight, module.bias
         traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type)
         if not traced and isinstance(input, DTensor) and isinstance(weight, DTensor):
+            weight = weight.t() if transposed else weight
             want = None if border is None else border[input.ndim]
             way = _way(_torch.spec_of(input), _torch.spec_of(weight), want)
             if way is not None and (bias is None or _lies_as(bias, way.bias)):
                 return _Linear.apply(input, weight, bias, way)
-        return F.linear(input, weight, bias)
+        return own_forward(input)
 
     module.forward = forward  # type: ignore[method-assign]
     return lambda: delattr(module, "forward")
@@ -129,7 +141,9 @@ def _gathered(x: Placement, weight: Placement, last: int, want: Placement | None
     return (Replicate(), weight) if _torch.splits(weight, 0) else (x, weight)
 
 
-def _back(grad: tuple[Placement, ...], used: tuple[Placement, ...], came: tuple[Placement, ...]) -> tuple[Placement, ...]:
+def _back(
+    grad: tuple[Placement, ...], used: tuple[Placement, ...], came: tuple[Placement, ...]
+) -> tuple[Placement, ...]:
     """A gradient's placements: those of the operand on axes over which it was gathered."""
     return tuple(c if u != c else g for g, u, c in zip(grad, used, came, strict=True))
 

@@ -8,6 +8,7 @@ from shardlib.rules._rules import Rules
 from shardlib.rules.dims import ModuleDims, register_dims
 from shardlib.rules.stages import Balanced, Stage
 from shardlib.rules.suggest import suggest
+from shardlib.rules.tensor_modes import TensorMode, register_tensor_mode, registered_tensor_modes, tensor_mode
 
 __all__ = [
     "Balanced",
@@ -19,6 +20,10 @@ __all__ = [
     "Rules",
     "Stage",
     "TensorLayout",
+    "TensorMode",
     "register_dims",
+    "register_tensor_mode",
+    "registered_tensor_modes",
     "suggest",
+    "tensor_mode",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardlib.errors import RuleError, nearest
+from shardlib.rules.tensor_modes import registered_tensor_modes
 
 if TYPE_CHECKING:
     from shardlib.rules._rules import Rules
@@ -52,10 +53,11 @@ def changes_of(rules: Rules, names: tuple[str, ...]) -> dict[str, Any]:
 def _chosen(rules: Rules, names: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
     for name in names:
         if name not in rules.modes:
+            registered = registered_tensor_modes()
             has = f"they have {', '.join(map(repr, rules.modes))}" if rules.modes else "they have none"
             what = f'the rules "{rules.description}"' if rules.description else "these rules"
             raise RuleError(
-                f'"{name}" was asked for as a mode of {what}; {has}. Use one of them, or say it in '
-                f"Rules(..., modes=...).{nearest(name, rules.modes)}"
+                f'"{name}" was asked for as a mode of {what}; {has}. Use one of them, say it in Rules(..., modes=...), '
+                f"or register it with @shardlib.register_tensor_mode.{nearest(name, (*rules.modes, *registered))}"
             )
         yield rules.modes[name]

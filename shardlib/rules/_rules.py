@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -23,6 +24,7 @@ from shardlib.rules._resolve import Resolver
 from shardlib.rules._values import Text, Value, read_value, spelled
 from shardlib.rules.patterns import compile_pattern
 from shardlib.rules.stages import StagesLike, read_stages
+from shardlib.rules.tensor_modes import registered_tensor_modes, tensor_mode
 
 __all__ = ["Rules"]
 
@@ -158,10 +160,11 @@ class Rules:
         return replace(self, stages=stages)
 
     def mode(self, *names: str) -> Rules:
-        """The same rules with what their modes of these names say besides.
+        """The same rules with what their modes of these names say besides, or as a registered tensor mode ("2d") has
+        them.
 
         Raises:
-            RuleError: there is no such mode.
+            RuleError: there is no such mode; a tensor mode that brings transforms, which rules cannot hold.
 
         >>> rules = Rules({"up": "colwise"}, modes={"split": {"activations": {"up.output": "... ff@tp"}}})
         >>> rules.mode("split")
@@ -169,6 +172,8 @@ class Rules:
         """
         if not names:
             return self
+        if any(name not in self.modes and name in registered_tensor_modes() for name in names):
+            return functools.reduce(Rules._in_one_mode, names, self)
         changes = changes_of(self, names)
         given = {option: changes.pop(option) for option in ("axes", "sizes")}
         made = replace(self, **changes, axes={}, sizes={}, modes={})
@@ -176,6 +181,17 @@ class Rules:
             stated = {name for mode in names for name in self.modes[mode].get(option, ())}
             given[option] = {name: each for name, each in by_name.items() if name in stated or name in made.dim_names}
         return replace(made, **given)
+
+    def _in_one_mode(self, name: str) -> Rules:
+        if name in self.modes or name not in registered_tensor_modes():
+            return self.mode(name)
+        mode = tensor_mode(name)
+        if mode.transforms:
+            raise RuleError(
+                f'Tensor mode "{name}" brings the transforms {mode.transforms}, which rules cannot hold. Take both '
+                f"from shardlib.tensor_mode({name!r}): its rules(...) and its transforms."
+            )
+        return mode.rules(self)
 
     def resolve(self, model: nn.Module, mesh: MeshLike) -> Resolution:
         """A layout for every parameter and buffer of a model, and for the module borders that need one.

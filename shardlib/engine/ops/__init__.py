@@ -10,16 +10,19 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.engine._torch import (
+    DTensorSpec,
     Op,
     OpInfo,
     clear_propagation_cache,
     intercept_propagation,
+    intercept_redistribution,
     move_handlers,
     restore_handlers,
 )
 from shardlib.engine.ops import _rules
 from shardlib.engine.ops._composite import install as replace_composites
 from shardlib.engine.ops._dispatch import drawing_by, forget_decisions, policy, remember_statics
+from shardlib.engine.ops._operands import is_fused_beside_others, redistributed
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
 
@@ -89,6 +92,15 @@ def enabled(mesh: DeviceMesh) -> bool:
     return mesh in _MESHES
 
 
+def _by_our_own_way(
+    original: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any
+) -> Any:
+    """PyTorch's way is wrong for fused splits beside other axes, and for axes in another order than the mesh's."""
+    if source.mesh in _MESHES and is_fused_beside_others(source, target.placements):
+        return redistributed(local, source, target.placements)
+    return original(local, source, target, **options)
+
+
 def _forget() -> None:
     clear_propagation_cache()
     forget_decisions()
@@ -106,6 +118,7 @@ def _install() -> None:
         return original(op, args, kwargs, info, try_cache)
 
     _UNDO.append(intercept_propagation(ours))
+    _UNDO.append(intercept_redistribution(_by_our_own_way))
     _UNDO.append(replace_composites())
     _UNDO.append(lambda: restore_handlers(handlers))
     for op in ruled_ops():

@@ -34,7 +34,16 @@ from shardlib.engine.lost import naming_lost_ranks_in_backward
 from shardlib.engine.ops._rows import Op
 from shardlib.errors import ShardingError
 
-__all__ = ["Operands", "arguments_by_name", "in_order", "meta_of", "redistributed", "spec_like", "whole"]
+__all__ = [
+    "Operands",
+    "arguments_by_name",
+    "in_order",
+    "is_fused_beside_others",
+    "meta_of",
+    "redistributed",
+    "spec_like",
+    "whole",
+]
 
 Placements = tuple[Placement, ...]
 
@@ -156,7 +165,7 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> t
     if group is not None and local.dtype not in _CARRIERS:
         return in_order(all_reduced(local, group), meta_of(spec).stride)
     carrier = _CARRIERS.get(local.dtype, local.dtype)
-    fused = len(want) > 1 and any(isinstance(place, _StridedShard) for place in (*spec.placements, *want))
+    fused = is_fused_beside_others(spec, want)
     if fused and (axis := _innermost(spec, want)) is not None:
         moved = _by_itself(local.to(carrier), spec, want, axis)
     elif fused:
@@ -166,6 +175,11 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> t
     else:
         moved = redistribute_local(local.to(carrier), spec, DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta))
     return in_order(moved.to(local.dtype), meta_of(spec).stride)
+
+
+def is_fused_beside_others(spec: DTensorSpec, want: Placements) -> bool:
+    """Whether there are several axes, and one of them splits inside of a dim before or after a move."""
+    return len(want) > 1 and any(isinstance(place, _StridedShard) for place in (*spec.placements, *want))
 
 
 def _innermost(spec: DTensorSpec, want: Placements) -> int | None:
