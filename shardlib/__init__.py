@@ -21,10 +21,12 @@ from shardlib.engine import (
     pipeline_step,
     plan,
     plan_of,
+    reduce_gradients_by,
     register_elementwise,
     register_per_tensor,
     shard_model,
 )
+from shardlib.engine.groups import axis_groups
 from shardlib.layout import Layout
 from shardlib.rules import Balanced, Rules, register_dims, register_tensor_mode, tensor_mode
 from shardlib.transforms import (
@@ -55,6 +57,7 @@ __all__ = [
     "Rules",
     "Shard",
     "accumulate",
+    "axis_groups",
     "capacity",
     "checkpoint_activations",
     "clip_grad_norm_",
@@ -76,6 +79,7 @@ __all__ = [
     "plan",
     "plan_of",
     "precision",
+    "reduce_gradients_by",
     "register_axis",
     "register_dims",
     "register_elementwise",

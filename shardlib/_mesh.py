@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -16,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlib.errors import MeshError, nearest
 
-__all__ = ["AxisKind", "MeshShape", "default_device_type", "device_here", "mesh", "register_axis"]
+__all__ = ["AxisKind", "MeshShape", "default_device_type", "device_here", "mesh", "rank_groups", "register_axis"]
 
-AxisKind = Literal["data", "model", "expert", "pipeline"]
+AxisKind = Literal["data", "model", "expert", "pipeline", "overlay"]
 
 _KINDS: dict[str, AxisKind] = {
     "dp": "data",
@@ -45,27 +46,109 @@ _KINDS: dict[str, AxisKind] = {
 _PART = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*")
 
 
-def register_axis(name: str, *, kind: AxisKind) -> None:
-    """Say what a mesh axis of your own is for: "data", "model", "expert" or "pipeline".
+RankGroups = Callable[["MeshShape"], Sequence[Sequence[int]]]
+
+_GROUPS: dict[str, RankGroups] = {}
+
+
+def register_axis(name: str, *, kind: AxisKind) -> Callable[[RankGroups], RankGroups]:
+    """Say what a mesh axis of your own is for: "data", "model", "expert", "pipeline", or "overlay".
 
     Data axes carry different examples, model axes split the work on one example, a pipeline axis splits the
     module list. An expert axis is a data axis on which rules may spread experts: tokens then travel to them. The usual
     names (dp, fsdp, tp, sp, cp, ep, pp, ...) are known already.
 
-    Raises:
-        MeshError: the kind is none of the four, or the name already means another kind.
+    As a decorator it also says which ranks form the axis' groups, where they are not those of the order of ranks:
+    the function gets the mesh's shape and returns lists of ranks. Those of a mesh axis hold every rank once, in order
+    along the axis. An overlay axis lies over a mesh without being one of its axes: its groups may be of any
+    size and share ranks, and splitting nothing they are for your own collectives, in a gradient handler or a schedule;
+    `axis_groups` opens them.
 
-    >>> register_axis("rows", kind="model")
+    Raises:
+        MeshError: the kind is none of these, the name already means another kind, or has groups already.
+
+    >>> register_axis("rows", kind="model")  # doctest: +ELLIPSIS
+    <function ...>
     >>> MeshShape("dp=2,rows=2").model_axes
     ('rows',)
+    >>> @register_axis("far", kind="data")  # its groups are half a job wide, those of tp are next door
+    ... def far(shape):
+    ...     half = shape.world_size // 2
+    ...     return [[rank, rank + half] for rank in range(half)]
+    >>> [MeshShape("tp=2,far=2").coordinate(rank) for rank in (0, 2)]
+    [{'tp': 0, 'far': 0}, {'tp': 0, 'far': 1}]
     """
-    if kind not in ("data", "model", "expert", "pipeline"):
+    if kind not in ("data", "model", "expert", "pipeline", "overlay"):
         raise MeshError(
-            f'Axis "{name}" was registered with kind "{kind}"; give "data", "model", "expert" or "pipeline".'
+            f'Axis "{name}" was registered with kind "{kind}"; give "data", "model", "expert", "pipeline" or "overlay".'
         )
     known = _KINDS.setdefault(name, kind)
     if known != kind:
         raise MeshError(f'Axis "{name}" already is a {known} axis and cannot become a {kind} axis; use another name.')
+
+    def register(groups: RankGroups) -> RankGroups:
+        before = _GROUPS.get(name)
+        if before is not None and before.__qualname__ != groups.__qualname__:  # the same module may be imported anew
+            raise MeshError(f'Axis "{name}" has rank groups already, those of {before.__qualname__}; use another name.')
+        _GROUPS[name] = groups
+        _order.cache_clear()
+        return groups
+
+    return register
+
+
+def rank_groups(name: str, shape: MeshShape) -> list[list[int]]:
+    """The groups of an axis with a function of its own, checked.
+
+    Raises:
+        MeshError: the axis has no such function, or it returned what are no groups of this mesh's ranks.
+    """
+    if name not in _GROUPS:
+        raise MeshError(
+            f'Axis "{name}" has no rank groups of its own; put @shardlib.register_axis("{name}", kind=...) over the '
+            f"function that makes them.{nearest(name, _GROUPS)}"
+        )
+    made = _GROUPS[name](shape)
+    try:
+        found = [[int(rank) for rank in group] for group in made]
+    except (TypeError, ValueError):
+        raise MeshError(f'The rank groups of axis "{name}" are {made!r}; return a list of lists of ranks.') from None
+    for group in found:
+        if len(set(group)) < len(group) or not all(0 <= rank < shape.world_size for rank in group):
+            raise MeshError(
+                f'The rank groups of axis "{name}" on mesh "{shape}" have {group}; a group has ranks 0 to '
+                f"{shape.world_size - 1}, each once."
+            )
+    return found
+
+
+@lru_cache(maxsize=256)
+def _order(shape: MeshShape) -> tuple[int, ...] | None:
+    """Ranks in the order of the mesh, the last axis fastest, where axes of its own groups say another than 0, 1, ..."""
+    own = [axis for axis in shape.names if axis in _GROUPS]
+    if not own:
+        return None
+    if -1 in shape.sizes:
+        raise MeshError(f'Mesh "{shape}" has an axis with rank groups of its own; give all sizes.')
+    axis, groups = own[0], rank_groups(own[0], shape)
+    every = sorted(rank for group in groups for rank in group)
+    if any(len(group) != shape[axis] for group in groups) or every != list(range(shape.world_size)):
+        raise MeshError(
+            f'The rank groups of axis "{axis}" on mesh "{shape}" are {groups}; return '
+            f"{shape.world_size // shape[axis]} groups of {shape[axis]} in which every rank is once, or register the "
+            'axis with kind="overlay".'
+        )
+    others = [size for name, size in shape.axes if name != axis]
+    table = torch.tensor(groups).view(*others, shape[axis]).movedim(-1, shape.names.index(axis))
+    for other in own[1:]:
+        lines = table.movedim(shape.names.index(other), -1).reshape(-1, shape[other]).tolist()
+        wanted = rank_groups(other, shape)
+        if sorted(map(sorted, lines)) != sorted(map(sorted, wanted)):
+            raise MeshError(
+                f'On mesh "{shape}" axes "{axis}" and "{other}" have rank groups of their own that do not cross: with '
+                f'those of "{axis}", the groups of "{other}" are {lines}, and its function returned {wanted}.'
+            )
+    return tuple(table.flatten().tolist())
 
 
 @dataclass(frozen=True, init=False)
@@ -183,10 +266,20 @@ class MeshShape:
         """
         if not 0 <= rank < self.world_size:
             raise MeshError(f'Mesh "{self}" has ranks 0 to {self.world_size - 1}; rank {rank} is not one of them.')
+        order = _order(self)
+        return self.at(rank if order is None else order.index(rank))
+
+    def at(self, position: int) -> dict[str, int]:
+        """The coordinate of a position: of the rank itself, unless an axis has rank groups of its own."""
         place: dict[str, int] = {}
         for name, size in reversed(self.axes):
-            rank, place[name] = divmod(rank, size)
+            position, place[name] = divmod(position, size)
         return {name: place[name] for name in self.names}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks in the order of positions: 0, 1, ... unless an axis has rank groups of its own."""
+        return _order(self) or tuple(range(self.world_size))
 
     @property
     def data_ranks(self) -> int:
@@ -211,10 +304,15 @@ class MeshShape:
         >>> MeshShape("dp=2,tp=2").groups(("tp",))
         [[0, 1], [2, 3]]
         """
+        ranks = self.ranks
+        return [[ranks[position] for position in line] for line in self.lines(axes)]
+
+    def lines(self, axes: Iterable[str]) -> list[list[int]]:
+        """The same as positions in the mesh, whatever ranks stand there."""
         axes, found = set(axes), dict[tuple[int, ...], list[int]]()
-        for rank in range(self.world_size):
-            place = tuple(index for axis, index in self.coordinate(rank).items() if axis not in axes)
-            found.setdefault(place, []).append(rank)
+        for position in range(self.world_size):
+            place = tuple(index for axis, index in self.at(position).items() if axis not in axes)
+            found.setdefault(place, []).append(position)
         return list(found.values())
 
     def only(self, axes: tuple[str, ...]) -> MeshShape:
@@ -282,7 +380,11 @@ def mesh(
     device_type = device_type or default_device_type()
     shape = shape.resolve(_world_size())
     _ensure_process_group(device_type, limit)
-    made = init_device_mesh(device_type, shape.sizes, mesh_dim_names=shape.names)
+    order = _order(shape)
+    if order is None:
+        made = init_device_mesh(device_type, shape.sizes, mesh_dim_names=shape.names)
+    else:
+        made = DeviceMesh(device_type, torch.tensor(order).view(shape.sizes), mesh_dim_names=shape.names)
     _set_timeouts(made, limit)
     return made
 
@@ -358,6 +460,11 @@ def _check_axes(pairs: list[tuple[str, Any]]) -> None:
                 f'Mesh "{text}": axis "{name}" is of no known kind; known are {_listed(_KINDS)}. For an axis of your '
                 f'own call shardlib.register_axis("{name}", kind="data" or "model" or "pipeline") first.'
                 f"{nearest(name, _KINDS)}"
+            )
+        if _KINDS[name] == "overlay":
+            raise MeshError(
+                f'Mesh "{text}": "{name}" is an overlay, which lies over a mesh and is none of its axes; leave it out, '
+                f"and open its groups with shardlib.axis_groups({name!r}, mesh)."
             )
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise MeshError(f'Mesh "{text}": axis "{name}" has size {size!r}; give a positive integer, or -1 once.')

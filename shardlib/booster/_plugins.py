@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from shardlib.booster._data import DataLoader, prepared
 from shardlib.booster._options import Options, keyword, recipe, refused
 from shardlib.booster._precision import Transforms, precision_of, scale_of
 from shardlib.errors import MeshError, PlanError, nearest
-from shardlib.rules import Balanced, Rules
+from shardlib.rules import Balanced, Rules, tensor_mode
 from shardlib.transforms import LossScale, Transform, fit, fsdp, hsdp, offload, pipeline, replicate, zero
 
 __all__ = ["GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
@@ -450,10 +450,13 @@ class HybridParallelPlugin(_WithPrecision):
     """Tensor parallel, pipelines and data parallel, with ZeRO of any stage. The layout is the one for the model's class
     (`layouts.for_model`), or `custom_policy`. Stages are balanced by parameters, or have `num_layers_per_stage`, or are
     those that the rules of `custom_policy` name. Sequences are split over tp ("split_gather", or "ring") or over ranks
-    of their own ("all_to_all" or "ring_attn", with sp_size).
+    of their own ("all_to_all" or "ring_attn", with sp_size). A `tensor_mode`, such as "2d" or one that you registered,
+    splits over axes of its own, which tp_size ranks make up.
 
     >>> HybridParallelPlugin(tp_size=2, zero_stage=1, precision="bf16").mesh_shape()
     MeshShape("dp=-1,tp=2")
+    >>> HybridParallelPlugin(tp_size=8, tensor_mode="2.5d", tensor_sizes={"depth": 2}).mesh_shape()
+    MeshShape("dp=-1,depth=2,row=2,col=2")
     >>> plugin = HybridParallelPlugin(pp_size=2, num_microbatches=4, pp_style="interleaved", num_model_chunks=2)
     >>> plugin.mesh_shape(), plugin.transforms(nn.Linear(2, 2))[-1]
     (MeshShape("dp=-1,pp=2,tp=1"), pipeline("interleaved", microbatches=4))
@@ -495,6 +498,8 @@ class HybridParallelPlugin(_WithPrecision):
     dp_outside: bool = True
     overlap_p2p: bool = refused("messages travel while a rank computes, always.", default=True)
     overlap_allgather: bool = False
+    tensor_mode: str | None = None
+    tensor_sizes: Mapping[str, int] | None = None
     inner_ring_size: Any = refused('no ring is used: "ring_attn" gathers keys and values.', default=None)
 
     def mesh_shape(self) -> MeshShape:
@@ -503,10 +508,27 @@ class HybridParallelPlugin(_WithPrecision):
                 raise MeshError(f"{self}: {name} is a number of ranks, from 1 up.")
         own_axis = (self.sp_size or 1) > 1 and self._mode() != "sequence"
         sequence = {"sp": int(self.sp_size or 1)} if own_axis else {}
+        split = dict(self._tensor_axes().items())
         if self.pp_size == 1:
-            return MeshShape({"dp": -1, "tp": self.tp_size, **sequence})
+            return MeshShape({"dp": -1, **split, **sequence})
         outer = {"dp": -1, "pp": self.pp_size} if self.dp_outside else {"pp": self.pp_size, "dp": -1}
-        return MeshShape({**outer, "tp": self.tp_size, **sequence})
+        return MeshShape({**outer, **split, **sequence})
+
+    def _tensor_axes(self) -> MeshShape:
+        """Of one copy of a layer.
+
+        Raises:
+            PlanError: a tensor mode beside a split sequence.
+            RuleError: no such tensor mode.
+            MeshError: tp_size ranks do not make up its axes.
+        """
+        if self.tensor_mode is None:
+            if self.tensor_sizes:
+                raise PlanError(f"{self}: tensor_sizes are those of a tensor_mode's axes; give one.")
+            return MeshShape(tp=self.tp_size)
+        if self.enable_sequence_parallelism:
+            raise PlanError(f"{self}: tensor_mode and enable_sequence_parallelism both say what is split; give one.")
+        return tensor_mode(self.tensor_mode).mesh_shape(self.tp_size, **(self.tensor_sizes or {}))
 
     def _mode(self) -> str | None:
         """The mode of rules that splits the sequence; None where none does.
@@ -538,6 +560,8 @@ class HybridParallelPlugin(_WithPrecision):
         given, mode = self._policy(), self._mode()
         if mode is not None:
             given = layouts.for_model(model, mode) if given is None else as_rules(given).mode(mode)
+        if self.tensor_mode is not None:
+            given = tensor_mode(self.tensor_mode).rules(layouts.for_model(model) if given is None else as_rules(given))
         if self.pp_size == 1:
             return given
         rules = layouts.for_model(model) if given is None else as_rules(given)
@@ -552,7 +576,7 @@ class HybridParallelPlugin(_WithPrecision):
                 f"{type(self).__name__}: custom_policy is a {type(given).__name__}; here it is rules: a mapping from "
                 'patterns to layouts, such as {"mlp.up": "colwise", "mlp.down": "rowwise"}, or a layout file.'
             )
-        return given if given is not None or self.tp_size > 1 or self._mode() else {"**": None}
+        return given if given is not None or self.tp_size > 1 or self._mode() or self.tensor_mode else {"**": None}
 
     def transforms(self, model: nn.Module) -> Transforms:
         if self.zero_stage not in (0, 1, 2, 3):
@@ -561,7 +585,14 @@ class HybridParallelPlugin(_WithPrecision):
             raise PlanError(f"{self}: overlap_allgather is for zero_stage 1 and 2; at 3 it is always so.")
         divide = (zero(self.zero_stage, overlap=self.overlap_allgather),) if self.zero_stage else ()
         away = (offload("state"),) if self.cpu_offload else ()
-        return (*divide, *self.precision_transforms(model, self.communication_dtype), *away, *self._schedule())
+        brought = () if self.tensor_mode is None else tensor_mode(self.tensor_mode).transforms
+        return (
+            *brought,
+            *divide,
+            *self.precision_transforms(model, self.communication_dtype),
+            *away,
+            *self._schedule(),
+        )
 
     def _schedule(self) -> Transforms:
         """How a pipeline runs.

@@ -47,7 +47,7 @@ class Home:
         return cls(MeshShape(dp=size), tuple(range(size)))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        return self.mesh.coordinate(self.ranks.index(rank))
+        return self.mesh.at(self.ranks.index(rank))
 
     @cached_property
     def array(self) -> Any:

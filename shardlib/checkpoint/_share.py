@@ -101,7 +101,7 @@ def sources(item: Item, turn: int, target: int) -> Iterator[Source]:
     own = item.home.coordinate(target) if target in item.home.ranks else None
     split = MeshShape({axis: item.home.mesh[axis] for axis in item.axes} or {"dp": 1})
     for index in range(split.world_size if item.axes else 1):
-        coordinate = dict.fromkeys(item.home.mesh.names, 0) | (split.coordinate(index) if item.axes else {})
+        coordinate = dict.fromkeys(item.home.mesh.names, 0) | (split.at(index) if item.axes else {})
         held = own is not None and all(own[axis] == coordinate[axis] for axis in item.axes)
         rank = target if held else _writer(item, coordinate, turn)
         for part in parts(item.layout, item.shape, item.home.mesh, coordinate):

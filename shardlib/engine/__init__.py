@@ -5,16 +5,19 @@ from __future__ import annotations
 from shardlib.engine.apply import apply_plan, no_sync, plan_of, shard_model
 from shardlib.engine.dryrun import plan
 from shardlib.engine.exact import exact_random
+from shardlib.engine.gradients import GradientBucket
 from shardlib.engine.lazy import LazyInitContext
 from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_, get_grad_norm
 from shardlib.engine.optimizer import register_elementwise, register_per_tensor
 from shardlib.engine.pipeline.pipe import Pipe
 from shardlib.engine.pipeline.step import PipelineStep, pipeline_step
 from shardlib.engine.recording import record_collectives
+from shardlib.engine.reduction import reduce_gradients_by
 from shardlib.engine.state import full_state_dict
 from shardlib.engine.wrapper import OptimizerWrapper
 
 __all__ = [
+    "GradientBucket",
     "LazyInitContext",
     "OptimizerWrapper",
     "Pipe",
@@ -30,6 +33,7 @@ __all__ = [
     "plan",
     "plan_of",
     "record_collectives",
+    "reduce_gradients_by",
     "register_elementwise",
     "register_per_tensor",
     "shard_model",

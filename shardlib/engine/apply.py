@@ -234,7 +234,7 @@ class _Build:
         self.compute_axes = tuple(axis for axis in self.shape.names if axis in self.model_axes + self.expert_axes)
         self.expert_mesh = device_mesh[self.compute_axes] if self.expert_axes else None
         self.device = device_here(device_mesh.device_type)
-        self.coordinate = self.shape.coordinate(_position(device_mesh))
+        self.coordinate = self.shape.at(_position(device_mesh))
         self.rows = {name: row for row in plan_.rows for name in (row.name, *row.tied)}
         self.regions = self._find_regions()
         self._masters: dict[str, torch.Tensor] = {}
@@ -566,7 +566,8 @@ class _Build:
                 undo.callback(compute_locally(module, border))
 
     def _is_global_weight(self, name: str, module: nn.Module) -> bool:
-        return self.model_mesh is not None and self._is_global(f"{name}.weight".lstrip("."), module.weight)
+        weight: Any = module.weight
+        return self.model_mesh is not None and self._is_global(f"{name}.weight".lstrip("."), weight)
 
     @functools.cached_property
     def spread(self) -> dict[str, list[str]]:

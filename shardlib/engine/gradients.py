@@ -34,7 +34,26 @@ from shardlib.engine.plain import plain
 from shardlib.errors import ShardingError
 from shardlib.layout import Cut
 
-__all__ = ["GradientReducer"]
+__all__ = ["GradientBucket", "GradientReducer"]
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """Gradients that are summed together.
+
+    Attributes:
+        tensor: this rank's gradients, one behind the other, of one dim; to be overwritten with the sum.
+        group: over which they are summed.
+        axes: the mesh axes that these are.
+        names: of the parameters, in order.
+        index: which bucket it is; the same ones come in the same order at every step, once the first has been.
+    """
+
+    tensor: torch.Tensor
+    group: dist.ProcessGroup
+    axes: tuple[str, ...]
+    names: tuple[str, ...]
+    index: int
 
 
 @dataclass(eq=False)
@@ -151,7 +170,7 @@ class _Reduced(_Bucket):
     views: list[torch.Tensor] = field(default_factory=list)
     shown: list[torch.Tensor] = field(default_factory=list)
     sent: torch.Tensor | None = None
-    work: dist.Work | None = None
+    work: Any = None
 
     def allocate(self) -> None:
         room = [slot.held.room for slot in self.slots]
@@ -171,7 +190,21 @@ class _Reduced(_Bucket):
         else:
             self.sent = self.flat
             self._pack(grads)
-        self.work = dist.all_reduce(self.sent, group=self.owner.group(self.axes), async_op=True)
+        group = self.owner.group(self.axes)
+        if self.owner.reduction is None:
+            self.work = dist.all_reduce(self.sent, group=group, async_op=True)
+        else:
+            self.work = self._by_the_users(self.owner.reduction, group)
+
+    def _by_the_users(self, reduction: Any, group: dist.ProcessGroup) -> Any:
+        """What gradients lack is counted apart: it has to be exact."""
+        assert self.sent is not None
+        flat = self.sent.as_strided((self.sent.numel(),), (1,))
+        if self.last:
+            dist.all_reduce(flat[-1:], group=group)
+        names = tuple(slot.held.name for slot in self.slots)
+        gradients = flat[: flat.numel() - self.last]
+        return reduction(GradientBucket(gradients, group, self.axes, names, self.owner.number_of(self)))
 
     def _pack(self, grads: list[torch.Tensor | None]) -> None:
         assert self.flat is not None
@@ -188,8 +221,9 @@ class _Reduced(_Bucket):
             self.flat[-1] = self.owner.lacking()
 
     def collect(self) -> None:
-        assert self.work is not None and self.sent is not None
-        self.work.wait()
+        assert self.sent is not None
+        if self.work is not None:
+            self.work.wait()
         self.work = None
         if self.last:
             self.owner.agree_on_missing(self.sent[-1])
@@ -367,6 +401,7 @@ class GradientReducer:
         self.mesh, self.data_axes, self.bucket_bytes, self.passes = mesh, data_axes, bucket_bytes, passes
         self.dtype, self.scratch, self.downloads = dtype, scratch, Downloads()
         self.enabled = True
+        self.reduction: Callable[[Any], Any] | None = None  # the user's own, for whole gradients
         self.everyone: dist.ProcessGroup | None = None  # of all stages, where this model is one of a pipeline's
         self.sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self._slots = [_Slot(h) for h in held]
@@ -393,6 +428,14 @@ class GradientReducer:
     def remove(self) -> None:
         for handle in (*(h for handles in self._handles.values() for h in handles), *self._converting):
             handle.remove()
+
+    @property
+    def all_held(self) -> list[Held]:
+        return [slot.held for slot in self._slots]
+
+    def number_of(self, bucket: _Bucket) -> int:
+        """Of a bucket, among all of them."""
+        return next((i for i, one in enumerate(self._buckets) if one is bucket), 0)
 
     @property
     def device(self) -> torch.device:

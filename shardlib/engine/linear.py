@@ -62,7 +62,8 @@ def compute_locally(module: nn.Module, border: Border | None = None) -> Callable
     transposed, own_forward = _is_transposed(module), module.forward
 
     def forward(input: torch.Tensor) -> torch.Tensor:
-        weight, bias = module.weight, module.bias
+        weight: Any = module.weight
+        bias: Any = module.bias
         traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type)
         if not traced and isinstance(input, DTensor) and isinstance(weight, DTensor):
             weight = weight.t() if transposed else weight

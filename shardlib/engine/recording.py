@@ -222,7 +222,7 @@ class _GroupAxes:
     def _find(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         if self.shape is None or not all(rank in self._position for rank in ranks):
             return ()
-        places = [self.shape.coordinate(self._position[rank]) for rank in ranks]
+        places = [self.shape.at(self._position[rank]) for rank in ranks]
         axes = tuple(name for name in self.shape.names if len({place[name] for place in places}) > 1)
         return axes if self.shape.only(axes).world_size == len(ranks) else ()
 

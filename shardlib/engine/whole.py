@@ -132,7 +132,7 @@ class WholeStep:
                     continue
                 split = shape == tuple(one.held.leaf.shape) and len(shape) > 0
                 layout = one.held.layout if split else Layout.replicate(len(shape))
-                place = self.shape.coordinate(self.rank)
+                place = self.shape.at(self.rank)
                 size = layout.local_shape(shape, self.shape, place)
                 memory = torch.empty(size, dtype=dtype, device=one.held.state_device)
                 jobs.append((one, layout, here, memory))
@@ -163,7 +163,7 @@ class WholeStep:
                 whole = torch.empty(shape, dtype=local.dtype, device=local.device)
                 made.append((key, whole))
             for rank in self._first_holders(layout):
-                place = self.shape.coordinate(rank)
+                place = self.shape.at(rank)
                 size = layout.local_shape(shape, self.shape, place)
                 if not torch.Size(size).numel():
                     continue
@@ -191,7 +191,7 @@ class WholeStep:
             if one.owner == self.rank:
                 assert whole is not None
                 for rank in range(len(self.ranks)):
-                    part = layout.take(whole.detach(), self.shape, self.shape.coordinate(rank))
+                    part = layout.take(whole.detach(), self.shape, self.shape.at(rank))
                     if rank == self.rank:
                         memory.copy_(part)
                     elif part.numel():
@@ -212,7 +212,7 @@ class WholeStep:
 
     def _first_holders(self, layout: Layout) -> list[int]:
         whole = [axis for axis in self.shape.names if axis not in layout.axes]
-        return [r for r in range(len(self.ranks)) if not any(self.shape.coordinate(r)[axis] for axis in whole)]
+        return [r for r in range(len(self.ranks)) if not any(self.shape.at(r)[axis] for axis in whole)]
 
 
 def _owned(key: Any) -> _Owned:

@@ -24,7 +24,13 @@ from shardlib.trainer._ophooks import BaseOpHook
 from shardlib.trainer._parser import get_default_parser
 from shardlib.trainer._precision import AMP_TYPE
 from shardlib.trainer._registry import Registry
-from shardlib.trainer._schedule import BaseSchedule, NonPipelineSchedule, PipelineSchedule
+from shardlib.trainer._schedule import (
+    SCHEDULE,
+    BaseSchedule,
+    NonPipelineSchedule,
+    PipelineSchedule,
+    register_schedule,
+)
 from shardlib.trainer._timer import MultiTimer, Timer
 from shardlib.trainer._trainer import Trainer
 from shardlib.trainer._utils import (
@@ -41,6 +47,7 @@ gpc = global_context
 __all__ = [
     "AMP_TYPE",
     "GRADIENT_HANDLER",
+    "SCHEDULE",
     "Accuracy",
     "AccuracyMetric",
     "BaseGradientHandler",
@@ -80,5 +87,6 @@ __all__ = [
     "load_checkpoint",
     "print_rank_0",
     "register_gradient_handler",
+    "register_schedule",
     "save_checkpoint",
 ]

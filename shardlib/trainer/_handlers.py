@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardlib.booster import BoostedOptimizer
+from shardlib.engine import GradientBucket, reduce_gradients_by
 from shardlib.errors import PlanError, nearest
 from shardlib.trainer._registry import Registry
 
@@ -62,8 +63,19 @@ class BaseGradientHandler:
         self._model, self._optimizer = model, optimizer
 
     def handle_gradient(self) -> None:
-        """Do it. All ranks call it, at the same step."""
+        """Do it. All ranks call it, at the same step. A handler that has a `reduce` need not have it."""
+        if not self.reduces():
+            raise NotImplementedError(f"{type(self).__name__} has neither handle_gradient nor reduce.")
+
+    def reduce(self, bucket: GradientBucket) -> Any:
+        """In the place of the all-reduce over data ranks, if a subclass has it; see `reduce_gradients_by`. It comes for
+        each bucket while backward runs."""
         raise NotImplementedError
+
+    @classmethod
+    def reduces(cls) -> bool:
+        """Whether the class has a `reduce` of its own."""
+        return cls.reduce is not BaseGradientHandler.reduce
 
 
 def register_gradient_handler(name: str | None = None) -> Callable[[C], C]:
@@ -108,10 +120,27 @@ def check_gradient_handlers(described: Any) -> tuple[Mapping[str, Any], ...]:
 def build_gradient_handlers(
     described: Iterable[Mapping[str, Any]], model: nn.Module, optimizer: BoostedOptimizer
 ) -> list[BaseGradientHandler]:
-    """The handlers that a config names, but for those of ColossalAI whose work is done anyway."""
+    """The handlers that a config names, but for those of ColossalAI whose work is done anyway.
+
+    Raises:
+        PlanError: one is built of other options than it takes, or is no handler; two reduce gradients.
+    """
     built = []
     for one in described:
         options = {key: value for key, value in one.items() if key != "type"}
         if GRADIENT_HANDLER.has(one["type"]):
             built.append(GRADIENT_HANDLER.get_module(one["type"])(model, optimizer, **options))
+    _let_reduce(model, [handler for handler in built if handler.reduces()])
     return built
+
+
+def _let_reduce(model: nn.Module, handlers: list[BaseGradientHandler]) -> None:
+    """
+    Raises:
+        PlanError: two handlers want to, or gradients are in parts.
+    """
+    if len(handlers) > 1:
+        names = " and ".join(type(handler).__name__ for handler in handlers)
+        raise PlanError(f"The config names {names}, which both reduce gradients; name one of them.")
+    for handler in handlers:
+        reduce_gradients_by(model, handler.reduce)

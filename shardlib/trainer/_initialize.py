@@ -18,7 +18,7 @@ from shardlib.trainer._data import WholeSteps, check_place
 from shardlib.trainer._engine import Engine
 from shardlib.trainer._handlers import build_gradient_handlers
 from shardlib.trainer._logger import get_dist_logger
-from shardlib.trainer._schedule import NonPipelineSchedule, PipelineSchedule
+from shardlib.trainer._schedule import build_schedule
 from shardlib.trainer._settings import Settings, shape_of
 
 __all__ = ["initialize"]
@@ -78,7 +78,7 @@ def initialize(
         model, optimizer, criterion, train_dataloader, lr_scheduler
     )
     handlers = build_gradient_handlers(settings.handlers, model, boosted)
-    schedule = PipelineSchedule() if settings.plugin.pp_size > 1 else NonPipelineSchedule()
+    schedule = build_schedule(settings.schedule, staged=settings.plugin.pp_size > 1)
     engine = Engine(model, boosted, criterion, handlers, schedule=schedule, lr_scheduler=lr_scheduler)
     if isinstance(criterion, nn.Module):
         criterion.to(engine.device)

@@ -3,19 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from shardlib.engine import pipeline_step
-from shardlib.errors import InputError
+from shardlib.errors import InputError, PlanError
+from shardlib.trainer._registry import Registry
 
 if TYPE_CHECKING:
     from shardlib.trainer._engine import Engine
 
-__all__ = ["BaseSchedule", "NonPipelineSchedule", "PipelineSchedule", "rows_of"]
+__all__ = [
+    "SCHEDULE",
+    "BaseSchedule",
+    "NonPipelineSchedule",
+    "PipelineSchedule",
+    "build_schedule",
+    "check_schedule",
+    "register_schedule",
+    "rows_of",
+]
 
 Result = tuple[Any, Any, Any]
+C = TypeVar("C", bound=type)
+
+SCHEDULE = Registry("schedule")
+"""Schedules by name; `SCHEDULE.register_module` is ColossalAI's spelling of the decorator below."""
+
+
+def register_schedule(name: str | None = None) -> Callable[[C], C]:
+    """A decorator: a config may name the class, as in `schedule=dict(type="Twice")`.
+
+    Args:
+        name: by default that of the class.
+
+    >>> @register_schedule("twice")
+    ... class Twice(NonPipelineSchedule):
+    ...     def forward_backward_step(self, engine, data_iter, *args, **kwargs):
+    ...         super().forward_backward_step(engine, data_iter, *args, **kwargs)
+    ...         return super().forward_backward_step(engine, data_iter, *args, **kwargs)
+    """
+    return SCHEDULE.register_module(name=name)
+
+
+def check_schedule(described: Any, *, staged: bool) -> Mapping[str, Any] | None:
+    """What a config says under `schedule`, before anything is built.
+
+    Raises:
+        PlanError: no dict with a `type` that somebody registered; one that is no schedule, or none for stages where
+            the model is cut into them.
+    """
+    if described is None:
+        return None
+    if not isinstance(described, Mapping) or "type" not in described:
+        raise PlanError(f'The config says schedule={described!r}; give a dict, such as schedule=dict(type="Mine").')
+    cls = SCHEDULE.get_module(described["type"])
+    wanted = PipelineSchedule if staged else BaseSchedule
+    if not (isinstance(cls, type) and issubclass(cls, wanted)):
+        raise PlanError(
+            f'The config names the schedule "{described["type"]}", and {cls!r} is no subclass of {wanted.__name__}'
+            f"{', which a model in stages needs' if staged else ''}."
+        )
+    if cls.forward_backward_step is BaseSchedule.forward_backward_step:
+        raise PlanError(f'The schedule "{described["type"]}" has no forward_backward_step of its own; write one.')
+    return dict(described)
+
+
+def build_schedule(described: Mapping[str, Any] | None, *, staged: bool) -> BaseSchedule:
+    """The schedule that a config names, or the usual one."""
+    if described is None:
+        return PipelineSchedule() if staged else NonPipelineSchedule()
+    options = {key: value for key, value in described.items() if key != "type"}
+    return SCHEDULE.get_module(described["type"])(**options)
 
 
 class BaseSchedule:

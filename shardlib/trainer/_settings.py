@@ -13,9 +13,11 @@ from shardlib.booster import Config, HybridParallelPlugin, MixedPrecision, Torch
 from shardlib.booster._options import recipe
 from shardlib.booster._plugins import _of_job
 from shardlib.booster._precision import Transforms
-from shardlib.errors import LaunchError, PlanError, nearest, refuse
+from shardlib.errors import LaunchError, PlanError, RuleError, nearest, refuse
+from shardlib.rules import registered_tensor_modes, tensor_mode
 from shardlib.trainer._handlers import check_gradient_handlers
 from shardlib.trainer._precision import NaiveAMP, amp_of
+from shardlib.trainer._schedule import check_schedule
 from shardlib.transforms import accumulate, offload
 
 __all__ = ["EnginePlugin", "Settings", "shape_of"]
@@ -53,11 +55,13 @@ class Settings:
         plugin: mesh, rules and transforms.
         handlers: gradient handlers, described.
         cudnn: flags of `torch.backends.cudnn` that were said.
+        schedule: what is done with a batch, described; None for the usual.
     """
 
     plugin: EnginePlugin
     handlers: tuple[Mapping[str, Any], ...]
     cudnn: Mapping[str, bool]
+    schedule: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, config: Config) -> Settings:
@@ -79,6 +83,7 @@ class Settings:
             EnginePlugin(precision="fp32", ddp_bucket_cap_mb=ddp.bucket_cap_mb, **options),
             check_gradient_handlers(config.get("gradient_handler") or ()),
             {name: bool(config[key]) for key, name in _CUDNN.items() if config.get(key) is not None},
+            check_schedule(config.get("schedule"), staged=options["pp_size"] > 1),
         )
 
 
@@ -141,23 +146,31 @@ def _size(config: Config, part: str) -> int | None:
     return size
 
 
-_MODES = "sequence, 2d, 2.5d and 3d are rules here: mode=None and rules={pattern: layout} say how tensors lie."
-
-
 def _parallel(config: Config) -> dict[str, Any]:
     """The keywords of the plugin that `parallel` comes to."""
     tensor = (config.get("parallel") or {}).get("tensor")
     said = dict(tensor) if isinstance(tensor, Mapping) else {}
-    _only(said, ("size", "mode", "rules"), "parallel.tensor", _MODES)
+    mode = said.get("mode")
+    named = {} if mode is None or str(mode).lower() == "1d" else _tensor_mode(str(mode), said)
+    _only(said, ("size", "mode", "rules", *named.get("tensor_sizes", ())), "parallel.tensor")
     for part in ("pipeline", "data"):
         given = (config.get("parallel") or {}).get(part)
         _only(given if isinstance(given, Mapping) else (), ("size",), f"parallel.{part}")
-    mode = said.get("mode")
-    if mode is not None and str(mode).lower() != "1d":
-        raise PlanError(f"The config says parallel.tensor.mode={mode!r}; the mode is '1d' or None. {_MODES}")
     stages = _size(config, "pipeline") or 1
-    sizes = {"tp_size": _size(config, "tensor") or 1, "pp_size": stages, "custom_policy": said.get("rules")}
+    sizes = {"tp_size": _size(config, "tensor") or 1, "pp_size": stages, "custom_policy": said.get("rules"), **named}
     return sizes if stages == 1 else {**sizes, **_stages(config)}
+
+
+def _tensor_mode(mode: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """`mode="2.5d", depth=2`, in any case of letters."""
+    try:
+        found = tensor_mode(mode if mode in registered_tensor_modes() else mode.lower())
+    except RuleError as fault:
+        raise PlanError(
+            f"The config says parallel.tensor.mode={mode!r}; it is '1d', None or a tensor mode. {fault}"
+        ) from None
+    sizes = {key: said[key] for key in said if key not in ("size", "mode", "rules")}
+    return {"tensor_mode": found.name, "tensor_sizes": sizes}
 
 
 def _stages(config: Config) -> dict[str, Any]:

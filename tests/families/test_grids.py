@@ -117,7 +117,8 @@ def _of_a_product(mode: str, mesh: str) -> tuple[Counter[tuple[str, str]], int, 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             y = model(x)
         y.square().mean().backward()
-    own = [each for each in log.collectives if each.module == "up"]
+    # In 1D it is where the region begins that gradients of the input are summed.
+    own = [each for each in log.collectives if each.module == "up" or (mode == "1d" and each.kind == "all_reduce")]
     return Counter((each.phase, each.kind) for each in own), sum(each.sent for each in own), kept
 
 

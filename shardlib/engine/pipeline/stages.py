@@ -181,7 +181,7 @@ class Whole:
             return self.mesh[self.axis].get_group()
         mine = None
         ranks = _torch.ranks_of_mesh(self.mesh)
-        for line in self.shape.groups((self.axis,)):
+        for line in self.shape.lines((self.axis,)):
             made = _torch.new_group([ranks[line[holder]] for holder in holders])
             mine = made if made is not None else mine
         return mine
