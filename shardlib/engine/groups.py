@@ -41,6 +41,10 @@ def axis_groups(name: str, mesh: MeshLike) -> tuple[AxisGroup, ...]:
 
     Raises:
         MeshError: no such axis; groups of ranks that are not there.
+
+    Example:
+        >>> (group,) = axis_groups("tp", mesh)  # doctest: +SKIP
+        >>> dist.all_reduce(tensor, group=group.group)  # doctest: +SKIP
     """
     shape = MeshShape.of(mesh)
     if name in shape and not isinstance(mesh, DeviceMesh):

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardlib.booster import Config
 from shardlib.errors import InputError, LaunchError, PlanError, ShardlibError
+from shardlib.rules import registered_tensor_modes
 from shardlib.trainer import get_dataloader, initialize
 from shardlib.trainer._settings import EnginePlugin, Settings
 
@@ -58,7 +59,6 @@ def test_numbers_and_flags_are_read():
     assert isinstance(settings.plugin, EnginePlugin)
 
 
-MODES = "sequence, 2d, 2.5d and 3d are rules here: mode=None and rules={pattern: layout} say how tensors lie."
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "stages": (
         {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 4},
@@ -82,12 +82,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "The config says parallel.tensor={'size': 'two'}; give a number of ranks from 1 up, or dict(size=...).",
     ),
     "a mode": (
-        {"parallel": {"tensor": {"size": 1, "mode": "2d"}}},
-        f"The config says parallel.tensor.mode='2d'; the mode is '1d' or None. {MODES}",
+        {"parallel": {"tensor": {"size": 1, "mode": "sideways"}}},
+        "The config says parallel.tensor.mode='sideways'; it is '1d', None or a tensor mode. No tensor mode is called "
+        f'"sideways"; there are {", ".join(map(repr, registered_tensor_modes()))}. Register one with '
+        "@shardlib.register_tensor_mode('sideways'), in a module that is imported before.",
     ),
     "depth": (
-        {"parallel": {"tensor": {"size": 1, "mode": "2.5d", "depth": 2}}},
-        f"The config has parallel.tensor.depth; known are size, mode, rules. {MODES}",
+        {"parallel": {"tensor": {"size": 1, "mode": "1d", "depth": 2}}},
+        "The config has parallel.tensor.depth; known are size, mode, rules.",
     ),
     "more than pipeline": (
         {"parallel": {"pipeline": {"size": 1, "chunks": 2}}},
