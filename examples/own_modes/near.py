@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 4 examples/own_modes/near.py
 
-Some launchers deal ranks out in turn (Slurm's `--distribution=cyclic`): ranks 0, 2, ... are on one host, 1, 3, ... on the
-other. A mesh "dp=2,tp=2" would put the ranks of each tp group on two hosts; the axis below does not.
+Some launchers deal ranks out in turn (Slurm's `--distribution=cyclic`): ranks 0, 2, ... are on one host, 1, 3, ...
+on the other. A mesh "dp=2,tp=2" would put the ranks of each tp group on two hosts; the axis below does not.
 """
 
 from __future__ import annotations

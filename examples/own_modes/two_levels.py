@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 4 examples/own_modes/two_levels.py
 
 Every rank is in two groups: its host, and the ranks of other hosts that have the same place there. Gradients are
-reduce-scattered within the host, each rank's part is summed with its counterparts elsewhere, and gathered within the host:
-between hosts travels one part in as many as a host has ranks (as in Horovod's hierarchical all-reduce,
+reduce-scattered within the host, each rank's part is summed with its counterparts elsewhere, and gathered within the
+host: between hosts travels one part in as many as a host has ranks (as in Horovod's hierarchical all-reduce,
 arXiv 1802.05799).
 """
 
