@@ -19,7 +19,7 @@ from shardlib.jax._exchange import shares_memory, to_jax, to_torch  # noqa: E402
 from shardlib.jax._mesh import from_named_sharding, make_mesh, named_sharding  # noqa: E402
 from shardlib.jax._module import JaxModule  # noqa: E402
 from shardlib.jax._table import Lowering, known_ops, lowering  # noqa: E402
-from shardlib.jax._trees import rules_from_logical_axes, shard_params  # noqa: E402
+from shardlib.jax._trees import shard_params  # noqa: E402
 
 __all__ = [
     "Compiled",
@@ -31,7 +31,6 @@ __all__ = [
     "lowering",
     "make_mesh",
     "named_sharding",
-    "rules_from_logical_axes",
     "shard_params",
     "shares_memory",
     "to_jax",

@@ -1,4 +1,4 @@
-"""Trees of arrays without a module, laid out by rules on their paths; logical axes of flax and its kin as rules."""
+"""Trees of arrays without a module, laid out by rules on their paths."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from jax.sharding import Mesh
 from torch import nn
 
 from shardlib._plan import RulesLike, plan
-from shardlib.errors import InputError, RuleError
+from shardlib.errors import InputError
 from shardlib.jax._dtypes import torch_dtype
 from shardlib.jax._exchange import to_jax
 from shardlib.jax._mesh import named_sharding, shape_of
 from shardlib.layout import Layout
-from shardlib.rules import Rules
 
-__all__ = ["path_name", "rules_from_logical_axes", "shard_params"]
-
-Axes = str | Sequence[str] | None
+__all__ = ["path_name", "shard_params"]
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -87,45 +84,3 @@ def _placed(name: str, leaf: Any, mesh: Mesh, layout: Layout) -> Any:
     if isinstance(leaf, torch.Tensor):
         return to_jax(leaf, mesh, layout, copy=True)
     return jax.device_put(leaf, named_sharding(layout.resolve(shape, shape_of(mesh)), mesh))
-
-
-def rules_from_logical_axes(logical: Any, rules: Sequence[tuple[str, Axes]]) -> Rules:
-    """Logical axis names of parameters, and flax's rules for them, as rules.
-
-    As in flax the first rule of a name holds whose mesh axes the tensor does not use yet; a name without a rule, and
-    None, is not split. Names of dims become those of the layouts.
-
-    Args:
-        logical: a tree whose leaves are tuples of names, one for each dim of a parameter; None for a dim without.
-        rules: pairs of a logical name and a mesh axis, several of them, or None.
-
-    Raises:
-        RuleError: a leaf that is no tuple of names.
-
-    >>> axes = {"dense": {"kernel": ("embed", "mlp"), "bias": ("mlp",)}}
-    >>> rules_from_logical_axes(axes, [("mlp", "tp"), ("embed", None)])
-    Rules({"^dense.bias": "mlp@tp", "^dense.kernel": "embed mlp@tp"})
-    """
-    leaves = jax.tree_util.tree_flatten_with_path(logical, is_leaf=lambda node: isinstance(node, tuple))[0]
-    return Rules({f"^{path_name(path)}": _layout_text(path_name(path), names, rules) for path, names in leaves})
-
-
-def _layout_text(parameter: str, names: Any, rules: Sequence[tuple[str, Axes]]) -> str:
-    if not isinstance(names, tuple) or any(name is not None and not isinstance(name, str) for name in names):
-        raise RuleError(
-            f'The logical axes of "{parameter}" were given as {names!r}; give a tuple with a name, or None, for each '
-            "dim."
-        )
-    used: set[str] = set()
-    dims = []
-    for at, name in enumerate(names):
-        axes = next((a for n, a in map(_pair, rules) if n == name and name is not None and used.isdisjoint(a)), ())
-        used |= set(axes)
-        word = name if name is not None and name not in names[:at] and name.isidentifier() else "_"
-        dims.append(word + (f"@({','.join(axes)})" if len(axes) > 1 else f"@{axes[0]}" if axes else ""))
-    return " ".join(dims)
-
-
-def _pair(rule: tuple[str, Axes]) -> tuple[str, tuple[str, ...]]:
-    name, axes = rule
-    return name, (axes,) if isinstance(axes, str) else tuple(axes or ())

@@ -6,6 +6,7 @@ from shardlib.rules._report import Coverage, CoverageRow
 from shardlib.rules._resolution import Border, Resolution, TensorLayout
 from shardlib.rules._rules import Rules
 from shardlib.rules.dims import ModuleDims, register_dims
+from shardlib.rules.logical import LogicalAxes
 from shardlib.rules.stages import Balanced, Stage
 from shardlib.rules.suggest import suggest
 from shardlib.rules.tensor_modes import TensorMode, register_tensor_mode, registered_tensor_modes, tensor_mode
@@ -15,6 +16,7 @@ __all__ = [
     "Border",
     "Coverage",
     "CoverageRow",
+    "LogicalAxes",
     "ModuleDims",
     "Resolution",
     "Rules",

@@ -15,7 +15,7 @@ from torch import nn
 from shardlib._mesh import MeshLike, MeshShape
 from shardlib.errors import RuleError, nearest
 from shardlib.layout import Dim
-from shardlib.rules import _report, foreign, toml
+from shardlib.rules import _report, foreign, logical, toml
 from shardlib.rules._layouts import AxisUse, axis_use
 from shardlib.rules._match import Entry, border_key
 from shardlib.rules._modes import changes_of, check_modes
@@ -150,6 +150,47 @@ class Rules:
     def from_parallelize_plan(cls, plan: Mapping[str, Any], *, axis: str = "tp") -> Rules:
         """The rules that a plan for torch's `parallelize_module` means; see `shardlib.rules.foreign`."""
         return cls(**foreign.read_parallelize_plan(plan, axis))
+
+    @classmethod
+    def from_logical_axes(cls, names: Any, rules: Iterable[logical.LogicalRule]) -> Rules:
+        """The rules that logical axes of flax, t5x and MaxText mean, in the words of `flax.linen.logical_to_mesh_axes`.
+
+        The pairs stand in order of precedence: each gives its mesh axes to the dim of that name, unless the dim has
+        some, or was settled by None, or another dim of the tensor has one of them. Names without a pair are not split.
+        Names of dims become those of the layouts, paths in the tree those of tensors: `layers.0.kernel`.
+
+        Args:
+            names: a tree of dicts and lists whose leaves say what the dims of a parameter are called: a tuple with a
+                name, or None, for each; a `PartitionSpec` of names, as `nn.get_partition_spec` makes them; a box of
+                flax (`nn.LogicallyPartitioned`), with or without a value. An array without a box is not split.
+            rules: pairs of a logical name and a mesh axis, several of them, or None.
+
+        Raises:
+            RuleError: a leaf that has no names, or one name twice; a pair that is none.
+
+        >>> names = {"dense": {"kernel": ("embed", "mlp"), "bias": ("mlp",)}}
+        >>> Rules.from_logical_axes(names, [("mlp", "tp"), ("embed", ("tp", "fsdp")), ("embed", "fsdp")])
+        Rules({"^dense.kernel": "embed@fsdp mlp@tp", "^dense.bias": "mlp@tp"})
+        """
+        return cls(**logical.read_logical_axes(names, rules))
+
+    def to_logical_axes(self, model: nn.Module, mesh: MeshLike) -> logical.LogicalAxes:
+        """How a model's parameters and buffers lie by these rules, in flax's form; `from_logical_axes` undoes it.
+
+        A logical name is that of the dim, as far as it means the same mesh axes everywhere. What is said of module
+        borders is not in it: models of flax say that inside (`nn.with_logical_constraint`).
+
+        Raises:
+            RuleError: as `resolve`; a fused dim that is split inside.
+
+        >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        >>> axes = Rules({"0": "colwise", "2": "rowwise"}).to_logical_axes(model, "tp=4")
+        >>> axes.names["0"], axes.names["2"]
+        ({'weight': ('out', 'in'), 'bias': ('out',)}, {'weight': (None, 'in_tp'), 'bias': (None,)})
+        >>> axes.rules
+        [('out', 'tp'), ('in', None), ('in_tp', 'tp')]
+        """
+        return logical.write_logical_axes(self.resolve(model, mesh))
 
     def with_stages(self, stages: StagesLike) -> Rules:
         """The same rules with other stages, as for those of a layout file.

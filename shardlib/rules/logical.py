@@ -1,0 +1,209 @@
+"""Logical axes, as flax, t5x and MaxText have them: names of dims beside parameters, and which mesh axes names stand for.
+
+What a list of pairs means is what `flax.linen.logical_to_mesh_axes` says (flax 0.12). Pairs are read in their order,
+not in that of the dims: each gives its mesh axes to the dim of its name, if that dim has got none and no other dim of
+the tensor has one of them. None settles a dim as whole. A name without a pair is whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardlib.errors import LayoutError, RuleError
+from shardlib.layout import Dim, Layout
+
+if TYPE_CHECKING:
+    from shardlib._mesh import MeshShape
+    from shardlib.rules._resolution import Resolution, TensorLayout
+
+__all__ = ["LogicalAxes", "LogicalRule", "read_logical_axes", "write_logical_axes"]
+
+Axes = str | Sequence[str] | None
+LogicalRule = tuple[str, Axes]
+Names = tuple[str | None, ...]
+
+
+class LogicalAxes(NamedTuple):
+    """Layouts in flax's form: `Rules.from_logical_axes(*axes)` reads it.
+
+    Attributes:
+        names: nested dicts, as the parameters' names are; each leaf has a name, or None, for each dim.
+        rules: pairs of a name and the mesh axes that it stands for, as for `flax.linen.logical_axis_rules`.
+    """
+
+    names: dict[str, Any]
+    rules: list[LogicalRule]
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_logical_axes(logical: Any, rules: Iterable[LogicalRule]) -> dict[str, Any]:
+    """The arguments of `Rules` that say what logical axes say; see `Rules.from_logical_axes`.
+
+    >>> read_logical_axes({"wi": ("embed", "mlp")}, [("embed", "fsdp"), ("mlp", ("fsdp", "tp")), ("mlp", "tp")])
+    {'rules': {'^wi': 'embed@fsdp mlp@tp'}}
+    """
+    pairs = [_pair(rule) for rule in _list_of(rules)]
+    return {"rules": {f"^{name}": _text(name, leaf, pairs) for name, leaf in _leaves(logical)}}
+
+
+def _list_of(rules: Any) -> Sequence[Any]:
+    if isinstance(rules, list | tuple) and not any(isinstance(rule, str) for rule in rules):
+        return rules
+    raise RuleError(
+        f"The rules for logical axes were given as {rules!r}; give a list of pairs of a logical name and mesh axes, in "
+        'order of precedence: [("mlp", "tp"), ("embed", ("fsdp", "tp")), ("heads", None)].'
+    )
+
+
+def _pair(rule: Any) -> tuple[str, tuple[str, ...]]:
+    match rule:
+        case [str(name), None]:
+            return name, ()
+        case [str(name), str(axis)] if axis.isidentifier():
+            return name, (axis,)
+        case [str(name), [*axes]] if all(isinstance(axis, str) and axis.isidentifier() for axis in axes):
+            if len(set(axes)) == len(axes):
+                return name, tuple(axes)
+    raise RuleError(
+        f"A rule for logical axes was given as {rule!r}; give a pair of a logical name and a mesh axis, several "
+        'different ones, or None: ("mlp", "tp"), ("embed", ("fsdp", "tp")), ("heads", None).'
+    )
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Dicts and lists are walked, as JAX does; anything else is a leaf, named by its path."""
+    if isinstance(tree, Mapping):
+        inner: Iterable[tuple[Any, Any]] = tree.items()
+    elif isinstance(tree, list):
+        inner = enumerate(tree)
+    elif path:
+        yield ".".join(path), tree
+        return
+    else:
+        raise RuleError(
+            f"Logical axes were given as {type(tree).__name__} {tree!r}; give a tree of dicts and lists, as the "
+            'parameters lie, with a tuple of names at each: {"dense": {"kernel": ("embed", "mlp")}}.'
+        )
+    for key, node in inner:
+        yield from _leaves(node, (*path, str(key)))
+
+
+def _text(parameter: str, leaf: Any, pairs: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+    names, open_end = _names_of(parameter, leaf)
+    found: dict[str, tuple[str, ...]] = {}
+    for name, axes in pairs:
+        if name in names and name not in found and set(axes).isdisjoint(chain(*found.values())):
+            found[name] = axes
+    return " ".join([*(_dim(name, found.get(name or "", ())) for name in names), *(["..."] if open_end else [])])
+
+
+def _names_of(parameter: str, leaf: Any) -> tuple[Names, bool]:
+    """What dims are called, and whether whole ones may follow, as after a `PartitionSpec` that is short."""
+    boxed = getattr(leaf, "names", None)  # nn.Partitioned, nn.LogicallyPartitioned and t5x's AxisMetadata
+    names = leaf if boxed is None else boxed
+    if names is None or (not isinstance(names, tuple | str) and hasattr(names, "shape")):
+        return (), True  # an array without a box has no names
+    spec = _is_spec(names)
+    if not (spec or isinstance(names, tuple)) or not all(name is None or isinstance(name, str) for name in names):
+        raise RuleError(
+            f'The logical axes of "{parameter}" were given as {names!r}; give a tuple with a name, or None, for each '
+            "dim, or flax's box of one (nn.with_logical_partitioning makes it)."
+        )
+    names = tuple(names)
+    if twice := [name for at, name in enumerate(names) if name is not None and name in names[:at]]:
+        raise RuleError(
+            f'The logical axes of "{parameter}" are {names!r}, with "{twice[0]}" twice, and a rule for it could mean '
+            "either dim. Call one of them something else, or None."
+        )
+    shape = getattr(getattr(leaf, "value", None), "shape", None)
+    if shape is not None and len(shape) != len(names):
+        raise RuleError(
+            f'The logical axes of "{parameter}" are {names!r}, and its box holds an array of shape {tuple(shape)}; '
+            "give a name, or None, for each dim."
+        )
+    return names, spec
+
+
+def _is_spec(leaf: Any) -> bool:
+    jax = sys.modules.get("jax")  # where it was never imported, nothing is a spec of it
+    return jax is not None and isinstance(leaf, jax.sharding.PartitionSpec)
+
+
+def _dim(name: str | None, axes: tuple[str, ...]) -> str:
+    return f"{_word(name)}@({','.join(axes)})" if len(axes) > 1 else "@".join((_word(name), *axes))
+
+
+def _word(name: str | None) -> str:
+    """A dim's name in a layout, where it can be one."""
+    try:
+        Layout.parse(name or "_")
+    except LayoutError:
+        return "_"
+    return name if name and name.isidentifier() else "_"
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def write_logical_axes(resolution: Resolution) -> LogicalAxes:
+    """A resolution in flax's form; see `Rules.to_logical_axes`."""
+    if inside := [each for each in resolution.tensors.values() if _is_split_inside(each.layout, resolution.mesh)]:
+        listed = "".join(f'\n  "{each.name}": "{each.layout}"' for each in inside[:8])
+        more = f"\n  and {len(inside) - 8} more" if len(inside) > 8 else ""
+        raise RuleError(
+            f"{len(inside)} tensors have a fused dim that is split inside, which a logical axis, a whole dim, cannot "
+            f"say:{listed}{more}\nSplit the dim as a whole, or give each part a parameter, as flax models do."
+        )
+    meanings: dict[str, tuple[str, ...]] = {}
+    tree: dict[str, Any] = {}
+    for tensor in resolution.tensors.values():
+        *parents, last = tensor.name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = _called(tensor, resolution.mesh, meanings)
+    return LogicalAxes(tree, [(name, _spelled(axes)) for name, axes in meanings.items()])
+
+
+def _is_split_inside(layout: Layout, mesh: MeshShape) -> bool:
+    inner = (factor for dim in layout.dims if isinstance(dim, Dim) for factor in dim.factors[1:])
+    return any(mesh[axis] > 1 for factor in inner for axis in factor.axes)
+
+
+def _called(tensor: TensorLayout, mesh: MeshShape, meanings: dict[str, tuple[str, ...]]) -> Names:
+    """A name for each dim that means its axes in all tensors: that of the dim, where it does; with the axes behind it,
+    where it already means others; None for a whole dim whose name means a split one."""
+    names: list[str | None] = []
+    for dim in tensor.layout.dims:
+        assert isinstance(dim, Dim), "a resolution's layouts are concrete"
+        word = "_".join(factor.name for factor in dim.factors if factor.name.strip("_"))
+        outer = dim.factors[0].axes
+        names.append(next(name for name in _candidates(word, outer) if _can_be(name, outer, names, meanings)))
+        if name := names[-1]:
+            meanings[name] = outer
+    return tuple(names)
+
+
+def _candidates(word: str, axes: tuple[str, ...]) -> Iterator[str | None]:
+    if word:
+        yield word
+    if not axes:
+        yield None
+    long = "_".join((*filter(None, [word]), *axes))
+    yield long
+    yield from (f"{long}_{n}" for n in count(2))
+
+
+def _can_be(
+    name: str | None, axes: tuple[str, ...], others: Sequence[str | None], meanings: Mapping[str, tuple[str, ...]]
+) -> bool:
+    return name is None or (name not in others and meanings.get(name, axes) == axes)
+
+
+def _spelled(axes: tuple[str, ...]) -> Axes:
+    return axes if len(axes) > 1 else axes[0] if axes else None
