@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,16 +13,16 @@ import torch
 from torch import nn
 
 from shardlib._mesh import MeshShape
-from shardlib.checkpoint import _random, _where
+from shardlib.checkpoint import _random
 from shardlib.checkpoint._boxes import Box, whole
-from shardlib.checkpoint._files import Readers, checksum
 from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
-from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
+from shardlib.checkpoint._manifest import MANIFEST, Manifest, Saved
+from shardlib.checkpoint._opened import Names, Opened, found, opened
 from shardlib.checkpoint._optimizer import groups_for, known, make_state, master_items
 from shardlib.checkpoint._peers import Peers, described, peers
-from shardlib.checkpoint._save import HF_INDEX, wait_for_saving
+from shardlib.checkpoint._save import wait_for_saving
+from shardlib.checkpoint._turned import Reading, Transpose
 from shardlib.checkpoint._values import decode
-from shardlib.engine import pretrained
 from shardlib.errors import CheckpointError, MeshError, nearest
 
 __all__ = ["Loaded", "load"]
@@ -71,13 +70,14 @@ def load(
     strict: bool = True,
     cast: bool = False,
     verify: str = "read",
-    names: Callable[[str], str] | None = None,
+    names: Names = None,
+    transpose: Transpose | None = None,
     timeout: float = 1800,
 ) -> Loaded:
     """Load a checkpoint into a model, sharded or not, on any mesh, and what belongs to its training. Collective.
 
-    Reads what `save` wrote, and, for a model alone, plain Hugging Face checkpoints: a safetensors file, or a folder of
-    them. Nothing is ever unpickled. All that can be checked is checked before anything is changed.
+    Reads what `save` wrote, and, for a model alone, plain Hugging Face checkpoints (a safetensors file, or a folder of
+    them) and those of orbax. Nothing is ever unpickled. All that can be checked is checked before anything is changed.
 
     Args:
         path: a checkpoint.
@@ -89,7 +89,12 @@ def load(
         weights: False: the model's tensors stay as they are; it only says what the optimizer's parameters are called.
         strict: names that either side lacks are an error; else what both have is loaded, and the rest is told.
         cast: convert dtypes that differ; else they are an error.
-        names: what the model calls a tensor of a foreign checkpoint, where that is called otherwise there.
+        names: what the model calls a tensor of a foreign checkpoint, where that is called otherwise there: a function
+            of the name there, or a mapping from it (others keep theirs); None leaves a tensor out. A path in a tree of
+            orbax is a name with dots, "params.layers.0.kernel".
+        transpose: tensors of a foreign checkpoint whose dims stand in another order there, by patterns of their names
+            there, as in rules; with the dims as `Tensor.permute` takes them: `{"kernel": (1, 0)}` for flax's Dense,
+            `(3, 2, 0, 1)` for its two-dimensional Conv.
         verify: whose checksums are compared: of the files that are read ("read"; each by one rank), "all", or "none".
         timeout: seconds that ranks wait for each other in each phase.
 
@@ -110,9 +115,9 @@ def load(
     given = Path(path).absolute()
     everyone = peers(f'loading "{given}"', timeout)
     everyone.run("check arguments", lambda: _check(model, optimizer, verify))
-    place, text = everyone.first("read manifest", lambda: _found(given))
-    source = everyone.run("read manifest", lambda: _open(Path(str(place)), text, model, names))
-    with Readers(source.folder) as readers:
+    place, text = everyone.first("read manifest", lambda: found(given))
+    source = everyone.run("read manifest", lambda: opened(Path(str(place)), text, model, names, transpose))
+    with source.readers() as readers:
         work = _Work(source, everyone, model, optimizer, weights, strict, cast, verify, readers)
         everyone.run("compare", work.compare)
         everyone.run("verify", work.verify)
@@ -129,155 +134,6 @@ def _check(model: Any, optimizer: Any, verify: str) -> None:
         raise CheckpointError("An optimizer was given without its model, whose names its state is saved by. Give both.")
 
 
-# --- what is there --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A checkpoint, ours or foreign, before any tensor is read."""
-
-    folder: Path
-    manifest: Manifest
-    foreign: bool
-
-
-def _found(path: Path) -> list[str | None]:
-    """Rank 0: the folder to read, and the text of its manifest, if it has one. A file is its folder and its name."""
-    place = _where.located(path)
-    if not place.exists():
-        raise CheckpointError(f'there is nothing at "{path}".{_neighbours(path)}')
-    if not place.is_dir():
-        return [str(place), None]
-    manifest = place / MANIFEST
-    if os.path.lexists(manifest):
-        if not manifest.is_file():
-            raise CheckpointError(f'"{manifest}" is no regular file.')
-        try:
-            return [str(place), manifest.read_bytes().decode()]
-        except UnicodeError as error:
-            raise CheckpointError(f'"{manifest}" is damaged: {error}. Use another checkpoint.') from error
-    if _foreign_files(place):
-        if any(name.name.startswith("pieces-") for name in place.glob("*.safetensors")):
-            raise CheckpointError(
-                f'"{place}" has files of a checkpoint but no {MANIFEST}, without which nobody knows what belongs '
-                "together. Use another checkpoint."
-            )
-        return [str(place), None]
-    raise CheckpointError(
-        f'"{place}" is no checkpoint: it holds neither {MANIFEST} nor safetensors files with their index. '
-        + (
-            "Pickled files (.bin, .pt, .distcp) are never read; convert them to safetensors first."
-            if _pickles(place)
-            else ""
-        )
-    )
-
-
-def _neighbours(path: Path) -> str:
-    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    return nearest(path.name, names)
-
-
-def _pickles(folder: Path) -> bool:
-    return any(
-        file.suffix in (".bin", ".pt", ".pth", ".distcp") or file.name == ".metadata" for file in folder.iterdir()
-    )
-
-
-def _foreign_files(folder: Path) -> list[Path]:
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    return indices or sorted(folder.glob("*.safetensors"))
-
-
-def _open(folder: Path, text: str | None, model: nn.Module | None, names: Callable[[str], str] | None) -> _Opened:
-    if text is None:
-        return _open_foreign(folder, model, names)
-    try:
-        return _Opened(folder, Manifest.load(text), foreign=False)
-    except CheckpointError as error:
-        raise CheckpointError(f'"{folder / MANIFEST}" is damaged: {error}. Use another checkpoint.') from error
-
-
-def _open_foreign(place: Path, model: nn.Module | None, called: Callable[[str], str] | None) -> _Opened:
-    """Plain safetensors files as if they had a manifest."""
-    folder = place if place.is_dir() else place.parent
-    names = _names_of_files(place)
-    files = []
-    headers: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
-    with Readers(folder) as readers:
-        for n, name in enumerate(names):
-            if not (folder / name).is_file():
-                raise CheckpointError(
-                    f'"{folder / name}" is named in the index and is not there. Use another checkpoint.'
-                )
-            files.append(File(name, (folder / name).stat().st_size, None))
-            for key, (dtype, shape) in readers.headers(name).items():
-                if key in headers:
-                    raise CheckpointError(f'"{folder}" has the tensor "{key}" twice. Use another checkpoint.')
-                headers[key] = n, dtype, shape
-    if called is None:
-        tensors = _as_the_model_has_them(headers, model)
-    else:
-        tensors = {}
-        for key, (n, dtype, shape) in headers.items():
-            if called(key) in tensors:
-                raise CheckpointError(f'names= calls two tensors of "{folder}" "{called(key)}", one of them "{key}".')
-            tensors[called(key)] = Saved(shape, dtype, (Piece(n, whole(shape)),), key)
-    if model is not None:
-        tensors = _with_prefix(tensors, model)
-    return _Opened(folder, Manifest(tuple(files), {"model": tensors, "optimizer": {}, "values": {}}), foreign=True)
-
-
-def _as_the_model_has_them(
-    headers: Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]], model: nn.Module | None
-) -> dict[str, Saved]:
-    """Tensors of files under the names of the model, parts of one tensor together."""
-    tensors = {}
-    for name, found in pretrained.find(model, {key: shape for key, (_, _, shape) in headers.items()}).items():
-        pieces, dtypes = [], set()
-        for key, begin in found.parts:
-            n, dtype, shape = headers[key]
-            pieces.append(Piece(n, Box(begin, ((1,) if found.stacked else ()) + shape), key, found.stacked))
-            dtypes.add(dtype)
-        if len(dtypes) > 1:
-            raise CheckpointError(f'"{name}" is made of tensors of {len(dtypes)} dtypes. Use another checkpoint.')
-        tensors[name] = Saved(found.shape, dtypes.pop(), tuple(pieces))
-    return tensors
-
-
-def _names_of_files(place: Path) -> list[str]:
-    if not place.is_dir() and place.suffix != ".json":
-        return [place.name]
-    index = place if not place.is_dir() else next(iter(place.glob("*.safetensors.index.json")), None)
-    if index is None:
-        files = [file.name for file in _foreign_files(place)]
-        if len(files) > 1 and "model.safetensors" not in files:
-            raise CheckpointError(f'"{place}" has {len(files)} safetensors files and no index (such as {HF_INDEX}).')
-        return ["model.safetensors"] if "model.safetensors" in files else files
-    try:
-        named = json.loads(index.read_bytes())["weight_map"]
-        names = sorted(set(named.values()))
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError("a file is named by something that is no text")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f'"{index}" cannot be read as the index of a checkpoint: {described(error)}.') from error
-    for name in names:
-        if not name or Path(name).name != name or name.startswith(".") or "\\" in name or "\0" in name:
-            raise CheckpointError(f'"{index}" names a file {name[:80]!r}, which is not in its folder.')
-    return names
-
-
-def _with_prefix(tensors: dict[str, Saved], model: nn.Module) -> dict[str, Saved]:
-    """Hugging Face saves a base model without the prefix that it has within a model with a head, and the reverse."""
-    prefix = getattr(model, "base_model_prefix", None)
-    wanted = set(model.state_dict(keep_vars=True))
-    if not isinstance(prefix, str) or not prefix or wanted & set(tensors):
-        return tensors
-    added = {f"{prefix}.{name}": saved for name, saved in tensors.items()}
-    cut = {name.removeprefix(f"{prefix}."): saved for name, saved in tensors.items()}
-    return max((tensors, added, cut), key=lambda named: len(wanted & set(named)))
-
-
 # --- what goes where ------------------------------------------------------------------------------------------------
 
 
@@ -285,7 +141,7 @@ def _with_prefix(tensors: dict[str, Saved], model: nn.Module) -> dict[str, Saved
 class _Work:
     """What one rank does to load: which saved tensors go into which item, and what is called at the end."""
 
-    source: _Opened
+    source: Opened
     everyone: Peers
     model: nn.Module | None
     optimizer: torch.optim.Optimizer | None
@@ -293,7 +149,7 @@ class _Work:
     strict: bool
     cast: bool
     check_files: str
-    readers: Readers
+    readers: Reading
     into: list[tuple[Item, list[Saved]]] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -396,18 +252,7 @@ class _Work:
             if n in self._files_to_read() or self.check_files == "all" or elsewhere(self.model)
         ]
         for file in wanted[self.everyone.rank :: self.everyone.size]:
-            path = self.source.folder / file.path
-            if not path.is_file():
-                raise CheckpointError(f'"{path}" is missing. The checkpoint is damaged; use another one.')
-            if path.stat().st_size != file.nbytes:
-                raise CheckpointError(
-                    f'"{path}" has {path.stat().st_size} bytes, and had {file.nbytes} when it was saved. It is '
-                    "damaged; use another checkpoint."
-                )
-            if self.check_files != "none" and file.crc32 is not None and checksum(path) != file.crc32:
-                raise CheckpointError(
-                    f'"{path}" is not what was saved: its checksum differs. It is damaged; use another checkpoint.'
-                )
+            self.source.check(file, checksums=self.check_files != "none")
 
     def _files_to_read(self) -> set[int]:
         read = [saved for _, several in self.into for saved in several]
@@ -536,12 +381,7 @@ class _Work:
                 )
 
     def _read(self, name: str, saved: Saved, n: int, part: Box) -> torch.Tensor:
-        piece = saved.pieces[n]
-        file, key = self.manifest.files[piece.file].path, piece.key or saved.key or name
-        if not piece.stacked:
-            return self.readers.read(file, key, saved.dtype, piece.box.sizes, part)
-        inner = Box(part.offsets[1:], part.sizes[1:])
-        return self.readers.read(file, key, saved.dtype, piece.box.sizes[1:], inner).unsqueeze(0)
+        return self.source.read_piece(self.readers, name, saved, n, part)
 
     def restore(self) -> None:
         for call in self.at_end:

@@ -16,6 +16,7 @@ require_jax()
 
 from shardlib.jax._compile import Compiled, compile_model  # noqa: E402
 from shardlib.jax._exchange import shares_memory, to_jax, to_torch  # noqa: E402
+from shardlib.jax._load import load  # noqa: E402
 from shardlib.jax._mesh import from_named_sharding, make_mesh, named_sharding  # noqa: E402
 from shardlib.jax._module import JaxModule  # noqa: E402
 from shardlib.jax._table import Lowering, known_ops, lowering  # noqa: E402
@@ -28,6 +29,7 @@ __all__ = [
     "compile_model",
     "from_named_sharding",
     "known_ops",
+    "load",
     "lowering",
     "make_mesh",
     "named_sharding",

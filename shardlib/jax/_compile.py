@@ -252,6 +252,11 @@ class Compiled:
         rows = {self.plan[name].name: tensor for name, tensor in tensors.items()}
         return {name: self._storage(name).to_array(tensor) for name, tensor in rows.items()}
 
+    @property
+    def model(self) -> nn.Module:
+        """The modules that were compiled, whose tensors have shapes and dtypes and no values."""
+        return self._model.around if isinstance(self._model, Around) else self._model
+
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding of every array by name: what restoring a checkpoint asks for."""
         return {name: stored.abstract() for name, stored in self._stored.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from shardlib._mesh import MeshShape
 from shardlib._plan import Phase, Row
 from shardlib.errors import InputError, PlanError
 from shardlib.jax._bits import to_numpy, to_tensor
-from shardlib.jax._dtypes import as_dtype, exact_dtype, refuse_narrowed
+from shardlib.jax._dtypes import as_dtype, refuse_narrowed
 from shardlib.jax._fused import Fused
 from shardlib.layout import Dim, Layout
 
@@ -79,16 +79,45 @@ class Storage:
             )
         if tensor.is_meta:
             return self.abstract()
-        values = self._split(to_numpy(tensor.detach().to(self.dtype)))
+        values = self._split(self._exact(tensor))
+        return jax.make_array_from_callback(
+            self.array_shape, self.sharding(), lambda index: np.array(values[index], order="C")
+        )
+
+    def read(self, read: Callable[[tuple[slice, ...]], torch.Tensor]) -> Any:
+        """The same array of a tensor that is read by slices of its global dims: each device's piece by itself."""
+        pieces: dict[str, np.ndarray] = {}  # devices that hold the same share one reading
+
+        def piece(index: tuple[slice, ...]) -> np.ndarray:
+            key = str(index)
+            if key not in pieces:
+                pieces[key] = self._piece(index, read)
+            return pieces[key]
+
+        return jax.make_array_from_callback(self.array_shape, self.sharding(), piece)
+
+    def _piece(self, index: tuple[slice, ...], read: Callable[[tuple[slice, ...]], torch.Tensor]) -> np.ndarray:
+        bounds = [part.indices(size)[:2] for part, size in zip(index, self.array_shape, strict=True)]
+        values = np.zeros([stop - start for start, stop in bounds], as_dtype(self.dtype))
+        at = itertools.accumulate((len(sizes) for sizes in self.parts), initial=0)
+        dims = [list(_runs(sizes, bounds[i : i + len(sizes)])) for i, sizes in zip(at, self.parts, strict=False)]
+        for runs in itertools.product(*dims):
+            place = tuple(one for _, inside in runs for one in inside)
+            values[place] = self._exact(read(tuple(taken for taken, _ in runs)))
+        return values
+
+    def _exact(self, tensor: torch.Tensor) -> np.ndarray:
+        """The values in the dtype that JAX has for them, none of them another."""
+        values = to_numpy(tensor.detach().to(self.dtype))
         dtype = as_dtype(self.dtype)
-        if dtype != exact_dtype(self.dtype) and values.size and (values != values.astype(dtype)).any():
+        if dtype == values.dtype:
+            return values
+        if values.size and (values != values.astype(dtype)).any():
             raise InputError(
                 f'"{self.name}" holds {self.dtype} numbers that {dtype.name} cannot hold, and jax_enable_x64 is off. '
                 'Call jax.config.update("jax_enable_x64", True) before the first array is made.'
             )
-        return jax.make_array_from_callback(
-            self.array_shape, self.sharding(), lambda index: np.array(values[index], dtype, order="C")
-        )
+        return values.astype(dtype)
 
     def _split(self, values: np.ndarray) -> np.ndarray:
         values = values.reshape([size for sizes in self.parts for size in sizes])
@@ -207,6 +236,23 @@ def _axes(layout: Layout, breaks: Sequence[Sequence[int]], shape: MeshShape) -> 
         split = dict(_factors(layout, dim, shape))
         found.append([split.get(inside, ()) for inside in (0, *at)])
     return found
+
+
+def _runs(sizes: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+    """What lies side by side in a dim that is kept in parts: which slice of the dim, and where in the piece.
+
+    >>> list(_runs((3, 4), [(1, 3), (2, 5)]))  # places 1 and 2 of three, of each the end of four; the rest is padding
+    [(slice(6, 8, None), (0, slice(0, 2, None))), (slice(10, 12, None), (1, slice(0, 2, None)))]
+    """
+    *outer, (start, stop) = bounds
+    stop = min(stop, sizes[-1])
+    outermost = (range(first, min(last, size)) for (first, last), size in zip(outer, sizes, strict=False))
+    for places in itertools.product(*outermost) if stop > start else ():
+        base = 0
+        for place, size in zip(places, sizes[1:], strict=True):
+            base = (base + place) * size
+        inside = (*(place - first for place, (first, _) in zip(places, outer, strict=True)), slice(0, stop - start))
+        yield slice(base + start, base + stop), inside
 
 
 def _round_up(size: int, axes: Iterable[tuple[str, ...]], shape: MeshShape) -> int:

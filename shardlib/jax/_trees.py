@@ -34,12 +34,13 @@ def shard_params(params: Any, mesh: Mesh, rules: RulesLike) -> Any:
     """A tree of arrays or tensors, laid out over a mesh of JAX by rules on the names that its paths make.
 
     Args:
-        params: any tree of arrays, numpy arrays or tensors, such as flax's parameters.
+        params: any tree of arrays, numpy arrays or tensors, such as flax's parameters; or of `jax.ShapeDtypeStruct`s,
+            as `jax.eval_shape` makes them, which get shardings: `load` reads a checkpoint into them.
         mesh: of JAX.
-        rules: as for a model, with text layouts: `{"kernel": "in out@tp", "**": None}`.
+        rules: as for a model, with text layouts: `Rules({"kernel": "in out@tp"}, unmatched="replicate")`.
 
     Returns:
-        The same tree of `jax.Array`s, of the same shapes.
+        The same tree of `jax.Array`s, of the same shapes; without values where there were none.
 
     Raises:
         RuleError, LayoutError: the rules do not say one clear thing about these names; a fused dim is split inside,
@@ -81,6 +82,9 @@ def _placed(name: str, leaf: Any, mesh: Mesh, layout: Layout) -> Any:
             f'"{name}" of global shape {shape} with layout "{layout}" on mesh "{shape_of(mesh)}" has uneven pieces in '
             f"dim {uneven[0]}, and JAX has only even ones. Pad it, or split another dim."
         )
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        sharding = named_sharding(layout.resolve(shape, shape_of(mesh)), mesh)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
     if isinstance(leaf, torch.Tensor):
         return to_jax(leaf, mesh, layout, copy=True)
     return jax.device_put(leaf, named_sharding(layout.resolve(shape, shape_of(mesh)), mesh))

@@ -1,4 +1,4 @@
-"""Logical axes, as flax, t5x and MaxText have them: names of dims beside parameters, and which mesh axes names stand for.
+"""Logical axes of flax, t5x and MaxText: names of dims beside parameters, and which mesh axes the names stand for.
 
 What a list of pairs means is what `flax.linen.logical_to_mesh_axes` says (flax 0.12). Pairs are read in their order,
 not in that of the dims: each gives its mesh axes to the dim of its name, if that dim has got none and no other dim of

@@ -1,0 +1,273 @@
+"""A checkpoint before any tensor is read: which tensors it has, of which pieces in which files; ours or another's."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardlib.checkpoint import _orbax, _where
+from shardlib.checkpoint._boxes import Box, whole
+from shardlib.checkpoint._files import Readers, checksum
+from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
+from shardlib.checkpoint._peers import described
+from shardlib.checkpoint._save import HF_INDEX
+from shardlib.checkpoint._turned import Reading, Transpose, Turned, turns
+from shardlib.engine import pretrained
+from shardlib.errors import CheckpointError, nearest
+
+__all__ = ["Names", "Opened", "Transpose", "found", "opened"]
+
+Names = Callable[[str], str | None] | Mapping[str, str | None] | None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint, ours or foreign, before any tensor is read.
+
+    Attributes:
+        folder: it lies in.
+        manifest: what it consists of.
+        foreign: whether others wrote it.
+        orbax: whether that was orbax.
+        dims: of tensors whose dims stand in another order than in the model, by the files' names.
+    """
+
+    folder: Path
+    manifest: Manifest
+    foreign: bool
+    orbax: bool = False
+    dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def readers(self) -> Reading:
+        readers = _orbax.OrbaxReaders(self.folder) if self.orbax else Readers(self.folder)
+        return Turned(readers, self.dims) if self.dims else readers
+
+    def check(self, file: File, *, checksums: bool) -> None:
+        """Raise unless a file has the size that it had, and the checksum."""
+        path = self.folder / file.path
+        if not path.is_file():
+            raise CheckpointError(f'"{path}" is missing. The checkpoint is damaged; use another one.')
+        if path.stat().st_size != file.nbytes:
+            raise CheckpointError(
+                f'"{path}" has {path.stat().st_size} bytes, and had {file.nbytes} when it was saved. It is '
+                "damaged; use another checkpoint."
+            )
+        if checksums and file.crc32 is not None and checksum(path) != file.crc32:
+            raise CheckpointError(
+                f'"{path}" is not what was saved: its checksum differs. It is damaged; use another checkpoint.'
+            )
+
+    def read_piece(self, readers: Reading, name: str, saved: Saved, n: int, part: Box) -> torch.Tensor:
+        """A part of the n-th piece of a tensor, counted from where the piece begins."""
+        piece = saved.pieces[n]
+        file, key = self.manifest.files[piece.file].path, piece.key or saved.key or name
+        if not piece.stacked:
+            return readers.read(file, key, saved.dtype, piece.box.sizes, part)
+        inner = Box(part.offsets[1:], part.sizes[1:])
+        return readers.read(file, key, saved.dtype, piece.box.sizes[1:], inner).unsqueeze(0)
+
+    def read(self, readers: Reading, name: str, saved: Saved, box: Box) -> torch.Tensor:
+        """A part of a tensor, from whichever pieces have some of it."""
+        values = torch.empty(box.sizes, dtype=saved.dtype)
+        for n, piece in enumerate(saved.pieces):
+            if (common := box.meet(piece.box)) is not None:
+                values[common.within(box).slices] = self.read_piece(readers, name, saved, n, common.within(piece.box))
+        return values
+
+
+def found(path: Path) -> list[str | None]:
+    """Rank 0: the folder to read, and the text of its manifest, if it has one. A file is its folder and its name."""
+    place = _orbax.located(_where.located(path))
+    if not place.exists():
+        raise CheckpointError(f'there is nothing at "{path}".{_neighbours(path)}')
+    if not place.is_dir():
+        return [str(place), None]
+    manifest = place / MANIFEST
+    if os.path.lexists(manifest):
+        if not manifest.is_file():
+            raise CheckpointError(f'"{manifest}" is no regular file.')
+        try:
+            return [str(place), manifest.read_bytes().decode()]
+        except UnicodeError as error:
+            raise CheckpointError(f'"{manifest}" is damaged: {error}. Use another checkpoint.') from error
+    if _orbax.is_orbax(place):
+        return [str(place), None]
+    if _foreign_files(place):
+        if any(name.name.startswith("pieces-") for name in place.glob("*.safetensors")):
+            raise CheckpointError(
+                f'"{place}" has files of a checkpoint but no {MANIFEST}, without which nobody knows what belongs '
+                "together. Use another checkpoint."
+            )
+        return [str(place), None]
+    raise CheckpointError(
+        f'"{place}" is no checkpoint: it holds neither {MANIFEST}, nor safetensors files with their index, nor what '
+        "orbax writes. "
+        + (
+            "Pickled files (.bin, .pt, .distcp) are never read; convert them to safetensors first."
+            if _pickles(place)
+            else ""
+        )
+    )
+
+
+def _neighbours(path: Path) -> str:
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    return nearest(path.name, names)
+
+
+def _pickles(folder: Path) -> bool:
+    return any(
+        file.suffix in (".bin", ".pt", ".pth", ".distcp") or file.name == ".metadata" for file in folder.iterdir()
+    )
+
+
+def _foreign_files(folder: Path) -> list[Path]:
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    return indices or sorted(folder.glob("*.safetensors"))
+
+
+def opened(place: Path, text: str | None, model: nn.Module | None, names: Names, transpose: Transpose | None) -> Opened:
+    """What `found` found, with the names that the model has for tensors, and dims in its order."""
+    if text is None:
+        return _open_foreign(place, model, _renaming(names), transpose)
+    if names is not None or transpose is not None:
+        raise CheckpointError(
+            f'"{place}" was saved by shardlib, with the names and dims of its model; names= and transpose= are for '
+            "checkpoints of others. Leave them out."
+        )
+    try:
+        return Opened(place, Manifest.load(text), foreign=False)
+    except CheckpointError as error:
+        raise CheckpointError(f'"{place / MANIFEST}" is damaged: {error}. Use another checkpoint.') from error
+
+
+def _renaming(names: Names) -> Callable[[str], str | None] | None:
+    if names is None or callable(names):
+        return names
+    if isinstance(names, Mapping):
+        return lambda name: names.get(name, name)
+    raise CheckpointError(
+        f"names= was given as {type(names).__name__}; give a function from a name in the checkpoint to the model's, or "
+        'a mapping: names={"params.dense.kernel": "dense.weight"}.'
+    )
+
+
+def _open_foreign(
+    place: Path, model: nn.Module | None, called: Callable[[str], str | None] | None, transpose: Transpose | None
+) -> Opened:
+    """Plain files as if they had a manifest."""
+    folder, orbax = place if place.is_dir() else place.parent, _orbax.is_orbax(place)
+    names = [_orbax.METADATA] if orbax else _names_of_files(place)
+    files = []
+    headers: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+    with Opened(folder, Manifest((), {}), foreign=True, orbax=orbax).readers() as readers:
+        for n, name in enumerate(names):
+            if not (folder / name).is_file():
+                raise CheckpointError(
+                    f'"{folder / name}" is named in the index and is not there. Use another checkpoint.'
+                )
+            files.append(File(name, (folder / name).stat().st_size, None))
+            for key, (dtype, shape) in readers.headers(name).items():
+                if key in headers:
+                    raise CheckpointError(f'"{folder}" has the tensor "{key}" twice. Use another checkpoint.')
+                headers[key] = n, dtype, shape
+    dims = turns(transpose or {}, {key: shape for key, (_, _, shape) in headers.items()}, folder)
+    for key, order in dims.items():
+        n, dtype, shape = headers[key]
+        headers[key] = n, dtype, tuple(shape[dim] for dim in order)
+    tensors = _as_the_model_has_them(headers, model) if called is None else _renamed(folder, headers, called)
+    if orbax:
+        _refuse_kernels(folder, tensors, dims)
+    if model is not None:
+        tensors = _with_prefix(tensors, model)
+    manifest = Manifest(tuple(files), {"model": tensors, "optimizer": {}, "values": {}})
+    return Opened(folder, manifest, foreign=True, orbax=orbax, dims=dims)
+
+
+def _renamed(
+    folder: Path,
+    headers: Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]],
+    called: Callable[[str], str | None],
+) -> dict[str, Saved]:
+    tensors: dict[str, Saved] = {}
+    for key, (n, dtype, shape) in headers.items():
+        if (name := called(key)) is None:
+            continue
+        if not isinstance(name, str):
+            raise CheckpointError(f'names= calls "{key}" {name!r}; give a name, or None to leave the tensor out.')
+        if name in tensors:
+            raise CheckpointError(f'names= calls two tensors of "{folder}" "{name}", one of them "{key}".')
+        tensors[name] = Saved(shape, dtype, (Piece(n, whole(shape)),), key)
+    return tensors
+
+
+def _refuse_kernels(folder: Path, tensors: Mapping[str, Saved], dims: Mapping[str, tuple[int, ...]]) -> None:
+    """A kernel of flax under the name of torch's weight: a square one would fit, and be the wrong way round."""
+    turned = [
+        f'"{saved.key}" {saved.shape} as "{name}"'
+        for name, saved in tensors.items()
+        if saved.key is not None and saved.key not in dims and len(saved.shape) > 1
+        if saved.key.rpartition(".")[2] == "kernel" and name.rpartition(".")[2] == "weight"
+    ]
+    if turned:
+        raise CheckpointError(
+            f'names= calls {len(turned)} kernels of "{folder}" weights, {", ".join(turned[:3])}'
+            f"{', ...' if len(turned) > 3 else ''}; flax has the inputs of a layer first, torch the outputs. Say how "
+            'dims stand: transpose={"kernel": (1, 0)} turns them round, (0, 1) takes them as they are.'
+        )
+
+
+def _as_the_model_has_them(
+    headers: Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]], model: nn.Module | None
+) -> dict[str, Saved]:
+    """Tensors of files under the names of the model, parts of one tensor together."""
+    tensors = {}
+    for name, found in pretrained.find(model, {key: shape for key, (_, _, shape) in headers.items()}).items():
+        pieces, dtypes = [], set()
+        for key, begin in found.parts:
+            n, dtype, shape = headers[key]
+            pieces.append(Piece(n, Box(begin, ((1,) if found.stacked else ()) + shape), key, found.stacked))
+            dtypes.add(dtype)
+        if len(dtypes) > 1:
+            raise CheckpointError(f'"{name}" is made of tensors of {len(dtypes)} dtypes. Use another checkpoint.')
+        tensors[name] = Saved(found.shape, dtypes.pop(), tuple(pieces))
+    return tensors
+
+
+def _names_of_files(place: Path) -> list[str]:
+    if not place.is_dir() and place.suffix != ".json":
+        return [place.name]
+    index = place if not place.is_dir() else next(iter(place.glob("*.safetensors.index.json")), None)
+    if index is None:
+        files = [file.name for file in _foreign_files(place)]
+        if len(files) > 1 and "model.safetensors" not in files:
+            raise CheckpointError(f'"{place}" has {len(files)} safetensors files and no index (such as {HF_INDEX}).')
+        return ["model.safetensors"] if "model.safetensors" in files else files
+    try:
+        named = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(named.values()))
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a file is named by something that is no text")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f'"{index}" cannot be read as the index of a checkpoint: {described(error)}.') from error
+    for name in names:
+        if not name or Path(name).name != name or name.startswith(".") or "\\" in name or "\0" in name:
+            raise CheckpointError(f'"{index}" names a file {name[:80]!r}, which is not in its folder.')
+    return names
+
+
+def _with_prefix(tensors: dict[str, Saved], model: nn.Module) -> dict[str, Saved]:
+    """Hugging Face saves a base model without the prefix that it has within a model with a head, and the reverse."""
+    prefix = getattr(model, "base_model_prefix", None)
+    wanted = set(model.state_dict(keep_vars=True))
+    if not isinstance(prefix, str) or not prefix or wanted & set(tensors):
+        return tensors
+    added = {f"{prefix}.{name}": saved for name, saved in tensors.items()}
+    cut = {name.removeprefix(f"{prefix}."): saved for name, saved in tensors.items()}
+    return max((tensors, added, cut), key=lambda named: len(wanted & set(named)))

@@ -1,0 +1,199 @@
+"""Checkpoints straight into arrays: each device's piece is read from the files, and nothing else of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import SingleDeviceSharding
+
+from shardlib.checkpoint._boxes import Box
+from shardlib.checkpoint._manifest import Saved
+from shardlib.checkpoint._opened import Names, Opened, found, opened
+from shardlib.checkpoint._save import wait_for_saving
+from shardlib.checkpoint._turned import Reading, Transpose
+from shardlib.errors import CheckpointError, InputError, nearest
+from shardlib.jax._bits import to_numpy
+from shardlib.jax._compile import Compiled
+from shardlib.jax._dtypes import torch_dtype
+from shardlib.jax._storage import Storage
+from shardlib.jax._trees import path_name
+
+__all__ = ["load"]
+
+Slices = tuple[slice, ...]
+
+
+def load(
+    path: str | os.PathLike[str],
+    into: Any,
+    *,
+    names: Names = None,
+    transpose: Transpose | None = None,
+    cast: bool = False,
+) -> Any:
+    """The tensors of a checkpoint as arrays that lie as they shall; each device's piece is read by itself.
+
+    Reads safetensors files (one, or several with the index that Hugging Face writes), what orbax writes, and what
+    `shardlib.save` wrote, optimizers left out. All names, shapes and dtypes are compared before anything is read. Every
+    process calls it with the same arguments.
+
+    Args:
+        path: a checkpoint: a file, a folder, or a step of an orbax `CheckpointManager`.
+        into: what `compile_model` returned first; the model may have been on `meta`. Or a tree of arrays or
+            `jax.ShapeDtypeStruct`s with shardings, as `shard_params` of `jax.eval_shape` gives it; its paths are names,
+            "params.layers.0.kernel".
+        names: what a tensor of the checkpoint is called here, where the two differ: a function of its name, or a
+            mapping from it (others keep theirs); None leaves a tensor out.
+        transpose: orders of dims by patterns of names in the checkpoint, as in rules, where they are others there:
+            `{"kernel": (1, 0)}`; the numbers are those of `Tensor.permute`.
+        cast: convert dtypes that differ; else they are an error.
+
+    Returns:
+        For a compiled model its parameters, a dict as `compile_model` returned second; what is not trained is put into
+        its `buffers`. For a tree the same tree of arrays.
+
+    Raises:
+        CheckpointError: it is damaged, or does not fit: all names that either side lacks, shapes, dtypes.
+        InputError: `into` is neither; JAX cannot hold a value.
+
+    >>> import tempfile
+    >>> from safetensors.torch import save_file
+    >>> from shardlib.jax import make_mesh, shard_params
+    >>> tree = {"dense": {"kernel": jax.ShapeDtypeStruct((4, 8), "float32")}}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"dense.weight": torch.ones(8, 4)}, folder + "/model.safetensors")
+    ...     shapes = shard_params(tree, make_mesh("tp=1"), {"kernel": "in out@tp"})
+    ...     tree = load(folder, shapes, names={"dense.weight": "dense.kernel"}, transpose={"dense.weight": (1, 0)})
+    >>> tree["dense"]["kernel"].shape, tree["dense"]["kernel"].sharding.spec
+    ((4, 8), P(None, 'tp'))
+    """
+    wait_for_saving()
+    targets, model, back = _compiled(into) if isinstance(into, Compiled) else _tree(into)
+    place, text = found(Path(path).absolute())
+    source = opened(Path(str(place)), text, model, names, transpose)
+    chosen = _chosen(source, targets, cast)
+    for file in sorted({piece.file for several in chosen.values() for _, s in several for piece in s.pieces}):
+        source.check(source.manifest.files[file], checksums=jax.process_index() == 0)
+    with source.readers() as readers:
+        return back({name: _read(source, readers, targets[name], several) for name, several in chosen.items()})
+
+
+class _Target:
+    """An array to be made: what the tensor is called, also otherwise, and how an array is made from its slices."""
+
+    def __init__(
+        self, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype, make: Callable[[Any], Any]
+    ) -> None:
+        self.names, self.shape, self.dtype, self.make = tuple(names), tuple(shape), dtype, make
+
+
+def _compiled(into: Compiled) -> tuple[dict[str, _Target], Any, Callable[[Any], Any]]:
+    model = into.model
+    saved = set(model.state_dict(keep_vars=True))
+    rows = [row for row in into.plan.rows if saved & set(row.tied)]
+    kept = {row.name for row in rows}
+    empty = [n for n, array in into.buffers.items() if n not in kept and isinstance(array, jax.ShapeDtypeStruct)]
+    if empty:
+        raise InputError(
+            f"The model was on the meta device, and {', '.join(empty)} are in no checkpoint: set fn.buffers[name] to "
+            "arrays first, or compile a model whose buffers have values."
+        )
+
+    def back(arrays: dict[str, Any]) -> dict[str, Any]:
+        into.buffers.update({row.name: arrays.pop(row.name) for row in rows if not row.requires_grad})
+        return arrays
+
+    return {row.name: _of_storage(into._storage(row.name), row.tied) for row in rows}, model, back
+
+
+def _of_storage(stored: Storage, names: Sequence[str]) -> _Target:
+    return _Target(names, stored.global_shape, stored.dtype, stored.read)
+
+
+def _tree(into: Any) -> tuple[dict[str, _Target], Any, Callable[[Any], Any]]:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(into)
+    targets = {path_name(path): _of_leaf(path_name(path), leaf) for path, leaf in leaves}
+    if len(targets) != len(leaves):
+        raise InputError("load: two paths of the tree make the same name; rename keys that hold dots.")
+
+    def back(arrays: Mapping[str, Any]) -> Any:
+        return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in targets])
+
+    return targets, None, back
+
+
+def _of_leaf(name: str, leaf: Any) -> _Target:
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        raise InputError(
+            f'load was given a tree with {type(leaf).__name__} at "{name}"; give what compile_model returned first, or '
+            "a tree of arrays or jax.ShapeDtypeStructs, as shardlib.jax.shard_params(jax.eval_shape(...), mesh, rules) "
+            "makes it."
+        )
+    sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    shape, dtype = tuple(leaf.shape), leaf.dtype
+
+    def make(read: Callable[[Slices], torch.Tensor]) -> Any:
+        pieces: dict[str, Any] = {}  # devices that hold the same share one reading
+
+        def piece(index: Slices) -> Any:
+            box = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+            if str(box) not in pieces:
+                pieces[str(box)] = to_numpy(read(box).to(torch_dtype(dtype)).contiguous())
+            return pieces[str(box)]
+
+        return jax.make_array_from_callback(shape, sharding, piece)
+
+    return _Target((name,), shape, torch_dtype(dtype), make)
+
+
+def _chosen(source: Opened, targets: Mapping[str, _Target], cast: bool) -> dict[str, list[tuple[str, Saved]]]:
+    """Which saved tensors are read for each array; or an error that says everything that does not fit."""
+    saved = source.manifest.tensors["model"]
+    first = {name: group[0] for group in source.manifest.tied for name in group}
+    chosen = {}
+    for name, target in targets.items():
+        asked = dict.fromkeys(first.get(each, each) for each in target.names)
+        chosen[name] = [(each, saved[each]) for each in asked if each in saved]
+    used = {each for several in chosen.values() for each, _ in several}
+    missing = [name for name, several in chosen.items() if not several]
+    unexpected = [name for name in saved if name not in used]
+    wrong = []
+    if missing:
+        wrong.append(f"not in the checkpoint: {', '.join(missing)}.{nearest(missing[0], unexpected)}")
+    if unexpected:
+        wrong.append(f"only in the checkpoint: {', '.join(unexpected)}.{nearest(unexpected[0], missing)}")
+    for name, several in chosen.items():
+        target = targets[name]
+        for _, one in several:
+            if one.shape != target.shape:
+                wrong.append(f'"{name}" has shape {one.shape} in the checkpoint, and {target.shape} here')
+            elif one.dtype != target.dtype and not cast:
+                wrong.append(f'"{name}" is {one.dtype} in the checkpoint, and {target.dtype} here; cast=True converts')
+    if wrong:
+        listed = "".join(f"\n  {line}" for line in wrong)
+        raise CheckpointError(
+            f'The checkpoint "{source.folder}" does not fit:{listed}\nnames= says what tensors are called here (None '
+            "leaves one out), transpose= how dims stand there."
+        )
+    return chosen
+
+
+def _read(source: Opened, readers: Reading, target: _Target, several: Sequence[tuple[str, Saved]]) -> Any:
+    """One array; tensors that are tied here and had names of their own must be equal."""
+
+    def part(slices: Slices) -> torch.Tensor:
+        box = Box(tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices))
+        values, *others = [source.read(readers, name, saved, box) for name, saved in several]
+        if any(not torch.equal(values, other) for other in others):
+            raise CheckpointError(
+                f"{', '.join(name for name, _ in several)} are one tensor here, and different ones in the checkpoint "
+                f'"{source.folder}". Untie them in the model, or load another checkpoint.'
+            )
+        return values
+
+    return target.make(part)
