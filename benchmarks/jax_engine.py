@@ -1,19 +1,20 @@
-"""The JAX engine beside the same GPT written in plain JAX: what the interpreter costs, once and at every step.
+"""The JAX engine beside the same GPT written in plain JAX and in flax: what it costs, once and at every step.
 
     python benchmarks/jax_engine.py                         # one device
     python benchmarks/jax_engine.py --mesh dp=2,tp=2        # pretended CPU devices
     python benchmarks/jax_engine.py --quick --json out.json
 
-Both are jitted and take the same training step (forward, backward, optax's AdamW) from the same parameters, turn about
-in one process: what slows one round slows both. Reported are medians, their ratio, the middle half of the ratios of
-single rounds, and what XLA counts in both programs, which no other process disturbs; then what is paid once: import,
-export, tracing and XLA's compiling.
+All are jitted and take the same training step (forward, backward, optax's AdamW) from the same parameters, turn about
+in one process: what slows one round slows all. Reported are medians, their ratios, the middle half of the ratios of
+single rounds, and what XLA counts in each program, which no other process disturbs; then what is paid once: import,
+export, tracing and XLA's compiling. Losses of three steps must agree. flax is left out where it is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -120,49 +121,72 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     laid_out, (fn, params) = seconds(lambda: sj.compile_model(model, mesh))
     export, _ = seconds(lambda: fn.prepare(batch[0]))
     ids, targets = (jax.device_put(rows.numpy(), sj.named_sharding("batch@dp seq", mesh)) for rows in batch)
-    optimizer = optax.adamw(1e-3)
-    state = jax.jit(optimizer.init)(params)
     result: dict[str, Any] = {
         "mesh": args.mesh,
         "parameters": sum(p.numel() for p in model.parameters()),
         "once": {
             "import shardlib": import_seconds("shardlib"),
             "import shardlib.jax": import_seconds("shardlib.jax"),
+            "import jax alone": import_seconds("jax"),
             "parameters laid out": laid_out,
             "export": export,
         },
     }
-    programs, first = {}, {}
-
-    def run(program: Any) -> Any:
-        return jax.block_until_ready(program(params, state, ids, targets))
-
-    models = {"interpreted": fn, "plain": lambda p, ids: plain_gpt(p, ids, heads)}
-    for name, each in models.items():
-        step = jax.jit(training_step(each, optimizer))
-        traced, lowered = seconds(functools.partial(step.lower, params, state, ids, targets))
-        compiled, programs[name] = seconds(lowered.compile)
+    variants = {"interpreted": (fn, params), "plain": (lambda p, ids: plain_gpt(p, ids, heads), params)}
+    if importlib.util.find_spec("flax") is not None:
+        variants["flax"] = flax_gpt(model, mesh, args, heads)
+    optimizer = optax.adamw(1e-3)
+    programs, losses = {}, {}
+    for name, (each, own) in variants.items():
+        step, state = jax.jit(training_step(each, optimizer)), jax.jit(optimizer.init)(own)
+        traced, lowered = seconds(functools.partial(step.lower, own, state, ids, targets))
+        compiled, program = seconds(lowered.compile)
         result["once"] |= {f"{name}: traced": traced, f"{name}: compiled by XLA": compiled}
-        first[name] = float(run(programs[name])[2])
-    apart = abs(first["interpreted"] - first["plain"])
-    if apart > 1e-5:
-        raise SystemExit(f"The two are different models: losses {first}")
+        result.setdefault("flops", {})[name] = program.cost_analysis()["flops"]
+        programs[name] = functools.partial(program, own, state, ids, targets)
+        losses[name] = three_losses(step, own, state, ids, targets)
+    if any(abs(a - b) > 1e-5 for each in losses.values() for a, b in zip(each, losses["plain"], strict=True)):
+        raise SystemExit(f"They are different models: losses {losses}")
     rounds: dict[str, list[float]] = {name: [] for name in programs}
     for at in range(args.rounds):
-        for name in sorted(programs, reverse=bool(at % 2)):
-            program = programs[name]
-            taken, _ = seconds(functools.partial(run, program))
+        turn = list(programs)[at % len(programs) :] + list(programs)[: at % len(programs)]
+        for name in turn if at % 2 else reversed(turn):
+            taken, _ = seconds(lambda program=programs[name]: jax.block_until_ready(program()))
             rounds[name].append(taken)
-    result["flops"] = {name: program.cost_analysis()["flops"] for name, program in programs.items()}
-    ratios = sorted(a / b for a, b in zip(rounds["interpreted"], rounds["plain"], strict=True))
     result["step"] = {name: statistics.median(taken) for name, taken in rounds.items()}
-    result["ratio"] = _ratio(result["step"])
-    result["middle half"] = [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]
+    result["against"] = {
+        name: compared(rounds["interpreted"], rounds[name]) for name in variants if name != "interpreted"
+    }
     return result
 
 
-def _ratio(of: dict[str, float]) -> float:
-    return of["interpreted"] / of["plain"]
+def flax_gpt(model: Any, mesh: Any, args: argparse.Namespace, heads: int) -> tuple[Callable[..., Any], Any]:
+    """The model in flax as a function, and torch's parameters as its own, laid out alike."""
+    import _flax_gpt
+
+    import shardlib.jax as sj
+
+    module = _flax_gpt.GPT(256, args.context, args.layers, heads, args.width)
+    tree = _flax_gpt.params_of(dict(model.named_parameters()), args.layers, heads)
+    return lambda p, ids: module.apply({"params": p}, ids), sj.shard_params(tree, mesh, _flax_gpt.RULES)
+
+
+def three_losses(step: Callable[..., Any], params: Any, state: Any, *batch: Any) -> list[float]:
+    losses = []
+    for _ in range(3):
+        params, state, loss = step(params, state, *batch)
+        losses.append(float(loss))
+    return losses
+
+
+def compared(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """The ratio of medians, and the middle half of the ratios of single rounds."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return {
+        "ratio": statistics.median(ours) / statistics.median(theirs),
+        "low": ratios[len(ratios) // 4],
+        "high": ratios[3 * len(ratios) // 4],
+    }
 
 
 def show(result: dict[str, Any]) -> None:
@@ -176,9 +200,13 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(name, f"{taken:.4f}")
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
-    low, high = result["middle half"]
-    console.print(f"operations that XLA counts, interpreted / plain: {_ratio(result['flops']):.3f}")
-    console.print(f"a step, interpreted / plain: {result['ratio']:.3f} (middle half {low:.3f} to {high:.3f})")
+    for name, found in result["against"].items():
+        counted = result["flops"]["interpreted"] / result["flops"][name]
+        console.print(
+            f"interpreted / {name}: a step {found['ratio']:.3f} (middle half {found['low']:.3f} to {found['high']:.3f}),"
+            f" operations counted by XLA {counted:.3f}",
+            soft_wrap=True,
+        )
 
 
 def main() -> None:
