@@ -203,8 +203,8 @@ def show(result: dict[str, Any]) -> None:
     for name, found in result["against"].items():
         counted = result["flops"]["interpreted"] / result["flops"][name]
         console.print(
-            f"interpreted / {name}: a step {found['ratio']:.3f} (middle half {found['low']:.3f} to {found['high']:.3f}),"
-            f" operations counted by XLA {counted:.3f}",
+            f"interpreted / {name}: a step {found['ratio']:.3f} (middle half {found['low']:.3f} to {found['high']:.3f})"
+            f", operations counted by XLA {counted:.3f}",
             soft_wrap=True,
         )
 

@@ -5,7 +5,8 @@
     python examples/two_engines.py --png placement.png  # a picture of how a parameter lies, too
 
 What trains is `train` below; `engine=` is its only difference. This script starts it twice, and shows both runs' losses
-side by side: four processes over gloo, and one process that pretends four CPU devices. Needs `shardlib[jax]`.
+side by side, and how a parameter lies on each: on four processes over gloo, and in one that pretends four CPU devices.
+Needs `shardlib[jax]`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from gpt import GPT, GPTConfig, next_byte_loss
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from shardlib.functional import adamw, functional, train_step
@@ -91,43 +93,41 @@ def run_here(args: argparse.Namespace) -> None:
 
         jax.config.update("jax_enable_x64", args.dtype == "float64")
     losses, params = train(args, args.engine)
+    tensor = params[SHOWN[args.model]]
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(layout_of(tensor).picture(tensor.shape, args.mesh))
     if args.engine == "jax" and args.png:
-        draw(params[SHOWN[args.model]], args.png)
-    if args.engine == "jax":
-        show(params[SHOWN[args.model]], SHOWN[args.model])
+        draw(layout_of(tensor), tuple(tensor.shape), sl.MeshShape(args.mesh), args.png)
     if args.json and int(os.environ.get("RANK", "0")) == 0:
         args.json.write_text(json.dumps(losses))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def pieces(array: Any) -> dict[tuple[tuple[int, int], ...], list[int]]:
-    """Which devices hold which part of a matrix."""
-    held: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True))
-        held.setdefault(bounds, []).append(device.id)
-    return held
+def layout_of(tensor: Any) -> sl.Layout:
+    """How a parameter lies, read from the DTensor or the array itself."""
+    names = ("out", "in")
+    if isinstance(tensor, DTensor):
+        return sl.Layout.from_placements(tensor.placements, tensor.device_mesh, dim_names=names)
+    if isinstance(tensor, Tensor):
+        return sl.Layout.replicate(tensor.ndim)
+    import shardlib.jax as sj
+
+    return sj.from_named_sharding(tensor.sharding, tensor.ndim, dim_names=names)
 
 
-def show(array: Any, name: str) -> None:
-    """The placement, a line for each part."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    console.print(f"{name}, {tuple(array.shape)}, {array.sharding.spec}")
-    for (rows, columns), devices in sorted(pieces(array).items()):
-        bar = "#" * max(1, 32 * (rows[1] - rows[0]) // array.shape[0])
-        where = f"rows {rows[0]}-{rows[1] - 1}, columns {columns[0]}-{columns[1] - 1}"
-        console.print(f"  {bar:32}  {where}: device {', '.join(map(str, devices))}")
-
-
-def draw(array: Any, path: Path) -> None:
-    """A picture in which a part has the stripes of the devices that hold it."""
-    scale, (height, width) = 4, array.shape
+def draw(layout: sl.Layout, shape: tuple[int, int], mesh: sl.MeshShape, path: Path) -> None:
+    """A picture in which a part has the stripes of the ranks that hold it."""
+    held: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world_size):
+        (rows,), (columns,) = layout.local_slices(shape, mesh, mesh.coordinate(rank))
+        held.setdefault((rows.start, rows.stop, columns.start, columns.stop), []).append(rank)
+    scale, (height, width) = 4, shape
     pixels = [bytearray(3 * scale * width) for _ in range(scale * height)]
-    for (rows, columns), devices in pieces(array).items():
-        for y in range(scale * rows[0], scale * rows[1]):
-            for x in range(scale * columns[0], scale * columns[1]):
-                pixels[y][3 * x : 3 * x + 3] = bytes(COLOURS[devices[(x + y) // 16 % len(devices)] % len(COLOURS)])
+    for (top, bottom, left, right), ranks in held.items():
+        for y in range(scale * top, scale * bottom):
+            for x in range(scale * left, scale * right):
+                pixels[y][3 * x : 3 * x + 3] = bytes(COLOURS[ranks[(x + y) // 16 % len(ranks)] % len(COLOURS)])
     header = struct.pack(">IIBBBBB", scale * width, scale * height, 8, 2, 0, 0, 0)
     data = zlib.compress(b"".join(b"\0" + bytes(row) for row in pixels))
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b""))
@@ -174,7 +174,8 @@ def main() -> None:
         table.add_row(str(at), f"{a:.12f}", f"{b:.12f}", f"{abs(a - b):.1e}")
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
-    console.print(printed["jax"], highlight=False)
+    for engine, text in printed.items():
+        print(f"\n{SHOWN[args.model]} on {engine}:\n{text}", end="")
     if args.json:
         args.json.write_text(json.dumps(losses, indent=1) + "\n")
 

@@ -14,6 +14,7 @@ from shardlib._plan import pictures, text
 from shardlib._plan.fold import Folded
 from shardlib._plan.rows import PHASES, Row
 from shardlib.layout import Layout
+from shardlib.layout._picture import drawn_dims
 
 if TYPE_CHECKING:
     from shardlib._plan.table import Plan
@@ -70,7 +71,7 @@ def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape) -> str
     Each colour is one piece; a fused dim shows its piece as several stripes.
     """
     axes = {axis: size for axis, size in mesh.items() if axis in layout.axes and size > 1}
-    dims = _drawn_dims(layout, len(global_shape))
+    dims = drawn_dims(layout, len(global_shape))
     size = [global_shape[dim] for dim in dims]
     width, height = _box(size)
     frame = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" role="img">'
@@ -110,12 +111,6 @@ def _by_layout(layouts: Sequence[Layout]) -> dict[tuple[str, ...], Layout]:
 def _whole_on(layout: Layout, mesh: MeshShape) -> str:
     axes = [axis for axis, size in mesh.items() if size > 1 and axis not in layout.axes]
     return f"; the same on every rank of {', '.join(axes)}" if axes else ""
-
-
-def _drawn_dims(layout: Layout, ndim: int) -> list[int]:
-    split = [dim for dim in range(ndim) if layout.axes_of(dim)]
-    rest = [dim for dim in range(ndim) if dim not in split]
-    return sorted((split + rest)[:2])
 
 
 def _box(size: Sequence[int]) -> tuple[float, float]:

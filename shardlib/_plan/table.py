@@ -13,7 +13,7 @@ from shardlib._mesh import MeshShape
 from shardlib._plan import changes, page, pictures, saved, text
 from shardlib._plan.memory import Blocks, Memory, largest_rank
 from shardlib._plan.report import DryRun
-from shardlib._plan.rows import Row
+from shardlib._plan.rows import Phase, Row
 from shardlib._plan.step import Step
 from shardlib._plan.traffic import Traffic, data_traffic
 from shardlib._plan.units import unit_of
@@ -183,6 +183,29 @@ class Plan:
             PlanError: the text is no plan, or was written by a newer version.
         """
         return cls(**saved.load(source))
+
+    def picture(self, name: str, phase: Phase = "stored") -> str:
+        """A tensor cut into the pieces that ranks hold in a phase, drawn with characters; see `Layout.picture`.
+
+        >>> import shardlib as sl
+        >>> from torch import nn
+        >>> print(sl.plan(nn.Linear(4, 8), "tp=2", {"^": "colwise"}).picture("weight"))
+        (8, 4) "out@tp in" on "tp=2"
+             in
+        out  0
+            ┌───┐
+        0   │ 0 │
+            ├───┤
+        4   │ 1 │
+            └───┘
+
+        Raises:
+            PlanError: no such tensor, or it has no such phase: what is not trained is only stored and computed with.
+        """
+        row = self[name]
+        if phase not in row.layouts:
+            raise PlanError(f'"{name}" has no phase "{phase}"; it has {", ".join(row.layouts)}.')
+        return row.layouts[phase].picture(row.global_shape, self.mesh)
 
     def html(self, path: str | PathLike[str]) -> None:
         """Write a page that needs nothing else: the table, and pictures of how parameters lie on the mesh."""

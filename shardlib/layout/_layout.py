@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement
 
 from shardlib._mesh import MeshLike, MeshShape
 from shardlib.errors import LayoutError
-from shardlib.layout import _fit, _placements, _spec, _text
+from shardlib.layout import _fit, _picture, _placements, _spec, _text
 from shardlib.layout._dims import Dim, Dims, axes_of_dims, plain
 from shardlib.layout._local import Slices, dim_slices, intervals
 from shardlib.layout._text import Memory, Parts
@@ -396,6 +396,32 @@ class Layout:
             index = self.local_slices(global_shape, shape, shape.coordinate(rank))
             full[_outer_index(index)] = shard
         return full
+
+    def picture(self, global_shape: Sequence[int], mesh: MeshLike) -> str:
+        """The tensor cut into the pieces that ranks hold, drawn with characters: where each piece begins, who has it.
+
+        Of more than two dims those that are split are drawn. A DTensor's picture is that of
+        `Layout.from_placements(tensor.placements, tensor.device_mesh, global_shape=tensor.shape)`, a `jax.Array`'s that
+        of `shardlib.jax.from_named_sharding(array.sharding, array.ndim)`; there ranks are devices in the mesh's order.
+
+        Raises:
+            LayoutError: the layout does not fit the tensor or the mesh.
+
+        >>> print(Layout.parse("(qkv heads@tp) embed@dp", sizes={"qkv": 2}).picture((8, 6), "dp=2,tp=2"))
+        (8, 6) "(qkv heads@tp) embed@dp" on "dp=2,tp=2"
+                   embed
+        qkv heads  0   3
+                  ┌───┬───┐
+        0         │ 0 │ 2 │
+                  ├───┼───┤
+        2         │ 1 │ 3 │
+                  ├───┼───┤
+        4         │ 0 │ 2 │
+                  ├───┼───┤
+        6         │ 1 │ 3 │
+                  └───┴───┘
+        """
+        return _picture.draw(self, tuple(global_shape), MeshShape.of(mesh))
 
     def _check_shards(self, shards: Sequence[torch.Tensor], global_shape: tuple[int, ...], mesh: MeshShape) -> None:
         context = f'Layout "{self}" for a tensor of global shape {global_shape} on mesh "{mesh}"'

@@ -23,7 +23,8 @@ def _both(folder: Path, *options: str) -> dict[str, list[float]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "device 0" in run.stdout
+    torchs, jaxs = (run.stdout.partition(f" on {engine}:\n")[2].splitlines()[:9] for engine in ("torch", "jax"))
+    assert torchs[0] == jaxs[0] and any("│ 0" in line for line in torchs), "the parameter lies alike on both"
     return json.loads(result.read_text())
 
 

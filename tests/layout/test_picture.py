@@ -1,0 +1,56 @@
+"""Pictures show what ranks hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlib._mesh import MeshShape
+from shardlib.layout import Layout
+from shardlib.testing import strategies
+
+
+@given(st.data())
+def test_each_cell_names_the_ranks_that_hold_its_first_element(data: st.DataObject):
+    mesh = data.draw(strategies.mesh_shapes(max_world=8))
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=2)))
+    layout = data.draw(strategies.layouts(shape, mesh, partial=False))
+    drawn = layout.picture(shape, mesh)
+    index = torch.arange(shape[0] * shape[1]).view(shape)
+    held = [set(layout.take(index, mesh, mesh.coordinate(rank)).flatten().tolist()) for rank in range(mesh.world_size)]
+    _, _, head, *lines = drawn.splitlines()
+    columns = [int(at) for at in re.findall(r"(?<=\s)\d+(?=\s|$)", head[_margin(lines) :])]
+    for line in lines:
+        if "│" not in line:
+            continue
+        start, *cells = line.removesuffix("│").split("│")
+        assert len(cells) == len(columns)
+        for cell, column in zip(cells, columns, strict=True):
+            element = int(start) * shape[1] + column
+            assert _ranks(cell) == [rank for rank, elements in enumerate(held) if element in elements], drawn
+    empty = [rank for rank, elements in enumerate(held) if not elements]
+    assert (f"ranks that hold nothing: {lines[-1].rpartition(': ')[2]}" == lines[-1]) == bool(empty)
+
+
+def _margin(lines: Sequence[str]) -> int:
+    return lines[0].index("┌")
+
+
+def _ranks(cell: str) -> list[int]:
+    first, dash, last = cell.strip().partition("-")
+    if dash:
+        return list(range(int(first), int(last) + 1))
+    return [int(rank) for rank in cell.split(",")] if "..." not in cell else []
+
+
+def test_large_pictures_are_cut_and_what_is_not_drawn_is_said():
+    drawn = Layout.parse("a@dp b@tp c@sp").picture((64, 4, 8), MeshShape("dp=32,tp=2,sp=2"))
+    lines = drawn.splitlines()
+    assert lines[-1] == "dim 2 is split over sp too, and not drawn"
+    assert sum("│" in line for line in lines) == 17 and any(line.startswith("...") for line in lines)
+    whole = Layout.parse("a b + sum@dp").picture((2, 2), "dp=16")
+    assert "│ 0-15 │" in whole and whole.endswith("still to be reduced: sum over dp")
