@@ -207,17 +207,25 @@ def _lowering_name(node: torch.fx.Node) -> str | None:
 
 
 def _refuse_varying_shapes(graph: Graph) -> None:
-    """Of results whose shape depends on values, as of `x[mask]` and `nonzero`."""
+    """Of results whose shape depends on values, as of `x[mask]` and `nonzero`, and of numbers read from tensors."""
     for node in graph.nodes:
         value = node.meta.get("val")
+        where = (module_path(node) or ("",))[-1] or "(root)"
         if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
-            where = (module_path(node) or ("",))[-1] or "(root)"
-            code = (node.meta.get("stack_trace") or "").strip().splitlines()
-            place = f", at {code[-2].strip()}: `{code[-1].strip()}`" if len(code) > 1 else ""
             raise InputError(
-                f'In "{where}" the shape of what {node.target} gives depends on values of tensors{place}. A compiled '
-                "program has fixed shapes. Use torch.where(mask, x, other) in place of x[mask]."
+                f'In "{where}" the shape of what {node.target} gives depends on values of tensors{_line_in(node)}. A '
+                "compiled program has fixed shapes. Use torch.where(mask, x, other) in place of x[mask]."
             )
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise InputError(
+                f'In "{where}" {node.target} makes a Python number of a tensor{_line_in(node)}. A compiled program is '
+                "the same for all values. Compute with the tensor itself, or pass the number as an argument."
+            )
+
+
+def _line_in(node: torch.fx.Node) -> str:
+    code = (node.meta.get("stack_trace") or "").strip().splitlines()
+    return f", at {code[-2].strip()}: `{code[-1].strip()}`" if len(code) > 1 else ""
 
 
 def _refuse_narrow_nodes(graph: Graph) -> None:
@@ -242,7 +250,7 @@ def _explained(error: Exception, model: nn.Module) -> Exception:
             f"varying length, or pass the number as an argument. (torch.export: {first})"
         )
     hint = " Pass use_cache=False." if "Cache" in text else ""
-    return PlanError(f"{type(model).__name__} cannot be exported{where}: {first}.{hint}")
+    return PlanError(f"{type(model).__name__} cannot be exported{where}: {first.rstrip('.')}.{hint}")
 
 
 def _line_of(error: BaseException | None) -> str:

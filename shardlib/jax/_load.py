@@ -119,7 +119,7 @@ def _tree(into: Any) -> tuple[dict[str, _Target], Any, Callable[[Any], Any]]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(into)
     targets = {path_name(path): _of_leaf(path_name(path), leaf) for path, leaf in leaves}
     if len(targets) != len(leaves):
-        raise InputError("load: two paths of the tree make the same name; rename keys that hold dots.")
+        raise InputError("Two paths of the tree make the same name; rename keys that hold dots.")
 
     def back(arrays: Mapping[str, Any]) -> Any:
         return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in targets])

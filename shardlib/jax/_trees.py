@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from shardlib._plan import RulesLike, plan
 from shardlib.errors import InputError
-from shardlib.jax._dtypes import torch_dtype
+from shardlib.jax._dtypes import refuse_narrowed, torch_dtype
 from shardlib.jax._exchange import to_jax
 from shardlib.jax._mesh import named_sharding, shape_of
 from shardlib.layout import Layout
@@ -45,7 +46,7 @@ def shard_params(params: Any, mesh: Mesh, rules: RulesLike) -> Any:
     Raises:
         RuleError, LayoutError: the rules do not say one clear thing about these names; a fused dim is split inside,
             which no array of this shape can be.
-        InputError: a dim that its axes do not divide.
+        InputError: a dim that its axes do not divide; a leaf that is no array, or that JAX would narrow.
 
     >>> from shardlib.jax import make_mesh
     >>> tree = {"dense": {"kernel": torch.ones(4, 8), "bias": torch.ones(8)}}
@@ -56,11 +57,23 @@ def shard_params(params: Any, mesh: Mesh, rules: RulesLike) -> Any:
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     shape = shape_of(mesh)
     holder, names = nn.Module(), [path_name(path) for path, _ in leaves]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise InputError(f'Two paths of the tree make the name "{twice[0]}"; rename keys that hold dots.')
     for name, (_, leaf) in zip(names, leaves, strict=True):
-        _hold(holder, name, leaf)
+        _hold(holder, name, _checked(name, leaf))
     laid_out = plan(holder, shape, rules)
     arrays = [_placed(name, leaf, mesh, laid_out[name].stored) for name, (_, leaf) in zip(names, leaves, strict=True)]
     return jax.tree_util.tree_unflatten(structure, arrays)
+
+
+def _checked(name: str, leaf: Any) -> Any:
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise InputError(
+            f'shard_params was given a tree with {type(leaf).__name__} {leaf!r} at "{name}"; its leaves must be '
+            "arrays, tensors or jax.ShapeDtypeStructs. Give the parameters alone, or jnp.asarray(...)."
+        )
+    refuse_narrowed(leaf.dtype if isinstance(leaf, torch.Tensor) else torch_dtype(leaf.dtype), f'"{name}"')
+    return leaf
 
 
 def _hold(module: nn.Module, name: str, leaf: Any) -> None:

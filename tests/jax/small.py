@@ -248,6 +248,11 @@ class Branches(nn.Module):
         return x
 
 
+class Listed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(x[0].tolist())
+
+
 class Unknown(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -270,6 +275,7 @@ def refused(x64: bool) -> dict[str, str]:
     one = torch.ones(4, 4)
     found = {
         "branch": lambda: sj.compile_model(Branches(), mesh, {"up": None}, example=one),
+        "number": lambda: sj.compile_model(Listed(), mesh, {}, example=one),
         "mask": lambda: sj.compile_model(Masked(), mesh, {}, example=one),
         "unknown": lambda: sj.compile_model(Unknown(), mesh, {}, example=torch.ones(2, 4, 2, 2)),
         "devices": lambda: sj.make_mesh("dp=2,tp=2"),

@@ -22,6 +22,7 @@ def test_dropout_is_a_function_of_its_key():
 WORDS = {
     "branch": ("InputError", "Branches cannot be compiled", "small.py:{line}", "if x.sum() > 0", "torch.where"),
     "mask": ("depends on values", "torch.where"),
+    "number": ("InputError", "makes a Python number of a tensor", "x + sum(x[0].tolist())", "Compute with the tensor"),
     "unknown": ("PlanError", "ops have no lowering", "aten::", "(root)", "@shardlib.jax.lowering"),
     "devices": ('Mesh "dp=2,tp=2" needs 4 devices', "sees 8", "XLA_FLAGS=--xla_force_host_platform_device_count=4"),
     "explicit": ("MeshError", "dp (Explicit)", "make_mesh"),
