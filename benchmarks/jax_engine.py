@@ -151,13 +151,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for at in range(args.rounds):
         turn = list(programs)[at % len(programs) :] + list(programs)[: at % len(programs)]
         for name in turn if at % 2 else reversed(turn):
-            taken, _ = seconds(lambda program=programs[name]: jax.block_until_ready(program()))
+            taken, _ = seconds(functools.partial(run, programs[name]))
             rounds[name].append(taken)
     result["step"] = {name: statistics.median(taken) for name, taken in rounds.items()}
     result["against"] = {
         name: compared(rounds["interpreted"], rounds[name]) for name in variants if name != "interpreted"
     }
     return result
+
+
+def run(program: Callable[[], Any]) -> Any:
+    import jax
+
+    return jax.block_until_ready(program())
 
 
 def flax_gpt(model: Any, mesh: Any, args: argparse.Namespace, heads: int) -> tuple[Callable[..., Any], Any]:

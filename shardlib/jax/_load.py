@@ -20,7 +20,7 @@ from shardlib.errors import CheckpointError, InputError, nearest
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._compile import Compiled
 from shardlib.jax._dtypes import torch_dtype
-from shardlib.jax._storage import Storage
+from shardlib.jax._storage import Storage, by_pieces
 from shardlib.jax._trees import path_name
 
 __all__ = ["load"]
@@ -138,15 +138,7 @@ def _of_leaf(name: str, leaf: Any) -> _Target:
     shape, dtype = tuple(leaf.shape), leaf.dtype
 
     def make(read: Callable[[Slices], torch.Tensor]) -> Any:
-        pieces: dict[str, Any] = {}  # devices that hold the same share one reading
-
-        def piece(index: Slices) -> Any:
-            box = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
-            if str(box) not in pieces:
-                pieces[str(box)] = to_numpy(read(box).to(torch_dtype(dtype)).contiguous())
-            return pieces[str(box)]
-
-        return jax.make_array_from_callback(shape, sharding, piece)
+        return by_pieces(shape, sharding, lambda index: to_numpy(read(index).to(torch_dtype(dtype)).contiguous()))
 
     return _Target((name,), shape, torch_dtype(dtype), make)
 

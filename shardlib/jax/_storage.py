@@ -29,7 +29,7 @@ from shardlib.jax._dtypes import as_dtype, refuse_narrowed
 from shardlib.jax._fused import Fused
 from shardlib.layout import Dim, Layout
 
-__all__ = ["Storage", "storage_of"]
+__all__ = ["Storage", "by_pieces", "storage_of"]
 
 
 @dataclass(frozen=True)
@@ -86,18 +86,10 @@ class Storage:
 
     def read(self, read: Callable[[tuple[slice, ...]], torch.Tensor]) -> Any:
         """The same array of a tensor that is read by slices of its global dims: each device's piece by itself."""
-        pieces: dict[str, np.ndarray] = {}  # devices that hold the same share one reading
-
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
-            key = str(index)
-            if key not in pieces:
-                pieces[key] = self._piece(index, read)
-            return pieces[key]
-
-        return jax.make_array_from_callback(self.array_shape, self.sharding(), piece)
+        return by_pieces(self.array_shape, self.sharding(), lambda index: self._piece(index, read))
 
     def _piece(self, index: tuple[slice, ...], read: Callable[[tuple[slice, ...]], torch.Tensor]) -> np.ndarray:
-        bounds = [part.indices(size)[:2] for part, size in zip(index, self.array_shape, strict=True)]
+        bounds = [(part.start, part.stop) for part in index]
         values = np.zeros([stop - start for start, stop in bounds], as_dtype(self.dtype))
         at = itertools.accumulate((len(sizes) for sizes in self.parts), initial=0)
         dims = [list(_runs(sizes, bounds[i : i + len(sizes)])) for i, sizes in zip(at, self.parts, strict=False)]
@@ -167,6 +159,19 @@ def _computed_backward(compute: NamedSharding, grad: NamedSharding, _: None, cot
 
 
 _computed.defvjp(_computed_forward, _computed_backward)
+
+
+def by_pieces(shape: tuple[int, ...], sharding: Any, piece: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
+    """An array of which `piece` gives each device's piece by its slices; devices that hold the same share one call."""
+    made: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def of_device(index: Any) -> np.ndarray:
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        if bounds not in made:
+            made[bounds] = piece(tuple(slice(*each) for each in bounds))
+        return made[bounds]
+
+    return jax.make_array_from_callback(shape, sharding, of_device)
 
 
 def storage_of(row: Row, mesh: Mesh, shape: MeshShape) -> Storage:
