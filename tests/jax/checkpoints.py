@@ -21,8 +21,9 @@ import shardlib.jax as sj
 from shardlib.checkpoint import _files, _orbax
 from shardlib.testing import models
 from tests.jax.refusals import raised
+from tests.torchvision_on_cpu import import_torchvision
 
-__all__ = ["CHECKS", "refused", "saved_by_orbax"]
+__all__ = ["CHECKS", "hugging_face", "refused", "saved_by_orbax"]
 
 
 @contextmanager
@@ -148,6 +149,24 @@ CHECKS = {
     check.__name__.removeprefix("_").replace("_", " "): check
     for check in (_tensors_in_parts_padded_and_tied, _buffers_and_frozen_parameters, _orbax_on_another_mesh)
 }
+
+
+def hugging_face(name: str, folder: Path) -> None:
+    """What `save_pretrained` writes: tied heads, a base model's names, experts that are stacked on reading."""
+    import_torchvision()
+    import transformers as hf
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    llama = {**sizes, "intermediate_size": 64, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    config: Any = {
+        "llama": lambda: hf.LlamaConfig(**llama),
+        "gpt2": lambda: hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0),
+        "mixtral": lambda: hf.MixtralConfig(**{**llama, "num_local_experts": 4}),
+    }[name]()
+    first, second = (hf.AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    (first.base_model if name == "gpt2" else first).save_pretrained(folder, max_shard_size="20KB")
+    fn, _ = sj.compile_model(second, sj.make_mesh("dp=2,tp=4" if name == "gpt2" else "dp=4,tp=2"), name)
+    _same(sj.load(folder, fn), fn.from_torch(dict(first.named_parameters())))
 
 
 def refused(folder: Path) -> dict[str, str]:

@@ -38,6 +38,18 @@ def test_arrays_are_those_of_whole_tensors(name: str, tmp_path: Path):
     on_devices.run(_check, name, tmp_path)
 
 
+def _hugging_face(name: str, folder: Path) -> None:
+    from tests.jax import checkpoints
+
+    checkpoints.hugging_face(name, folder)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_what_save_pretrained_wrote_is_read(name: str, tmp_path: Path):
+    on_devices.run(_hugging_face, name, tmp_path, x64=False)
+
+
 def test_what_does_not_fit_is_said_at_once(tmp_path: Path):
     found = on_devices.run(_refused, tmp_path)
     assert found["all"] == (
