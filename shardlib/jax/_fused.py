@@ -266,6 +266,12 @@ def _unsqueeze(x: Any, dim: int) -> Any:
     return _fused(x.array, [*x.parts[:at], (1,), *x.parts[at:]])
 
 
+@_with_parts("aten::squeeze.dim")
+def _squeeze(x: Any, dim: int) -> Any:
+    at = dim % x.ndim
+    return x if x.shape[at] != 1 else _fused(x.array, [*x.parts[:at], *x.parts[at + 1 :]])
+
+
 @_with_parts("aten::index.Tensor")
 def _index(x: Any, indices: Sequence[Any]) -> Any:
     """A look-up along the first dim, as of an expert's weights."""
