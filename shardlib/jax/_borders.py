@@ -7,6 +7,7 @@ a transformer block costs Megatron's collectives.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,11 @@ class Constraints:
         laid_out = [border for border in borders if border.layout is not None]
         for border in laid_out:
             (_place_leaving if border.side == "output" else _place_entering)(graph, border, self)
+        # A value that leaves several modules at once passes the innermost one's border first; one that enters, last.
+        for node, borders in self.leaving.items():
+            borders.sort(key=functools.partial(_depth, node), reverse=True)
+        for (node, _), borders in self.entering.items():
+            borders.sort(key=functools.partial(_depth, node))
 
     def on_output(self, node: torch.fx.Node, value: Any) -> Any:
         """A node's value in the layouts of the borders it leaves by."""
@@ -93,6 +99,11 @@ class Constraints:
             for n, count, each in zip(value.shape, pieces, axes, strict=True)
         ]
         return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*entries)))
+
+
+def _depth(node: torch.fx.Node, border: Border) -> int:
+    """In how many modules that a node runs in the border's module is."""
+    return module_path(node).index(border.module)
 
 
 def _axes_of(layout: Layout, ndim: int) -> list[tuple[str, ...]] | None:
