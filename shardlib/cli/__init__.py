@@ -117,6 +117,18 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", default="tp=2", help='axes and sizes (default "tp=2")')
     parser.add_argument("--layout", help=_LAYOUT)
     parser.add_argument("--mode", help=_MODE)
+    parser.add_argument(
+        "--jax",
+        action="store_true",
+        help="also type the model's graph under JAX's explicit sharding, and report contractions and operands whose "
+        "layouts are ambiguous or contradict each other; as many devices as the mesh has are imagined",
+    )
+    parser.add_argument(
+        "--example",
+        action="append",
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="for --jax: an input of one data rank, as of plan; by default what a Hugging Face model takes",
+    )
     parser.add_argument("--expect", metavar="FILE", help="fail unless the plan is the one in this file (plan --json)")
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from shardlib import layouts, rules
 from shardlib._plan import Plan
 from shardlib._plan.text import plain
-from shardlib.cli import environment
+from shardlib.cli import environment, on_jax
 from shardlib.cli.models import UsageError, load_model
 from shardlib.engine import dryrun
 from shardlib.errors import ShardlibError, nearest
@@ -57,18 +57,27 @@ def check(options: argparse.Namespace) -> int:
         raise UsageError("`shardlib check` needs a model to check; -i alone says what is installed.")
     model = load_model(options.model)
     chosen = _rules(options, model)
+    if options.example and not options.jax:
+        raise UsageError("`shardlib check --example` gives --jax the inputs that it types a model for; add --jax.")
     problems, remarks = _findings(options, model, chosen)
+    typed = None
+    if options.jax and not problems:
+        typed = on_jax.typed(model, options.mesh, chosen, _example(options.example))
+    fits = not problems and (typed is None or typed.ok)
     covered = chosen.coverage(model)
     if options.json:
         rows = [dataclasses.asdict(row) for row in covered.rows]
-        print(json.dumps({"ok": not problems, "problems": problems, "remarks": remarks, "coverage": rows}, indent=2))
+        told = {"ok": fits, "problems": problems, "remarks": remarks, "coverage": rows}
+        print(json.dumps(told | ({} if typed is None else {"jax": on_jax.as_json(typed)}), indent=2))
     else:
         print(covered)
         for title, lines in (("remark", remarks), ("problem", problems)):
             for line in lines:
                 print(f"\n{title}: {line}")
-        print(f"\n{'The layout does not fit' if problems else 'The layout fits'} {options.model} on {options.mesh}.")
-    return 1 if problems else 0
+        if typed is not None:
+            print(f"\nOn JAX, {typed}")
+        print(f"\n{'The layout fits' if fits else 'The layout does not fit'} {options.model} on {options.mesh}.")
+    return 0 if fits else 1
 
 
 def explain(options: argparse.Namespace) -> int:
@@ -95,7 +104,7 @@ def init(options: argparse.Namespace) -> int:
 
 
 def _print_environment(options: argparse.Namespace) -> int:
-    if options.model or options.layout or options.expect:
+    if options.model or options.layout or options.expect or options.jax or options.example:
         raise UsageError("`shardlib check -i` tells of this machine and takes nothing else but --json.")
     facts = environment.environment()
     print(json.dumps(facts, indent=2) if options.json else environment.text(facts))

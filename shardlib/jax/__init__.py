@@ -14,6 +14,7 @@ from shardlib.jax._require import require_jax
 
 require_jax()
 
+from shardlib.jax._check import LayoutReport, check_layouts  # noqa: E402
 from shardlib.jax._compile import Compiled, compile_model  # noqa: E402
 from shardlib.jax._exchange import shares_memory, to_jax, to_torch  # noqa: E402
 from shardlib.jax._load import load  # noqa: E402
@@ -21,11 +22,15 @@ from shardlib.jax._mesh import from_named_sharding, make_mesh, named_sharding  #
 from shardlib.jax._module import JaxModule  # noqa: E402
 from shardlib.jax._table import Lowering, known_ops, lowering  # noqa: E402
 from shardlib.jax._trees import shard_params  # noqa: E402
+from shardlib.jax._typer import Finding  # noqa: E402
 
 __all__ = [
     "Compiled",
+    "Finding",
     "JaxModule",
+    "LayoutReport",
     "Lowering",
+    "check_layouts",
     "compile_model",
     "from_named_sharding",
     "known_ops",

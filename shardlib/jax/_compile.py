@@ -27,7 +27,7 @@ from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._storage import Storage, storage_of
 
-__all__ = ["Compiled", "compile_model"]
+__all__ = ["Compiled", "as_call", "compile_model", "refuse_settings", "structure_of"]
 
 assert _lowerings  # importing it filled the table
 Arrays = dict[str, Any]
@@ -81,10 +81,10 @@ def compile_model(
     if any(isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers())):
         raise PlanError("The model is sharded already; compile the single-device model, before shard_model.")
     plan = _plan.plan(model, shape, rules, transforms=transforms)
-    _refuse_settings(plan)
+    refuse_settings(plan)
     stored = {row.name: storage_of(row, mesh, shape) for row in plan.rows}
     compiled = Compiled(
-        _structure_of(model, plan), plan, mesh, stored, _values_of(model, stored, plan), matmul_precision
+        structure_of(model, plan), plan, mesh, stored, _values_of(model, stored, plan), matmul_precision
     )
     params = {row.name: compiled._first.pop(row.name) for row in plan.rows if row.requires_grad}
     compiled.buffers.update(compiled._first)
@@ -96,7 +96,8 @@ def compile_model(
 _NO_MATTER = ("bucket_mb", "overlap")  # of how the torch engine sends what XLA sends by itself
 
 
-def _refuse_settings(plan: Plan) -> None:
+def refuse_settings(plan: Plan) -> None:
+    """Raise where a plan asks for what only the torch engine has."""
     if plan.mesh.pipeline_axes:
         raise PlanError(
             f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs the whole model on all devices. Leave it out.'
@@ -110,7 +111,7 @@ def _refuse_settings(plan: Plan) -> None:
         )
 
 
-def _structure_of(model: nn.Module, plan: Plan) -> nn.Module:
+def structure_of(model: nn.Module, plan: Plan) -> nn.Module:
     """A copy of the modules, whose tensors have the dtypes that they are computed with, and no values."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     empty = {id(t): _without_values(t, plan[name].compute.dtype or t.dtype) for name, t in tensors.items()}
@@ -207,13 +208,9 @@ class Compiled:
         made.buffers = self.buffers
         return made
 
-    def prepare(self, example: Any) -> None:
+    def prepare(self, example: Any) -> Graph:
         """Make the graph for a batch of these shapes now, and raise what is wrong with it."""
-        if isinstance(example, Mapping):
-            args, kwargs = (), dict(example)
-        else:
-            args, kwargs = (example if isinstance(example, tuple) else (example,)), {}
-        self._graph(*_flat_arguments(args, kwargs))
+        return self._graph(*_flat_arguments(*as_call(example)))
 
     def shardings(self, tree: Any, phase: Phase = "stored") -> Any:
         """A tree of `NamedSharding`s for a tree that holds arrays by the parameters' names, such as optax's state.
@@ -321,6 +318,16 @@ class Compiled:
             args, kwargs = pytree.tree_unflatten([_example(leaf) for leaf in leaves], structure)
             self._graphs[key] = export(self._model, args, kwargs)
         return self._graphs[key]
+
+
+def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as arguments by position and by keyword."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if not isinstance(example, tuple):
+        return (example,), {}
+    both = len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], Mapping)
+    return (example[0], dict(example[1])) if both else (example, {})
 
 
 def _flat_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:

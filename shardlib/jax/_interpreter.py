@@ -42,6 +42,19 @@ def run(
 def _computed(
     node: torch.fx.Node, values: Mapping[torch.fx.Node, Any], constraints: Constraints, rng: Any, index: int
 ) -> Any:
+    with jax.named_scope(scope_of(node)):
+        return _computed_inside(node, values, constraints, rng, index)
+
+
+def scope_of(node: torch.fx.Node) -> str:
+    """Where a node stands, `module|op`: XLA's names of what it computes begin so, in profiles too."""
+    target = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
+    return f"{(module_path(node) or ('',))[-1] or '(root)'}|{target}"
+
+
+def _computed_inside(
+    node: torch.fx.Node, values: Mapping[torch.fx.Node, Any], constraints: Constraints, rng: Any, index: int
+) -> Any:
     def read(other: torch.fx.Node) -> Any:
         return constraints.on_input(node, other, values[other])
 

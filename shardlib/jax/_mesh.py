@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardlib._mesh import MeshLike, MeshShape
 from shardlib.errors import LayoutError, MeshError
@@ -55,7 +55,7 @@ def shape_of(mesh: Any) -> MeshShape:
     Raises:
         MeshError: it is no mesh of JAX, has axes of type Explicit or Manual, or axes of unknown kind.
     """
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | AbstractMesh):
         raise MeshError(
             f"A mesh was given as {type(mesh).__name__}; give a jax.sharding.Mesh, as "
             'shardlib.jax.make_mesh("dp=2,tp=4") makes it.'

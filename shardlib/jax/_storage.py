@@ -61,6 +61,11 @@ class Storage:
         """Of the `jax.Array`."""
         return tuple(size for sizes in self.padded for size in sizes)
 
+    @property
+    def uneven(self) -> bool:
+        """Whether zeros were added to make pieces even."""
+        return self.padded != self.parts
+
     def sharding(self, phase: Phase = "stored") -> NamedSharding:
         """Of the `jax.Array`, in a phase; frozen tensors have only the first two."""
         if phase not in self.specs:

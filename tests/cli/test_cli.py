@@ -401,3 +401,19 @@ def test_a_transform_that_cannot_be_is_refused(run: Run, text: str, code: int, s
     ended, out, err = run("plan", GPT, "--mesh", "dp=2,tp=2", "--transform", text)
     assert (ended, out) == (code, "")
     assert err.startswith(said)
+
+
+def test_check_types_a_layout_for_jax_on_devices_that_are_not_there(run: Run, tmp_path: Path):
+    code, out, _ = run("check", GPT, "--mesh", "dp=512,tp=4", "--jax", "--example", "1x16")
+    assert code == 0
+    assert "On JAX, nothing ambiguous: " in out and "on 2,048 devices (dp=512,tp=4)" in out
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text('unmatched = "replicate"\n[params]\n"mlp.up" = "colwise"\n"mlp.down" = "colwise"\n')
+    code, out, _ = run("check", GPT, "--mesh", "tp=4", "--layout", wrong, "--jax", "--example", "1x16", "--json")
+    found = json.loads(out)
+    assert (code, found["ok"], found["problems"]) == (1, False, [])
+    assert found["jax"]["findings"][0]["module"] == "blocks.0.mlp.down"
+    code, _, err = run("check", GPT, "--jax")
+    assert code == 2
+    assert "GPT does not say what it takes; give --jax an --example" in err
+    assert run("check", GPT, "--example", "1x16")[0] == 2

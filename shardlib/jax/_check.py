@@ -1,0 +1,169 @@
+"""Does a layout say one thing everywhere? The model's graph, typed on a mesh that has no devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import Mesh
+from torch import nn
+
+from shardlib import _plan
+from shardlib._mesh import MeshLike, MeshShape
+from shardlib._plan import Plan, RulesLike, Transform
+from shardlib.engine import _torch
+from shardlib.engine._torch import pytree
+from shardlib.errors import MeshError
+from shardlib.jax._compile import Compiled, as_call, refuse_settings, structure_of
+from shardlib.jax._dtypes import as_dtype
+from shardlib.jax._export import module_path
+from shardlib.jax._mesh import shape_of
+from shardlib.jax._sharding_rules import Operand
+from shardlib.jax._storage import Storage, storage_of
+from shardlib.jax._typer import Finding, Typer, abstract_mesh, spec_of
+
+__all__ = ["LayoutReport", "check_layouts"]
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """What typing a model's graph found. True in a condition where nothing is ambiguous; prints as a text.
+
+    Attributes:
+        mesh: its axes and sizes.
+        findings: operands whose layouts contradict each other, or leave open what the result is.
+        reshards: values that XLA has to move though neither a parameter's layout nor a border says so: right, and slow.
+        moved: what the declared layouts cost in a forward, by kind: "sum" (a contracted or looked-up dim was split),
+            "gather" and "exchange" (a border, or what is stored in parts).
+        uneven: tensors that their axes do not divide, taken as whole there: JAX types even pieces only.
+        ops: how many primitives of JAX were typed.
+        modules: in how many modules.
+    """
+
+    mesh: MeshShape
+    findings: tuple[Finding, ...]
+    reshards: tuple[Finding, ...]
+    moved: Mapping[str, int]
+    uneven: tuple[str, ...]
+    ops: int
+    modules: int
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        verdict = f"{len(self.findings)} ambiguous or contradictory" if self.findings else "nothing ambiguous"
+        costs = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in sorted(self.moved.items()) if n)
+        lines = [
+            f"{verdict}: {self.ops} ops in {self.modules} modules on {self.mesh.world_size:,} devices ({self.mesh})",
+            f"forward: {costs or 'nothing is moved'}",
+        ]
+        lines += ["", *_folded(self.findings)] if self.findings else []
+        if self.reshards:
+            lines += ["", "moved without a word (right, and slow):", *_folded(self.reshards)]
+        if self.uneven:
+            lines += ["", f"uneven, typed as whole: {', '.join(self.uneven)}"]
+        return "\n".join(lines)
+
+
+def check_layouts(
+    model: nn.Module,
+    mesh: MeshLike | Mesh,
+    rules: RulesLike | None = None,
+    *,
+    transforms: Sequence[Transform] = (),
+    example: Any,
+) -> LayoutReport:
+    """Types the forward of a model, laid out by rules, on a mesh of any size; no device but the host is needed.
+
+    Each op is given the layouts of its operands, under JAX's explicit sharding: a contracted dim that is split in one
+    operand alone or over two axes, an axis that two dims of a result would have, two operands that are split in unlike
+    ways. What has one answer is no finding: a row-parallel product is summed, what is whole is cut. All findings are
+    reported, not the first.
+
+    Args:
+        model: a single-device module; it is only looked at, so it may be on `meta`.
+        mesh: "dp=128,tp=64", a `MeshShape`, or a mesh of JAX or torch.
+        rules: as for `compile_model`.
+        transforms: as for `compile_model`.
+        example: a global batch, as for `compile_model`; tensors on `meta` will do.
+
+    Raises:
+        PlanError, InputError, RuleError, LayoutError, MeshError: as `compile_model`.
+
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    >>> x = torch.empty(256, 64, device="meta")
+    >>> bool(check_layouts(model, "dp=128,tp=64", {"0": "colwise", "2": "rowwise"}, example=x))
+    True
+    >>> report = check_layouts(model, "dp=128,tp=64", {"*": "colwise"}, example=x)
+    >>> report.findings[0].module
+    '2'
+    """
+    shape = shape_of(mesh) if isinstance(mesh, Mesh) else MeshShape.of(mesh)
+    if -1 in shape.sizes:
+        raise MeshError(f'check_layouts() was given mesh "{shape}"; give every size: no devices are counted.')
+    plan = _plan.plan(model, shape, rules, transforms=transforms)
+    refuse_settings(plan)
+    fn, stored = _without_values(model, plan)
+    typer = Typer(shape)
+    modules = _typed(typer, fn, stored, example)
+    uneven = tuple(name for name, storage in stored.items() if storage.uneven)
+    typed = typer.typed
+    return LayoutReport(
+        shape, tuple(typed.findings), tuple(typed.reshards), dict(typed.moved), uneven, typed.ops, modules
+    )
+
+
+def _without_values(model: nn.Module, plan: Plan) -> tuple[Compiled, dict[str, Storage]]:
+    """As `compile_model`, on a mesh without devices and with tensors that take no memory."""
+    mesh = abstract_mesh(plan.mesh)
+    stored = {row.name: storage_of(row, mesh, plan.mesh) for row in plan.rows}
+    with _torch.fake_tensors():
+        return Compiled(structure_of(model, plan), plan, mesh, stored, {}, None), stored
+
+
+def _typed(typer: Typer, fn: Compiled, stored: Mapping[str, Storage], example: Any) -> int:
+    """Types the program of a batch; returns how many modules it runs through."""
+    args, kwargs = as_call(example)
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    with _torch.fake_tensors():
+        graph = fn.prepare(pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), example))
+
+    def forward(arrays: list[Any], batch: list[Any]) -> Any:
+        given = iter(batch)
+        args, kwargs = pytree.tree_unflatten([next(given) if torch.is_tensor(x) else x for x in leaves], structure)
+        return fn.apply(dict(zip(stored, arrays, strict=True)), {}, *args, rng=jax.random.key(0), **kwargs)
+
+    arrays = [jax.ShapeDtypeStruct(s.array_shape, as_dtype(s.dtype)) for s in stored.values()]
+    batch = [jax.ShapeDtypeStruct(tuple(t.shape), as_dtype(t.dtype)) for t in tensors]
+    program = jax.make_jaxpr(forward)(arrays, batch)
+    inputs = [
+        Operand(var.aval, spec_of(storage.specs["stored"], len(var.aval.shape)), parameter=name)
+        for var, (name, storage) in zip(program.jaxpr.invars, stored.items(), strict=False)
+    ]
+    inputs += [Operand.whole(var.aval) for var in program.jaxpr.invars[len(inputs) :]]
+    typer.run(program.jaxpr, [Operand.whole(var.aval) for var in program.jaxpr.constvars], inputs)
+    return len({module_path(node)[-1:] for node in graph.nodes})
+
+
+_MORE = re.compile(r"\d+")
+
+
+def _folded(findings: Sequence[Finding]) -> list[str]:
+    """Those of repeated blocks as one, with a count."""
+    alike: dict[str, list[Finding]] = {}
+    for finding in findings:
+        alike.setdefault(_MORE.sub("*", finding.module) + str(finding).partition('"')[0] + finding.conflict, []).append(
+            finding
+        )
+    more = (f"\n    and in {len(group) - 1} more like it" if len(group) > 1 else "" for group in alike.values())
+    return [f"{group[0]}{rest}" for group, rest in zip(alike.values(), more, strict=True)]

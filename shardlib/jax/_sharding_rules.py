@@ -1,0 +1,471 @@
+"""What primitives of JAX do to the axes that split their operands, where JAX's explicit sharding leaves it open."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardlib._mesh import MeshShape
+
+__all__ = ["KEEPS_A_PARAMETER", "Conflict", "Operand", "Ruling", "Spec", "has_rule", "moves", "ruled"]
+
+Spec = tuple[tuple[str, ...], ...]
+
+# The result is the same tensor, seen another way.
+KEEPS_A_PARAMETER = {
+    "convert_element_type", "transpose", "slice", "reshape", "squeeze", "broadcast_in_dim", "copy", "copy_p",
+    "stop_gradient", "optimization_barrier", "gather",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A value of the program.
+
+    Attributes:
+        aval: its shape and dtype.
+        spec: for each dim the axes that split it.
+        parameter: the tensor of the model that it is, or "".
+        literal: the constant that it is, or None.
+    """
+
+    aval: Any
+    spec: Spec
+    parameter: str = ""
+    literal: Any = None
+
+    @staticmethod
+    def whole(aval: Any, *, literal: Any = None) -> Operand:
+        return Operand(aval, ((),) * len(getattr(aval, "shape", ())), "", literal)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    @property
+    def text(self) -> str:
+        """Sizes with axes, as in `256@dp 16 (512)@tp`; before it a parameter's name."""
+        dims = [
+            str(n) + (f"@({','.join(a)})" if len(a) > 1 else f"@{a[0]}" if a else "")
+            for n, a in zip(self.shape, self.spec, strict=True)
+        ]
+        return f"{self.parameter + ' ' if self.parameter else ''}({' '.join(dims)})"
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """How a primitive's results are split, what that moves as declared, and what besides."""
+
+    outs: tuple[Spec, ...]
+    moved: Counter[str] = field(default_factory=Counter)
+    reshards: tuple[str, ...] = ()
+
+
+class Conflict(Exception):
+    """Operands that do not say one thing; `outs` is what to go on with."""
+
+    def __init__(self, text: str, advice: str = "", outs: tuple[Spec, ...] = ()) -> None:
+        super().__init__(text)
+        self.text, self.advice, self.outs = text, advice, outs
+
+
+Rule = Callable[[Any, Sequence[Operand], MeshShape], Ruling]
+_RULES: dict[str, Rule] = {}
+
+
+def has_rule(eqn: Any) -> bool:
+    """Whether JAX need not be asked."""
+    return eqn.primitive.name in _RULES
+
+
+def ruled(eqn: Any, operands: Sequence[Operand], asked: tuple[Spec, ...] | None, shape: MeshShape) -> Ruling | None:
+    """A ruling of ours where there is one, else JAX's; None where neither knows more than whole operands.
+
+    Raises:
+        Conflict: the operands contradict each other.
+    """
+    name = eqn.primitive.name
+    if name in _RULES:
+        return _RULES[name](eqn, operands, shape)
+    if asked is not None:
+        summed = _reduced(eqn, operands) if name.startswith(("reduce_", "arg")) else ()
+        return Ruling(asked, Counter(sum=1) if summed else Counter())
+    if name in _JOINED:
+        return _joined(eqn, operands, shape)
+    along = _along(eqn, operands)
+    if along is not None:
+        specs = tuple(tuple(() if d in along else a for d, a in enumerate(o.spec)) for o in operands)
+        outs = tuple(_like(var, operands, specs) for var in eqn.outvars)
+        return Ruling(outs, reshards=("runs along a dim that is split",))
+    return None
+
+
+def moves(before: Spec, after: Spec) -> Counter[str]:
+    """What it takes to lay a value out in another way: nothing where it is only cut."""
+    lost = [set(a) - set(b) for a, b in zip(before, after, strict=True)]
+    held, wanted = _axes(before), _axes(after)
+    found: Counter[str] = Counter()
+    if any(axis in wanted for axes in lost for axis in axes):
+        found["exchange"] += 1
+    if held - wanted:
+        found["gather"] += 1
+    return found
+
+
+def _axes(spec: Spec) -> set[str]:
+    return {axis for axes in spec for axis in axes}
+
+
+def _rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return register
+
+
+def _reduced(eqn: Any, operands: Sequence[Operand]) -> tuple[str, ...]:
+    return tuple(axis for dim in eqn.params.get("axes", ()) for axis in operands[0].spec[dim])
+
+
+# --- dims that are joined -------------------------------------------------------------------------------------------
+
+_ELEMENTWISE = """add add_any sub mul div rem max min pow atan2 nextafter and or xor eq ne lt le gt ge select_n clamp
+complex shift_left shift_right_logical shift_right_arithmetic igamma igammac"""
+_JOINED = frozenset(_ELEMENTWISE.split())
+
+
+def _joined(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+    """Every element from the same elements: what is whole is cut as the others are."""
+    arrays = [o for o in operands if len(o.spec) == len(eqn.outvars[0].aval.shape) and o.spec]
+    return Ruling((_join([o.spec for o in arrays], arrays),))
+
+
+def _join(specs: Sequence[Spec], operands: Sequence[Operand]) -> Spec:
+    """The one layout in which all can meet."""
+    dims, unlike = [], []
+    for dim, entries in enumerate(zip(*specs, strict=True)):
+        said = list(dict.fromkeys(e for e in entries if e))
+        if len(said) > 1:
+            unlike.append((dim, said))
+        dims.append(said[0] if said else ())
+    clean = _without_repeats(dims)
+    if unlike:
+        dim, said = unlike[0]
+        raise Conflict(
+            f"dim {dim} is split over {_named(said[0])} in one operand and over {_named(said[1])} in another",
+            "One of the two is to be moved, and no rule says which: lay both out alike, by a border on one of them.",
+            (clean,),
+        )
+    if clean != tuple(dims):
+        axis = next(a for a in _axes(tuple(dims)) if sum(a in d for d in dims) > 1)
+        first, second = [d for d, axes in enumerate(dims) if axis in axes][:2]
+        raise Conflict(
+            f"axis {axis} splits dim {first} in one operand and dim {second} in another",
+            "An axis splits one dim of a value: make one of the operands whole, by a border.",
+            (clean,),
+        )
+    return clean
+
+
+def _without_repeats(dims: Sequence[tuple[str, ...]]) -> Spec:
+    used: set[str] = set()
+    kept = []
+    for axes in dims:
+        kept.append(tuple(a for a in axes if a not in used))
+        used |= set(axes)
+    return tuple(kept)
+
+
+def _named(axes: Sequence[str]) -> str:
+    return ",".join(axes)
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+@_rule("dot_general")
+def _product(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+    (left_in, right_in), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    left, right = operands
+    batch = [_agreed(left.spec[a], right.spec[b], "batch dim") for a, b in zip(left_batch, right_batch, strict=True)]
+    free = [
+        o.spec[d]
+        for o, given in ((left, (*left_in, *left_batch)), (right, (*right_in, *right_batch)))
+        for d in range(len(o.spec))
+        if d not in given
+    ]
+    out = _without_repeats([*batch, *free])
+    summed = _contracted(left, right, left_in, right_in, out, shape)
+    if out != (*batch, *free):
+        axis = next(a for a in _axes((*batch, *free)) if sum(a in d for d in (*batch, *free)) > 1)
+        raise Conflict(
+            f"axis {axis} would split two dims of the result, one from each operand",
+            f"Make one operand whole over {axis}, by a border at the module's input, or leave its rule out.",
+            (out,),
+        )
+    return Ruling((out,), Counter(sum=1) if summed else Counter())
+
+
+def _agreed(one: tuple[str, ...], other: tuple[str, ...], what: str) -> tuple[str, ...]:
+    if one and other and one != other:
+        raise Conflict(
+            f"a {what} is split over {_named(one)} in one operand and over {_named(other)} in the other",
+            "Lay both out alike, by a border on one of them.",
+        )
+    return one or other
+
+
+def _contracted(
+    left: Operand, right: Operand, left_in: Sequence[int], right_in: Sequence[int], out: Spec, shape: MeshShape
+) -> set[str]:
+    """The axes over which a product is summed."""
+    summed: set[str] = set()
+    for a, b in zip(left_in, right_in, strict=True):
+        one, other = left.spec[a], right.spec[b]
+        if one and other and one != other:
+            raise Conflict(
+                f"the contracted dim is split over {_named(one)} in one operand and over {_named(other)} in the other",
+                "Split it over the same axes in both.",
+                (out,),
+            )
+        if bool(one) != bool(other):
+            _one_sided(left, right, one, other, out)
+        summed |= set(one or other)
+        if one and one == other and not (left.parameter or right.parameter):
+            _refuse_unasked(one, out, shape)
+    if twice := summed & _axes(out):
+        raise Conflict(
+            f"axis {_named(sorted(twice))} splits the contracted dim and a dim of the result",
+            "Split one of the two.",
+            (tuple(tuple(axis for axis in axes if axis not in twice) for axes in out),),
+        )
+    return summed
+
+
+def _one_sided(left: Operand, right: Operand, one: tuple[str, ...], other: tuple[str, ...], out: Spec) -> None:
+    """A parameter that is split where it is contracted is row-parallel: what it meets is cut, at no cost."""
+    split, whole = (left, right) if one else (right, left)
+    axes = one or other
+    if clash := set(axes) & _axes(whole.spec):
+        raise Conflict(
+            f"the contracted dim is split over {_named(axes)} in one operand only, and {_named(sorted(clash))} splits "
+            "another dim of the other one",
+            "Column-parallel after column-parallel? Split the second weight where it is contracted (rowwise), or make "
+            "the activation whole by a border.",
+            (out,),
+        )
+    if not split.parameter:
+        raise Conflict(
+            f"the contracted dim is split over {_named(axes)} in one operand only",
+            'Split it in both, as "rowwise" does for a weight, or make the activation whole by a border.',
+            (out,),
+        )
+
+
+def _refuse_unasked(axes: tuple[str, ...], out: Spec, shape: MeshShape) -> None:
+    if model := [axis for axis in axes if axis in shape.model_axes]:
+        raise Conflict(
+            f"the result is a partial sum over {_named(model)} that nobody asked for: two activations are contracted "
+            "over a dim that both split",
+            "If it is meant, a border of the plan says so; else split another dim, such as that of heads.",
+            (out,),
+        )
+
+
+@_rule("conv_general_dilated")
+def _convolution(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+    numbers, (x, kernel) = eqn.params["dimension_numbers"], operands
+    x_at, k_at, y_at = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    dims: list[tuple[str, ...]] = [()] * len(x.spec)
+    dims[y_at[0]], dims[y_at[1]] = x.spec[x_at[0]], kernel.spec[k_at[0]]
+    out = _without_repeats(dims)
+    grouped = eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1
+    halo = tuple("a window runs over a dim that is split" for d in x_at[2:] if x.spec[d])[:1]
+    if grouped:
+        whole = tuple(() if d == y_at[1] else a for d, a in enumerate(out))
+        split = x.spec[x_at[1]] or kernel.spec[k_at[0]]
+        return Ruling((whole,), reshards=(*halo, *(["computes groups whose channels are split"] if split else [])))
+    summed = _contracted(x, kernel, (x_at[1],), (k_at[1],), out, shape)
+    return Ruling((out,), Counter(sum=1) if summed else Counter(), halo)
+
+
+# --- dims that come apart or together -------------------------------------------------------------------------------
+
+
+@_rule("reshape")
+def _reshape(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+    """Axes go to the outermost of the dims that a split dim comes apart into, as far as they divide it."""
+    old, new = operands[0].shape, tuple(eqn.outvars[0].aval.shape)
+    if 0 in old:
+        return Ruling((((),) * len(new),))
+    out: list[tuple[str, ...]] = [()] * len(new)
+    lost: list[str] = []
+    for sources, targets in _groups(old, new):
+        pieces = [axis for d in sources for axis in operands[0].spec[d]]
+        placed = _placed(operands[0], sources, targets, new, shape)
+        for d, axes in placed.items():
+            out[d] = axes
+        kept = [axis for axes in placed.values() for axis in axes]
+        lost += [axis for axis in pieces if axis not in kept]
+    told = (f"what {_named(lost)} splits does not stay together: {old} becomes {new}",) if lost else ()
+    return Ruling((tuple(out),), reshards=told)
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Runs of dims of either shape that hold the same elements, as short as they can be."""
+    found, i, j = [], 0, 0
+    while i < len(old) and j < len(new):
+        start, to, have, want = i, j, old[i], new[j]
+        while have != want:
+            if have < want:
+                i += 1
+                have *= old[i]
+            else:
+                j += 1
+                want *= new[j]
+        i, j = i + 1, j + 1
+        found.append((list(range(start, i)), list(range(to, j))))
+    return found  # what is left on either side has one element a dim
+
+
+def _placed(
+    x: Operand, sources: list[int], targets: list[int], new: Sequence[int], shape: MeshShape
+) -> dict[int, tuple[str, ...]]:
+    """Where the axes of a run of dims go: those of a dim further in only where each device has one index outside."""
+    axes: list[str] = []
+    for d in sources:
+        axes += x.spec[d]
+        if math.prod(shape[axis] for axis in x.spec[d]) != x.shape[d]:
+            break
+    return _outermost(tuple(axes), targets, new, shape)
+
+
+def _outermost(
+    axes: tuple[str, ...], targets: Sequence[int], new: Sequence[int], shape: MeshShape
+) -> dict[int, tuple[str, ...]]:
+    """An axis goes on to the next dim only where the one before has one element a device."""
+    placed: dict[int, tuple[str, ...]] = {}
+    left = list(axes)
+    for d in targets:
+        size, own = new[d], list[str]()
+        while left and size % shape[left[0]] == 0:
+            size //= shape[left[0]]
+            own.append(left.pop(0))
+        if own:
+            placed[d] = tuple(own)
+        if size > 1 or not left:
+            break
+    return placed
+
+
+@_rule("slice", "dynamic_slice", "pad", "rev")
+def _cut(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+    """A dim that is cut is wanted whole."""
+    x, new = operands[0], tuple(eqn.outvars[0].aval.shape)
+    turned = eqn.params.get("dimensions", ()) if eqn.primitive.name == "rev" else ()
+    out = tuple(
+        () if n != m or d in turned else a for d, (n, m, a) in enumerate(zip(x.shape, new, x.spec, strict=True))
+    )
+    told = ("takes part of a dim that is split",) if out != x.spec else ()
+    return Ruling((out,), reshards=told)
+
+
+@_rule("concatenate")
+def _concatenated(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+    at = eqn.params["dimension"]
+    specs = [tuple(() if d == at else a for d, a in enumerate(o.spec)) for o in operands]
+    told = ("puts together along a dim that is split",) if any(o.spec[at] for o in operands) else ()
+    return Ruling((_join(specs, operands),), reshards=told)
+
+
+@_rule("split")
+def _parted(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+    at, x = eqn.params["axis"], operands[0]
+    out = tuple(() if d == at else a for d, a in enumerate(x.spec))
+    return Ruling((out,) * len(eqn.outvars), reshards=("takes part of a dim that is split",) if x.spec[at] else ())
+
+
+# --- look-ups -------------------------------------------------------------------------------------------------------
+
+
+@_rule("gather")
+def _gathered(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+    """Rows of a table that is split by rows: each device looks up its own, and they are summed, as in Megatron."""
+    x, index = operands[0], operands[1]
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    index_batching = tuple(getattr(numbers, "start_indices_batching_dims", ()))
+    kept = [d for d in range(len(x.spec)) if d not in numbers.collapsed_slice_dims and d not in batching]
+    ndim = len(eqn.outvars[0].aval.shape)
+    out: list[tuple[str, ...]] = [()] * ndim
+    told: list[str] = []
+    for at, d in zip(numbers.offset_dims, kept, strict=True):
+        if sizes[d] == x.shape[d]:
+            out[at] = x.spec[d]
+        elif x.spec[d]:
+            told.append("looks up parts of a dim that is split")
+    own = [d for d in range(ndim) if d not in numbers.offset_dims]
+    for at, d in zip(own, range(len(index.spec) - 1), strict=True):
+        out[at] = index.spec[d]
+        if d in index_batching:
+            out[at] = _agreed(index.spec[d], x.spec[batching[index_batching.index(d)]], "batch dim")
+    summed = {a for d in numbers.collapsed_slice_dims for a in x.spec[d]}
+    clean = _without_repeats(out)
+    if clean != tuple(out) or summed & _axes(clean):
+        axis = sorted((summed & _axes(clean)) or {a for a in _axes(tuple(out)) if sum(a in d for d in out) > 1})[0]
+        raise Conflict(
+            f"axis {axis} splits the table and what is looked up in it",
+            "Make the indices, or the table, whole over it.",
+            (clean,),
+        )
+    return Ruling((clean,), Counter(sum=1) if summed else Counter(), tuple(told))
+
+
+@_rule("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max")
+def _scattered(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+    """The result lies as what is written to, and where that is whole, as whole rows that are written are."""
+    x, index, updates = operands
+    numbers = eqn.params["dimension_numbers"]
+    left = (*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ()))
+    out, told = list(x.spec), []
+    for at, d in zip(numbers.update_window_dims, [d for d in range(len(x.spec)) if d not in left], strict=True):
+        if updates.spec[at] and not out[d] and updates.shape[at] == x.shape[d]:
+            out[d] = updates.spec[at]
+        elif (updates.spec[at] or updates.shape[at] != x.shape[d]) and updates.spec[at] != out[d]:
+            told.append("writes to part of a dim that is split")
+    rows = {a for d, axes in enumerate(updates.spec) if d not in numbers.update_window_dims for a in axes}
+    rows |= {a for axes in index.spec for a in axes}
+    adds = "add" in eqn.primitive.name
+    if not adds and (rows or any(x.spec[d] for d in numbers.scatter_dims_to_operand_dims)):
+        told.append("writes to places that other devices hold")
+    clean = _without_repeats(out)
+    return Ruling((clean,), Counter(sum=1) if adds and rows - _axes(clean) else Counter(), tuple(told[:1]))
+
+
+# --- dims that are run along ----------------------------------------------------------------------------------------
+
+
+def _along(eqn: Any, operands: Sequence[Operand]) -> set[int] | None:
+    """The dims that a primitive has to have whole."""
+    name, ndim = eqn.primitive.name, len(operands[0].spec)
+    if name == "sort":
+        return {eqn.params["dimension"] % ndim}
+    if name.startswith("cum"):
+        return {eqn.params["axis"] % ndim}
+    if name == "top_k":
+        return {eqn.params.get("operand_axis", eqn.params.get("axis", -1)) % ndim}
+    if name.startswith("reduce_window"):
+        return {d for d, n in enumerate(eqn.params["window_dimensions"]) if n != 1}
+    return None
+
+
+def _like(var: Any, operands: Sequence[Operand], specs: Sequence[Spec]) -> Spec:
+    """Of the operand with as many dims as a result, where sizes are the same."""
+    for operand, spec in zip(operands, specs, strict=True):
+        if len(spec) == len(var.aval.shape):
+            return tuple(a if n == m else () for a, n, m in zip(spec, operand.shape, var.aval.shape, strict=True))
+    return ((),) * len(var.aval.shape)
