@@ -1,4 +1,4 @@
-"""Whatever layouts are drawn for a model's tensors, the JAX engine has the numbers of one device."""
+"""Whatever layouts are drawn for a model's tensors, the JAX engine trains as one device of torch does."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from hypothesis import given
 
 from shardlib.testing import strategies
 from shardlib.testing.strategies import Case
-from tests.jax import any_layout, on_devices
+from tests.jax.any_layout import proved
 
 
 @pytest.mark.deep
 @given(strategies.cases(max_world=8))
-def test_any_layout_has_the_numbers_of_one_device(case: Case):
-    """Rounding of 1.1e-16, magnified by norms over few values; a mistake is of order one."""
-    assert on_devices.run(any_layout.difference, case) <= 1e-9
+def test_any_layout_trains_as_one_device_does(case: Case):
+    report = proved(case)
+    assert report is None or report, str(report)

@@ -42,6 +42,7 @@ class Case:
     seed: int = 0
     before_step: Callable[[nn.Module, int], Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    engine: Literal["torch", "jax"] = "torch"
 
     def __post_init__(self) -> None:
         for what in ("model", "batch"):
@@ -70,6 +71,7 @@ class Case:
         if self.rng not in ("exact", "fast"):
             raise InputError(f'equivalent() was given rng={self.rng!r}; give "exact" or "fast".')
         self._check_how_it_is_sharded()
+        self._check_engine()
 
     def _check_functions(self) -> None:
         """That what has to be a function is one, and takes what it will be given."""
@@ -94,6 +96,20 @@ class Case:
             raise InputError(
                 f"equivalent() was given shard= together with {', '.join(given)}. shard= is a function (model, mesh) "
                 "-> model that shards by its own means; rules, transforms, no_sync and options belong to shard_model."
+            )
+
+    def _check_engine(self) -> None:
+        if self.engine not in ("torch", "jax"):
+            raise InputError(f'equivalent() was given engine={self.engine!r}; give "torch" or "jax".')
+        if self.engine == "torch":
+            return
+        given = [f"{name}=" for name in ("shard", "split", "no_sync", "before_step") if getattr(self, name)]
+        given += ["a function as clip="] if callable(self.clip) else []
+        given += [f"{name}=" for name in self.options]
+        if given:
+            raise InputError(
+                f'equivalent(engine="jax") was given {", ".join(given)}, which the torch engine alone has: the JAX '
+                "engine is one compiled program of global arrays. Leave it out."
             )
 
     def train(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -108,7 +108,7 @@ class _Notes:
         self.prints: dict[Key, tuple[Any, int]] = {}
         self.batches: dict[int, int] = {}  # fingerprints of what has to be the same on every rank
         self.references: dict[Key, int] = {}
-        self.placed = _placements(both.sharded)
+        self.placed = _placements(both.sharded.model)
         self.elsewhere = elsewhere(both.sharded.model)
         self.in_stages = is_pipeline(both.sharded.model)
 
@@ -199,10 +199,13 @@ class _Notes:
     def layouts(self) -> None:
         """What lies otherwise than planned; without a plan, otherwise than when training began."""
         run = self.both.sharded
+        if not isinstance(run, Run):
+            self.measured.layouts, self.measured.replicas = run.off_plan(), run.unlike_replicas()  # type: ignore[attr-defined]
+            return
         if is_sharded(run.model):
             self.measured.layouts = _off_plan(run, self.both)
             return
-        for name, placements in _placements(run).items():
+        for name, placements in _placements(run.model).items():
             if (before := self.placed[name]) != placements:
                 self.measured.layouts[name] = f"lies as {placements} after training, as {before} before"
 
@@ -222,7 +225,7 @@ class _Notes:
         for key, (_mine, want, scale) in self.means.items():
             merged.errors[key] = _relative(math.fsum(other[1][key][0] for other in every) / len(every), want, scale)
             merged.ranks[key] = list(range(len(every)))
-        merged.replicas = _unlike_replicas([prints for _, _, prints, *_ in every])
+        merged.replicas = self.measured.replicas | _unlike_replicas([prints for _, _, prints, *_ in every])
         return merged
 
 
@@ -278,8 +281,8 @@ def _unlike_replicas(by_rank: list[dict[Key, tuple[Any, int]]]) -> dict[str, str
     return unlike
 
 
-def _placements(run: Run) -> dict[str, Any]:
-    params, buffers = named_tensors(run.model)
+def _placements(model: nn.Module) -> dict[str, Any]:
+    params, buffers = named_tensors(model)
     held = {**params, **buffers}.items()
     return {name: t.placements if isinstance(t, DTensor) else "a plain tensor" for name, t in held}
 

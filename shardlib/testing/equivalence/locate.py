@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardlib.engine import agree, plan_of
-from shardlib.engine.apply import is_sharded
+from shardlib.engine import agree
 from shardlib.testing.equivalence import cause, measure, parts
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.cause import Evidence
 from shardlib.testing.equivalence.compare import START, Key, Measured, compare, limits, wrong
-from shardlib.testing.equivalence.trace import Call, Side, Trace, Where, tracing
-from shardlib.testing.equivalence.train import Run, Twins, named_tensors, twins
+from shardlib.testing.equivalence.trace import Call, Side, Trace, Where
+from shardlib.testing.equivalence.train import Run, Trained, Twins, named_tensors, twins
 
 __all__ = ["Origin", "locate"]
 
@@ -86,7 +85,7 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
         _train_step(both, earlier)
     for run in both.runs:
         run.begin(step)
-    with tracing(both.single.model) as want, tracing(both.sharded.model) as got:
+    with both.single.tracing() as want, both.sharded.tracing() as got:
         losses_made = [[run.forward_backward(step, micro) for run in _two(both)] for micro in range(case.accumulate)]
     losses = [key for key in at_step if key[1] in ("loss", "output")]
     watched = _Watched(both, want, got, step, _limit(case), outcome_is_right=not losses)
@@ -315,6 +314,8 @@ def _of_losses(both: Twins, key: Key, measured: Measured, made: list[list[torch.
     step, kind, name = key
     what = "the loss, of outputs that are right" if kind == "loss" else f"the {name}, a mean over rows"
     case = both.case
+    if not _has_ranks(both):
+        return Origin("", what, step, measured.errors[key])
     alone = Run(case, both.single.model, both.place.data)
     of_rows = [alone.forward_backward(step, micro) for micro in range(case.accumulate)]
     mine = [(float(got), float(want), float(alike)) for (want, got), alike in zip(made, of_rows, strict=True)]
@@ -337,7 +338,7 @@ def _of_step(both: Twins, failed: list[Key], measured: Measured, before: list[di
         return origin
     first = failed[0][2] if failed[0][1] == "parameter" else failed[0][2].split(": ")[0]
     tables = [named_tensors(run.model)[0] for run in _two(both)]
-    if failed[0][1] == "parameter":
+    if failed[0][1] == "parameter" and _has_ranks(both):
         moved = [tables[i][first].detach() - before[i][first] for i in range(2)]
         causes = cause.of_updates(_evidence(both, *moved), both.case)
         origin = dataclasses.replace(origin, causes=causes or origin.causes)
@@ -348,11 +349,11 @@ def _of_step(both: Twins, failed: list[Key], measured: Measured, before: list[di
     return origin
 
 
-def _copied(run: Run) -> dict[str, torch.Tensor]:
+def _copied(run: Trained) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in named_tensors(run.model)[0].items()}
 
 
-def _tensors_of(run: Run, kind: str) -> dict[str, torch.Tensor]:
+def _tensors_of(run: Trained, kind: str) -> dict[str, torch.Tensor]:
     if kind == "state":
         return run.state()
     params, buffers = named_tensors(run.model)
@@ -363,13 +364,18 @@ def _of_norm(both: Twins, key: Key, measured: Measured) -> Origin:
     """Gradients are right, and their norm is not."""
     tables = [{n: g.detach().clone() for n, g in run.gradients().items() if g is not None} for run in _two(both)]
     norms = [run.clip() for run in _two(both)]
-    causes = cause.of_norm(tables[0], tables[1], norms[0], norms[1], both.place)
+    causes = cause.of_norm(tables[0], tables[1], norms[0], norms[1], both.place) if _has_ranks(both) else ()
     error, ranks = _error(measured, key)
     return Origin("", "the norm of all gradients; each of them is right", key[0], error, tuple(ranks), causes=causes)
 
 
-def _two(both: Twins) -> tuple[Run, Run]:
+def _two(both: Twins) -> tuple[Trained, Trained]:
     return both.single, both.sharded
+
+
+def _has_ranks(both: Twins) -> bool:
+    """Whether ranks hold parts of their own, which can be laid beside each other; on JAX one process holds all."""
+    return both.case.engine == "torch"
 
 
 def _error(measured: Measured, key: Key) -> tuple[float, list[int]]:
@@ -402,7 +408,7 @@ def _origin(
         () if want is None else tuple(want.shape),
         _lies(got),
         _planned(both, module),
-        cause.likely(_evidence(both, want, got), both.case, _own_tensors(both, module)),
+        cause.likely(_evidence(both, want, got), both.case, _own_tensors(both, module)) if _has_ranks(both) else (),
     )
 
 
@@ -431,10 +437,9 @@ def _lies(got: torch.Tensor | None) -> str:
 
 
 def _planned(both: Twins, module: str) -> tuple[str, ...]:
-    model = both.sharded.model
-    if not is_sharded(model):
+    plan = both.sharded.plan
+    if plan is None:
         return ()
-    plan = plan_of(model)
     prefix = f"{module}." if module else ""
     lines = []
     for row in plan.rows:

@@ -18,6 +18,7 @@ from shardlib._mesh import MeshLike, MeshShape
 from shardlib._plan import Plan
 from shardlib.errors import InputError, MeshError
 from shardlib.testing._carry import why_not
+from shardlib.testing._jax_devices import on_devices
 from shardlib.testing._pool import RankError, shared_pool
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.compare import Key, Measured, compare, in_order, limits, wrong
@@ -46,10 +47,11 @@ def equivalent(
     no_sync: bool = False,
     clip: float | Callable[[nn.Module], torch.Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
-    rng: Literal["exact", "fast"] = "exact",
+    rng: Literal["exact", "fast"] | None = None,
     seed: int = 0,
     before_step: Callable[[nn.Module, int], Any] | None = None,
     timeout: float = 120.0,
+    engine: Literal["torch", "jax"] = "torch",
     **options: Any,
 ) -> Report:
     """Train a model sharded and on one device, from the same weights on the same batches, and compare everything.
@@ -84,11 +86,15 @@ def equivalent(
         dtype: float64 tells rounding and mistakes apart (limit 1e-10). In float32, bfloat16 and float16 both runs are
             measured against a single device in float64, and the sharded run may err at most ten times as much; how the
             limits are derived stands in `shardlib/testing/equivalence/measure.py`.
-        rng: "exact" draws dropout by global element, so that it is the same on any mesh; "fast" is PyTorch's own, which
+        rng: "exact", the default, draws dropout by global element, so that it is the same on any mesh; "fast" is
+            PyTorch's own, which
             only meshes without data axes can be compared in. Stages of a pipeline draw as "fast": leave dropout out.
         seed: of the weights and of every backward pass.
         before_step: a function (model, step) called on both models: freeze, thaw, change.
         timeout: seconds after which ranks that do not answer are given up, with a table of where each stands.
+        engine: "jax" proves the JAX engine, on as many CPU devices as the mesh has, in a warm process of its own:
+            `compile_model` and optax beside the single device on torch. The optimizer is `torch.optim.AdamW`, `Adam` or
+            `SGD`; the model draws nothing; shard, split, no_sync, rng, before_step and options are for torch alone.
         **options: of `shard_model`: compile, bucket_mb, global_batch_norm, ... (compile is None by default here).
 
     Returns:
@@ -110,11 +116,18 @@ def equivalent(
         raise InputError(f"equivalent() was given transforms={transforms!r}; give a list of functions plan -> plan.")
     if not timeout > 0:
         raise InputError(f"equivalent() was given timeout={timeout!r}; give seconds above zero.")
+    if engine == "jax" and rng is not None:
+        raise InputError(
+            f'equivalent(engine="jax") was given rng={rng!r}; random numbers on JAX are its own. Leave it out, and '
+            "dropout too."
+        )
     case = Case(
         model, batch, _shape(mesh), rules, tuple(transforms), shard, loss, optimizer, split, steps, accumulate, no_sync,
-        clip, dtype, rng, seed, before_step, options,
+        clip, dtype, "exact" if rng is None else rng, seed, before_step, options, engine,
     )  # fmt: skip
     world = case.mesh.world_size
+    if engine == "jax":
+        return _prove_on_jax(case, timeout)
     if dist.is_initialized() and dist.get_world_size() > 1:
         if dist.get_world_size() != world:
             raise MeshError(
@@ -125,6 +138,20 @@ def equivalent(
     _check_room(case.mesh)
     try:
         return shared_pool(world).run(prove, case, timeout=timeout)[0]
+    except RankError as error:
+        if type(error) is RankError:
+            _explain_what_does_not_travel(case, error)
+        raise
+
+
+def _prove_on_jax(case: Case, timeout: float) -> Report:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise MeshError(
+            f'equivalent(engine="jax") was called on {dist.get_world_size()} ranks; its devices are in one process. '
+            "Call it in an ordinary process."
+        )
+    try:
+        return on_devices(case.mesh.world_size, prove, case, timeout=timeout)
     except RankError as error:
         if type(error) is RankError:
             _explain_what_does_not_travel(case, error)
@@ -183,6 +210,8 @@ def prove(case: Case) -> Report:
         limit = limits(case, measured)
         failed = wrong(measured, limit)
         origin = locate(case, measured, failed) if failed else _of_replicas(measured)
+        if origin is not None and case.engine == "jax":  # one process holds all, and every value is whole
+            origin = dataclasses.replace(origin, ranks=(), layout="")
     return Report(
         case.mesh,
         case.steps,
@@ -195,6 +224,7 @@ def prove(case: Case) -> Report:
         _notes(case, measured, limit),
         tuple(dict.fromkeys(str(warning.message) for warning in heard)),
         time.perf_counter() - begun,
+        case.engine,
     )
 
 

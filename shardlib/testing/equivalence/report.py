@@ -60,6 +60,7 @@ class Report:
         notes: what the verdict rests on.
         warnings: what the sharded run warned of, on the first rank, each once.
         seconds: that the ranks took.
+        engine: which one ran sharded, "torch" or "jax".
     """
 
     mesh: MeshShape
@@ -73,6 +74,7 @@ class Report:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
+    engine: str = "torch"
 
     @property
     def failures(self) -> tuple[Difference, ...]:
@@ -96,7 +98,8 @@ class Report:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         head = (
-            f"{'equivalent' if self.ok else 'NOT equivalent'} to a single device: mesh {self.mesh}, "
+            f"{'equivalent' if self.ok else 'NOT equivalent'} to a single device: mesh {self.mesh}"
+            f"{' on JAX' if self.engine == 'jax' else ''}, "
             f"{self.steps} steps, {dtype}, {self.tensors} tensors, {self.seconds:.2f} s"
         )
         lines = [head]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,9 +12,24 @@ import torch
 from torch import nn
 
 from shardlib.engine._torch import pytree
-from shardlib.testing.equivalence.train import clean
 
-__all__ = ["Call", "Side", "Trace", "Where", "tracing"]
+__all__ = ["Call", "Side", "Trace", "Where", "clean", "tracing"]
+
+# Wrappers of PyTorch that put a name between a model and its parameters.
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def clean(name: str) -> str:
+    """A parameter's or module's name as it was before PyTorch's wrappers put theirs in.
+
+    >>> clean("module.blocks.0._orig_mod.attn.weight")
+    'blocks.0.attn.weight'
+    """
+    dotted = f"{name}."
+    for wrapper in _WRAPPERS[1:]:
+        dotted = dotted.replace(wrapper, "")
+    return dotted.removeprefix(_WRAPPERS[0]).removesuffix(".")
+
 
 Side = Literal["input", "output"]
 
@@ -51,10 +66,14 @@ class Trace:
 
 
 @contextmanager
-def tracing(model: nn.Module) -> Iterator[Trace]:
-    """Record inside the block. Hooks stand outside of those that shard the model: values are what neighbours see."""
-    trace = Trace()
-    recorder = _Recorder(trace)
+def tracing(
+    model: nn.Module, *, into: Trace | None = None, probes: Sequence[torch.Tensor] | None = None
+) -> Iterator[Trace]:
+    """Record inside the block, gradients by hooks; or add one of `probes`, in place of that, to each value.
+
+    Hooks stand outside of those that shard the model: values are what neighbours see."""
+    trace = Trace() if into is None else into
+    recorder = _Recorder(trace, None if probes is None else iter(probes))
     handles = []
     for name, module in model.named_modules():
         enter, leave = recorder.hooks(clean(name))
@@ -68,8 +87,8 @@ def tracing(model: nn.Module) -> Iterator[Trace]:
 
 
 class _Recorder:
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, probes: Iterator[torch.Tensor] | None) -> None:
+        self.trace, self.probes = trace, probes
         self.open: list[Call] = []
         self.counts: dict[str, int] = defaultdict(int)
 
@@ -101,6 +120,8 @@ class _Recorder:
         where = Where(call.module, call.index, side, position)
         (call.inputs if side == "input" else call.outputs).append(where)
         self.trace.values[where] = leaf.detach().clone()
+        if self.probes is not None:
+            return leaf + next(self.probes) if leaf.is_floating_point() else leaf
         if not (leaf.requires_grad and torch.is_grad_enabled()):
             return leaf
         # An input may have other readers: an alias of it gets the gradient of this module alone.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardlib._mesh import mesh as make_mesh
+from shardlib._plan import Plan
 from shardlib.engine import clip_grad_norm_, exact, no_sync, pipeline_step, plan_of, shard_model
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import is_sharded, record_of
@@ -24,23 +25,9 @@ from shardlib.engine.updates import settle
 from shardlib.errors import InputError, ShardlibError
 from shardlib.testing.equivalence.case import Case, default_loss, rows_of
 from shardlib.testing.equivalence.parts import Place
+from shardlib.testing.equivalence.trace import Trace, clean, tracing
 
-__all__ = ["Run", "Twins", "cast", "clean", "elsewhere", "is_pipeline", "named_tensors", "twins"]
-
-# Wrappers of PyTorch that put a name between a model and its parameters.
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-
-
-def clean(name: str) -> str:
-    """A parameter's or module's name as it was before PyTorch's wrappers put theirs in.
-
-    >>> clean("module.blocks.0._orig_mod.attn.weight")
-    'blocks.0.attn.weight'
-    """
-    dotted = f"{name}."
-    for wrapper in _WRAPPERS[1:]:
-        dotted = dotted.replace(wrapper, "")
-    return dotted.removeprefix(_WRAPPERS[0]).removesuffix(".")
+__all__ = ["Run", "Trained", "Twins", "cast", "elsewhere", "is_pipeline", "named_tensors", "twins"]
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
@@ -52,6 +39,30 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, 
         {first.get(clean(name), clean(name)): p for name, p in model.named_parameters()},
         {first.get(clean(name), clean(name)): b for name, b in model.named_buffers()},
     )
+
+
+class Trained(Protocol):
+    """A model that is trained, on either engine: what a comparison asks of it."""
+
+    model: nn.Module
+    output: Any
+
+    @property
+    def plan(self) -> Plan | None: ...
+
+    def begin(self, step: int) -> None: ...
+
+    def forward_backward(self, step: int, micro: int) -> torch.Tensor: ...
+
+    def clip(self) -> torch.Tensor | None: ...
+
+    def step(self) -> None: ...
+
+    def gradients(self) -> dict[str, torch.Tensor | None]: ...
+
+    def state(self) -> dict[str, torch.Tensor]: ...
+
+    def tracing(self) -> AbstractContextManager[Trace]: ...
 
 
 @dataclass(eq=False)
@@ -74,6 +85,15 @@ class Run:
     def __post_init__(self) -> None:
         self.optimizer = self.case.train(self.model.parameters())
         self.model.register_forward_hook(self._keep)
+
+    @property
+    def plan(self) -> Plan | None:
+        """That the model is sharded by; None without one."""
+        return plan_of(self.model) if is_sharded(self.model) else None
+
+    def tracing(self) -> AbstractContextManager[Trace]:
+        """Values and gradients at every module's border, of what runs inside the block."""
+        return tracing(self.model)
 
     def _keep(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if self.sharded and is_pipeline(self.model):
@@ -265,17 +285,19 @@ class Twins:
 
     case: Case
     single: Run
-    sharded: Run
+    sharded: Trained
     exact: Run | None
     place: Place
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Trained]:
         return [run for run in (self.single, self.exact, self.sharded) if run is not None]
 
 
 def twins(case: Case) -> Twins:
-    """Build the model once, copy it, and shard the copy. Every rank of the case's mesh calls it."""
+    """Build the model once, copy it, and shard the copy. Every rank of the mesh calls it; for JAX one process."""
+    if case.engine == "jax":
+        return _twins_on_jax(case)
     device_mesh = make_mesh(case.mesh)
     place = Place(case.mesh, case.mesh.coordinate(dist.get_rank()))
     single = single_device(case).to(device_mesh.device_type)
@@ -288,6 +310,15 @@ def twins(case: Case) -> Twins:
         None if exact is None else Run(case, exact),
         place,
     )
+
+
+def _twins_on_jax(case: Case) -> Twins:
+    from shardlib.testing.equivalence.on_jax import JaxRun
+
+    single = single_device(case)
+    exact = Run(case, in_dtype(copy.deepcopy(single), torch.float64)) if case.dtype is not torch.float64 else None
+    run = Run(case, single)
+    return Twins(case, run, JaxRun(case, copy.deepcopy(single), run), exact, Place(case.mesh, {}))
 
 
 def single_device(case: Case) -> nn.Module:
