@@ -29,6 +29,7 @@ test-deep: .venv/.dev
 bench: .venv/.dev .venv-peers/.peers
 	$(RUN) benchmarks/tensor_parallel.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv-peers/bin/python benchmarks/data_parallel.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-peers/bin/python benchmarks/pipeline.py $(ARGS)
 	$(RUN) benchmarks/boosters.py $(ARGS)
 	$(RUN) benchmarks/randomness.py $(ARGS)
 	$(RUN) benchmarks/proof.py $(ARGS)

@@ -21,7 +21,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ Trained = nn.Module | tuple[nn.Module, torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to take the step. `build` gives a module that maps local ids to local logits, or it and an optimizer."""
+    """One way to take the step. `build` gives a module that maps local ids to local logits, or it and an optimizer; a
+    module with a method `train_on` takes a batch forward and back by itself, and returns the loss."""
 
     name: str
     build: Callable[[Size], Trained]
@@ -88,13 +89,18 @@ class Trainee:
         """The loss, and how many milliseconds each part took."""
         clock = [time.perf_counter()]
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
-        loss = loss_of(self.model, batch)
-        clock.append(time.perf_counter())
-        self.backward(loss)
+        train_on: Any = getattr(self.model, "train_on", None)
+        if train_on is not None:  # forward and backward in one, which count as backward
+            clock.append(clock[0])
+            loss = train_on(batch)
+        else:
+            loss = loss_of(self.model, batch)
+            clock.append(time.perf_counter())
+            self.backward(loss)
         clock.append(time.perf_counter())
         self.optimizer.step()
         clock.append(time.perf_counter())
-        return loss.item(), [1e3 * (b - a) for a, b in itertools.pairwise(clock)]
+        return float(loss), [1e3 * (b - a) for a, b in itertools.pairwise(clock)]
 
     def warm_up(self, data: list[Batch]) -> None:
         start = time.perf_counter()
@@ -130,17 +136,22 @@ Explain = Callable[[list[dict[str, Any]]], list[str]]
 
 
 def compare(
-    args: argparse.Namespace, variants: list[Variant], *, seed: int, explain: Explain = lambda rows: []
+    args: argparse.Namespace,
+    variants: list[Variant],
+    *,
+    seed: int,
+    explain: Explain = lambda rows: [],
+    sizes: Mapping[str, Size] = SIZES,
 ) -> None:
-    """What both benchmarks do on each rank: measure, check the losses, print a table, write the file.
+    """What these benchmarks do on each rank: measure, check the losses, print a table, write the file.
 
     `explain` says in lines what to make of the rows of a table.
     """
     chosen = [v for v in variants if v.name in args.only] if args.only else variants
     results = {}
-    for name in SIZES if args.size == "all" else [args.size]:
-        rounds = args.rounds or (SIZES[name].rounds // 10 if args.quick else SIZES[name].rounds)
-        records = run_variants(chosen, SIZES[name], rounds=rounds, seed=seed)
+    for name in sizes if args.size == "all" else [args.size]:
+        rounds = args.rounds or (sizes[name].rounds // 10 if args.quick else sizes[name].rounds)
+        records = run_variants(chosen, sizes[name], rounds=rounds, seed=seed)
         check_losses(chosen, records)
         results[name] = summary(records)
         title = f"{name}: {rounds} rounds, {dist.get_world_size()} ranks, {chosen[0].name} = 1"
