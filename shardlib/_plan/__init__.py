@@ -6,7 +6,7 @@ from shardlib._plan.borrowed import ALONE_BYTES
 from shardlib._plan.experts import expert_rows
 from shardlib._plan.make import RulesLike, Transform, as_rules, plan
 from shardlib._plan.memory import Blocks, Memory
-from shardlib._plan.report import DryRun, Gathered, Recorded
+from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
 from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.step import LossScale, Step
 from shardlib._plan.table import Plan
@@ -26,6 +26,7 @@ __all__ = [
     "Recorded",
     "Row",
     "RulesLike",
+    "StageRun",
     "Step",
     "Traffic",
     "Transform",

@@ -17,7 +17,7 @@ from shardlib._plan.table import Plan
 from shardlib._plan.units import find_repeated, find_units, unit_of
 from shardlib.errors import PlanError
 from shardlib.rules import Rules, Stage, TensorLayout
-from shardlib.rules.stages import read_stages, resolve_stages
+from shardlib.rules.stages import Weigh, read_stages, resolve_stages
 
 __all__ = ["RulesLike", "Transform", "as_rules", "plan"]
 
@@ -26,7 +26,12 @@ Transform = Callable[[Plan], Plan]
 
 
 def plan(
-    model: nn.Module, mesh: MeshLike, rules: RulesLike | None = None, *, transforms: Sequence[Transform] = ()
+    model: nn.Module,
+    mesh: MeshLike,
+    rules: RulesLike | None = None,
+    *,
+    transforms: Sequence[Transform] = (),
+    weigh: Weigh | None = None,
 ) -> Plan:
     """How every tensor of a model lies on a mesh, in each phase of its life.
 
@@ -39,6 +44,7 @@ def plan(
         rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default what
             `layouts.for_model` finds.
         transforms: functions from plan to plan, applied in order.
+        weigh: what modules cost, for stages that are balanced by that.
 
     Raises:
         RuleError, LayoutError: the rules do not say one clear thing about this model and mesh.
@@ -55,7 +61,7 @@ def plan(
     rule_set = layouts.for_model(model) if rules is None else as_rules(rules)
     resolution = rule_set.resolve(model, shape)
     blocks, units = _find_blocks(model), find_units(model)
-    stages = _find_stages(rule_set, model, shape)
+    stages = _find_stages(rule_set, model, shape, weigh)
     rows = tuple(_row(tensor, shape, units) for tensor in resolution.tensors.values())
     refuse_what_experts_cannot(model, rows, resolution.borders.values(), shape)
     made = Plan(
@@ -88,14 +94,14 @@ def as_rules(rules: RulesLike) -> Rules:
     )
 
 
-def _find_stages(rules: Rules, model: nn.Module, mesh: MeshShape) -> tuple[Stage, ...]:
+def _find_stages(rules: Rules, model: nn.Module, mesh: MeshShape, weigh: Weigh | None) -> tuple[Stage, ...]:
     """The stages that rules name, on a mesh that has an axis for them."""
     if len(mesh.pipeline_axes) > 1:
         axes = " and ".join(f'"{axis}"' for axis in mesh.pipeline_axes)
         raise PlanError(f'Mesh "{mesh}" has the pipeline axes {axes}; a model is cut along one. Leave one out.')
     ranks = mesh.only(mesh.pipeline_axes).world_size if mesh.pipeline_axes else 1
     named = read_stages(rules.stages)
-    return resolve_stages(named, model, ranks) if named is not None and ranks > 1 else ()
+    return resolve_stages(named, model, ranks, weigh) if named is not None and ranks > 1 else ()
 
 
 def _find_blocks(model: nn.Module) -> Blocks | None:

@@ -14,7 +14,7 @@ from shardlib._plan.schedules import Timed, bubble, default_schedule, in_flight,
 if TYPE_CHECKING:
     from shardlib._plan.table import Plan
 
-__all__ = ["drawn", "facts", "stage_rows", "times", "written"]
+__all__ = ["drawn", "facts", "is_run", "stage_rows", "times", "written"]
 
 _COLOURS = {"F": "#8db7e8", "B": "#f2b38f", "I": "#f2cf8f", "W": "#a9d6a0"}
 _MEANING = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
@@ -46,7 +46,11 @@ def facts(plan: Plan) -> str:
 
 
 def stage_rows(plan: Plan) -> list[list[str]]:
-    """By stage: its rank, its modules, its parameters, and how many microbatches its rank holds."""
+    """By stage: its rank, its modules, its parameters, and how many microbatches its rank holds.
+
+    After a dry run also: operations in a step, bytes that one microbatch leaves alive, and sends on, and the most that
+    its rank has alive.
+    """
     from shardlib._plan.text import human_bytes, human_count
 
     schedule, ranks = _schedule(plan)
@@ -62,7 +66,16 @@ def stage_rows(plan: Plan) -> list[list[str]]:
         count = human_count(sum(math.prod(row.global_shape) for row in own))
         size = human_bytes(sum(row.local_bytes(plan.mesh) for row in rows))
         made.append([str(number), str(rank), names, count, size, str(held[rank])])
+        if is_run(plan) and (report := plan.report) is not None:
+            run = report.stages[number]
+            peak = human_bytes(report.ranks[rank].peak_bytes)
+            made[-1] += [human_count(run.flops), human_bytes(run.activation_bytes), human_bytes(run.sent), peak]
     return made
+
+
+def is_run(plan: Plan) -> bool:
+    """Whether a dry run has found what stages do."""
+    return plan.report is not None and len(plan.report.stages) == len(plan.stages) > 0
 
 
 def written(timed: Sequence[Sequence[Timed]], stages: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DryRun", "Gathered", "Recorded", "RunPhase", "ring_bytes"]
+__all__ = ["DryRun", "Gathered", "Recorded", "RunPhase", "StageRun", "ring_bytes"]
 
 RunPhase = Literal["forward", "backward", "outside"]
 
@@ -48,8 +48,29 @@ class Gathered:
 
 
 @dataclass(frozen=True)
+class StageRun:
+    """What one stage of a pipeline does in a training step, on the first of its ranks.
+
+    Attributes:
+        stage: its number.
+        rank: its place on the pipeline axis.
+        flops: in forward and backward of all microbatches.
+        activation_bytes: what a microbatch leaves alive between its forward and its backward, at most.
+        sent: bytes of a microbatch that go to the next stage, at most; as many gradients come back.
+    """
+
+    stage: int
+    rank: int
+    flops: int
+    activation_bytes: int
+    sent: int
+
+
+@dataclass(frozen=True)
 class DryRun:
     """One training step, forward and backward, on one rank (the first, whose pieces are the largest).
+
+    On a mesh with stages it is the rank of the pipeline axis whose peak is the highest, and `ranks` has all of them.
 
     Attributes:
         collectives: in the order in which they are issued.
@@ -57,12 +78,20 @@ class DryRun:
         start_bytes: parameters and buffers, before the step.
         peak_bytes: the most that live tensors take at any one time: parameters, buffers, gradients, activations and
             buckets; not optimizer state (see `Plan.memory`), not a kernel's own scratch space.
+        flops: floating-point operations of matrix products, convolutions and attention on this rank.
+        activation_bytes: what forward leaves alive for backward, the output included, where there are no stages.
+        stages: of a pipeline.
+        ranks: the dry runs of all ranks of a pipeline axis, in its order.
     """
 
     collectives: tuple[Recorded, ...]
     gathered: tuple[Gathered, ...]
     start_bytes: int
     peak_bytes: int
+    flops: int = 0
+    activation_bytes: int = 0
+    stages: tuple[StageRun, ...] = ()
+    ranks: tuple[DryRun, ...] = ()
 
     def count(self, *, kind: str | None = None, axis: str | None = None, phase: RunPhase | None = None) -> int:
         """How many collectives there are of a kind, over an axis, in a phase."""

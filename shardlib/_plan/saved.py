@@ -10,7 +10,7 @@ import torch
 
 from shardlib._mesh import MeshShape
 from shardlib._plan.memory import Blocks
-from shardlib._plan.report import DryRun, Gathered, Recorded
+from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
 from shardlib._plan.rows import PHASES, Row
 from shardlib._plan.step import LossScale, Step
 from shardlib.errors import PlanError
@@ -45,7 +45,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         **({"stages": [dataclasses.asdict(stage) for stage in plan.stages]} if plan.stages else {}),
         "rows": [_row_data(row) for row in plan.rows],
         "borders": [_border_data(border) for border in plan.borders],
-        "report": dataclasses.asdict(plan.report) if plan.report else None,
+        "report": _report_data(plan.report) if plan.report else None,
     }
 
 
@@ -162,10 +162,27 @@ def _step(data: dict[str, Any]) -> Step:
     return Step(**fields | ({"scaler": LossScale(**data["scaler"])} if "scaler" in data else {}))
 
 
+def _report_data(report: DryRun) -> dict[str, Any]:
+    """Without what only pipelines have, where there is none."""
+    data = dataclasses.asdict(report)
+    return {key: value for key, value in data.items() if value or key not in ("stages", "ranks")}
+
+
 def _report(data: dict[str, Any]) -> DryRun:
     collectives = tuple(Recorded(**c | {"axes": tuple(c["axes"])}) for c in data["collectives"])
     gathered = tuple(Gathered(**g) for g in data["gathered"])
-    return DryRun(collectives, gathered, data["start_bytes"], data["peak_bytes"])
+    stages = tuple(StageRun(**stage) for stage in data.get("stages", ()))
+    ranks = tuple(map(_report, data.get("ranks", ())))
+    return DryRun(
+        collectives,
+        gathered,
+        data["start_bytes"],
+        data["peak_bytes"],
+        data.get("flops", 0),
+        data.get("activation_bytes", 0),
+        stages,
+        ranks,
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

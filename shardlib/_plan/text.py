@@ -46,7 +46,10 @@ __all__ = [
     "tables",
 ]
 
-NUMBERS = frozenset({"per rank", "calls", "bytes each", "bytes", "tensors", "times"})
+NUMBERS = frozenset(
+    {"per rank", "calls", "bytes each", "bytes", "tensors", "times"}
+    | {"FLOPs", "activations of one", "sent on", "peak of its rank"}
+)
 """Columns that read better from the right."""
 
 Part: TypeAlias = tuple[str, list[str], list[list[str]]]
@@ -127,12 +130,15 @@ def setting_text(value: object) -> str:
 def report_lines(report: DryRun) -> Iterator[str]:
     """A dry run in sentences."""
     sent = sum(c.sent for c in report.collectives)
+    whose = " of the rank with the highest peak" if report.ranks else ""
+    kept = f", {human_bytes(report.activation_bytes)} of activations after forward" if report.activation_bytes else ""
+    counted = f"; {human_count(report.flops)} floating-point operations" if report.flops else ""
     yield (
-        f"One training step: {report.count()} collectives, {human_bytes(report.bytes())} put in by a rank, "
+        f"One training step{whose}: {report.count()} collectives, {human_bytes(report.bytes())} put in by a rank, "
         f"{human_bytes(sent)} sent as rings; tensors alive {human_bytes(report.start_bytes)} before it, "
-        f"{human_bytes(report.peak_bytes)} at the peak, without optimizer state"
+        f"{human_bytes(report.peak_bytes)} at the peak, without optimizer state{kept}{counted}"
     )
-    if not report.gathered:
+    if not any(each.gathered for each in (report, *report.ranks)):
         yield "Every op has a proven sharding strategy; none is gathered."
 
 
@@ -187,7 +193,9 @@ def tables(plan: Plan, *, fold: bool = True) -> Iterator[Part]:
     """The plan as tables of text: (title, columns, rows), those that have rows."""
     parts = [_tensors(plan, fold), _borders(plan), _stages(plan), _traffic(plan)]
     if plan.report is not None:
-        parts += [_collectives(plan.report), _gathered(plan.report)]
+        for place, report in enumerate(plan.report.ranks):
+            parts.append(_collectives(report, f", rank {place} of {','.join(plan.mesh.pipeline_axes)}"))
+        parts += [*([] if plan.report.ranks else [_collectives(plan.report)]), _gathered(plan.report)]
     yield from (part for part in parts if part[2])
 
 
@@ -238,6 +246,7 @@ def _borders(plan: Plan) -> Part:
 
 def _stages(plan: Plan) -> Part:
     columns = ["stage", "rank", "modules", "parameters", "per rank", "microbatches held"]
+    columns += ["FLOPs", "activations of one", "sent on", "peak of its rank"] if pictures.is_run(plan) else []
     return "Stages of the pipeline", columns, pictures.stage_rows(plan) if plan.stages else []
 
 
@@ -247,7 +256,8 @@ def _causeless(border: Border) -> Hashable:
 
 def _caused(report: DryRun) -> dict[str, tuple[str, ...]]:
     """By module: what it makes ranks say to each other."""
-    counted = Counter((c.module, f"{c.kind} over {_axes(c)}, {c.phase}") for c in report.collectives if c.module)
+    found_by = [each for one in report.ranks or (report,) for each in one.collectives if each.module]
+    counted = Counter((c.module, f"{c.kind} over {_axes(c)}, {c.phase}") for c in found_by)
     found: dict[str, tuple[str, ...]] = {}
     for (module, what), n in counted.items():
         found[module] = (*found.get(module, ()), f"{what} x{n}" if n > 1 else what)
@@ -263,7 +273,7 @@ def _traffic(plan: Plan) -> Part:
     return "Sent by one rank over data axes in a training step", columns, rows
 
 
-def _collectives(report: DryRun) -> Part:
+def _collectives(report: DryRun, whose: str = "") -> Part:
     counted = Counter(report.collectives).items()
     groups = fold_items(counted, name=lambda item: item[0].module, same=_same_collective)
 
@@ -274,7 +284,7 @@ def _collectives(report: DryRun) -> Part:
         return [group.title or _nameless(what), what.phase, what.kind, _axes(what), *sizes]
 
     columns = ["caused by", "phase", "collective", "over", "calls", "bytes each", "bytes"]
-    return "Collectives of one training step", columns, [cells(group) for group in groups]
+    return f"Collectives of one training step{whose}", columns, [cells(group) for group in groups]
 
 
 def _nameless(what: Recorded) -> str:
@@ -287,7 +297,7 @@ def _same_collective(item: tuple[Recorded, int]) -> Hashable:
 
 
 def _gathered(report: DryRun) -> Part:
-    counted = Counter(report.gathered).items()
+    counted = Counter(each for one in report.ranks or (report,) for each in one.gathered).items()
     groups = fold_items(counted, name=lambda item: item[0].module, same=lambda i: (i[0].op, i[0].reason, i[1]))
 
     def cells(group: Folded[tuple[Gathered, int]]) -> list[str]:

@@ -12,7 +12,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,9 +38,11 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
     return_and_correct_aliasing,
 )
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "AsyncTensor",
@@ -71,6 +73,7 @@ __all__ = [
     "fake_tensors",
     "fake_world",
     "flattened",
+    "flop_formulas",
     "forget_global_hooks",
     "forget_meshes",
     "forget_with_meshes",
@@ -708,27 +711,137 @@ _WORLD_TABLES = (
 _FIRST_FAKE_GROUP = 1_000_000_000
 
 
+class _Remembering(FakeTensorMode):
+    """Gives the same tensor again where an op was called with the same ones: each op of fake tensors (2.13.0) costs as
+    much as a small block computes, and every microbatch goes the same way.
+
+    Not where autograd would write its history into what is given, and not for ops that change what they are given.
+    """
+
+    most = 10_000
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._made: dict[Any, tuple[Any, Any, Any]] = {}
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = None if func in _FRESH else _call_key(func, args, kwargs or {})
+        if key is None:
+            return super().dispatch(func, types, args, kwargs or {})
+        known = self._made.get(key)
+        if known is not None and known[1] == (known[0].shape, known[0].stride()):  # nobody has reshaped it in place
+            return known[0]
+        made = super().dispatch(func, types, args, kwargs or {})
+        if isinstance(made, FakeTensor):
+            if len(self._made) >= self.most:
+                self._made.clear()
+            self._made[key] = made, (made.shape, made.stride()), (args, kwargs)  # whose identities are in the key
+        return made
+
+
+# Asked for a new tensor, often to be changed or to be told from its source.
+_FRESH = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+
+
+@functools.cache
+def _gives_what_it_was_given(op: Any) -> bool:
+    """An op in place, or a view: autograd notes in its result whose it is."""
+    return op._schema.is_mutable or any(each.alias_info is not None for each in op._schema.returns)
+
+
+def _call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What calls with the same result have in common; None where there may be none."""
+    if not isinstance(func, torch._ops.OpOverload) or _gives_what_it_was_given(func):
+        return None
+    leaves: list[Any] = [func, *kwargs]
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, FakeTensor):
+            leaves.append(id(arg))
+        elif isinstance(arg, torch.Tensor):
+            leaves.append((arg.shape, arg.stride(), arg.dtype, arg.device))
+        elif isinstance(arg, list | tuple):
+            if any(isinstance(each, torch.Tensor | list | tuple) for each in arg):
+                return None
+            leaves.append(tuple(arg))
+        else:
+            leaves.append((type(arg), arg))
+        if isinstance(arg, torch.Tensor) and arg.requires_grad:
+            return None
+    return tuple(leaves)
+
+
+class _DryMode(FakeTensorMode):
+    """Of a dry run."""
+
+
+class _Marking(TorchDispatchMode):
+    """In a dry run, in which no tensor has values, tells those that would have none in a real run either.
+
+    They are marked: what is made while `depth` is not zero, and what comes of marked ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) or t is AsyncTensor for t in types):
+            return NotImplemented
+        made = op(*args, **(kwargs or {}))
+        if self.depth or any(is_imagined(leaf) for leaf in _fakes((args, kwargs))):
+            for leaf in _fakes(made):
+                leaf._shardlib_imagined = True
+        return made
+
+
+def _fakes(tree: Any) -> Iterator[Any]:
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, FakeTensor))
+
+
+class _Marked:
+    """What `imagining` gives in a dry run; it can be entered many times."""
+
+    def __init__(self, mode: _Marking) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._mode.depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._mode.depth -= 1
+
+    def from_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self:
+            return tensor.detach()
+
+
 @contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Tensors made inside have shape, dtype and device, and no values. Real ones may meet them."""
+def fake_tensors(*, with_stages: bool = False) -> Iterator[None]:
+    """Tensors made inside have shape, dtype and device, and no values. Real ones may meet them.
+
+    `with_stages` lets `is_imagined` tell which of them would have none in a real run either.
+    """
     give_fused_splits_real_offsets()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _DryMode(allow_non_fake_inputs=True), _Marking() if with_stages else nullcontext():
         yield
 
 
 def imagining() -> Any:
     """A context of its own in which tensors have no values; what is made there stays so outside of it."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    marking = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Marking)), None)
+    return _Remembering(allow_non_fake_inputs=True) if marking is None else _Marked(marking)
 
 
 def is_imagined(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape, a dtype and a device, and no values."""
-    return isinstance(tensor, FakeTensor)
+    """Whether a tensor has a shape, a dtype and a device, and no values; in a dry run, whether it would have none."""
+    if isinstance(tensor, FakeTensor):
+        return not isinstance(tensor.fake_mode, _DryMode) or hasattr(tensor, "_shardlib_imagined")
+    return False
 
 
 def imagined_in(mode: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """What makes a tensor without values of one that has some."""
-    return lambda tensor: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach())
+    return lambda tensor: tensor if is_imagined(tensor) else mode.from_tensor(tensor.detach())
 
 
 def recording_imagined(record: Callable[[Any, Any, Any], Any]) -> AbstractContextManager[Any]:
@@ -810,8 +923,8 @@ def fake_tensor_errors() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def fake_world(axes: Mapping[str, int], device_type: str) -> Iterator[DeviceMesh]:
-    """Be rank 0 of as many ranks as a mesh has, all others imagined; collectives return at once.
+def fake_world(axes: Mapping[str, int], device_type: str, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Be one rank, by default the first, of as many as a mesh has, all others imagined; collectives return at once.
 
     Real process groups of this process, the default one included, are out of sight inside the block and back after
     it. What DTensor has cached names meshes, and a real and a fake mesh of one shape are equal to it: caches are
@@ -826,8 +939,8 @@ def fake_world(axes: Mapping[str, int], device_type: str) -> Iterator[DeviceMesh
         setattr(c10d, name, _FIRST_FAKE_GROUP if isinstance(value, int) else type(value)())
     try:
         world = math.prod(axes.values())
-        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=world)
-        yield _fake_mesh(axes, device_type)
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world)
+        yield _fake_mesh(axes, device_type, rank)
     finally:
         for name in list(c10d._world.pg_names.values()):
             c10d._unregister_process_group(name)
@@ -837,14 +950,27 @@ def fake_world(axes: Mapping[str, int], device_type: str) -> Iterator[DeviceMesh
         dtensor_random._rng_tracker = tracker
 
 
-def _fake_mesh(axes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    """Only the groups of rank 0 are made, so that a mesh of many thousand ranks costs nothing."""
+def _fake_mesh(axes: Mapping[str, int], device_type: str, rank: int) -> DeviceMesh:
+    """Only the groups of this rank are made, so that a mesh of many thousand ranks costs nothing."""
     ranks = torch.arange(math.prod(axes.values())).view(*axes.values())
+    place = (ranks == rank).nonzero()[0].tolist()
     groups = []
     for dim in range(ranks.ndim):
-        row = ranks[tuple(slice(None) if other == dim else 0 for other in range(ranks.ndim))]
+        row = ranks[tuple(slice(None) if other == dim else place[other] for other in range(ranks.ndim))]
         groups.append(dist.new_group(row.tolist()))
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(axes))
+
+
+@functools.cache
+def flop_formulas() -> Mapping[Any, Callable[..., int]]:
+    """PyTorch's own, and for the CPU's attention (missing in 2.13.0) those of the same kernel elsewhere."""
+    aten = torch.ops.aten
+    forward, backward = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
+    on_cpu = {
+        aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[forward],
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[backward],
+    }
+    return {**on_cpu, **flop_registry}
 
 
 def op_database() -> list[Any]:

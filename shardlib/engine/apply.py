@@ -45,7 +45,7 @@ from shardlib.engine.exchange import Peers, Scratch
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, local_of, remember
 from shardlib.engine.linear import compute_locally, is_linear
-from shardlib.engine.pipeline import stages
+from shardlib.engine.pipeline import stages, weigh
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute, recompute
 from shardlib.engine.region import Casting, Root, install_region
@@ -92,6 +92,7 @@ def shard_model(
     rng: str = "fast",
     global_batch_norm: bool = True,
     bucket_mb: float | None = None,
+    example: Any = None,
 ) -> nn.Module:
     """Shard a model by rules, in place; the training loop stays as it is.
 
@@ -119,6 +120,8 @@ def shard_model(
             examples as any other. "fast" is PyTorch's own: another stream for each data rank.
         global_batch_norm: in training, BatchNorm uses the statistics of all data ranks' examples, as one device would.
         bucket_mb: megabytes that travel in one collective over the data axes; by default what the plan says, 25.
+        example: the batch of one data rank, only for stages that are weighed with it: `Balanced(by="flops")` and
+            `Balanced(by="time")`. Its values do not matter.
 
     Returns:
         The same model. On an error it is as it was before.
@@ -139,7 +142,7 @@ def shard_model(
     exact.check_mode(rng)
     device_mesh = mesh(mesh_)
     _refuse_unfit(model)
-    the_plan = _planned(model, device_mesh, rules, transforms)
+    the_plan = _planned(model, device_mesh, rules, transforms, example)
     if bucket_mb is not None:
         the_plan = the_plan.replace(step=the_plan.step.replace(bucket_mb=bucket_mb))
     return apply_plan(
@@ -455,7 +458,7 @@ class _Build:
         scaled = self.plan.step.scaler is not None
         special = any(one.master_dtype or one.hosted for one in held)
         asked_of_optimizers = scaled or self.plan.step.accumulate > 1 or special
-        if self.model_axes or self.data_axes or asked_of_optimizers:
+        if self.model_axes or self.data_axes or asked_of_optimizers or self.kept is not None:
             optimizer.look_after(self.model.parameters(), self.shape.data_ranks, reducer, scaled=scaled)
         late = self.plan.repeated if self.plan.step.overlap else ()
         self.updates = update_in_parts(held, scratch, bucket_bytes=bucket_bytes, late=late)
@@ -768,7 +771,10 @@ def _read(source: Any, slices: tuple[tuple[slice, ...], ...]) -> torch.Tensor:
     return read(())
 
 
-def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: Sequence[Any]) -> Plan:
+def _planned(
+    model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: Sequence[Any], example: Any = None
+) -> Plan:
+    weigh.refuse_idle_example(rules, example)
     if isinstance(rules, Plan):
         if rules.mesh != MeshShape.of(device_mesh):
             raise PlanError(
@@ -776,7 +782,13 @@ def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: 
                 f'"{MeshShape.of(device_mesh)}". Make the plan again for this mesh: shardlib.plan(model, mesh, rules).'
             )
         return rules
-    return plan(model, device_mesh, layouts.for_model(model) if rules is None else rules, transforms=transforms)
+    return plan(
+        model,
+        device_mesh,
+        layouts.for_model(model) if rules is None else rules,
+        transforms=transforms,
+        weigh=weigh.measuring(example, device_here(device_mesh.device_type), device_mesh),
+    )
 
 
 def is_sharded(model: nn.Module) -> bool:

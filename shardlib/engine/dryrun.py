@@ -7,6 +7,7 @@ whose other ranks are imagined. What is recorded is therefore what a real run do
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,11 @@ from shardlib._plan import DryRun, Plan, RulesLike, Transform
 from shardlib.engine import _torch, ops
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import apply_plan, is_sharded
+from shardlib.engine.pipeline import imagined as stages
+from shardlib.engine.pipeline.cut import shape_with_stages
 from shardlib.engine.pipeline.stages import has_pipeline
-from shardlib.engine.recording import record_collectives
+from shardlib.engine.pipeline.weigh import counting
+from shardlib.engine.recording import Recording, record_collectives
 from shardlib.errors import PlanError
 
 __all__ = ["dry_run", "plan", "run_step"]
@@ -63,10 +67,11 @@ def plan(
     >>> p["0.weight"].local_shape(p.mesh), p.memory().parameters
     ((4, 4), 160)
     """
-    made = _plan.plan(model, mesh, rules, transforms=transforms)
+    device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
+    weigh = counting(example, torch.device(device_type))
+    made = _plan.plan(model, mesh, rules, transforms=transforms, weigh=weigh)
     if example is None:
         return made
-    device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
     return made.replace(report=dry_run(model, made, example, device_type=device_type))
 
 
@@ -88,11 +93,7 @@ def dry_run(model: nn.Module, plan: Plan, example: Any, *, device_type: str = "c
     """
     _refuse_sharded(model)
     if has_pipeline(plan):
-        raise PlanError(
-            f'The plan is for mesh "{plan.mesh}", whose ranks run different stages, and a dry run is that of one rank. '
-            "Plan without example=, which shows the stages and how long ranks stand idle; or dry-run the mesh without "
-            "its pipeline axis."
-        )
+        return _of_stages(model, plan, example, device_type)
     args, kwargs = _arguments(example)
     with _imagined(plan, device_type) as mesh:
         fake = _fake_copy(model, device_type)
@@ -100,18 +101,40 @@ def dry_run(model: nn.Module, plan: Plan, example: Any, *, device_type: str = "c
         apply_plan(fake, plan, mesh, check=False)
         run_step(fake, args, kwargs)
         with record_collectives(fake, mesh=mesh) as log:
-            run_step(fake, args, kwargs)
-        return log.report()
+            left = run_step(fake, args, kwargs, log)
+        return dataclasses.replace(log.report(), activation_bytes=left)
 
 
-def run_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Forward and backward as a dry run does them; gradients are left in place, earlier ones are dropped first."""
+def _of_stages(model: nn.Module, plan: Plan, example: Any, device_type: str) -> DryRun:
+    """One rank of the pipeline after the other, each by the schedule."""
+    found: list[DryRun] = []
+    for rank in plan.mesh.groups(plan.mesh.only(plan.mesh.pipeline_axes).names)[0]:
+        with _imagined(plan, device_type, rank) as mesh:
+            fake = _fake_copy(model, device_type)
+            batch = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, device_type), example)
+            apply_plan(fake, plan, mesh, check=False)
+            stages.run(fake, plan, batch)
+            with record_collectives(fake, mesh=mesh) as log:
+                own = stages.run(fake, plan, batch, log)
+            found.append(dataclasses.replace(log.report(), stages=own))
+    every = [stage for report in found for stage in report.stages]
+    largest = max(found, key=lambda report: report.peak_bytes)
+    return dataclasses.replace(largest, stages=tuple(sorted(every, key=lambda s: s.stage)), ranks=tuple(found))
+
+
+def run_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], log: Recording | None = None) -> int:
+    """Forward and backward as a dry run does them; gradients are left in place, earlier ones are dropped first.
+
+    Returns what forward leaves alive for backward and for its caller, in bytes; 0 where nothing is recorded.
+    """
     for parameter in model.parameters():
         parameter.grad = None
     outputs = [t for t in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     roots = [t for t in outputs if t.ndim == 0] or outputs
+    left = log.live.now - log.start_bytes if log is not None else 0
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+    return left
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -142,10 +165,11 @@ def _refuse_sharded(model: nn.Module) -> None:
 
 
 @contextmanager
-def _imagined(plan: Plan, device_type: str) -> Iterator[DeviceMesh]:
+def _imagined(plan: Plan, device_type: str, rank: int = 0) -> Iterator[DeviceMesh]:
     """Fake tensors and fake ranks; what the engine switches on inside is off again after it."""
-    world = _torch.fake_world(dict(plan.mesh.items()), device_type)
-    with ops.restored(), world as mesh, _explained(plan), _torch.fake_tensors():
+    shape = shape_with_stages(plan.mesh) if has_pipeline(plan) else plan.mesh
+    world = _torch.fake_world(dict(shape.items()), device_type, rank)
+    with ops.restored(), world as mesh, _explained(plan), _torch.fake_tensors(with_stages=has_pipeline(plan)):
         yield mesh
 
 

@@ -20,6 +20,7 @@ from shardlib._mesh import MeshShape
 from shardlib._plan.report import DryRun, Gathered, Recorded, RunPhase
 from shardlib.engine import _torch, ops
 from shardlib.engine._torch import TorchDispatchMode, is_traceable_wrapper_subclass, pytree
+from shardlib.engine.flops import operations_of
 
 __all__ = ["Recording", "record_collectives"]
 
@@ -52,12 +53,14 @@ class Recording:
         gathered: ops that no proven sharding rule covered, in order.
         start_bytes: parameters and buffers when recording began, local bytes.
         peak_bytes: the most that was alive at any time, counting these and every tensor that an op made since.
+        flops: floating-point operations of matrix products, convolutions and attention.
         live: the count of bytes as it goes on.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.collectives: list[Recorded] = []
         self.gathered: list[Gathered] = []
+        self.flops = 0
         self.live = _LiveBytes()
         for tensor in (*model.parameters(), *model.buffers()):
             self.live.add(_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach())
@@ -69,7 +72,7 @@ class Recording:
 
     def report(self) -> DryRun:
         """The same as a value, which prints in a plan and compares."""
-        return DryRun(tuple(self.collectives), tuple(self.gathered), self.start_bytes, self.peak_bytes)
+        return DryRun(tuple(self.collectives), tuple(self.gathered), self.start_bytes, self.peak_bytes, self.flops)
 
 
 @contextmanager
@@ -115,6 +118,7 @@ class _Recorder(TorchDispatchMode):
         kind = _KIND_OF_OP.get(_torch.collective_name(func) or "")
         if kind is not None:
             self._record(kind, {**_torch.named_arguments(func, args), **(kwargs or {})})
+        self.recording.flops += operations_of(func, args, kwargs or {}, result)
         self.recording.live.add_all(result)
         return result
 

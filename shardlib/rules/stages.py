@@ -2,6 +2,7 @@
 
     "embed, blocks.0-3 | blocks.4-7, norm, head"    stages between bars, names of modules between commas
     Balanced()                                      runs of modules with about equally many parameters
+    Balanced(by="flops")                            runs of modules that compute about equally much
     Balanced([3, 5])                                so many blocks on each stage
 
 A name is a pattern as in rules, in which `4-7` stands for the numbers from 4 to 7; of what it matches, the outermost
@@ -12,20 +13,26 @@ that has no module for it. Modules without parameters that no stage names run on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
 from shardlib.errors import RuleError, nearest
 from shardlib.rules.patterns import NameIndex, compile_pattern
 
-__all__ = ["Balanced", "Stage", "StagesLike", "read_stages", "resolve_stages"]
+__all__ = ["Balanced", "By", "Stage", "StagesLike", "Weigh", "read_stages", "resolve_stages"]
+
+By = Literal["params", "flops", "time"]
+
+Weigh = Callable[[nn.Module, Sequence[str], By], Sequence[float]]
+"""What modules of these names weigh, by "flops" or "time": it runs them, on an example that it has been given."""
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _ON_EACH = re.compile(r"(\d+) on each rank")
+_BY = re.compile(r"^by\s*=\s*")
 _BALANCED = re.compile(r"balanced(?:\((.*)\))?", re.IGNORECASE)
 
 
@@ -58,7 +65,11 @@ class Balanced:
         counts: how many of the model's repeated blocks each stage gets; what precedes the first block is on the first
             stage, what follows the last on the last. Without it, stages are cut so that the heaviest is as light as
             it can be.
-        by: what weighs: "params", the number of parameters.
+        by: what weighs: "params", the number of parameters; "flops", the operations of a forward on the example that
+            `plan` or `shard_model` is given, counted without values; "time", the seconds that forward and backward of
+            each module take, alone and on zeros of the example's shapes, on the device of rank 0, where `shard_model`
+            measures them. An embedding has many parameters and costs next to nothing: by flops and time it goes along
+            with others.
         per_rank: how many stages each rank of the pipeline gets, for schedules that interleave them.
 
     Raises:
@@ -69,18 +80,21 @@ class Balanced:
     """
 
     counts: tuple[int, ...] = ()
-    by: Literal["params"] = "params"
+    by: By = "params"
     per_rank: int = 1
 
-    def __init__(self, counts: Iterable[int] = (), *, by: Literal["params"] = "params", per_rank: int = 1) -> None:
+    def __init__(self, counts: Iterable[int] = (), *, by: By = "params", per_rank: int = 1) -> None:
         counts = tuple(counts)
         if wrong := [count for count in counts if type(count) is not int or count < 0]:
             raise RuleError(
                 f"Balanced was given the count {wrong[0]!r}; give numbers of blocks, one for each stage, as in "
                 "Balanced([3, 5])."
             )
-        if by != "params":
-            raise RuleError(f'Balanced was given by={by!r}; give "params", or say how many blocks: Balanced([3, 5]).')
+        if by not in get_args(By) or (counts and by != "params"):
+            raise RuleError(
+                f'Balanced was given by={by!r}{" and counts" * bool(counts)}; give "params", "flops" or "time", or say '
+                "how many blocks: Balanced([3, 5])."
+            )
         if type(per_rank) is not int or per_rank < 1 or (counts and per_rank > 1):
             raise RuleError(
                 f"Balanced was given per_rank={per_rank!r}; give a number from 1 up, and only where no counts say how "
@@ -113,8 +127,8 @@ def read_stages(given: StagesLike) -> str | Balanced | None:
 
     >>> read_stages(["embed, blocks.0-3", "blocks.4-7, head"])
     'embed, blocks.0-3 | blocks.4-7, head'
-    >>> read_stages("balanced(3, 5)")
-    Balanced([3, 5])
+    >>> read_stages("balanced(3, 5)"), read_stages('balanced(by="flops")')
+    (Balanced([3, 5]), Balanced(by="flops"))
     """
     if given is None or isinstance(given, Balanced):
         return given
@@ -137,7 +151,7 @@ def read_stages(given: StagesLike) -> str | Balanced | None:
 
 
 def _read_balanced(inside: str) -> Balanced:
-    words = [word.strip().strip('"') for word in inside.split(",") if word.strip()]
+    words = [_BY.sub("", word.strip()).strip("\"'") for word in inside.split(",") if word.strip()]
     if words and all(word.isdecimal() for word in words):
         return Balanced(int(word) for word in words)
     per_rank = 1
@@ -173,8 +187,16 @@ def _expanded(item: str) -> list[str]:
 # --- on a model -------------------------------------------------------------------------------------------------------
 
 
-def resolve_stages(given: str | Balanced, model: nn.Module, ranks: int) -> tuple[Stage, ...]:
+def resolve_stages(
+    given: str | Balanced, model: nn.Module, ranks: int, weigh: Weigh | None = None
+) -> tuple[Stage, ...]:
     """The stages of a model for a pipeline axis of so many ranks.
+
+    Args:
+        given: names, or how to balance.
+        model: that is cut.
+        ranks: of the pipeline axis.
+        weigh: what modules cost, where that has to be found by running them.
 
     Raises:
         RuleError: a name that matches nothing; a module in two stages; parameters in none; blocks in an order in which
@@ -186,7 +208,7 @@ def resolve_stages(given: str | Balanced, model: nn.Module, ranks: int) -> tuple
     >>> [stage.modules for stage in resolve_stages(Balanced(), model, 2)]
     [('0',), ('2', '3')]
     """
-    stages = _balanced(given, model, ranks) if isinstance(given, Balanced) else _named(given, model)
+    stages = _balanced(given, model, ranks, weigh) if isinstance(given, Balanced) else _named(given, model)
     shown = given if isinstance(given, str) else repr(given)
     _check_count(shown, len(stages), ranks)
     _check_nesting(shown, stages)
@@ -236,13 +258,12 @@ def _called(name: str, modules: dict[str, nn.Module]) -> Iterator[str]:
 # --- balance ----------------------------------------------------------------------------------------------------------
 
 
-def _balanced(given: Balanced, model: nn.Module, ranks: int) -> tuple[Stage, ...]:
+def _balanced(given: Balanced, model: nn.Module, ranks: int, weigh: Weigh | None) -> tuple[Stage, ...]:
     blocks = _repeated(model)
     every = _units(model, "", _holders(blocks))
     units = [(name, unit) for name, unit in every if any(True for _ in unit.parameters())]
     if given.counts:
         return _by_counts(given, units, blocks)
-    weights = [sum(param.numel() for param in unit.parameters()) for _, unit in units]
     count = ranks * given.per_rank
     if len(units) < count:
         raise RuleError(
@@ -250,10 +271,29 @@ def _balanced(given: Balanced, model: nn.Module, ranks: int) -> tuple[Stage, ...
             f"apart, and {count} stages are wanted. Use fewer ranks, or name the stages: "
             'stages="embed, blocks.0-3 | ...".'
         )
-    runs = _partition(weights, count)
+    runs = _partition(_weights(given, model, units, weigh), count)
     return tuple(
         Stage(tuple(name for name, _ in units[a:b]), _directly(model, units, a, b)) for a, b in pairwise((0, *runs))
     )
+
+
+def _weights(
+    given: Balanced, model: nn.Module, units: Sequence[tuple[str, nn.Module]], weigh: Weigh | None
+) -> Sequence[float]:
+    if given.by == "params":
+        return [sum(param.numel() for param in unit.parameters()) for _, unit in units]
+    if weigh is None:
+        raise RuleError(
+            f"stages={given!r} weighs modules by running them, and no example was given. Give the batch of one data "
+            'rank as example=, to plan or shard_model; or use Balanced(by="params").'
+        )
+    found = weigh(model, [name for name, _ in units], given.by)
+    if not any(found):
+        raise RuleError(
+            f"stages={given!r}: none of the modules that can stand apart computes anything on the example "
+            f'({", ".join(name for name, _ in units[:3])}, ...). Use Balanced(by="params"), or name the stages.'
+        )
+    return found
 
 
 def _by_counts(given: Balanced, units: list[tuple[str, nn.Module]], blocks: list[str]) -> tuple[Stage, ...]:
@@ -315,7 +355,7 @@ def _directly(model: nn.Module, units: list[tuple[str, nn.Module]], start: int, 
     return tuple(found)
 
 
-def _partition(weights: Sequence[int], count: int) -> list[int]:
+def _partition(weights: Sequence[float], count: int) -> list[int]:
     """Where runs end, so that the heaviest run is as light as can be.
 
     best[k][i] is the least that the heaviest of k runs of the first i weights can be: the minimum over j < i of
@@ -325,7 +365,7 @@ def _partition(weights: Sequence[int], count: int) -> list[int]:
     [2, 4]
     """
     n = len(weights)
-    until = [0]
+    until = [0.0]
     for weight in weights:
         until.append(until[-1] + weight)
     worst = float("inf")

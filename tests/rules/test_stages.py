@@ -134,6 +134,6 @@ def test_counts_that_are_none():
     assert refusal(lambda: sl.Balanced([1, -2])) == (
         "Balanced was given the count -2; give numbers of blocks, one for each stage, as in Balanced([3, 5])."
     )
-    assert refusal(lambda: sl.Balanced(by="flops")) == (  # type: ignore[arg-type]
-        "Balanced was given by='flops'; give \"params\", or say how many blocks: Balanced([3, 5])."
+    assert refusal(lambda: sl.Balanced(by="weight")) == (  # type: ignore[arg-type]
+        'Balanced was given by=\'weight\'; give "params", "flops" or "time", or say how many blocks: Balanced([3, 5]).'
     )

@@ -23,7 +23,7 @@ from shardlib.engine import _torch
 from shardlib.errors import PlanError
 from shardlib.rules import Stage
 
-__all__ = ["Place", "imagined_copy", "mesh_with_stages", "of_stages", "remove_foreign"]
+__all__ = ["Place", "imagined_copy", "mesh_with_stages", "of_stages", "remove_foreign", "shape_with_stages"]
 
 
 class Place:
@@ -77,9 +77,16 @@ class Place:
 def mesh_with_stages(given: DeviceMesh) -> DeviceMesh:
     """A mesh that has more axes than the one of the pipeline, so that a stage has a mesh of its own."""
     shape = MeshShape.of(given)
-    if set(shape.names) - set(shape.pipeline_axes):
-        return given
-    return mesh(MeshShape({"dp": 1, **dict(shape.items())}), device_type=given.device_type)
+    wanted = shape_with_stages(shape)
+    return given if wanted == shape else mesh(wanted, device_type=given.device_type)
+
+
+def shape_with_stages(shape: MeshShape) -> MeshShape:
+    """
+    >>> shape_with_stages(MeshShape("pp=2"))
+    MeshShape("dp=1,pp=2")
+    """
+    return shape if set(shape.names) - set(shape.pipeline_axes) else MeshShape({"dp": 1, **dict(shape.items())})
 
 
 def of_stages(plan: Plan, place: Place, shape: MeshShape) -> Plan:

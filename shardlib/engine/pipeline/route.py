@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MethodType
 from typing import Any
 
@@ -59,6 +60,11 @@ class Gate:
     call: int
     module: str
     messages: tuple[Message, ...]
+
+    @cached_property
+    def lacks_first(self) -> bool:
+        """Whether all that is lacking is the first argument, as between blocks of most models."""
+        return [each.path for each in self.messages] == ["[0][0]"]
 
 
 @dataclass(eq=False)
@@ -208,9 +214,11 @@ class Route:
 
     def _can_call(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether a module of another stage can be called here as well as there."""
-        return name in self._everywhere and all(map(has_values, pytree.tree_leaves((args, kwargs))))
+        return name in self._everywhere and _all_have_values(args, kwargs)
 
     def _entering(self, one: _Pass, gate: Gate, name: str, args: Any, kwargs: Any) -> Any:
+        if gate.lacks_first and args and self.region is None:
+            return (one.received[0], *args[1:]), kwargs
         given = {message.path: value for message, value in zip(gate.messages, one.received, strict=True)}
         flat, spec = pytree.tree_flatten_with_path((args, kwargs))
         leaves = [given.pop(pytree.keystr(path), leaf) for path, leaf in flat]
@@ -223,7 +231,10 @@ class Route:
         return pytree.tree_unflatten(leaves, spec)
 
     def _leaving(self, one: _Pass, gate: Gate, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
-        found = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]}
+        if gate.lacks_first and args:
+            found = {gate.messages[0].path: args[0]}
+        else:
+            found = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]}
         values = []
         for message in gate.messages:
             value = found.get(message.path)
@@ -237,7 +248,7 @@ class Route:
         return tuple(values)
 
     def _refuse_fakes(self, one: _Pass, name: str, args: Any, kwargs: Any) -> None:
-        if all(has_values(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+        if _all_have_values(args, kwargs):
             return
         flat = pytree.tree_flatten_with_path((args, kwargs))[0]
         path = next(pytree.keystr(path) for path, leaf in flat if not has_values(leaf))
@@ -327,6 +338,20 @@ def _weakly(method: Callable[..., Any]) -> Callable[[], Any]:
 def has_values(leaf: Any) -> bool:
     """Whether this is no tensor, or one that can be read."""
     return not isinstance(leaf, torch.Tensor) or not _torch.is_imagined(leaf)
+
+
+def _all_have_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Of arguments of a call; asked for each module, so that the usual ones are not flattened."""
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, torch.Tensor):
+            if _torch.is_imagined(given):
+                return False
+        elif not isinstance(given, _PLAIN) and not all(map(has_values, pytree.tree_leaves(given))):
+            return False
+    return True
+
+
+_PLAIN = (type(None), bool, int, float, str)
 
 
 def without_fakes(output: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,8 @@ class Losses:
 class Run:
     """Carries out a rank's actions.
 
+    `refused` is why it has not begun: what ranks were given, or could not do.
+
     Args:
         model: cut, with a route; or a whole one, of which there is one stage.
         route: of the model; None where it is whole.
@@ -78,7 +80,9 @@ class Run:
         gates: of each microbatch.
         criterion: (output, batch) -> loss.
         reducer: of the gradients.
-        factor: what the mean loss of one row is multiplied with before backward, and what a sum of counted ones is.
+        begin: waits until all ranks are known to do the same, and gives what the mean loss of one row is multiplied
+            with before backward, and what a sum of counted ones is.
+        early: this rank may compute its first forward before that; nothing is sent before it.
         train: whether there is a backward.
         keep_outputs: of the last stage.
     """
@@ -93,18 +97,23 @@ class Run:
         criterion: Criterion | None,
         reducer: GradientReducer,
         *,
-        factor: tuple[float, float] = (1.0, 1.0),
+        begin: Callable[[], tuple[float, float]],
+        early: bool = False,
         train: bool = True,
         keep_outputs: bool = False,
     ) -> None:
         self.model, self.route, self.transport, self.parts, self.gates = model, route, transport, parts, gates
-        self.criterion, self.reducer, self.factor = criterion, reducer, factor
+        self.criterion, self.reducer, self._begin, self.early = criterion, reducer, begin, early
+        self.factor = 1.0, 1.0
+        self.begun = False
+        self.refused: Exception | None = None
         self.train, self.keep_outputs = train, keep_outputs
         self.last = len(gates[0]) - 1
         self.losses = Losses()
         self.outputs: dict[int, Any] = {}
         self.executed: list[Action] = []
         self.failure: Failure | None = None
+        self.watched: Callable[[Action], AbstractContextManager[Any]] = lambda _action: nullcontext()
         self._held: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
         self._halves: dict[tuple[int, int], Any] = {}
         self._taken: set[Parcel] = set()
@@ -117,22 +126,37 @@ class Run:
             LostRankError: another rank is gone.
         """
         for number, action in enumerate(actions):
+            if number or not self.early:
+                self._meet()
             for ahead in actions[number : number + 2]:
-                if self.transport is not None and (parcel := self._needed(ahead)) is not None:
+                if self.transport is not None and self.begun and (parcel := self._needed(ahead)) is not None:
                     self.transport.expect(parcel)
             if self.failure is None:
                 try:
-                    self._forward(action) if action.kind == "F" else self._backward(action)
+                    with self.watched(action):
+                        self._forward(action) if action.kind == "F" else self._backward(action)
                     self.executed.append(action)
                 except LostRankError:
                     raise
                 except Exception as error:
+                    if error is self.refused:
+                        raise
                     self.failure = Failure(action, error, time.time())
                     self._held.clear()
                     self._halves.clear()
             if self.failure is not None:
                 self._pass_on(action)
         self._finish()
+
+    def _meet(self) -> None:
+        if self.begun:
+            return
+        try:
+            self.factor = self._begin()
+        except Exception as error:
+            self.refused = error
+            raise
+        self.begun = True
 
     @naming_lost_ranks("backward")
     def _finish(self) -> None:
@@ -266,6 +290,7 @@ class Run:
 
     def _send(self, parcel: Parcel, tensors: Sequence[torch.Tensor]) -> None:
         assert self.transport is not None
+        self._meet()
         self._gone.add(parcel)
         self.transport.send(parcel, tensors)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch, agree
 from shardlib.engine.apply import Sharded, record_of
 from shardlib.engine.batchnorm import is_batch_norm
+from shardlib.engine.held import local_of
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.pipeline.batch import as_call, as_given, joined, key_of, refuse_unfit, rows, split
 from shardlib.engine.pipeline.route import Gate
@@ -25,7 +28,7 @@ from shardlib.engine.pipeline.transport import Parcel, Transport
 from shardlib.engine.wrapper import OptimizerWrapper
 from shardlib.errors import InputError, ShardingError, StageError
 
-__all__ = ["PipelineStep", "pipeline_step"]
+__all__ = ["PipelineStep", "pipeline_step", "run_step"]
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,37 @@ def pipeline_step(
         >>> step.loss.shape, model.weight.grad.shape
         (torch.Size([]), torch.Size([2, 4]))
     """
+    return run_step(
+        model,
+        batch,
+        criterion,
+        optimizer=optimizer,
+        microbatches=microbatches,
+        microbatch_size=microbatch_size,
+        return_outputs=return_outputs,
+        forward_only=forward_only,
+    )
+
+
+def run_step(
+    model: nn.Module,
+    batch: Any,
+    criterion: Criterion | None,
+    *,
+    optimizer: OptimizerWrapper | None = None,
+    microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    return_outputs: bool = False,
+    forward_only: bool = False,
+    watched: Callable[[Action], AbstractContextManager[None]] | None = None,
+) -> PipelineStep:
+    """`pipeline_step`, each of whose actions runs inside of what `watched` gives for it."""
     record, train = record_of(model), not forward_only and torch.is_grad_enabled()
     one = _Step(model, record, train=train)
     parts, gates, failed = one.prepare(batch, microbatches, microbatch_size)
-    total_rows = one.meet(parts, failed)
+    meet = one.ask(parts, failed)
+    if failed is not None:
+        meet()
     run = Run(
         model,
         record.pipeline.route if record.pipeline is not None else None,
@@ -106,10 +136,13 @@ def pipeline_step(
         gates,
         criterion,
         record.reducer,
-        factor=one.factors(total_rows, optimizer),
+        begin=lambda: one.factors(meet(), optimizer),
+        early=one.may_compute_before_it_meets(),
         train=train,
         keep_outputs=return_outputs or not train,
     )
+    if watched is not None:
+        run.watched = watched
     one.carry_out(run)
     loss = one.finish(run)
     outputs = joined([run.outputs[m] for m in sorted(run.outputs)], [p.rows for p in parts]) if run.outputs else None
@@ -121,8 +154,18 @@ def _prints(part: Part) -> list[int]:
     return [agree.fingerprint(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+@cache
+def _data_places(shape: MeshShape) -> tuple[int, ...]:
+    """Of each rank, its place among the data ranks."""
+    return tuple(shape.data_place(shape.coordinate(rank))[0] for rank in range(shape.world_size))
+
+
 class _Step:
-    """A step on this rank."""
+    """A step on this rank.
+
+    Attributes:
+        is_dry: tensors have no values, and other ranks are imagined.
+    """
 
     def __init__(self, model: nn.Module, record: Sharded, *, train: bool) -> None:
         self.model, self.record, self.pipeline, self.train = model, record, record.pipeline, train
@@ -133,6 +176,8 @@ class _Step:
         self.data_ranks = self.shape.data_ranks
         self.speaks = all(coordinate[axis] == 0 for axis in self.shape.model_axes)  # of ranks with the same loss
         self.device = record.reducer.device
+        param = next(iter(model.parameters()), None)
+        self.is_dry = param is not None and not _torch.has_values(local_of(param))
         self.orders: Sequence[Sequence[Action]] = ()
         self.before: dict[int, torch.Tensor] = {}
 
@@ -152,7 +197,9 @@ class _Step:
             call = as_call(batch)
             as_written = self.model if self.pipeline is None else self.pipeline.route.skeleton
             refuse_unfit(as_written.forward, type(self.model).__name__, call)
-            parts = [self._part(cut, batch) for cut in split(call, microbatches, size)]
+            self._refuse_elsewhere(call)
+            keys: dict[int, Any] = {}  # microbatches of one batch that have as many rows are alike
+            parts = [self._part(cut, batch, keys) for cut in split(call, microbatches, size)]
             if self.pipeline is None:
                 return parts, [[None]] * len(parts), None
             return parts, [self._gates(part) for part in parts], None
@@ -163,36 +210,53 @@ class _Step:
         assert self.pipeline is not None
         return self.pipeline.route.learn(part.key, *part.call, training=self.model.training)
 
-    def _part(self, cut: Any, batch: Any) -> Part:
-        for leaf in _torch.pytree.tree_leaves(cut):
+    def _part(self, cut: Any, batch: Any, keys: dict[int, Any]) -> Part:
+        count = rows(cut)
+        if count not in keys:
+            keys[count] = key_of(cut), self.model.training, self.train
+        return Part(cut, as_given(cut, batch), count, keys[count])
+
+    def _refuse_elsewhere(self, call: Any) -> None:
+        for leaf in _torch.pytree.tree_leaves(call):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != self.device.type:
                 raise InputError(
                     f"An input of shape {tuple(leaf.shape)} is on {leaf.device}, but the model's mesh is on "
                     f'{self.device}. Move the batch first: batch.to("{self.device.type}").'
                 )
-        return Part(cut, as_given(cut, batch), rows(cut), (key_of(cut), self.model.training, self.train))
 
-    def meet(self, parts: Sequence[Part], failed: Exception | None) -> float:
-        """Rows of all data ranks' batches, once ranks know that they are about to do the same.
+    def ask(self, parts: Sequence[Part], failed: Exception | None) -> Callable[[], float]:
+        """Tell the other ranks what this one is about to do, and let them answer later.
 
-        Raises:
+        Returns a function: of the rows of all data ranks' batches, once ranks know that they are about to do the same.
+        It raises:
             InputError: ranks of one pipeline that were given different batches; data ranks with other numbers of
                 microbatches, where modules wait for all data ranks.
         """
-        mark = zlib.crc32(repr([part.key for part in parts]).encode())
-        if self.pipeline is not None and self.pipeline.unchecked:
+        mark = zlib.crc32(
+            repr([(key, len([*alike])) for key, alike in itertools.groupby(p.key for p in parts)]).encode()
+        )
+        if self.pipeline is not None and self.pipeline.unchecked and not self.is_dry:
             self.pipeline.unchecked = False
             mark = zlib.crc32(repr([_prints(part) for part in parts]).encode(), mark)
         numbers = [float(failed is not None), float(mark), float(sum(part.rows for part in parts)), float(len(parts))]
-        every = self._gathered(torch.tensor(numbers, dtype=torch.float64))
+        answers = self._asked(numbers)
+        return lambda: self._meet(answers(), failed)
+
+    def may_compute_before_it_meets(self) -> bool:
+        """Whether the first forward of the first stage needs no other rank."""
+        model_axes = any(self.shape[axis] > 1 for axis in self.shape.model_axes)
+        first = self.pipeline is not None and 0 in self.pipeline.place.own
+        return first and not self.is_dry and not model_axes and not self._meets_in_modules()
+
+    def _meet(self, every: Sequence[Sequence[float]], failed: Exception | None) -> float:
         if any(row[0] for row in every):
             raise self._not_begun(failed)
-        for rank, row in enumerate(every):
-            mates = [r for r, other in enumerate(every) if self._data_of(r) == self._data_of(rank)]
-            unlike = [r for r in mates if every[r][1] != row[1]]
-            if unlike:
+        first: dict[int, int] = {}  # by place on the data axes, the first rank there
+        for rank, (row, place) in enumerate(zip(every, _data_places(self.shape), strict=True)):
+            mate = first.setdefault(place, rank)
+            if every[mate][1] != row[1]:
                 raise InputError(
-                    f"Ranks {mates[0]} and {unlike[0]} work on the same examples, and were given different batches or "
+                    f"Ranks {mate} and {rank} work on the same examples, and were given different batches or "
                     "different numbers of microbatches. Pick the batch by the rank's place on the data axes alone, for "
                     'example with DistributedSampler(dataset, mesh["dp"].size(), mesh["dp"].get_local_rank()).'
                 )
@@ -203,8 +267,7 @@ class _Step:
                 "modules wait for all data ranks (stage 3, experts, or BatchNorm). Give all the same number: "
                 "microbatches=."
             )
-        first = {self._data_of(rank): row[2] for rank, row in enumerate(every)}
-        return sum(first.values())
+        return sum(every[rank][2] for rank in first.values())
 
     def _not_begun(self, failed: Exception | None) -> Exception:
         mine = None if failed is None else f"{type(failed).__name__}: {failed}"
@@ -219,18 +282,24 @@ class _Step:
         rows, data = self.record.plan.rows, {*self.shape.data_axes}
         return any(row.stored.axes & data for row in rows) or any(map(is_batch_norm, self.model.modules()))
 
-    def _data_of(self, rank: int) -> int:
-        return self.shape.data_place(self.shape.coordinate(rank))[0]
-
     @naming_lost_ranks("forward")
-    def _gathered(self, mine: torch.Tensor) -> list[list[float]]:
-        """Every rank's numbers, in the order of the mesh."""
+    def _asked(self, mine: Sequence[float]) -> Callable[[], list[Sequence[float]]]:
+        """What waits for every rank's numbers, in the order of the mesh.
+
+        In a dry run, where others are imagined, all are this one's.
+        """
         if self.everyone is None:
-            return [mine.tolist()]
-        mine = mine.to(self.device)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.everyone))]
-        dist.all_gather(every, mine, group=self.everyone)
-        return [each.tolist() for each in every]
+            return lambda: [mine]
+        sent = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        every = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.everyone))]
+        work = dist.all_gather(every, sent, group=self.everyone, async_op=True)
+
+        @naming_lost_ranks("forward")
+        def answers() -> list[Sequence[float]]:
+            work.wait()
+            return [mine] * len(every) if self.is_dry else [each.tolist() for each in every]
+
+        return answers
 
     def factors(self, total_rows: float, optimizer: OptimizerWrapper | None) -> tuple[float, float]:
         """What the sum of a microbatch's losses is multiplied with before backward: of means, of counted ones.
@@ -280,7 +349,12 @@ class _Step:
             shared.put_prior_aside()
         self.before = reducer.put_gradients_aside() if self.train else {}
         with reducer.no_sync() if self.train else nullcontext():
-            run.carry_out(self.orders[self.pipeline.place.index if self.pipeline is not None else 0])
+            try:
+                run.carry_out(self.orders[self.pipeline.place.index if self.pipeline is not None else 0])
+            except Exception:
+                if run.refused is not None:
+                    self._give_up()
+                raise
 
     def _shared(self) -> Sequence[Any]:
         return self.pipeline.shared if self.pipeline is not None and self.train else ()
@@ -294,11 +368,13 @@ class _Step:
             StageError: a rank has failed.
         """
         losses, shared = run.losses, self._shared()
+        if self.is_dry and run.failure is not None:
+            raise run.failure.error
         speaks = losses.counted is not None and self.speaks
         mine = [float(run.failure is not None), float(losses.counted is True), float(speaks)]
-        mine += [float(losses.total), float(losses.weight)] if speaks else [0.0, 0.0]
+        mine += [1.0, 1.0] if self.is_dry else [float(losses.total), float(losses.weight)] if speaks else [0.0, 0.0]
         mine += [float(each.has_gradient) for each in shared]
-        every = self._gathered(torch.tensor(mine, dtype=torch.float64))
+        every = self._asked(mine)()
         if any(row[0] for row in every):
             self._give_up()
             raise self._failed(run)

@@ -1,0 +1,72 @@
+"""A step of a pipeline on one rank of a dry run, and what each of its stages does in it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib._plan import Plan, StageRun
+from shardlib._plan.schedules import Action
+from shardlib.engine._torch import pytree
+from shardlib.engine.apply import record_of
+from shardlib.engine.pipeline.batch import rows
+from shardlib.engine.pipeline.step import run_step
+from shardlib.engine.recording import Recording
+
+__all__ = ["run"]
+
+
+def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) -> tuple[StageRun, ...]:
+    """One training step; where the plan does not say how many microbatches, of twice as many as there are ranks, if
+    the batch has so many rows."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    pipeline, total = record_of(model).pipeline, rows(batch)
+    assert pipeline is not None
+    count = plan.step.microbatches or min(2 * pipeline.place.ranks, total)
+    seen = _Seen(log, plan.mesh.pipeline_axes)
+    run_step(model, batch, _as_one_number, microbatches=count, watched=seen.watch)
+    largest = total % count or count  # so many microbatches have a row more than the others, or all have as many
+    return tuple(
+        StageRun(stage, pipeline.place.index, seen.flops[stage], seen.left(stage, largest), seen.sent[stage])
+        for stage in pipeline.place.own
+    )
+
+
+def _as_one_number(output: Any, _batch: Any) -> torch.Tensor:
+    """Backward starts where that of a dry run without stages does: at scalars, or else at all that has a gradient."""
+    found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return torch.stack([t.sum() for t in [t for t in found if t.ndim == 0] or found]).sum()
+
+
+class _Seen:
+    """What the actions of each stage do."""
+
+    def __init__(self, log: Recording | None, axes: tuple[str, ...]) -> None:
+        self.log, self.axes = log, axes
+        self.flops: Counter[int] = Counter()
+        self.sent: Counter[int] = Counter()
+        self._left: dict[int, list[int]] = defaultdict(list)
+
+    def left(self, stage: int, microbatches: int) -> int:
+        """What one of the first microbatches leaves alive. The very first may leave what others find there."""
+        return min(self._left[stage][:microbatches], default=0)
+
+    @contextmanager
+    def watch(self, action: Action) -> Iterator[None]:
+        log = self.log
+        if log is None:
+            yield
+            return
+        flops, alive, before = log.flops, log.live.now, len(log.collectives)
+        yield
+        self.flops[action.stage] += log.flops - flops
+        if action.kind == "F":
+            messages = [each for each in log.collectives[before:] if each.kind == "send" and each.axes == self.axes]
+            self.sent[action.stage] = max(self.sent[action.stage], sum(each.bytes for each in messages))
+            self._left[action.stage].append(log.live.now - alive)

@@ -1,0 +1,198 @@
+"""What modules cost, found by running them: for stages that are to compute equally much.
+
+Forward of the whole model runs without values, so that a model on `meta`, or one that no device holds, can be weighed
+too. Seconds are those of one module at a time, on zeros of its arguments' shapes, in a copy whose parameters are zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib._plan import Plan, RulesLike, as_rules
+from shardlib.engine import _torch, agree
+from shardlib.engine._torch import pytree
+from shardlib.engine.flops import operations_of
+from shardlib.engine.pipeline.batch import as_call, key_of
+from shardlib.engine.pipeline.cut import imagined_copy
+from shardlib.errors import PlanError, RuleError
+from shardlib.rules import Balanced, By, Weigh
+
+__all__ = ["counting", "measuring", "refuse_idle_example"]
+
+_REPEATS = 3  # of which the fastest counts: whatever else the machine does makes some slower
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def counting(example: Any, device: torch.device) -> Weigh | None:
+    """Weighs by counting operations, alike on every machine; None without an example."""
+
+    def weigh(model: nn.Module, names: Sequence[str], by: By) -> Sequence[float]:
+        if by == "time":
+            raise RuleError(
+                'Balanced(by="time") measures on the devices that train, and a plan knows none. Let '
+                'shard_model(..., example=batch) measure, and look at sl.plan_of(model); or plan by="flops".'
+            )
+        return _operations(model, names, example, device)
+
+    return None if example is None else weigh
+
+
+def measuring(example: Any, device: torch.device, mesh: DeviceMesh) -> Weigh | None:
+    """Weighs by counting or by a clock, that of the mesh's first rank for all; None without an example.
+
+    Raises:
+        RuleError: on all ranks, where the first could not run a module.
+    """
+
+    def weigh(model: nn.Module, names: Sequence[str], by: By) -> Sequence[float]:
+        if by != "time":
+            return _operations(model, names, example, device)
+        everyone = _torch.flattened(mesh, mesh.mesh_dim_names or ()).get_group()
+        mine, failed = None, None
+        if dist.get_rank(everyone) == 0:
+            try:
+                mine = _seconds(model, names, example, device)
+            except Exception as error:
+                failed = error
+        said = f"{type(failed).__name__}: {failed}" if failed is not None else None
+        found, said = agree.exchange((mine, said), everyone)[0]
+        if said is not None:
+            raise RuleError(f'Balanced(by="time"): rank 0 could not measure the modules, it raised {said}') from failed
+        return found
+
+    return None if example is None else weigh
+
+
+def refuse_idle_example(rules: RulesLike | Plan | None, example: Any) -> None:
+    """
+    Raises:
+        PlanError: an example that nothing is weighed with.
+    """
+    if example is None:
+        return
+    given = as_rules(rules).stages if rules is not None and not isinstance(rules, Plan) else None
+    if not (isinstance(given, Balanced) and given.by != "params"):
+        raise PlanError(
+            "shard_model was given example=, with which stages are weighed, and the rules have none that are: "
+            'stages=Balanced(by="flops") or Balanced(by="time"). Leave it out; plan(..., example=) makes a dry run.'
+        )
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def _operations(model: nn.Module, names: Sequence[str], example: Any, device: torch.device) -> list[float]:
+    found = dict.fromkeys(names, 0.0)
+    counter = _Operations()
+
+    def begin(name: str, _call: Call) -> None:
+        found[name] -= counter.total
+
+    def end(name: str) -> None:
+        found[name] += counter.total
+
+    with counter:
+        _run_imagined(model, names, example, device, begin, end)
+    return list(found.values())
+
+
+class _Operations(_torch.TorchDispatchMode):
+    total = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        self.total += operations_of(op, args, kwargs or {}, out)
+        return out
+
+
+def _run_imagined(
+    model: nn.Module,
+    names: Sequence[str],
+    example: Any,
+    device: torch.device,
+    begin: Callable[[str, Call], None],
+    end: Callable[[str], None] = lambda _name: None,
+) -> None:
+    """Forward without values; each call of a named module is told of."""
+    mode = _torch.imagining()
+    fake = imagined_copy(model, mode, device, {})
+    for name in names:
+        module = fake.get_submodule(name)
+        module.register_forward_pre_hook(
+            lambda _module, args, kwargs, name=name: begin(name, (args, kwargs)), prepend=True, with_kwargs=True
+        )
+        module.register_forward_hook(lambda _module, _args, _output, name=name: end(name), always_call=True)
+    with mode, torch.no_grad(), torch.random.fork_rng(devices=()):
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _imagined_on(mode, device), as_call(example))
+        try:
+            fake(*args, **kwargs)
+        except _torch.fake_tensor_errors() as error:
+            raise RuleError(
+                f"The modules of {type(model).__name__} cannot be weighed on shapes alone: its forward depends on "
+                f'values of tensors ({type(error).__name__}). Use Balanced(by="params"), or name the stages.'
+            ) from error
+
+
+def _imagined_on(mode: Any, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+# --- seconds ----------------------------------------------------------------------------------------------------------
+
+
+def _seconds(model: nn.Module, names: Sequence[str], example: Any, device: torch.device) -> list[float]:
+    """Modules that are built alike and called alike are measured once, and so weigh the same."""
+    calls: dict[str, list[Call]] = {name: [] for name in names}
+    _run_imagined(model, names, example, device, lambda name, call: calls[name].append(call))
+    known: dict[Any, float] = {}
+    found = []
+    for name in names:
+        module, total = model.get_submodule(name), 0.0
+        built = repr(module), tuple((tuple(t.shape), t.dtype) for t in (*module.parameters(), *module.buffers()))
+        for args, kwargs in calls[name]:
+            key = (*built, key_of((args, dict(kwargs))))
+            if key not in known:
+                known[key] = _measured(module, args, kwargs, device)
+            total += known[key]
+        found.append(total)
+    return found
+
+
+def _measured(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> float:
+    """The fastest forward and backward of a module alone."""
+    tensors = [*module.parameters(), *module.buffers()]
+    real = copy.deepcopy(module, {id(tensor): _zeros(tensor, device) for tensor in tensors})
+    with torch.enable_grad(), torch.random.fork_rng():
+        return min([_once(real, args, kwargs, device) for _ in range(1 + _REPEATS)][1:])
+
+
+def _once(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> float:
+    given = pytree.tree_map_only(torch.Tensor, lambda tensor: _zeros(tensor, device, grad=True), (args, kwargs))
+    _await(device)
+    start = time.perf_counter()
+    made = pytree.tree_leaves(module(*given[0], **given[1]))
+    outputs = [each for each in made if isinstance(each, torch.Tensor) and each.requires_grad]
+    torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+    _await(device)
+    return time.perf_counter() - start
+
+
+def _await(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _zeros(tensor: torch.Tensor, device: torch.device, *, grad: bool = False) -> torch.Tensor:
+    made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(grad and (made.is_floating_point() or made.is_complex()))
