@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 examples/own_modes/few_bits.py
 
-Error feedback (Karimireddy et al., arXiv 1901.09847) keeps what a rank did not send and adds it to what it sends next; so
-the sum over steps is right but for the last remainder, and training converges as without.
+Error feedback (Karimireddy et al., arXiv 1901.09847) keeps what a rank did not send and adds it to what it sends next;
+so the sum over steps is right but for the last remainder, and training converges as without.
 """
 
 from __future__ import annotations

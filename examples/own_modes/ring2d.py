@@ -48,7 +48,7 @@ def main() -> None:
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    model = sl.shard_model(model, sl.tensor_mode("ring2d").mesh_shape(4), sl.layouts.for_model(model, "ring2d"))
+    sl.shard_model(model, sl.tensor_mode("ring2d").mesh_shape(4), sl.layouts.for_model(model, "ring2d"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     text = torch.tensor(list(b"to be or not to be, that is the question: " * 4))
     for step in range(20):
