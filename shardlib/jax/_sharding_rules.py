@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -190,7 +191,7 @@ def _named(axes: Sequence[str]) -> str:
 @_rule("dot_general")
 def _product(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
     (left_in, right_in), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-    left, right = operands
+    left, right, gathered = _gathered_on_a_grid(*operands, left_in, right_in)
     batch = [_agreed(left.spec[a], right.spec[b], "batch dim") for a, b in zip(left_batch, right_batch, strict=True)]
     free = [
         o.spec[d]
@@ -207,7 +208,36 @@ def _product(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
             f"Make one operand whole over {axis}, by a border at the module's input, or leave its rule out.",
             (out,),
         )
-    return Ruling((out,), Counter(sum=1) if summed else Counter())
+    return Ruling((out,), Counter(sum=bool(summed), gather=gathered))
+
+
+def _gathered_on_a_grid(
+    left: Operand, right: Operand, left_in: Sequence[int], right_in: Sequence[int]
+) -> tuple[Operand, Operand, int]:
+    """The operands as a product with a matrix takes them both of whose dims are split, and how many were gathered.
+
+    Where the two are split over one axis by dims that do not go together, one is gathered over it, as in SUMMA: the
+    matrix, if its contracted dim is; else what it is applied to.
+    """
+    if bool(left.parameter) == bool(right.parameter):
+        return left, right, 0
+    (weight, w_in), (x, x_in) = ((left, left_in), (right, right_in))[:: 1 if left.parameter else -1]
+    inner, kept = _split_over(weight, w_in)
+    if not (inner and kept):
+        return left, right, 0
+    x_inner, x_kept = _split_over(x, x_in)
+    x_whole, w_whole = (x_inner | x_kept) & kept, inner & x_kept
+    weight, x = (
+        dataclasses.replace(one, spec=tuple(tuple(a for a in axes if a not in whole) for axes in one.spec))
+        for one, whole in ((weight, w_whole), (x, x_whole))
+    )
+    return (weight, x, bool(x_whole) + bool(w_whole)) if left.parameter else (x, weight, bool(x_whole) + bool(w_whole))
+
+
+def _split_over(one: Operand, contracted: Sequence[int]) -> tuple[set[str], set[str]]:
+    """The axes of the dims that are contracted, and of those that are kept."""
+    inner = {axis for dim in contracted for axis in one.spec[dim]}
+    return inner, _axes(one.spec) - inner
 
 
 def _agreed(one: tuple[str, ...], other: tuple[str, ...], what: str) -> tuple[str, ...]:

@@ -36,6 +36,16 @@ def test_the_sequence_is_gathered_where_borders_say_so():
     assert report.moved["gather"] == 2 * 2 + 1  # after each norm
 
 
+@pytest.mark.parametrize(("mode", "mesh"), [("2d", "row=16,col=16"), ("3d", "depth=8,row=8,col=8")])
+def test_a_product_gathers_on_a_grid_as_its_matrix_means(mode: str, mesh: str):
+    """Both operands; in 3D the product is summed over the third axis. A norm sums twice, the look-up of rows once."""
+    report = on_devices.run(typed.large_gpt, mesh, mode, x64=False)
+    products, norms = 2 * 4 + 1, 2 * 2 + 1
+    assert report.ok
+    assert report.moved["sum"] == 2 * norms + 1 + (products if mode == "3d" else 0)
+    assert report.moved["gather"] == 2 * products - (mode == "3d")  # rows of the head are whole already
+
+
 MLP: dict[str, tuple[dict[str, Any], str]] = {
     "column after column": ({"up": "colwise", "down": "colwise"}, "and tp splits another dim"),
     "whole after column": ({"up": "colwise"}, "in one operand only"),
