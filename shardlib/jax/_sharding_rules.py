@@ -191,7 +191,8 @@ def _named(axes: Sequence[str]) -> str:
 @_rule("dot_general")
 def _product(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
     (left_in, right_in), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-    left, right, gathered = _gathered_on_a_grid(*operands, left_in, right_in)
+    left, right = operands
+    left, right, gathered = _gathered_on_a_grid(left, right, left_in, right_in)
     batch = [_agreed(left.spec[a], right.spec[b], "batch dim") for a, b in zip(left_batch, right_batch, strict=True)]
     free = [
         o.spec[d]
@@ -227,11 +228,13 @@ def _gathered_on_a_grid(
         return left, right, 0
     x_inner, x_kept = _split_over(x, x_in)
     x_whole, w_whole = (x_inner | x_kept) & kept, inner & x_kept
-    weight, x = (
-        dataclasses.replace(one, spec=tuple(tuple(a for a in axes if a not in whole) for axes in one.spec))
-        for one, whole in ((weight, w_whole), (x, x_whole))
-    )
-    return (weight, x, bool(x_whole) + bool(w_whole)) if left.parameter else (x, weight, bool(x_whole) + bool(w_whole))
+    weight, x = _whole_over(weight, w_whole), _whole_over(x, x_whole)
+    count = bool(x_whole) + bool(w_whole)
+    return (weight, x, count) if left.parameter else (x, weight, count)
+
+
+def _whole_over(one: Operand, gathered: set[str]) -> Operand:
+    return dataclasses.replace(one, spec=tuple(tuple(axis for axis in dim if axis not in gathered) for dim in one.spec))
 
 
 def _split_over(one: Operand, contracted: Sequence[int]) -> tuple[set[str], set[str]]:

@@ -43,7 +43,7 @@ def test_a_product_gathers_on_a_grid_as_its_matrix_means(mode: str, mesh: str):
     products, norms = 2 * 4 + 1, 2 * 2 + 1
     assert report.ok
     assert report.moved["sum"] == 2 * norms + 1 + (products if mode == "3d" else 0)
-    assert report.moved["gather"] == 2 * products - (mode == "3d")  # rows of the head are whole already
+    assert 2 * (products - 1) <= report.moved["gather"] <= 2 * products  # the head's may be an exchange
 
 
 MLP: dict[str, tuple[dict[str, Any], str]] = {
