@@ -729,14 +729,18 @@ class _Remembering(FakeTensorMode):
         if key is None:
             return super().dispatch(func, types, args, kwargs or {})
         known = self._made.get(key)
-        if known is not None and known[1] == (known[0].shape, known[0].stride()):  # nobody has reshaped it in place
+        if known is not None and known[1] == _state_of(known[0]):  # nobody has changed it in place
             return known[0]
         made = super().dispatch(func, types, args, kwargs or {})
         if isinstance(made, FakeTensor):
             if len(self._made) >= self.most:
                 self._made.clear()
-            self._made[key] = made, (made.shape, made.stride()), (args, kwargs)  # whose identities are in the key
+            self._made[key] = made, _state_of(made), (args, kwargs)  # whose identities are in the key
         return made
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.requires_grad
 
 
 # Asked for a new tensor, often to be changed or to be told from its source.
