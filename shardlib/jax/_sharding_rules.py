@@ -209,7 +209,7 @@ def _product(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
             f"Make one operand whole over {axis}, by a border at the module's input, or leave its rule out.",
             (out,),
         )
-    return Ruling((out,), Counter(sum=bool(summed), gather=gathered))
+    return Ruling((out,), +Counter(sum=int(bool(summed)), gather=gathered))
 
 
 def _gathered_on_a_grid(

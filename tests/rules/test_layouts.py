@@ -12,7 +12,7 @@ from torch import nn
 
 from shardlib import layouts
 from shardlib.errors import RuleError
-from shardlib.rules import Rules, suggest
+from shardlib.rules import Rules, registered_tensor_modes, suggest, tensor_mode
 from tests.families.transformer_models import small, transformers
 from tests.rules.zoo import Tiny, on_meta
 
@@ -20,9 +20,14 @@ FOLDER = Path(__file__).parents[2] / "layouts"
 
 
 def test_every_file_of_the_folder_is_available_with_its_description() -> None:
-    names = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.toml")}
-    assert layouts.available().keys() == names >= {"example_gpt"}
+    assert layouts.available().keys() == {path.stem for path in FOLDER.glob("*.toml")} >= {"example_gpt"}
     assert all(layouts.available().values())
+
+
+def test_every_file_of_modes_is_a_tensor_mode_with_its_description() -> None:
+    names = {path.stem for path in (FOLDER / "modes").glob("*.toml")}
+    assert {"2d", "2.5d", "3d"} <= names <= registered_tensor_modes().keys()
+    assert all(tensor_mode(name).description for name in names)
 
 
 def test_load_by_name_and_by_path(tmp_path: Path) -> None:
