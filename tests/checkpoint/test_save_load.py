@@ -236,7 +236,7 @@ def test_no_checkpoint_there(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r'there is nothing at ".*/bset". Did you mean "best"?'):
         checkpoint.load(tmp_path / "bset", nn.Linear(2, 2))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"is no checkpoint: it holds neither shardlib.json, nor safetensors files"):
+    with pytest.raises(CheckpointError, match=r"is no checkpoint: it holds neither shardlib.json, nor safetensors"):
         checkpoint.load(tmp_path / "empty", nn.Linear(2, 2))
 
 
