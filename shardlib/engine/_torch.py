@@ -69,6 +69,7 @@ __all__ = [
     "default_store",
     "dispatcher",
     "drawn_by_tracker",
+    "exchanged",
     "fake_tensor_errors",
     "fake_tensors",
     "fake_world",
@@ -285,6 +286,28 @@ def all_to_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return collective.wait_tensor.default(
             collective.all_to_all_single.default(tensor, ones, ones, group.group_name)
         )
+
+
+def exchanged(
+    tensor: torch.Tensor, group: dist.ProcessGroup, to: int, source: int, shape: Sequence[int]
+) -> Callable[[], torch.Tensor]:
+    """Every rank of a group sends a tensor to one rank and gets one: `source`'s, of local `shape`, once it is asked for.
+
+    An all-to-all with pieces for one rank only, as `permute_tensor` of functional collectives, which takes one shape.
+    """
+    collective = torch.ops._c10d_functional
+    size, shape = dist.get_world_size(group), tuple(shape)
+    sent = [tensor.numel() if i == to else 0 for i in range(size)]
+    received = [math.prod(shape) if i == source else 0 for i in range(size)]
+    with torch._C._AutoDispatchBelowAutograd():
+        flat = tensor.contiguous().flatten()
+        coming = collective.all_to_all_single.default(flat, received, sent, group.group_name)
+
+    def wait() -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return collective.wait_tensor.default(coming).reshape(shape)
+
+    return wait
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:

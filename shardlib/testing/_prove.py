@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from shardlib.engine._torch import TorchDispatchMode, _StridedShard, pytree, schema_of
 from shardlib.engine.ops._choose import _candidates, _holds
 from shardlib.engine.ops._dispatch import is_random
-from shardlib.engine.ops._rows import ANY, Call, Local, Meta, Op, Row, rule_of
+from shardlib.engine.ops._rows import ANY, RING_AXIS, Call, Local, Meta, Op, Row, rule_of
 
 __all__ = ["AtenCall", "CallRecorder", "Claim", "calls_of", "claims", "cut", "disprove"]
 
@@ -103,7 +103,7 @@ def claims(call: AtenCall, sizes: Sequence[int] = (2, 3)) -> Iterator[Claim]:
     for size in sizes:
         seen = set()
         for current in _currents(call.tensors, size):
-            described = replace(_describe(call, outputs), current=current, size=size)
+            described = replace(_describe(call, outputs), current=current, size=size, axis=RING_AXIS)
             rows = [row for row in list(_candidates(rule, described))[1:] if _holds(row, described, empty=rule.empty)]
             for row in rows:
                 settled = replace(row, ins=tuple(c if p is ANY else p for p, c in zip(row.ins, current, strict=True)))
@@ -291,6 +291,20 @@ class _SimulatedRank:
         self.meeting.barrier.wait()
         reduced: torch.Tensor = getattr(stacked, op if op == "sum" else f"a{op}")(0)
         return reduced
+
+    def place(self, operand: int, dim: int) -> tuple[int, int]:
+        assert self.claim.row.ins[operand] == Shard(dim)
+        return self.rank, self.claim.size
+
+    def exchange(
+        self, tensor: torch.Tensor, like: tuple[int, int], to: int, source: int, shape: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        self.meeting.slots[self.rank] = (to, tensor.clone())
+        self.meeting.barrier.wait()
+        receiver, received = self.meeting.slots[source]
+        self.meeting.barrier.wait()
+        assert receiver == self.rank and tuple(received.shape) == tuple(shape)
+        return lambda: received
 
 
 # --- cutting up and putting together ------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class Pending:
     outputs: tuple[Meta | None, ...]
     placements: tuple[Placements, ...]
     sizes: tuple[int, ...]
+    axes: tuple[str, ...] = ()  # names of the mesh axes, where they have names
     fixed: frozenset[int] = frozenset()  # operands that the op writes to: they stay as they are
 
 
@@ -51,7 +52,8 @@ def choose(rule: Rule | None, pending: Pending) -> Choice | None:
     gathered = False
     for axis, size in enumerate(pending.sizes):
         current = tuple(placements[axis] for placements in pending.placements)
-        call = replace(call, current=current, size=size)
+        name = pending.axes[axis] if pending.axes else ""
+        call = replace(call, current=current, size=size, axis=name)
         row = _cheapest(rule, call, pending.fixed)
         if row is None:
             return None

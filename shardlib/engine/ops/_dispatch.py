@@ -26,6 +26,7 @@ from shardlib.engine._torch import (
     _StridedShard,
     dispatcher,
     drawn_by_tracker,
+    exchanged,
     forget_with_meshes,
     global_metas,
     is_composite,
@@ -34,6 +35,7 @@ from shardlib.engine._torch import (
     redistribute_local,
     schema_of,
     set_local,
+    splits,
     wrap,
 )
 from shardlib.engine.ops import _alias
@@ -200,6 +202,7 @@ def _pending(operands: Operands, outputs: Sequence[TensorMeta | None]) -> Pendin
         outputs=tuple(None if meta is None else _meta(meta) for meta in outputs),
         placements=tuple(spec.placements for spec in operands.specs),
         sizes=tuple(operands.mesh.shape),
+        axes=tuple(operands.mesh.mesh_dim_names or ()),
         fixed=operands.written,
     )
 
@@ -364,6 +367,19 @@ class _Rank:
         pending = tuple(Partial(op) if axis in self.axes else Replicate() for axis in range(self.mesh.ndim))
         source = spec_like(self.mesh, pending, tensor)
         return redistribute_local(tensor, source, spec_like(self.mesh, whole(self.mesh), tensor))
+
+    def place(self, operand: int, dim: int) -> tuple[int, int]:
+        axis = self._splitting(operand, dim)
+        return self.mesh.get_local_rank(axis), self.mesh.size(axis)
+
+    def exchange(
+        self, tensor: torch.Tensor, like: tuple[int, int], to: int, source: int, shape: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        return exchanged(tensor, self.mesh.get_group(self._splitting(*like)), to, source, shape)
+
+    def _splitting(self, operand: int, dim: int) -> int:
+        [axis] = [i for i in self.axes if splits(self.inputs[operand].placements[i], dim)]
+        return axis
 
 
 # --- what the caches look at --------------------------------------------------------------------------------------

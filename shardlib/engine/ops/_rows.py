@@ -26,6 +26,7 @@ __all__ = [
     "Meta",
     "P",
     "R",
+    "RING_AXIS",
     "Row",
     "Rule",
     "S",
@@ -34,6 +35,10 @@ __all__ = [
     "rule_of",
     "ruled_ops",
 ]
+
+# Attention over keys and values that this mesh axis splits passes them round; over those of other axes it gathers them
+# or trades them for heads.
+RING_AXIS = "cp"
 
 R = Replicate()
 P = Partial("sum")
@@ -91,6 +96,7 @@ class Call:
     outputs: tuple[Meta | None, ...]
     current: tuple[Placement, ...]
     size: int
+    axis: str = ""
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -132,6 +138,18 @@ class Here(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """Reduce over the mesh axes that chose this row: "sum", "max", "min"."""
+
+    def place(self, operand: int, dim: int) -> tuple[int, int]:
+        """This rank's index on the one mesh axis that splits a dim of an operand, and the axis's size."""
+
+    def exchange(
+        self, tensor: torch.Tensor, like: tuple[int, int], to: int, source: int, shape: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to send a tensor to the rank of index `to` on the axis of `place(*like)`.
+
+        All ranks of the axis do so at once. The result waits for what the rank of index
+        `source` sends here, of local `shape`.
+        """
 
 
 Compute = Callable[[Op, list[Any], dict[str, Any], Here], Any]

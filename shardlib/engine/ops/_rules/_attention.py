@@ -1,5 +1,5 @@
 """Scaled dot-product attention on every back end: batch, heads or queries may be split; under a causal mask queries on
-CPU only.
+CPU only. On CPU queries, keys and values may all be split on the sequence, over an axis called `cp` (`_ring.py`).
 
 Fewer key than query heads (grouped queries; Ainslie et al., arXiv 2305.13245) may be fewer than ranks too: then every
 rank holds all of them and computes with those that its own query heads share.
@@ -7,14 +7,15 @@ rank holds all of them and computes with those that its own query heads share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
 import torch
 
 from shardlib.engine._torch import schema_of
-from shardlib.engine.ops._rows import Call, Compute, Here, Meta, Op, P, R, Row, S, aten, row, rule
+from shardlib.engine.ops._rows import RING_AXIS, Call, Compute, Here, Meta, Op, P, R, Row, S, aten, row, rule
+from shardlib.engine.ops._rules._ring import Ring
 
 __all__: list[str] = []
 
@@ -56,6 +57,11 @@ def _rows(call: Call, roles: tuple[str | None, ...]) -> Iterator[Row]:
         yield _row(call, roles, 2, shared_kv=True)
 
 
+    if call.axis == RING_AXIS and _on_cpu(call) and (bias is None or bias.shape[-2] == query.shape[2]):
+        if all(dim != 2 for dim, _ in key.cut):
+            yield _row(call, roles, 2, shared_kv=False, compute=_own_part(call.names, roles))
+
+
 def _on_cpu(call: Call) -> bool:
     return "for_cpu" in schema_of(call.op).name
 
@@ -85,21 +91,25 @@ def _own_part(names: tuple[str, ...], roles: tuple[str | None, ...]) -> Compute:
 def _attend(
     names: tuple[str, ...], roles: tuple[str | None, ...], op: Op, args: list[Any], kwargs: dict[str, Any], here: Here
 ) -> Any:
-    at = {argument.name: i for i, argument in enumerate(schema_of(op).arguments)}
-    query, key = args[at["query"]], args[at["key"]]
-    number = names.index("query")
-    args = list(args)
-    if query.shape[2] < here.shape(number)[2]:
-        args[at["is_causal"]] = False
+    given = dict(_named(op, args))
+    query, key = given["query"], given["key"]
+    number, of_key = names.index("query"), names.index("key")
+    run: Callable[..., Any] = op
+    causal = bool(given.get("is_causal"))
+    if key.shape[2] < here.shape(of_key)[2]:
+        ring = Ring(here, number, of_key, causal)
+        run = partial(ring.backward if "kv" in roles else ring.forward, op)
+    elif causal and query.shape[2] < here.shape(number)[2]:
+        args = [False if name == "is_causal" else x for name, x in _named(op, args)]
         kwargs = {**kwargs, "attn_mask": _until(here.offset(number, 2), query.shape[2], key)}
-    group = here.shape(number)[1] // here.shape(names.index("key"))[1]
+    group = here.shape(number)[1] // here.shape(of_key)[1]
     if query.shape[1] == key.shape[1] * group:
-        return op(*args, **kwargs)
+        return run(*args, **kwargs)
     shared = _shared_heads(here.offset(number, 1), query.shape[1], group)
     heads = torch.tensor(shared, device=key.device)
-    own = [x.index_select(1, heads) if a.name in _KEY_LIKE else x for a, x in _named(op, args)]
-    result = op(*own, **kwargs)
-    wholes = iter((key, args[at["value"]]))
+    own = [x.index_select(1, heads) if name in _KEY_LIKE else x for name, x in _named(op, args)]
+    result = run(*own, **kwargs)
+    wholes = iter((key, given["value"]))
     return tuple(
         torch.zeros_like(next(wholes)).index_add_(1, heads, out) if role == "kv" else out
         for role, out in zip(roles, result, strict=True)
@@ -117,8 +127,8 @@ def _until(first: int, count: int, key: torch.Tensor) -> torch.Tensor:
     return later.triu_(first + 1)
 
 
-def _named(op: Op, args: list[Any]) -> Iterable[tuple[Any, Any]]:
-    return zip(schema_of(op).arguments, args, strict=False)
+def _named(op: Op, args: list[Any]) -> Iterable[tuple[str, Any]]:
+    return zip((argument.name for argument in schema_of(op).arguments), args, strict=False)
 
 
 def _shared_heads(first: int, count: int, group: int) -> list[int]:
