@@ -32,7 +32,7 @@ _CHUNKS = "parameters travel by units, the model's repeated blocks, and nothing 
 
 
 # ColossalAI's ways to split a sequence, and the modes of rules that do it (docs/sequence.md).
-_SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all": "ulysses", "ring_attn": "gather"}
+_SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all": "ulysses", "ring_attn": "ring"}
 
 
 class Plugin(Options):
@@ -500,14 +500,14 @@ class HybridParallelPlugin(_WithPrecision):
     overlap_allgather: bool = False
     tensor_mode: str | None = None
     tensor_sizes: Mapping[str, int] | None = None
-    inner_ring_size: Any = refused('no ring is used: "ring_attn" gathers keys and values.', default=None)
+    inner_ring_size: Any = refused('"ring_attn" is one ring over all ranks of cp.', default=None)
 
     def mesh_shape(self) -> MeshShape:
         for name, size in (("tp_size", self.tp_size), ("pp_size", self.pp_size), ("sp_size", self.sp_size or 1)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"{self}: {name} is a number of ranks, from 1 up.")
         own_axis = (self.sp_size or 1) > 1 and self._mode() != "sequence"
-        sequence = {"sp": int(self.sp_size or 1)} if own_axis else {}
+        sequence = {"cp" if self._mode() == "ring" else "sp": int(self.sp_size or 1)} if own_axis else {}
         split = dict(self._tensor_axes().items())
         if self.pp_size == 1:
             return MeshShape({"dp": -1, **split, **sequence})
@@ -552,7 +552,7 @@ class HybridParallelPlugin(_WithPrecision):
             raise PlanError(
                 f"{self}: {way!r} splits the sequence over the ranks of tp; give tp_size above 1, and no sp_size."
             )
-        if mode in ("ulysses", "gather") and not own_axis:
+        if mode in ("ulysses", "ring") and not own_axis:
             raise PlanError(f"{self}: {way!r} splits the sequence over ranks of its own; give sp_size above 1.")
         return mode
 

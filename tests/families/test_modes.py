@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from shardlib.errors import RuleError
 from tests.engine import models
 from tests.engine.same_numbers import differences
 from tests.families.test_transformers import _ADAMW, Case
-from tests.families.transformer_models import build
+from tests.families.transformer_models import build, text
 
 TOLERANCE = 1e-10  # of float64; sums in another order differ by some 1e-15
 LAYOUTS = {
@@ -52,7 +53,7 @@ class Mode:
         )
 
 
-TP2, SP2, SP4, BOTH = "tp=2", "sp=2", "sp=4", "tp=2,sp=2"
+TP2, SP2, CP2, SP4, BOTH = "tp=2", "sp=2", "cp=2", "sp=4", "tp=2,sp=2"
 DROPOUT = {"attn_pdrop": 0.2, "embd_pdrop": 0.2, "resid_pdrop": 0.2}
 
 CASES = [
@@ -73,6 +74,18 @@ CASES = [
     Mode(MISTRAL, "gather", SP2),  # and one with a window
     Mode(BERT, "gather", SP2, attention="eager", padding="right"),
     Mode(VIT, "gather", BOTH),
+    Mode(LLAMA, "ring", "cp=4", padding="left"),
+    Mode(GPT2, "ring", CP2, settings=DROPOUT),
+    Mode(BERT, "ring", CP2, padding="right"),
+    Mode(LLAMA, "ring", "tp=2,cp=2", settings={"num_key_value_heads": 1}),
+]
+MORE = [
+    Mode(LLAMA, "ring", "cp=3"),  # pieces of 4, 4 and 2, whose halves are traded
+    Mode(LLAMA, "ring", "dp=2,cp=2", attention="eager"),
+    Mode(LLAMA, "ring", CP2, compile="auto"),
+    Mode(MISTRAL, "ring", "cp=4"),
+    Mode(GPT2, "ring", "tp=2,cp=2"),
+    Mode(VIT, "ring", CP2, compile="auto"),
 ]
 
 
@@ -88,7 +101,7 @@ def _train(run: Mode) -> dict[str, float]:
     return differences(seeded, case.make_batch, case.loss, case.mesh, rules, compile=case.compile, optimizer=_ADAMW)
 
 
-@pytest.mark.parametrize("run", CASES, ids=str)
+@pytest.mark.parametrize("run", [*CASES, *(pytest.param(run, marks=pytest.mark.deep) for run in MORE)], ids=str)
 def test_training_gives_the_numbers_of_one_device(ranks, run: Mode):
     for found in ranks(run.case.world_size).run(_train, run):
         assert max(found.values()) <= TOLERANCE, {name: off for name, off in found.items() if off > TOLERANCE}
@@ -144,9 +157,47 @@ def test_ulysses_exchanges_four_times_a_block(ranks, model: str, fused: bool):
         assert forward["all_gather_into_tensor"] == 1 and forward["all_reduce"] == 0
 
 
+@pytest.mark.parametrize(("model", "traded"), [(LLAMA, 1), (BERT, 0)])
+def test_keys_and_values_go_round(ranks, model: str, traded: int):
+    """To the next of n ranks n - 1 times; in the backward their gradients follow, n times. Under a causal mask half of
+    the queries is traded for those of another rank, and back, each way."""
+    n = 2
+    for forward, backward, off in ranks(n).run(_collectives, model, "ring", CP2):
+        assert off < TOLERANCE
+        assert forward["all_to_all_single"] == (n - 1 + 2 * traded) * BLOCKS
+        assert backward["all_to_all_single"] == (n - 1 + n + 2 * traded) * BLOCKS
+        assert forward["all_gather_into_tensor"] == 1 and forward["all_reduce"] == 0
+
+
+def _packed(by: str, step: int) -> Any:
+    """Three documents in a row of ten tokens: each sees itself alone. Said by a mask, or by positions that restart."""
+    document = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])
+    positions = torch.tensor([0, 1, 2, 3, 0, 1, 2, 0, 1, 2])
+    more = {"position_ids": positions.expand(4, -1).clone(), "use_cache": False}
+    if by == "mask":
+        seen = (document == document.unsqueeze(1)) & torch.ones(10, 10, dtype=torch.bool).tril()
+        more["attention_mask"] = seen.expand(4, 1, -1, -1).clone()
+    return text(step, **more)
+
+
+def _train_packed(mode: str, mesh: str, by: str) -> dict[str, float]:
+    case = Case(LLAMA, "sdpa", mesh)
+    rules = sl.layouts.load("llama", mode)
+    return differences(case.make_model, partial(_packed, by), case.loss, mesh, rules, optimizer=_ADAMW, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "mesh", "by"),
+    [("gather", SP2, "mask"), ("ulysses", SP2, "mask"), ("ring", CP2, "mask"), ("ring", CP2, "positions")],
+)
+def test_packed_documents_see_themselves_alone(ranks, mode: str, mesh: str, by: str):
+    for found in ranks(2).run(_train_packed, mode, mesh, by):
+        assert max(found.values()) <= TOLERANCE, {name: off for name, off in found.items() if off > TOLERANCE}
+
+
 def test_a_mode_is_a_layout():
     known = sl.layouts.load("llama")
-    assert set(known.modes) == {"sequence", "ulysses", "gather"}
+    assert set(known.modes) == {"sequence", "ulysses", "gather", "ring", "grid"}
     chosen = known.mode("ulysses")
     assert chosen == sl.layouts.load("llama", mode="ulysses") == sl.layouts.for_model(build(LLAMA), "ulysses")
     border = chosen.resolve(build(LLAMA), "tp=2,sp=2").borders["model.layers.0.self_attn.q_proj", "output"]
