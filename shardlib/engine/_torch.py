@@ -291,7 +291,7 @@ def all_to_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def exchanged(
     tensor: torch.Tensor, group: dist.ProcessGroup, to: int, source: int, shape: Sequence[int]
 ) -> Callable[[], torch.Tensor]:
-    """Every rank of a group sends a tensor to one rank and gets one: `source`'s, of local `shape`, once it is asked for.
+    """Every rank of a group sends a tensor to one rank and gets `source`'s, of local `shape`, once it asks for it.
 
     An all-to-all with pieces for one rank only, as `permute_tensor` of functional collectives, which takes one shape.
     """

@@ -19,6 +19,7 @@ from shardlib.engine._torch import Op, TensorMeta
 
 __all__ = [
     "ANY",
+    "RING_AXIS",
     "Call",
     "Compute",
     "Here",
@@ -26,7 +27,6 @@ __all__ = [
     "Meta",
     "P",
     "R",
-    "RING_AXIS",
     "Row",
     "Rule",
     "S",

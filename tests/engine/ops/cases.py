@@ -52,6 +52,11 @@ _case(
     floats(2, 4, 6, 4, seed=2),
     is_causal=True,
 )
+_same = (floats(2, 4, 7, 4), floats(2, 4, 7, 4, seed=1), floats(2, 4, 7, 4, seed=2))
+_case("attention causal and uneven", _sdpa, *_same, is_causal=True)
+_packed = torch.block_diag(*[torch.ones(n, n) for n in (3, 1, 3)]).tril() > 0
+_packed[5] = False  # sees nothing
+_case("attention packed", _sdpa, *_same, attn_mask=_packed)
 _case("attention mask of the batch", _sdpa, *_qkv, attn_mask=plain(2, 1, 6, 5))
 _case("attention mask of the heads", _sdpa, *_qkv, attn_mask=plain(1, 4, 6, 5))
 _case("attention mask of bools", _sdpa, *_qkv, attn_mask=ids(6, 5, below=4) > 0)

@@ -173,6 +173,7 @@ def _into(fn: Callable[..., Any], *shape: int, dtype: torch.dtype = torch.float6
 
 _corner("mm out", _into(torch.mm, 6, 3), plain(6, 5), plain(5, 3))
 _corner("sum out", _into(lambda x, out: torch.sum(x, 0, out=out), 5), plain(6, 5))
+_corner("cat of nothing and one", lambda a: torch.cat([torch.empty(0), a], 0), floats(5, 4))
 _corner("cat out", _into(lambda x, y, out: torch.cat([x, y], out=out), 8, 5), plain(6, 5), plain(2, 5))
 _corner("compare out", _into(torch.gt, 6, 5, dtype=torch.bool), plain(6, 5), plain(6, 5, seed=1))
 _corner("out grows", _into(torch.mul, 0), plain(6, 5), plain(6, 5, seed=1))

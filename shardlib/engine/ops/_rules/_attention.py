@@ -56,10 +56,9 @@ def _rows(call: Call, roles: tuple[str | None, ...]) -> Iterator[Row]:
     elif bias is None or bias.shape[-2] == query.shape[2]:
         yield _row(call, roles, 2, shared_kv=True)
 
-
-    if call.axis == RING_AXIS and _on_cpu(call) and (bias is None or bias.shape[-2] == query.shape[2]):
-        if all(dim != 2 for dim, _ in key.cut):
-            yield _row(call, roles, 2, shared_kv=False, compute=_own_part(call.names, roles))
+    by_rows = bias is None or bias.shape[-2] == query.shape[2]
+    if call.axis == RING_AXIS and _on_cpu(call) and by_rows and all(dim != 2 for dim, _ in key.cut):
+        yield _row(call, roles, 2, shared_kv=False, compute=_own_part(call.names, roles))
 
 
 def _on_cpu(call: Call) -> bool:

@@ -2,11 +2,11 @@
 2310.01889).
 
 Blocks of keys are met one after the other, and the results put together by their log-sum-exp (Milakov and Gimelshein,
-arXiv 1805.02867). The kernel's backward takes the log-sum-exp of whole rows, so that with it the gradients of blocks add
-up to the gradient. Those of keys and values go round after their block, and one step further home.
+arXiv 1805.02867). The kernel's backward takes the log-sum-exp of whole rows, so that the gradients of blocks add up to
+the gradient. Those of keys and values go round after their block, and one step further home.
 
-Under a causal mask the last ranks would have all the work: a rank of n looks at the blocks up to its own. So rank r gives
-the later half of its queries to rank n-1-r and takes that one's, which makes it n + 1 halves for each (the order of
+Under a causal mask the last ranks would have most of the work: a rank looks at the blocks up to its own. So rank r of
+n gives the later half of its queries to rank n-1-r and takes that one's, which makes n + 1 halves for each (the order of
 tokens of Brandon et al., arXiv 2311.09431, is another way to this; here nothing outside of attention knows of it).
 """
 
@@ -142,7 +142,7 @@ class Ring:
                 tensors = coming()
 
     def _pass_on(self, tensors: list[torch.Tensor], source: int) -> Callable[[], list[torch.Tensor]]:
-        """Give what belongs to the keys of rank `source` to the next rank; what comes belongs to those of the one before.
+        """Give what belongs to the keys of rank `source` to the next rank; what comes belongs to those of source - 1.
 
         Keys and values travel in one message.
         """
@@ -153,9 +153,7 @@ class Ring:
         wait = self._exchange(torch.cat(tensors, -1), (index + 1) % size, (index - 1) % size, shape)
         return lambda: list(wait().split(widths, -1))
 
-    def _exchange(
-        self, tensor: torch.Tensor, to: int, source: int, shape: Sequence[int]
-    ) -> Callable[[], torch.Tensor]:
+    def _exchange(self, tensor: torch.Tensor, to: int, source: int, shape: Sequence[int]) -> Callable[[], torch.Tensor]:
         return self.here.exchange(tensor, (self.key, _SEQ), to, source, shape)
 
     # --- balance ---
@@ -208,7 +206,7 @@ class Ring:
             return
         for span in spans:
             earlier = min(first + count, span.first) - first
-            if earlier > 0:
+            if earlier > 0 and span.count:  # a piece of one position has no later half; kernels divide by its length
                 yield _Tile(slice(span.at, span.at + span.count), slice(0, earlier))
             start, end = max(first, span.first), min(first + count, span.first + span.count)
             if start < end:

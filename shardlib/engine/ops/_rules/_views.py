@@ -316,7 +316,7 @@ def cat(call: Call) -> Iterable[Row]:
     # A 1-d tensor without elements may stand in any list to be joined; it stays whole.
     legacy = [meta.shape == (0,) for meta in call.inputs]
     for other in range(output.ndim):
-        if other != dim:
+        if other != dim or legacy.count(False) == 1:  # a cache begins so: nothing, joined with the first keys
             yield row([S(other)], [R if skip else S(other) for skip in legacy])
     yield row([P], [R if skip else P for skip in legacy])
     yield from _fused_cat(call, dim)
