@@ -6,7 +6,7 @@ arXiv 1805.02867). The kernel's backward takes the log-sum-exp of whole rows, so
 the gradient. Those of keys and values go round after their block, and one step further home.
 
 Under a causal mask the last ranks would have most of the work: a rank looks at the blocks up to its own. So rank r of
-n gives the later half of its queries to rank n-1-r and takes that one's, which makes n + 1 halves for each (the order of
+n gives the later half of its queries to rank n-1-r and takes that one's: n + 1 halves for each (the order of
 tokens of Brandon et al., arXiv 2311.09431, is another way to this; here nothing outside of attention knows of it).
 """
 
