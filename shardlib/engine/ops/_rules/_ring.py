@@ -76,7 +76,7 @@ class Ring:
                     tile.causal,
                     **{**kwargs, "attn_mask": mask},
                 )
-                _merge(out[:, :, tile.queries], logsumexp[:, :, tile.queries], *found, mask)
+                _merge(out[:, :, tile.queries], logsumexp[:, :, tile.queries], found[0], found[1], mask)
         logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, 0)  # of what sees nothing, as the kernel says it
         out, logsumexp = self._back([out.to(rows.dtype), logsumexp.unsqueeze(-1)], spans)
         return out, logsumexp.squeeze(-1)
