@@ -781,6 +781,8 @@ def _call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not isinstance(func, torch._ops.OpOverload) or _gives_what_it_was_given(func):
         return None
     leaves: list[Any] = [func, *kwargs]
+    if not any(isinstance(arg, FakeTensor) for arg in (*args, *kwargs.values())):
+        return None  # two tensors made of nothing are two
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, FakeTensor):
             leaves.append(id(arg))
@@ -877,7 +879,7 @@ def recording_imagined(record: Callable[[Any, Any, Any], Any]) -> AbstractContex
     Nothing else keeps weak references to the tensors, so that others can be swapped into their places.
     """
     stack = ExitStack()
-    mode = imagining()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # each call's own tensors: what is recorded is told apart by them
     memo = mode.fake_tensor_converter.tensor_memo
 
     class Recording(TorchDispatchMode):
