@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from os import _exit
 from sys import _current_frames
@@ -123,6 +124,7 @@ class _Rank:
             self.calls.send_bytes(_carry.dump(outcome))
             if isinstance(outcome, Failure):
                 self.calls.recv_bytes()  # the peers are asked where they stand: until then their connections stay
+            self._leave(call, wait=not isinstance(outcome, Failure))
 
     def _outcome(self, call: Call, work: bytes, after: contextlib.ExitStack) -> bytes | Failure:
         self.begun_ns, self.call = time.time_ns(), call
@@ -156,6 +158,17 @@ class _Rank:
             # Each of gloo's groups waits some ten milliseconds for its threads: not here.
             threading.Thread(target=groups.clear, daemon=True).start()
 
+    def _leave(self, call: Call, *, wait: bool) -> None:
+        """Stay until all ranks are done, unless one waits for this one and would only learn by its leaving that it
+        waits in vain: a rank on its way out of a collective finds it failed when a peer closes its connections."""
+        if self.store is None:
+            return
+        with contextlib.suppress(RuntimeError):  # a DistStoreError: a rank that is not done in time, or a parent gone
+            if self.store.add(f"{call.number}/done", 1) == call.world_size:
+                self.store.set(f"{call.number}/all done", "")
+            elif wait:
+                self.store.wait([f"{call.number}/all done"], _PATIENCE)
+
     def _store_at(self, call: Call) -> Any:
         import torch.distributed as dist
 
@@ -168,6 +181,7 @@ class _Rank:
         return self.store
 
 
+_PATIENCE = timedelta(seconds=2)
 _SPRING = 200  # calls from one thorough cleaning to the next: of old addresses in the store, of long-lived garbage
 
 
