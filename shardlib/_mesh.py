@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardlib._again import is_again
 from shardlib.errors import MeshError, nearest
 
 __all__ = ["AxisKind", "MeshShape", "default_device_type", "device_here", "mesh", "rank_groups", "register_axis"]
@@ -59,10 +60,10 @@ def register_axis(name: str, *, kind: AxisKind) -> Callable[[RankGroups], RankGr
     names (dp, fsdp, tp, sp, cp, ep, pp, ...) are known already.
 
     As a decorator it also says which ranks form the axis' groups, where they are not those of the order of ranks:
-    the function gets the mesh's shape and returns lists of ranks. Those of a mesh axis hold every rank once, in order
-    along the axis. An overlay axis lies over a mesh without being one of its axes: its groups may be of any
-    size and share ranks, and splitting nothing they are for your own collectives, in a gradient handler or a schedule;
-    `axis_groups` opens them.
+    the function gets the mesh's shape and returns lists of ranks. Those of a mesh axis hold every rank once, and ranks
+    ascend along every axis, since a process group of torch counts its ranks so. An overlay axis lies over a mesh
+    without being one of its axes: its groups may be of any size and share ranks, and splitting nothing they are for
+    your own collectives, in a gradient handler or a schedule; `axis_groups` opens them.
 
     Raises:
         MeshError: the kind is none of these, the name already means another kind, or has groups already.
@@ -87,8 +88,8 @@ def register_axis(name: str, *, kind: AxisKind) -> Callable[[RankGroups], RankGr
         raise MeshError(f'Axis "{name}" already is a {known} axis and cannot become a {kind} axis; use another name.')
 
     def register(groups: RankGroups) -> RankGroups:
-        before = _GROUPS.get(name)
-        if before is not None and before.__qualname__ != groups.__qualname__:  # the same module may be imported anew
+        before = _GROUPS.get(name, groups)
+        if not is_again(before, groups):
             raise MeshError(f'Axis "{name}" has rank groups already, those of {before.__qualname__}; use another name.')
         _GROUPS[name] = groups
         _order.cache_clear()
@@ -139,7 +140,7 @@ def _order(shape: MeshShape) -> tuple[int, ...] | None:
             'axis with kind="overlay".'
         )
     others = [size for name, size in shape.axes if name != axis]
-    table = torch.tensor(groups).view(*others, shape[axis]).movedim(-1, shape.names.index(axis))
+    table = torch.tensor(sorted(groups)).view(*others, shape[axis]).movedim(-1, shape.names.index(axis))
     for other in own[1:]:
         lines = table.movedim(shape.names.index(other), -1).reshape(-1, shape[other]).tolist()
         wanted = rank_groups(other, shape)
@@ -148,7 +149,20 @@ def _order(shape: MeshShape) -> tuple[int, ...] | None:
                 f'On mesh "{shape}" axes "{axis}" and "{other}" have rank groups of their own that do not cross: with '
                 f'those of "{axis}", the groups of "{other}" are {lines}, and its function returned {wanted}.'
             )
+    _refuse_descent(shape, table, axis)
     return tuple(table.flatten().tolist())
+
+
+def _refuse_descent(shape: MeshShape, table: torch.Tensor, axis: str) -> None:
+    """Coordinates count along an axis; collectives count the ranks of its process group, which torch sorts."""
+    for dim, name in enumerate(shape.names):
+        for line in table.movedim(dim, -1).reshape(-1, shape[name]).tolist():
+            if line != sorted(line):
+                raise MeshError(
+                    f'On mesh "{shape}" the rank groups of axis "{axis}" make {line} a group of axis "{name}"; ranks '
+                    "have to ascend along every axis, as they do in process groups of torch. Return each group in "
+                    "ascending order, and groups that cross the other axes so."
+                )
 
 
 @dataclass(frozen=True, init=False)

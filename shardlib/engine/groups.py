@@ -19,9 +19,9 @@ class AxisGroup:
     """One group of an axis that this rank is in.
 
     Attributes:
-        ranks: of the job, in order along the axis.
+        ranks: of the job, in the order in which the axis has them.
         place: this rank's index among them.
-        group: for collectives.
+        group: for collectives, which count its ranks in ascending order, as all of torch do.
     """
 
     ranks: tuple[int, ...]
@@ -33,7 +33,8 @@ def axis_groups(name: str, mesh: MeshLike) -> tuple[AxisGroup, ...]:
     """The groups of an axis that this rank is in: one of a mesh axis; of an overlay, as many as its function says, in
     the function's order.
 
-    All ranks of the job call it together; once opened, groups stay open, and asking again gives the same ones.
+    All ranks of the job call it together. A `DeviceMesh` has the groups of its axes already; others are opened, and
+    asking again gives the same ones.
 
     Args:
         name: of an axis of the mesh, or of an overlay.
@@ -47,13 +48,11 @@ def axis_groups(name: str, mesh: MeshLike) -> tuple[AxisGroup, ...]:
         >>> dist.all_reduce(tensor, group=group.group)  # doctest: +SKIP
     """
     shape = MeshShape.of(mesh)
-    if name in shape and not isinstance(mesh, DeviceMesh):
-        found = shape.groups((name,))
-    elif isinstance(mesh, DeviceMesh) and name in shape:
-        ranks = _torch.ranks_of_mesh(mesh)
-        found = [[ranks[position] for position in line] for line in shape.lines((name,))]
-    else:
-        found = rank_groups(name, shape)
+    if isinstance(mesh, DeviceMesh) and name in shape:
+        group = mesh.get_group(name)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return (AxisGroup(ranks, ranks.index(dist.get_rank()), group),)
+    found = shape.groups((name,)) if name in shape else rank_groups(name, shape)
     if not dist.is_initialized() or shape.world_size != dist.get_world_size():
         raise MeshError(
             f'axis_groups("{name}") was asked for on mesh "{shape}"; call it where its {shape.world_size} ranks run, '

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shardlib._again import is_again
 from shardlib._mesh import MeshShape
 from shardlib.errors import MeshError, RuleError, nearest
 
@@ -128,11 +129,11 @@ def register_tensor_mode(
     >>> Rules({"up": "colwise"}).mode("tall")
     Rules({"up": "colwise"}, axis='row')
     """
-    if name in _REGISTERED:
-        raise RuleError(f'A tensor mode "{name}" is registered already; use another name.')
     _read_axes(name, axes)
 
     def register(change: Change) -> Change:
+        if name in _REGISTERED and not is_again(_REGISTERED[name].change, change):
+            raise RuleError(f'A tensor mode "{name}" is registered already; use another name.')
         _REGISTERED[name] = TensorMode(name, change, axes, tuple(transforms), description)
         return change
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
+from shardlib._again import is_again
 from shardlib.errors import PlanError, nearest
 
 __all__ = ["Registry"]
@@ -31,20 +32,17 @@ class Registry:
     @overload
     def register_module(self, cls: None = None, *, name: str | None = None) -> Callable[[C], C]: ...
     def register_module(self, cls: C | None = None, *, name: str | None = None) -> C | Callable[[C], C]:
-        """Register a class, as a decorator with or without parentheses. The same class twice is once."""
+        """Register a class, as a decorator with or without parentheses. A class defined anew replaces itself."""
 
         def register(given: C) -> C:
             key = name or given.__name__
             before = self._held.setdefault(key, given)
-            if before is not given and (before.__module__, before.__qualname__) != (
-                given.__module__,
-                given.__qualname__,
-            ):
+            if not is_again(before, given):
                 raise PlanError(
                     f'A {self.kind} "{key}" is registered already: {before.__module__}.{before.__qualname__}. Give '
                     'yours another name, as in register_module(name="...").'
                 )
-            self._held[key] = given  # a file that is run again, as in a notebook, defines it anew
+            self._held[key] = given
             return given
 
         return register if cls is None else register(cls)

@@ -187,6 +187,13 @@ def _groups_of(*groups: list[int]) -> Any:
         ("lone", "model", ([0, 1], [1, 2]), r"return 2 groups of 2 in which every rank is once"),
         ("long", "model", ([0, 1, 2, 3],), r"return 2 groups of 2"),
         ("beyond", "model", ([0, 4], [1, 2]), r"a group has ranks 0 to 3, each once"),
+        (
+            "down",
+            "model",
+            ([1, 0], [2, 3]),
+            r'make \[1, 0\] a group of axis "down"; ranks have to ascend along every axis',
+        ),
+        ("crossed", "model", ([0, 3], [1, 2]), r'make \[3, 2\] a group of axis "dp"; ranks have to ascend'),
         ("over", "overlay", ([0, 1],), r'"over" is an overlay, which lies over a mesh and is none of its axes'),
     ],
 )
@@ -194,6 +201,12 @@ def test_wrong_groups_are_refused(name: str, kind: Any, groups: Any, error: str)
     sl.register_axis(name, kind=kind)(_groups_of(*groups))
     with pytest.raises(MeshError, match=error):
         sl.MeshShape({"dp": 2, name: 2}).coordinate(0)
+
+
+def test_groups_may_come_in_any_order():
+    """Those of the other axis are the same; along it ranks ascend."""
+    sl.register_axis("shuffled", kind="model")(_groups_of([1, 3], [0, 2]))
+    assert sl.MeshShape("dp=2,shuffled=2").ranks == (0, 2, 1, 3)
 
 
 def test_axes_of_their_own_groups_have_to_cross():
@@ -209,7 +222,7 @@ def test_axes_of_their_own_groups_have_to_cross():
 
 def test_a_tensor_mode_is_checked_where_it_is_registered_and_used():
     with pytest.raises(RuleError, match=r'"2d" is registered already'):
-        sl.register_tensor_mode("2d")
+        sl.register_tensor_mode("2d")(lambda rules: rules)
     with pytest.raises(RuleError, match=r'the axes are "row"; give each once'):
         sl.register_tensor_mode("half", axes="row")
     sl.register_tensor_mode("nothing")(lambda rules: None)  # type: ignore[arg-type,return-value]

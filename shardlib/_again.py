@@ -1,0 +1,28 @@
+"""Whether what is registered under a name is the same as before: files run again, as in notebooks, or come by two
+module names."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+__all__ = ["is_again"]
+
+
+def is_again(before: Any, given: Any) -> bool:
+    """Whether two functions or classes are one definition: of the same name, in the same file or the same module.
+
+    >>> def near(shape): ...
+    >>> before = near
+    >>> def near(shape): ...
+    >>> is_again(before, near), is_again(print, near)
+    (True, False)
+    """
+    return before is given or _place(before) == _place(given)
+
+
+def _place(thing: Any) -> tuple[Any, ...]:
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if module is None or name is None:
+        return (id(thing),)
+    return getattr(sys.modules.get(module), "__file__", None) or module, name
