@@ -19,7 +19,8 @@ parallelism are made of:
     S(k)      S(1)          the weight is gathered
     S(k)      S(0)          the input is, unless the module's border wants the output split as the input
 
-Everything else, and whatever is traced, autocast or differentiated twice, takes the way of the module's own forward.
+A compiled block gathers by the same table; what it keeps for backward is its compiler's choice. Everything else, and
+whatever is autocast or differentiated twice, takes the way of the module's own forward.
 """
 
 from __future__ import annotations
@@ -64,14 +65,18 @@ def compute_locally(module: nn.Module, border: Border | None = None) -> Callable
     def forward(input: torch.Tensor) -> torch.Tensor:
         weight: Any = module.weight
         bias: Any = module.bias
-        traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type)
-        if not traced and isinstance(input, DTensor) and isinstance(weight, DTensor):
-            weight = weight.t() if transposed else weight
-            want = None if border is None else border[input.ndim]
-            way = _way(_torch.spec_of(input), _torch.spec_of(weight), want)
-            if way is not None and (bias is None or _lies_as(bias, way.bias)):
-                return _Linear.apply(input, weight, bias, way)
-        return own_forward(input)
+        autocast = torch.is_autocast_enabled(input.device.type)
+        if autocast or not isinstance(input, DTensor) or not isinstance(weight, DTensor):
+            return own_forward(input)
+        weight = weight.t() if transposed else weight
+        want = None if border is None else border[input.ndim]
+        if torch.compiler.is_compiling():
+            input, weight = _as_multiplied(input, weight, want)
+            return F.linear(input, weight, bias)
+        way = _way(_torch.spec_of(input), _torch.spec_of(weight), want)
+        if way is None or not (bias is None or _lies_as(bias, way.bias)):
+            return own_forward(input)
+        return _Linear.apply(input, weight, bias, way)
 
     module.forward = forward  # type: ignore[method-assign]
     return lambda: delattr(module, "forward")
@@ -131,6 +136,14 @@ def _way(x: DTensorSpec, weight: DTensorSpec, border: tuple[Placement, ...] | No
         grad_bias=spec(grad_bias, weight.shape[:1]),
         bias=tuple(Replicate() if place.is_partial() else place for place in grad_bias),
     )
+
+
+def _as_multiplied(x: DTensor, weight: DTensor, border: tuple[Placement, ...] | None) -> tuple[DTensor, DTensor]:
+    """The operands, gathered as the table says, by ops that can be traced and differentiated."""
+    wanted = border or (None,) * len(x.placements)
+    pairs = zip(x.placements, weight.placements, wanted, strict=True)
+    used = [_gathered(a, b, x.ndim - 1, want) for a, b, want in pairs]
+    return x.redistribute(placements=[a for a, _ in used]), weight.redistribute(placements=[b for _, b in used])
 
 
 def _gathered(x: Placement, weight: Placement, last: int, want: Placement | None) -> tuple[Placement, Placement]:
