@@ -169,12 +169,10 @@ class _Work:
         if self.model is None:
             return
         saved = self.manifest.tensors["model"]
-        first = {name: group[0] for group in self.manifest.tied for name in group}
         names = {group[0]: group for group in tied_names(self.model)}
         used: set[str] = set()
         for item in model_items(self.model, self.everyone.size):
-            asked = dict.fromkeys(first.get(name, name) for name in names.get(item.name, (item.name,)))
-            found = [name for name in asked if name in saved]
+            found = self.source.names_of(names.get(item.name, (item.name,)))
             used.update(found)
             if found:
                 self.into.append((item, [replace(saved[name], key=saved[name].key or name) for name in found]))

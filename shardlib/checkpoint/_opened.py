@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -43,6 +44,15 @@ class Opened:
     foreign: bool
     orbax: bool = False
     dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def _first_of_tied(self) -> dict[str, str]:
+        return {name: group[0] for group in self.manifest.tied for name in group}
+
+    def names_of(self, names: Iterable[str]) -> list[str]:
+        """What the checkpoint calls a tensor that goes by these names; several where it was not tied then."""
+        asked = dict.fromkeys(self._first_of_tied.get(name, name) for name in names)
+        return [name for name in asked if name in self.manifest.tensors["model"]]
 
     def readers(self) -> Reading:
         readers = _orbax.OrbaxReaders(self.folder) if self.orbax else Readers(self.folder)

@@ -626,7 +626,7 @@ def joined(local: torch.Tensor, mesh: DeviceMesh, axis: int, now: Any, shape: Se
         found = Shard(now.dim)._to_replicate_tensor(local.contiguous(), mesh, axis, shape)
     else:
         return local
-    found = found.wait() if isinstance(found, AsyncCollectiveTensor) else found
+    found = _arrived(found)
     if isinstance(now, _StridedShard):
         turns = found.unflatten(now.dim, (mesh.size(axis), int(now.split_factor), -1))
         found = turns.transpose(now.dim, now.dim + 1).flatten(now.dim, now.dim + 2)
@@ -635,8 +635,11 @@ def joined(local: torch.Tensor, mesh: DeviceMesh, axis: int, now: Any, shape: Se
 
 def sum_scattered(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int) -> torch.Tensor:
     """This rank's chunk, along a dim, of the sum of what the ranks of one mesh axis hold."""
-    found = Shard(dim)._reduce_shard_tensor(local, mesh, "sum", axis)
-    return found.wait() if isinstance(found, AsyncCollectiveTensor) else found
+    return _arrived(Shard(dim)._reduce_shard_tensor(local, mesh, "sum", axis))
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def part(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, want: Any) -> torch.Tensor:

@@ -146,11 +146,7 @@ def _of_leaf(name: str, leaf: Any) -> _Target:
 def _chosen(source: Opened, targets: Mapping[str, _Target], cast: bool) -> dict[str, list[tuple[str, Saved]]]:
     """Which saved tensors are read for each array; or an error that says everything that does not fit."""
     saved = source.manifest.tensors["model"]
-    first = {name: group[0] for group in source.manifest.tied for name in group}
-    chosen = {}
-    for name, target in targets.items():
-        asked = dict.fromkeys(first.get(each, each) for each in target.names)
-        chosen[name] = [(each, saved[each]) for each in asked if each in saved]
+    chosen = {name: [(each, saved[each]) for each in source.names_of(target.names)] for name, target in targets.items()}
     used = {each for several in chosen.values() for each, _ in several}
     missing = [name for name, several in chosen.items() if not several]
     unexpected = [name for name in saved if name not in used]

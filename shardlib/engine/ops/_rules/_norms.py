@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.engine._torch import schema_of
+from shardlib.engine.ops._operands import arguments_by_name
 from shardlib.engine.ops._rows import Call, Compute, Here, Local, Meta, Op, P, R, Row, S, aten, row, rule
 
 __all__: list[str] = []
@@ -29,7 +29,9 @@ def layer_norm(call: Call) -> Iterable[Row]:
     if len(call["normalized_shape"]) == 1:
         outs = [S(lead), *[R] * (len(call.outputs) - 1)]
         affine = [S(0)] * (len(call.inputs) - 1)
-        yield row(outs, [S(lead), *affine], compute=_norm_of_own(call.outputs[-1]), anywhere=True)
+        statistic = call.outputs[-1]
+        assert statistic is not None
+        yield row(outs, [S(lead), *affine], compute=_over_features(statistic.dtype), anywhere=True)
 
 
 @rule(aten("native_layer_norm_backward"))
@@ -61,11 +63,6 @@ def rms_norm_backward(call: Call) -> Iterable[Row]:
 # Where the features themselves are split, ranks exchange two numbers for each row, each way.
 
 
-def _norm_of_own(statistic: Meta | None) -> Compute:
-    assert statistic is not None
-    return _over_features(statistic.dtype)
-
-
 @cache
 def _over_features(dtype: torch.dtype) -> Compute:
     """One function for all mesh axes and all calls whose statistics have this dtype."""
@@ -74,11 +71,11 @@ def _over_features(dtype: torch.dtype) -> Compute:
 
 def _norm_features(dtype: torch.dtype, op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
     """The norm of rows of which this rank has some features: their squares are summed over ranks, about their mean."""
-    named = {**dict(zip((a.name for a in schema_of(op).arguments), args, strict=False)), **kwargs}
+    named = arguments_by_name(op, args, kwargs)
     given, count = named["input"], here.shape(0)[-1]
-    x = given.to(_accumulating(given.dtype))
+    x = given.to(_summed_in(given.dtype))
     statistics = []
-    if "bias" in (a.name for a in schema_of(op).arguments):
+    if "bias" in named:
         mean = here.all_reduce(x.sum(-1, keepdim=True), "sum") / count
         x = x - mean
         statistics.append(mean.to(dtype))
@@ -86,15 +83,15 @@ def _norm_features(dtype: torch.dtype, op: Op, args: list[Any], kwargs: dict[str
     square = here.all_reduce(x.square().sum(-1, keepdim=True), "sum") / count
     rstd = (square + (torch.finfo(given.dtype).eps if eps is None else eps)).rsqrt()
     y = x * rstd
-    y = y if named.get("weight") is None else y * named["weight"]
+    y = y if named["weight"] is None else y * named["weight"]
     y = y if named.get("bias") is None else y + named["bias"]
     return (y.to(given.dtype), *statistics, rstd.to(dtype))
 
 
 def _norm_backward_of_own(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
-    named = {**dict(zip((a.name for a in schema_of(op).arguments), args, strict=False)), **kwargs}
-    grad, given, weight = named["grad_out"], named["input"], named.get("weight")
-    wide = _accumulating(given.dtype)
+    named = arguments_by_name(op, args, kwargs)
+    grad, given, weight = named["grad_out"], named["input"], named["weight"]
+    wide = _summed_in(given.dtype)
     centred = "mean" in named
     x = (given.to(wide) - named["mean"]) if centred else given.to(wide)
     normal, g = x * named["rstd"], grad.to(wide)
@@ -102,17 +99,15 @@ def _norm_backward_of_own(op: Op, args: list[Any], kwargs: dict[str, Any], here:
     sums = [(scaled * normal).sum(-1, keepdim=True), *([scaled.sum(-1, keepdim=True)] if centred else [])]
     share, *rest = (here.all_reduce(torch.stack(sums), "sum") / here.shape(1)[-1]).unbind()
     grad_input = (scaled - normal * share - (rest[0] if centred else 0)) * named["rstd"]
-    made = [
-        grad_input.to(given.dtype),
-        (g * normal).flatten(0, -2).sum(0).to(given.dtype if weight is None else weight.dtype),
-        *([g.flatten(0, -2).sum(0).to(given.dtype if weight is None else weight.dtype)] if centred else []),
-    ]
+    affine = [g * normal, g] if centred else [g * normal]
+    dtype = given.dtype if weight is None else weight.dtype
+    made = [grad_input.to(given.dtype), *(each.flatten(0, -2).sum(0).to(dtype) for each in affine)]
     return tuple(value if wanted else None for value, wanted in zip(made, named["output_mask"], strict=True))
 
 
-def _accumulating(dtype: torch.dtype) -> torch.dtype:
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which PyTorch's kernels sum."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 @rule(aten("_weight_norm_interface"))

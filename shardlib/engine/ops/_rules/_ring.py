@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardlib.engine._torch import schema_of
+from shardlib.engine.ops._operands import arguments_by_name
 from shardlib.engine.ops._rows import Here, Op
 
 __all__ = ["Ring"]
@@ -58,7 +58,7 @@ class Ring:
 
     def forward(self, op: Op, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """What `op` returns: output and log-sum-exp of this rank's queries."""
-        named = _by_name(op, args, kwargs)
+        named = arguments_by_name(op, args, kwargs)
         queries, spans = self._balanced([named["query"]])
         rows = queries[0]
         wide = torch.promote_types(rows.dtype, torch.float32)
@@ -67,7 +67,7 @@ class Ring:
         for source, (key, value) in self._round([named["key"], named["value"]]):
             first = self._chunk(self.key, source)[0]
             for tile in self._tiles(spans, first, key.shape[_SEQ]):
-                mask = _part(named.get("attn_mask"), first, tile)
+                mask = _part(named["attn_mask"], first, tile)
                 found = op(
                     rows[:, :, tile.queries],
                     key[:, :, tile.keys],
@@ -83,7 +83,7 @@ class Ring:
 
     def backward(self, op: Op, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         """What `op` returns: gradients of this rank's queries, keys and values."""
-        named = _by_name(op, args, kwargs)
+        named = arguments_by_name(op, args, kwargs)
         mine = [named["query"], named["grad_out"], named["out"], named["logsumexp"].unsqueeze(-1)]
         (rows, grad, out, lse), spans = self._balanced(mine)
         lse = lse.squeeze(-1)
@@ -96,7 +96,7 @@ class Ring:
             sums = [torch.zeros_like(x, dtype=wide) for x in (key, value)]
             for tile in self._tiles(spans, first, key.shape[_SEQ]):
                 q, k = tile.queries, tile.keys
-                mask = _part(named.get("attn_mask"), first, tile)
+                mask = _part(named["attn_mask"], first, tile)
                 found = op(
                     grad[:, :, q],
                     rows[:, :, q],
@@ -216,10 +216,6 @@ class Ring:
 
 def _first_half(count: int) -> int:
     return count - count // 2
-
-
-def _by_name(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip((a.name for a in schema_of(op).arguments), args, strict=False)) | kwargs
 
 
 def _part(mask: torch.Tensor | None, first: int, tile: _Tile) -> torch.Tensor | None:
