@@ -180,12 +180,6 @@ def _check(model: Any, optimizer: Any, weights: str, shard_mb: float, variant: s
         )
     if optimizer is not None and model is None:
         raise CheckpointError("An optimizer was given without its model, whose names its state is saved by. Give both.")
-    if weights in ("huggingface", "file") and elsewhere(model):
-        raise CheckpointError(
-            f'weights="{weights}" writes whole tensors, for which all ranks would have to hold the same ones, and '
-            'here they run different stages. Save with weights="pieces"; load that on a mesh without a pipeline axis, '
-            "on one rank if need be, and save it whole there."
-        )
 
 
 def _check_file(model: Any, others: dict[str, Any]) -> None:
@@ -351,7 +345,7 @@ class _Job:
         gathers = {i for target, group in self._groups() if target == rank for i in group}
         self.items = [
             replace(item, local=_HOST.copy(f"{item.section}:{item.name}", item.local))
-            if i in gathers or written_by(item, turn, rank)
+            if rank in item.home.ranks and (i in gathers or written_by(item, turn, rank))
             else item
             for i, (item, turn) in enumerate(zip(self.items, self.turns, strict=True))
         ]

@@ -9,55 +9,65 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from shardlib._mesh import MeshShape
 from shardlib.checkpoint._boxes import Box, Part, parts, whole
 from shardlib.checkpoint._items import Home, Item
 from shardlib.checkpoint._peers import Peers
 from shardlib.errors import CheckpointError
+from shardlib.layout import Layout
 
 __all__ = ["Source", "agreed", "file_groups", "packed", "sources", "turns", "written_by"]
 
 
 def agreed(items: Sequence[Item], peers: Peers) -> list[Item]:
-    """The items that this rank takes part in writing, once ranks know that they mean the same by them.
+    """The items of all ranks, in one order, once ranks know that they mean the same by them.
 
     Normally all ranks hold the same names in the same layouts, and only checksums are exchanged. A tensor may be known
-    to some ranks alone (the stage of a pipeline); known to two groups of ranks, it is written by that of the lowest.
+    to some ranks alone (the stage of a pipeline), and is an item without a part on the others; known to two groups of
+    ranks, it is that of the one with the lowest.
 
     Raises:
         CheckpointError: ranks give one name different shapes or dtypes.
     """
-    mine = [_description(item) for item in items]
+    homes = {str(zlib.crc32(repr(item.home).encode())): item.home for item in items}
+    names = {home: name for name, home in homes.items()}
+    mine = {f"{item.section}:{item.name}": _description(item, names[item.home]) for item in items}
     marks = peers.exchange("compare", zlib.crc32(json.dumps(mine).encode()))
     if len(set(marks)) == 1:
         return list(items)
     tells = marks.index(marks[peers.rank]) == peers.rank
-    told = [told for told in peers.exchange("compare names", mine if tells else None) if told]
+    table = {name: (str(home.mesh), home.ranks) for name, home in homes.items()}
+    told = [told for told in peers.exchange("compare names", (mine, table) if tells else None) if told]
     first: dict[str, list[Any]] = {}
-    for description in (entry for every in told for entry in every):
-        key = f"{description[0]}:{description[1]}"
+    for key, description in (pair for every, _ in told for pair in every.items()):
         known = first.setdefault(key, description)
-        if known[2:4] != description[2:4]:
+        if known[:2] != description[:2]:
             raise CheckpointError(
-                f'The ranks hold different tensors under the name "{description[1]}": {known[3]} of shape '
-                f"{tuple(known[2])}, and {description[3]} of shape {tuple(description[2])}. Give every rank the "
+                f'The ranks hold different tensors under the name "{key.partition(":")[2]}": {known[1]} of shape '
+                f"{tuple(known[0])}, and {description[1]} of shape {tuple(description[0])}. Give every rank the "
                 "same model."
             )
-    return [
-        item
-        for item, entry in zip(items, json.loads(json.dumps(mine)), strict=True)
-        if first[f"{item.section}:{item.name}"] == entry
-    ]
+    homes = {n: Home(MeshShape(mesh), tuple(ranks)) for _, table in told for n, (mesh, ranks) in table.items()}
+    own = {key: item for item, key in zip(items, mine, strict=True) if first[key] == json.loads(json.dumps(mine[key]))}
+    return [own.get(key) or _of_others(key, description, homes) for key, description in first.items()]
 
 
-def _description(item: Item) -> list[Any]:
-    home = zlib.crc32(repr(item.home.ranks).encode()) if len(item.home.ranks) > 64 else item.home.ranks
-    dtype = str(item.dtype).removeprefix("torch.")
-    return [item.section, item.name, item.shape, dtype, item.layout.text, str(item.home.mesh), home]
+def _description(item: Item, home: str) -> list[Any]:
+    return [item.shape, str(item.dtype).removeprefix("torch."), item.layout.text, home]
+
+
+def _of_others(key: str, description: Sequence[Any], homes: Mapping[str, Home]) -> Item:
+    """An item of which this rank has nothing."""
+    section, _, name = key.partition(":")
+    shape, dtype, layout, home = description
+    kind = getattr(torch, dtype)
+    return Item(section, name, tuple(shape), kind, Layout.parse(layout), homes[home], torch.empty(0, dtype=kind))
 
 
 def turns(items: Iterable[Item]) -> list[int]:

@@ -61,6 +61,41 @@ def test_from_pretrained_reads_what_a_sharded_model_saves(
     _equal(_state(model), _state(_made(name, 0)))
 
 
+def _saves_stages(name: str, mesh: str, transforms: tuple[Any, ...], path: str) -> None:
+    model = _made(name, 0)
+    rules = sl.layouts.for_model(model).with_stages(sl.Balanced())
+    sl.shard_model(model, mesh, rules, transforms=transforms, compile=None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.save(f"{path}/many", model, optimizer, weights="huggingface", shard_mb=0.02)
+    checkpoint.save(f"{path}/one.safetensors", model, weights="file", background=True).wait()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.zero_()
+    checkpoint.load(f"{path}/many", model, optimizer)
+    checkpoint.save(f"{path}/again.safetensors", model, weights="file")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "transforms"),
+    [
+        ("GPT2LMHeadModel", "pp=2", ()),  # its output layer is the embedding, on the other stage
+        ("LlamaForCausalLM", "pp=2,tp=2", ()),
+        ("LlamaForCausalLM", "dp=2,pp=2", (sl.zero(3),)),
+    ],
+)
+def test_stages_of_a_pipeline_save_one_whole_model(tmp_path: Path, name: str, mesh: str, transforms: tuple[Any, ...]):
+    shared_pool(sl.MeshShape(mesh).world_size).run(_saves_stages, name, mesh, transforms, str(tmp_path))
+    want = _state(_made(name, 0))
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    model, info = getattr(transformers, name).from_pretrained(tmp_path / "many", output_loading_info=True)
+    assert {key: names for key, names in info.items() if names} == {}
+    _equal(_state(model), want)
+    tied = {"lm_head.weight"} if name.startswith("GPT2") else set()
+    for file in ("one", "again"):
+        got = load_file(tmp_path / f"{file}.safetensors")
+        _equal(got, {name: tensor for name, tensor in want.items() if name not in tied})
+
+
 def _saves_a_variant(path: str) -> dict[str, torch.Tensor]:
     model = sl.shard_model(_made("LlamaForCausalLM", 0), "dp=2,tp=2", compile=None)
     for shard_mb, folder in ((0.02, "many"), (5000, "one")):

@@ -299,24 +299,18 @@ def test_checkpoints_load_with_other_stages(ranks, tmp_path):
         assert found == pytest.approx(want, rel=TOLERANCE)
 
 
-def _whole_state(path: str) -> tuple[str, bool]:
+def _whole_state() -> bool:
     model = sharded("pp=2")
     full = {name: value.clone() for name, value in sl.full_state_dict(model).items()}
-    said = ""
-    try:
-        sl.save(path, model, weights="file")
-    except ShardlibError as error:
-        said = str(error)
     model.load_state_dict({name: value + 1 for name, value in full.items()})
     here = dict(model.named_parameters())
     moved = all(torch.equal(param, full[name] + 1) for name, param in here.items())
     same = all(torch.equal(full[name], value) for name, value in gpt().state_dict().items())
-    return said.partition(", for")[0].partition(": ")[2], moved and same and set(full) == set(gpt().state_dict())
+    return moved and same and set(full) == set(gpt().state_dict())
 
 
-def test_whole_state_dicts(ranks, tmp_path):
-    said = 'weights="file" writes whole tensors'
-    assert ranks(2).run(_whole_state, str(tmp_path / "model.safetensors")) == [(said, True)] * 2
+def test_whole_state_dicts(ranks):
+    assert ranks(2).run(_whole_state) == [True] * 2
 
 
 # --- what fails
