@@ -691,6 +691,15 @@ def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
         return mesh.mesh.flatten().tolist()
 
 
+def leaves_of(*values: Any) -> Iterator[Any]:
+    """The leaves of arguments, most of which are tensors: only those that are containers are looked into."""
+    for value in values:
+        if isinstance(value, torch.Tensor) or value is None:
+            yield value
+        else:
+            yield from pytree.tree_leaves(value)
+
+
 def next_node_number() -> int:
     """The number that autograd will give to the next node it records in this thread."""
     return torch.autograd._get_sequence_nr()

@@ -39,7 +39,6 @@ from shardlib.engine import (
     optimizer,
     state,
 )
-from shardlib.engine._torch import pytree
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
 from shardlib.engine.exchange import Peers, Scratch
 from shardlib.engine.gradients import GradientReducer
@@ -63,7 +62,8 @@ __all__ = ["Sharded", "apply_plan", "is_sharded", "names_here", "no_sync", "plan
 class Sharded:
     """What shardlib keeps of a sharded model.
 
-    Where the mesh has a pipeline axis, `plan` and `mesh` are those of this rank's stages.
+    Where the mesh has a pipeline axis, `plan` and `mesh` are those of this rank's stages. `meets_in_modules`: whether
+    some wait for other data ranks while they compute.
     """
 
     plan: Plan
@@ -73,6 +73,7 @@ class Sharded:
     compiled: CompileReport
     fp8_history: fp8.History | None = None
     pipeline: stages.Pipeline | None = None
+    meets_in_modules: bool = False
 
 
 _TRAVELLING = "how many tokens come to the experts of a rank is known when they do, and a graph has to know it before"
@@ -278,7 +279,9 @@ class _Build:
         if check and not self.exact_random:
             self.share_random_state()
         told = dataclasses.replace(plan_, notes=plan_.notes + float8.notes())
-        return Sharded(told, self.mesh, self.model_mesh, reducer, report, history)
+        waiting = any(map(batchnorm.is_batch_norm, model.modules()))
+        stored = any(row.stored.axes & {*self.data_axes} for row in plan_.rows)
+        return Sharded(told, self.mesh, self.model_mesh, reducer, report, history, meets_in_modules=waiting or stored)
 
     def refuse_what_is_not_built(self) -> None:
         for row in self.plan.rows:
@@ -612,7 +615,7 @@ class _Build:
         pending = [check and bool(self.model_axes)]
 
         def look(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for leaf in pytree.tree_leaves((args, kwargs)):
+            for leaf in _torch.leaves_of(*args, *kwargs.values()):
                 if isinstance(leaf, torch.Tensor) and leaf.device.type != self.device.type:
                     raise InputError(_wrong_device(leaf, self.device))
             if pending[0]:

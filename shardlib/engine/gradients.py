@@ -474,6 +474,11 @@ class GradientReducer:
         axes = tuple(axis for axis, size in self.sizes.items() if size > 1)
         return self.group(axes) if axes else None
 
+    @property
+    def listens(self) -> bool:
+        """Whether there is anything to do in a backward pass, other than to let gradients add up where they are."""
+        return self.enabled or self.in_parts or bool(self.at_the_end)
+
     def is_between_passes(self) -> bool:
         """Whether a step has begun, and backward passes that belong to it are still to come."""
         return 0 < self._pass < self.passes
@@ -506,6 +511,8 @@ class GradientReducer:
 
     def begin(self) -> None:
         """A backward pass has reached this model: reduce when it ends, whatever it leaves unused."""
+        if not self.listens:
+            return
         if self._backward == _torch.backward_id():
             return
         self._backward = _torch.backward_id()
@@ -745,7 +752,8 @@ def _calling(reducer: weakref.ref[GradientReducer]) -> Callable[[nn.Parameter], 
     """A hook that does not keep its reducer, which keeps the parameter: through a hook the collector sees no cycle."""
 
     def hook(leaf: nn.Parameter) -> None:
-        if (alive := reducer()) is not None:
+        alive = reducer()
+        if alive is not None and (alive.listens or isinstance(leaf.grad, DTensor)):
             alive._on_gradient(leaf)
 
     return hook

@@ -121,7 +121,7 @@ class Root:
         if self._autocasts:
             self._autocasts.pop().__exit__(None, None, None)
         output = self.casting.on_leaving(output)
-        leaves = pytree.tree_leaves(output)
+        leaves = list(_torch.leaves_of(output))
         if any(isinstance(leaf, Ungathered | DTensor) for leaf in leaves):
             output = pytree.tree_map_only((Ungathered, DTensor), made_plain, output)
             leaves = pytree.tree_leaves(output)

@@ -12,7 +12,7 @@ import torch
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError
 
-__all__ = ["as_call", "as_given", "joined", "key_of", "refuse_unfit", "rows", "split"]
+__all__ = ["as_call", "as_given", "joined", "key_of", "refuse_unfit", "rows", "sizes_of_parts", "split"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -76,18 +76,15 @@ def rows(batch: Any) -> int:
     )
 
 
-def split(batch: Any, microbatches: int | None, size: int | None = None) -> list[Any]:
-    """The batch's rows in parts of `size`, or in so many parts whose sizes differ by at most one, larger ones first.
-
-    Tensors whose leading dim is the batch's are cut, all else goes with every part.
+def sizes_of_parts(count: int, microbatches: int | None, size: int | None = None) -> list[int]:
+    """A batch's rows in parts of `size`, or in so many parts whose sizes differ by at most one, larger ones first.
 
     Raises:
         InputError: fewer rows than microbatches; neither number nor size, or both.
 
-    >>> [part.tolist() for part in split(torch.arange(5), 2)], [len(part) for part in split(torch.arange(5), None, 2)]
-    ([[0, 1, 2], [3, 4]], [2, 2, 1])
+    >>> sizes_of_parts(5, 2), sizes_of_parts(5, None, 2)
+    ([3, 2], [2, 2, 1])
     """
-    count = rows(batch)
     if (microbatches is None) == (size is None):
         raise InputError(
             "Say into how many microbatches a batch is cut: microbatches=8, or the rows of each, microbatch_size=4; "
@@ -102,18 +99,26 @@ def split(batch: Any, microbatches: int | None, size: int | None = None) -> list
             f"The batch has {count} rows, which cannot be cut into {parts} microbatches. Give a larger batch, or fewer "
             "microbatches."
         )
-    sizes = [count // parts + (i < count % parts) for i in range(parts)]
     if size is not None:
-        sizes = [size] * (count // size) + ([count % size] if count % size else [])
-    cut = {
-        id(leaf): leaf.split(sizes)
-        for leaf in pytree.tree_leaves(batch)
+        return [size] * (count // size) + ([count % size] if count % size else [])
+    return [count // parts + (i < count % parts) for i in range(parts)]
+
+
+def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Parts of so many rows. Tensors whose leading dim is the batch's are cut, all else goes with every part.
+
+    >>> [part["x"].tolist() for part in split({"x": torch.arange(5), "y": 1}, [3, 2])]
+    [[0, 1, 2], [3, 4]]
+    """
+    leaves, spec = pytree.tree_flatten(batch)
+    count = sum(sizes)
+    columns = [
+        leaf.split(sizes)
         if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == count
-    }
-    return [
-        pytree.tree_map(lambda leaf, i=i: cut[id(leaf)][i] if id(leaf) in cut else leaf, batch)
-        for i in range(len(sizes))
+        else [leaf] * len(sizes)
+        for leaf in leaves
     ]
+    return [pytree.tree_unflatten(part, spec) for part in zip(*columns, strict=True)]
 
 
 def key_of(call: Call) -> tuple[Any, ...]:

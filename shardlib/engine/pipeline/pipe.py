@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import checkpoint as recompute
 
 from shardlib.engine._torch import pytree
-from shardlib.engine.pipeline.batch import joined, rows, split
+from shardlib.engine.pipeline.batch import joined, rows, sizes_of_parts, split
 from shardlib.errors import PlanError, nearest
 
 __all__ = ["Pipe"]
@@ -101,8 +101,8 @@ class Pipe(nn.Module):
     def forward(self, batch: Any) -> Any:
         """The sequential's output, on the last device."""
         count = min(self.chunks, rows(batch))
-        values = split(batch, count)
-        sizes = [rows(value) for value in values]
+        sizes = sizes_of_parts(rows(batch), count)
+        values = split(batch, sizes)
         for tick in range(count + len(self.partitions) - 1):
             for place, partition in enumerate(self.partitions):
                 chunk = tick - place

@@ -276,6 +276,10 @@ class Route:
             known.outputs[number] = pytree.tree_map_only(torch.Tensor, imagined, output)
         return known.outputs[number]
 
+    def knows(self, key: Any) -> bool:
+        """Whether inputs like these have been learned."""
+        return key in self._known
+
     def learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> list[Gate | None]:
         """The gates of all stages for inputs like these, the same on every rank; found once.
 
@@ -341,17 +345,8 @@ def has_values(leaf: Any) -> bool:
 
 
 def _all_have_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Of arguments of a call; asked for each module, so that the usual ones are not flattened."""
-    for given in (*args, *kwargs.values()):
-        if isinstance(given, torch.Tensor):
-            if _torch.is_imagined(given):
-                return False
-        elif not isinstance(given, _PLAIN) and not all(map(has_values, pytree.tree_leaves(given))):
-            return False
-    return True
-
-
-_PLAIN = (type(None), bool, int, float, str)
+    """Of arguments of a call."""
+    return all(map(has_values, _torch.leaves_of(*args, *kwargs.values())))
 
 
 def without_fakes(output: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,14 +57,20 @@ class Losses:
     """The losses of a step on this rank.
 
     Attributes:
-        total: sum of losses, each over the rows or tokens of its microbatch.
-        weight: of how many rows or tokens.
+        values: of microbatches: means over rows, or sums of what was counted.
+        weights: rows, or counts.
         counted: whether the criterion said how many; None before the first.
     """
 
-    total: Any = 0.0
-    weight: Any = 0.0
+    values: list[torch.Tensor] = field(default_factory=list)
+    weights: list[Any] = field(default_factory=list)
     counted: bool | None = None
+
+    def total(self) -> float:
+        """The sum over all rows or all that was counted."""
+        values = torch.stack(self.values).double().tolist()
+        shares = [1.0] * len(values) if self.counted else self.weights
+        return sum(value * share for value, share in zip(values, shares, strict=True))
 
 
 class Run:
@@ -228,11 +234,9 @@ class Run:
                 "Some microbatches' losses came with a count and some without. Return (sum, count) of all, or of none."
             )
         self.losses.counted = pair
-        weight = given[1] if pair else part.rows
-        total = loss.reshape(()) if pair else loss.reshape(()) * weight
-        self.losses.total = self.losses.total + total.detach().double()
-        self.losses.weight = self.losses.weight + weight
-        return total * self.factor[1 if pair else 0]
+        self.losses.values.append(loss.detach().reshape(()))
+        self.losses.weights.append(given[1] if pair else part.rows)
+        return loss
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -243,7 +247,7 @@ class Run:
             self._backward_of_weights(stage, m)
             return
         received, made = self._held.pop((stage, m))
-        gradients = self._take(self._needed(action)) if stage < self.last else [torch.ones_like(made[0])]
+        gradients = self._take(self._needed(action)) if stage < self.last else [self._of_loss(made[0], m)]
         gates = self.gates[m][stage + 1] if stage < self.last else None
         if gates is not None:
             made = [tensor for tensor, message in zip(made, gates.messages, strict=True) if message.has_gradient]
@@ -264,6 +268,11 @@ class Run:
         if stage:
             whole = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, found, strict=True)]
             self._send(Parcel("backward", stage - 1, m), whole)
+
+    def _of_loss(self, loss: torch.Tensor, m: int) -> torch.Tensor:
+        """What backward of a microbatch starts from."""
+        mean, counted = self.factor
+        return torch.full_like(loss, counted if self.losses.counted else mean * self.parts[m].rows)
 
     def _backward_of_weights(self, stage: int, m: int) -> None:
         outputs, given, rest = self._halves.pop((stage, m), (None, None, None))

@@ -18,10 +18,19 @@ from shardlib._mesh import MeshShape
 from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch, agree
 from shardlib.engine.apply import Sharded, record_of
-from shardlib.engine.batchnorm import is_batch_norm
 from shardlib.engine.held import local_of
 from shardlib.engine.lost import naming_lost_ranks
-from shardlib.engine.pipeline.batch import as_call, as_given, joined, key_of, refuse_unfit, rows, split
+from shardlib.engine.pipeline.batch import (
+    Call,
+    as_call,
+    as_given,
+    joined,
+    key_of,
+    refuse_unfit,
+    rows,
+    sizes_of_parts,
+    split,
+)
 from shardlib.engine.pipeline.route import Gate
 from shardlib.engine.pipeline.run import Criterion, Part, Run
 from shardlib.engine.pipeline.transport import Parcel, Transport
@@ -195,11 +204,11 @@ class _Step:
             if microbatches is None and size is None:
                 microbatches = self.record.plan.step.microbatches or None
             call = as_call(batch)
-            as_written = self.model if self.pipeline is None else self.pipeline.route.skeleton
-            refuse_unfit(as_written.forward, type(self.model).__name__, call)
             self._refuse_elsewhere(call)
-            keys: dict[int, Any] = {}  # microbatches of one batch that have as many rows are alike
-            parts = [self._part(cut, batch, keys) for cut in split(call, microbatches, size)]
+            parts = self._parts(call, batch, sizes_of_parts(rows(call), microbatches, size))
+            if self.pipeline is None or not all(map(self.pipeline.route.knows, {part.key for part in parts})):
+                as_written = self.model if self.pipeline is None else self.pipeline.route.skeleton
+                refuse_unfit(as_written.forward, type(self.model).__name__, call)
             if self.pipeline is None:
                 return parts, [[None]] * len(parts), None
             return parts, [self._gates(part) for part in parts], None
@@ -210,14 +219,16 @@ class _Step:
         assert self.pipeline is not None
         return self.pipeline.route.learn(part.key, *part.call, training=self.model.training)
 
-    def _part(self, cut: Any, batch: Any, keys: dict[int, Any]) -> Part:
-        count = rows(cut)
-        if count not in keys:
-            keys[count] = key_of(cut), self.model.training, self.train
-        return Part(cut, as_given(cut, batch), count, keys[count])
+    def _parts(self, call: Call, batch: Any, sizes: Sequence[int]) -> list[Part]:
+        cuts = split(call, sizes)
+        keys = {}  # microbatches of one batch that have as many rows are alike
+        for count, cut in zip(sizes, cuts, strict=True):
+            if count not in keys:
+                keys[count] = key_of(cut), self.model.training, self.train
+        return [Part(cut, as_given(cut, batch), n, keys[n]) for n, cut in zip(sizes, cuts, strict=True)]
 
-    def _refuse_elsewhere(self, call: Any) -> None:
-        for leaf in _torch.pytree.tree_leaves(call):
+    def _refuse_elsewhere(self, call: Call) -> None:
+        for leaf in _torch.leaves_of(*call[0], *call[1].values()):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != self.device.type:
                 raise InputError(
                     f"An input of shape {tuple(leaf.shape)} is on {leaf.device}, but the model's mesh is on "
@@ -246,7 +257,7 @@ class _Step:
         """Whether the first forward of the first stage needs no other rank."""
         model_axes = any(self.shape[axis] > 1 for axis in self.shape.model_axes)
         first = self.pipeline is not None and 0 in self.pipeline.place.own
-        return first and not self.is_dry and not model_axes and not self._meets_in_modules()
+        return first and not self.is_dry and not model_axes and not self.record.meets_in_modules
 
     def _meet(self, every: Sequence[Sequence[float]], failed: Exception | None) -> float:
         if any(row[0] for row in every):
@@ -261,7 +272,7 @@ class _Step:
                     'example with DistributedSampler(dataset, mesh["dp"].size(), mesh["dp"].get_local_rank()).'
                 )
         counts = sorted({int(row[3]) for row in every})
-        if len(counts) > 1 and self._meets_in_modules():
+        if len(counts) > 1 and self.record.meets_in_modules:
             raise InputError(
                 f"Data ranks cut their batches into {' and '.join(map(str, counts))} microbatches, and this model's "
                 "modules wait for all data ranks (stage 3, experts, or BatchNorm). Give all the same number: "
@@ -276,11 +287,6 @@ class _Step:
             return failed
         rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
         return StageError(f"Rank {rank} could not begin this step, and no rank has: it raised {text}", rank=rank)
-
-    def _meets_in_modules(self) -> bool:
-        """Whether modules wait for other data ranks while they compute."""
-        rows, data = self.record.plan.rows, {*self.shape.data_axes}
-        return any(row.stored.axes & data for row in rows) or any(map(is_batch_norm, self.model.modules()))
 
     @naming_lost_ranks("forward")
     def _asked(self, mine: Sequence[float]) -> Callable[[], list[Sequence[float]]]:
@@ -372,7 +378,8 @@ class _Step:
             raise run.failure.error
         speaks = losses.counted is not None and self.speaks
         mine = [float(run.failure is not None), float(losses.counted is True), float(speaks)]
-        mine += [1.0, 1.0] if self.is_dry else [float(losses.total), float(losses.weight)] if speaks else [0.0, 0.0]
+        known = speaks and not self.is_dry
+        mine += [losses.total(), float(sum(losses.weights))] if known else [float(self.is_dry)] * 2
         mine += [float(each.has_gradient) for each in shared]
         every = self._asked(mine)()
         if any(row[0] for row in every):
