@@ -16,7 +16,7 @@ import shardlib as sl
 from shardlib._plan.schedules import bubble, timeline
 from shardlib.engine.apply import record_of
 from shardlib.engine.pipeline.transport import Channels
-from shardlib.errors import InputError, PlanError, ShardingError, ShardlibError, StageError
+from shardlib.errors import InputError, PlanError, ShardingError, StageError
 from shardlib.testing.models import Transformer
 from shardlib.transforms import LossScale
 from tests.alive import models_alive
