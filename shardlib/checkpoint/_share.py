@@ -6,6 +6,7 @@ for all boxes of a tensor, chosen so that copies share the bytes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import zlib
@@ -35,7 +36,7 @@ def agreed(items: Sequence[Item], peers: Peers) -> list[Item]:
     Raises:
         CheckpointError: ranks give one name different shapes or dtypes.
     """
-    homes = {str(zlib.crc32(repr(item.home).encode())): item.home for item in items}
+    homes = {hashlib.sha256(repr(item.home).encode()).hexdigest()[:16]: item.home for item in items}
     names = {home: name for name, home in homes.items()}
     mine = {f"{item.section}:{item.name}": _description(item, names[item.home]) for item in items}
     marks = peers.exchange("compare", zlib.crc32(json.dumps(mine).encode()))

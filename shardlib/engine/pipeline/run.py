@@ -91,6 +91,7 @@ class Run:
         early: this rank may compute its first forward before that; nothing is sent before it.
         train: whether there is a backward.
         keep_outputs: of the last stage.
+        watched: each action runs inside of what this gives for it.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Run:
         early: bool = False,
         train: bool = True,
         keep_outputs: bool = False,
+        watched: Callable[[Action], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.model, self.route, self.transport, self.parts, self.gates = model, route, transport, parts, gates
         self.criterion, self.reducer, self._begin, self.early = criterion, reducer, begin, early
@@ -119,7 +121,7 @@ class Run:
         self.outputs: dict[int, Any] = {}
         self.executed: list[Action] = []
         self.failure: Failure | None = None
-        self.watched: Callable[[Action], AbstractContextManager[Any]] = lambda _action: nullcontext()
+        self._watched = watched or (lambda _action: nullcontext())
         self._held: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
         self._halves: dict[tuple[int, int], Any] = {}
         self._taken: set[Parcel] = set()
@@ -139,7 +141,7 @@ class Run:
                     self.transport.expect(parcel)
             if self.failure is None:
                 try:
-                    with self.watched(action):
+                    with self._watched(action):
                         self._forward(action) if action.kind == "F" else self._backward(action)
                     self.executed.append(action)
                 except LostRankError:

@@ -149,9 +149,8 @@ def run_step(
         early=one.may_compute_before_it_meets(),
         train=train,
         keep_outputs=return_outputs or not train,
+        watched=watched,
     )
-    if watched is not None:
-        run.watched = watched
     one.carry_out(run)
     loss = one.finish(run)
     outputs = joined([run.outputs[m] for m in sorted(run.outputs)], [p.rows for p in parts]) if run.outputs else None
