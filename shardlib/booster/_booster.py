@@ -97,6 +97,8 @@ class Booster:
         criterion: Callable[..., Any] | None = None,
         dataloader: Any = None,
         lr_scheduler: Any = None,
+        *,
+        example: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Shard a model in place, and let its optimizer and scheduler go on with what became of its parameters.
 
@@ -108,6 +110,7 @@ class Booster:
             criterion: any callable; returned as it is.
             dataloader: returned as it is; `plugin.prepare_dataloader` makes one.
             lr_scheduler: built on the optimizer. It takes the steps that the optimizer takes.
+            example: the batch of one data rank, for stages that are weighed with it, as `Balanced(by="flops")` are.
 
         Returns:
             All five, in this order, None for what was not given. The model is the same module; the optimizer is a
@@ -131,6 +134,7 @@ class Booster:
             transforms=self._transforms(model),
             init=_first_values(model),
             bucket_mb=self.plugin.bucket_mb(),
+            example=example,
         )
         _add_unwrap(model)
         boosted = None if carried is None else carried.onto(model, self._boosted_optimizer)

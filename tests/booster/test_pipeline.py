@@ -61,6 +61,7 @@ PLUGINS: dict[str, tuple[int, dict[str, Any]]] = {
     "layers": (4, {"pp_size": 2, "num_microbatches": 2, "num_layers_per_stage": [1, 3], "zero_stage": 2}),
     "interleaved": (4, {"pp_size": 2, "tp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2}),
     "zbv": (2, {"pp_size": 2, "pp_style": "zbv", "num_model_chunks": 2}),
+    "weighed": (2, {"pp_size": 2, "custom_policy": rules_for(gpt()).with_stages(sl.Balanced(by="flops"))}),
 }
 
 
@@ -68,12 +69,13 @@ def trained(name: str) -> tuple[list[float], dict[str, torch.Tensor], list[bool]
     _, given = PLUGINS[name]
     given = {"num_microbatches": 4, **given} if "microbatch_size" not in given else given
     plugin = HybridParallelPlugin(
-        **{"tp_size": 1, **given}, precision="fp32", custom_policy=rules_for(gpt()), max_norm=0.5
+        **{"tp_size": 1, "custom_policy": rules_for(gpt()), **given}, precision="fp32", max_norm=0.5
     )
     booster, model = Booster(plugin=plugin), gpt()
     optimizer = adamw(model)
     warm_up(model, optimizer)
-    model, optimizer, _, _, _ = booster.boost(model, optimizer, criterion)
+    example = Tokens(ROWS, 5, VOCAB)(0) if name == "weighed" else None
+    model, optimizer, _, _, _ = booster.boost(model, optimizer, criterion, example=example)
     shape = sl.plan_of(model).mesh
     index, count = shape.data_place(shape.coordinate(dist.get_rank()))
     data = iter([Tokens(ROWS, 5, VOCAB)(step).chunk(count)[index] for step in range(STEPS)])
