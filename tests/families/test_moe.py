@@ -46,10 +46,11 @@ class Case:
     mesh: str
     transforms: str = ""
     experts: str = "eager"
+    mode: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return " ".join(filter(None, (self.family, self.mesh, self.transforms, self.experts)))
+        return " ".join(filter(None, (self.family, self.mesh, self.transforms, self.experts, self.mode)))
 
     def make_model(self) -> nn.Module:
         config = getattr(transformers, f"{self.family}Config")
@@ -84,6 +85,9 @@ CASES = [
     Case("Qwen3Moe", "ep=4"),
     Case("DeepseekV3", "ep=2,tp=2", "zero(2)"),
     Case("DeepseekV3", "dp=2,tp=2"),
+    Case("Mixtral", "ep=2,tp=2", mode="sequence"),
+    Case("Qwen3Moe", "tp=2", mode="sequence"),
+    Case("DeepseekV3", "dp=2,tp=2", "zero(1)", mode="sequence"),
 ]
 SWEEP = [
     Case(family, mesh, transforms, experts)
@@ -95,7 +99,7 @@ SWEEP = [
         ("tp=2", "", "eager"),
         ("ep=2,dp=2", "zero(3)", "eager"),
     ]
-]
+] + [Case(family, "tp=4", mode="sequence") for family in ("Qwen2Moe", "DeepseekV2")]
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.deep) for case in SWEEP)], ids=str)
@@ -104,6 +108,7 @@ def test_training_gives_the_numbers_of_one_device(case: Case):
         case.make_model,
         batch,
         mesh=case.mesh,
+        rules=sl.layouts.for_model(case.make_model(), case.mode),
         transforms=[*case.made()],
         loss=loss,
         optimizer=_ADAMW,

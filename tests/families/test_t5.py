@@ -48,10 +48,11 @@ class Case:
     attention: str = "eager"
     padding: bool = False
     compile: str | None = None
+    mode: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = (self.mesh, self.model, self.attention, "padded" if self.padding else "", self.compile)
+        parts = (self.mesh, self.model, self.attention, "padded" if self.padding else "", self.compile, self.mode)
         return " ".join(str(part) for part in (*parts, *self.settings) if part)
 
     @property
@@ -94,13 +95,18 @@ CASES = [
     Case(TP2, attention="sdpa", padding=True, compile="auto", settings=_GATED),
     Case(TP2, "T5EncoderModel", padding=True),
     Case(TP2, "MT5ForConditionalGeneration"),
+    Case(TP2, padding=True, mode="sequence"),
+    Case(BOTH, attention="sdpa", mode="sequence", settings=_GATED),
+    pytest.param(Case(TP2, compile="auto", mode="sequence"), marks=pytest.mark.deep),
+    pytest.param(Case(TP4, mode="sequence"), marks=pytest.mark.deep),
 ]
 
 
 def _train(case: Case) -> list[Any]:
     with ops.record() as gathered:
+        rules = sl.layouts.for_model(case.make_model(), case.mode)
         assert_same_numbers(
-            case.make_model, case.make_batch, _loss, case.mesh, None, compile=case.compile, optimizer=_ADAMW
+            case.make_model, case.make_batch, _loss, case.mesh, rules, compile=case.compile, optimizer=_ADAMW
         )
     return gathered
 
