@@ -35,6 +35,7 @@ from tests.checkpoint import processes, training
 
 _MODEL = ModelFactory(Transformer)
 _SECONDS = 15.0  # in which survivors have to know; a look takes 20 ms, but four ranks share two cores with other tests
+_CHOSEN = 8.0  # for a collective; ranks that are there are seconds behind where others share their cores
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -189,10 +190,10 @@ def test_ranks_that_wait_for_a_survivor_name_the_first_that_was_lost(tmp_path: P
 
 @pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.deep), "stop"])
 def test_a_rank_that_keeps_the_store_is_named_too(tmp_path: Path, how: str):
-    fault = Fault("forward", rank=0, how=how, timeout=3, keeps_store=True)
+    fault = Fault("forward", rank=0, how=how, timeout=_CHOSEN, keeps_store=True)
     told = _lose(tmp_path, _case("dp=2,tp=2", 0), fault)
     assert [each["ranks"] for each in told.values()] == [[0]] * 3
-    assert max(each["seconds"] for each in told.values()) < 3 + _SECONDS
+    assert max(each["seconds"] for each in told.values()) < _CHOSEN + _SECONDS
 
 
 def test_a_rank_that_raised_is_named_with_what_it_raised(tmp_path: Path):
@@ -202,15 +203,15 @@ def test_a_rank_that_raised_is_named_with_what_it_raised(tmp_path: Path):
 
 
 def test_a_rank_that_stands_still_is_named_when_the_chosen_time_is_over(tmp_path: Path):
-    told = _lose(tmp_path, _case("dp=2,tp=2", 1), Fault("forward", rank=2, how="stop", timeout=2))
+    told = _lose(tmp_path, _case("dp=2,tp=2", 1), Fault("forward", rank=2, how="stop", timeout=_CHOSEN))
     for each in told.values():
-        assert each["ranks"] == [2] and 2 <= each["seconds"] < 2 + _SECONDS
+        assert each["ranks"] == [2] and _CHOSEN <= each["seconds"] < _CHOSEN + _SECONDS
         assert "did not answer in time: its process is stopped." in each["message"]
 
 
 def test_a_rank_that_does_something_else_is_named_when_the_chosen_time_is_over(tmp_path: Path):
-    (told,) = _lose(tmp_path, _case("dp=2,tp=1", 3), Fault("forward", how="sleep", timeout=2)).values()
-    assert told["ranks"] == [1] and 2 <= told["seconds"] < 2 + _SECONDS
+    (told,) = _lose(tmp_path, _case("dp=2,tp=1", 3), Fault("forward", how="sleep", timeout=_CHOSEN)).values()
+    assert told["ranks"] == [1] and _CHOSEN <= told["seconds"] < _CHOSEN + _SECONDS
     assert "did not answer in time, nor within 5 s after that." in told["message"]
 
 
