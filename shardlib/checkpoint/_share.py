@@ -36,14 +36,13 @@ def agreed(items: Sequence[Item], peers: Peers) -> list[Item]:
     Raises:
         CheckpointError: ranks give one name different shapes or dtypes.
     """
-    homes = {hashlib.sha256(repr(item.home).encode()).hexdigest()[:16]: item.home for item in items}
-    names = {home: name for name, home in homes.items()}
+    names = {home: _digest(home) for home in {item.home for item in items}}
     mine = {f"{item.section}:{item.name}": _description(item, names[item.home]) for item in items}
     marks = peers.exchange("compare", zlib.crc32(json.dumps(mine).encode()))
     if len(set(marks)) == 1:
         return list(items)
     tells = marks.index(marks[peers.rank]) == peers.rank
-    table = {name: (str(home.mesh), home.ranks) for name, home in homes.items()}
+    table = {name: (str(home.mesh), home.ranks) for home, name in names.items()}
     told = [told for told in peers.exchange("compare names", (mine, table) if tells else None) if told]
     first: dict[str, list[Any]] = {}
     for key, description in (pair for every, _ in told for pair in every.items()):
@@ -55,12 +54,16 @@ def agreed(items: Sequence[Item], peers: Peers) -> list[Item]:
                 "same model."
             )
     homes = {n: Home(MeshShape(mesh), tuple(ranks)) for _, table in told for n, (mesh, ranks) in table.items()}
-    own = {key: item for item, key in zip(items, mine, strict=True) if first[key] == json.loads(json.dumps(mine[key]))}
+    own = {key: item for item, key in zip(items, mine, strict=True) if first[key] == mine[key]}
     return [own.get(key) or _of_others(key, description, homes) for key, description in first.items()]
 
 
+def _digest(home: Home) -> str:
+    return hashlib.sha256(repr(home).encode()).hexdigest()[:16]
+
+
 def _description(item: Item, home: str) -> list[Any]:
-    return [item.shape, str(item.dtype).removeprefix("torch."), item.layout.text, home]
+    return [list(item.shape), str(item.dtype).removeprefix("torch."), item.layout.text, home]
 
 
 def _of_others(key: str, description: Sequence[Any], homes: Mapping[str, Home]) -> Item:

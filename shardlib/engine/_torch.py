@@ -692,12 +692,15 @@ def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
 
 
 def leaves_of(*values: Any) -> Iterator[Any]:
-    """The leaves of arguments, most of which are tensors: only those that are containers are looked into."""
+    """The leaves of values, most of which are no containers: only the others are flattened, which takes long."""
     for value in values:
-        if isinstance(value, torch.Tensor) or value is None:
+        if isinstance(value, _LEAVES):
             yield value
         else:
             yield from pytree.tree_leaves(value)
+
+
+_LEAVES = (torch.Tensor, type(None), bool, int, float, str)
 
 
 def next_node_number() -> int:

@@ -186,7 +186,7 @@ class _Call:
 def _with_plain_gradients(output: Any) -> Any:
     """What a compiled block returned. Its backward was traced for plain gradients of plain tensors, but behind it a
     split parameter may be read outside of its region, and make DTensors of them."""
-    for leaf in (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
+    for leaf in _torch.leaves_of(output):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, DTensor):
             leaf.register_hook(plain)
     return output

@@ -191,7 +191,7 @@ class _LiveBytes:
         self._held: dict[int, weakref.ref[Any]] = {}
 
     def add_all(self, result: Any) -> None:
-        for leaf in (result,) if isinstance(result, torch.Tensor) else pytree.tree_leaves(result):
+        for leaf in _torch.leaves_of(result):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf)
 

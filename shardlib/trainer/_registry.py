@@ -36,7 +36,7 @@ class Registry:
 
         def register(given: C) -> C:
             key = name or given.__name__
-            before = self._held.setdefault(key, given)
+            before = self._held.get(key, given)
             if not is_again(before, given):
                 raise PlanError(
                     f'A {self.kind} "{key}" is registered already: {before.__module__}.{before.__qualname__}. Give '

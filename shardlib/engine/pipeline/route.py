@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
+from shardlib.engine.pipeline.batch import refuse_unfit
 from shardlib.engine.region import made_global, made_plain
 from shardlib.errors import PlanError, ShardingError
 from shardlib.rules import Stage
@@ -276,17 +277,15 @@ class Route:
             known.outputs[number] = pytree.tree_map_only(torch.Tensor, imagined, output)
         return known.outputs[number]
 
-    def knows(self, key: Any) -> bool:
-        """Whether inputs like these have been learned."""
-        return key in self._known
-
     def learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> list[Gate | None]:
         """The gates of all stages for inputs like these, the same on every rank; found once.
 
         Raises:
+            InputError: forward does not take such inputs.
             PlanError: a stage that is given nothing by the one before it.
         """
         if key not in self._known:
+            refuse_unfit(self.skeleton.forward, self._name, (args, dict(kwargs)))
             self.skeleton.train(training)
             known = _Known([None])
             for stage in range(1, len(self.stages)):

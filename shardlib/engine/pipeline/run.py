@@ -66,11 +66,11 @@ class Losses:
     weights: list[Any] = field(default_factory=list)
     counted: bool | None = None
 
-    def total(self) -> float:
-        """The sum over all rows or all that was counted."""
+    def sums(self) -> list[float]:
+        """Of losses over all rows or all that was counted, and of how many these are."""
         values = torch.stack(self.values).double().tolist()
         shares = [1.0] * len(values) if self.counted else self.weights
-        return sum(value * share for value, share in zip(values, shares, strict=True))
+        return [sum(v * share for v, share in zip(values, shares, strict=True)), float(sum(self.weights))]
 
 
 class Run:
