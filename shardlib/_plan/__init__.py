@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlib._plan.borrowed import ALONE_BYTES
+from shardlib._plan.borrowed import ALONE_BYTES, lets_go
 from shardlib._plan.experts import expert_rows
 from shardlib._plan.make import RulesLike, Transform, as_rules, plan
 from shardlib._plan.memory import Blocks, Memory
@@ -33,6 +33,7 @@ __all__ = [
     "as_rules",
     "expert_rows",
     "join_small",
+    "lets_go",
     "plan",
     "unit_of",
 ]

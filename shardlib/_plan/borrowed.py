@@ -11,13 +11,22 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shardlib._mesh import MeshShape
 from shardlib._plan.rows import Phase, Row
+from shardlib._plan.schedules import splits_backward
 from shardlib._plan.step import Step
 from shardlib._plan.units import join_small, unit_of
 
-__all__ = ["ALONE_BYTES", "borrowed_bytes"]
+__all__ = ["ALONE_BYTES", "borrowed_bytes", "lets_go"]
 
 ALONE_BYTES = 1 << 20
 """From this size on a tensor moves alone: the copies into a bucket then cost more than one more message."""
+
+
+def lets_go(row: Row, step: Step) -> bool:
+    """Whether a parameter that is stored in parts, once gathered, is let go between its forward and its backward.
+
+    Under a schedule that computes gradients of weights late, all stay gathered until the step has ended.
+    """
+    return row.reshard and not splits_backward(step.schedule)
 
 
 def borrowed_bytes(rows: Sequence[Row], mesh: MeshShape, units: Sequence[str], step: Step) -> int:
@@ -37,7 +46,7 @@ def _lent(rows: Iterable[Row], mesh: MeshShape, units: Sequence[str], step: Step
             size = row.local_bytes(mesh, phase="compute")
             sizes[unit] = sizes.get(unit, 0) + size
             small[unit] = small.get(unit, 0) + (size if size < ALONE_BYTES else 0)
-            let_go[unit] = let_go.get(unit, False) or (row.reshard and unit != "")
+            let_go[unit] = let_go.get(unit, False) or (lets_go(row, step) and unit != "")
     ordered = {unit: sizes[unit] for unit in units if unit in sizes}
     joined = join_small(ordered, let_go.__getitem__, min(ALONE_BYTES, int(step.bucket_mb * 2**20)))
     turns = [sum(sizes[unit] for unit in one) for one in joined if let_go[one[0]]]

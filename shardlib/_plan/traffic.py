@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from shardlib._mesh import MeshShape
+from shardlib._plan.borrowed import lets_go
 from shardlib._plan.memory import Blocks, of_ranks
 from shardlib._plan.rows import Row
 from shardlib._plan.step import Step
@@ -74,9 +75,11 @@ def _row_traffic(row: Row, mesh: MeshShape, step: Step) -> Iterator[Traffic]:
     compute, stored = _bare(row.compute), _bare(row.stored)
     if stored != compute:
         dtype = _dtype(row, row.compute)
-        yield from _sent("parameters, forward", stored, compute, row, dtype, mesh, step.accumulate)
-        if row.reshard:
-            yield from _sent("parameters, backward", stored, compute, row, dtype, mesh, step.accumulate)
+        goes = lets_go(row, step)
+        passes = step.accumulate * (step.microbatches or 1 if goes else 1)  # through a pipeline
+        yield from _sent("parameters, forward", stored, compute, row, dtype, mesh, passes)
+        if goes:
+            yield from _sent("parameters, backward", stored, compute, row, dtype, mesh, passes)
     if row.grad is not None and row.state is not None:
         split = not row.added("grad").isdisjoint(mesh.data_axes)
         summed = [axis for axis in mesh.data_axes if mesh[axis] > 1 and axis not in compute.axes]

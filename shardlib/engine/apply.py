@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, device_here, mesh
-from shardlib._plan import Phase, Plan, Row, plan
+from shardlib._plan import Phase, Plan, Row, lets_go, plan
 from shardlib.engine import (
     _torch,
     agree,
@@ -72,6 +72,7 @@ class Sharded:
     reducer: GradientReducer
     compiled: CompileReport
     fp8_history: fp8.History | None = None
+    units: Units | None = None
     pipeline: stages.Pipeline | None = None
     meets_in_modules: bool = False
 
@@ -281,7 +282,8 @@ class _Build:
         told = dataclasses.replace(plan_, notes=plan_.notes + float8.notes())
         waiting = any(map(batchnorm.is_batch_norm, model.modules()))
         stored = any(row.stored.axes & {*self.data_axes} for row in plan_.rows)
-        return Sharded(told, self.mesh, self.model_mesh, reducer, report, history, meets_in_modules=waiting or stored)
+        meets = waiting or stored
+        return Sharded(told, self.mesh, self.model_mesh, reducer, report, history, self.units, meets_in_modules=meets)
 
     def refuse_what_is_not_built(self) -> None:
         for row in self.plan.rows:
@@ -498,7 +500,7 @@ class _Build:
             self.model,
             held,
             self.plan.units,
-            lambda name: not self.rows[name].reshard,
+            lambda name: not lets_go(self.rows[name], self.plan.step),
             scratch,
             bucket_bytes=bucket_bytes,
         )

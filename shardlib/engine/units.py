@@ -16,8 +16,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +141,7 @@ class Units:
         self._order: list[_Unit] = []  # in which units ran in the last forward
         self._running: list[_Unit] = []
         self._inside = 0  # forwards of the whole model that are running
+        self._in_step = False
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -252,7 +253,19 @@ class Units:
         """Nobody computes with whole parameters any more."""
         for unit in self._each:
             unit.finish_gathering()
-            unit.memory.holder, unit.awaited = None, False
+            if not (self._in_step and unit.kept):
+                unit.memory.holder, unit.awaited = None, False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Several passes through the model, between which no parameter changes: those kept whole stay so throughout."""
+        self.let_go()
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+            self.let_go()
 
     # --- both ---------------------------------------------------------------------------------------------------------
 

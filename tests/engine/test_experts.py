@@ -65,6 +65,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Options]] = {
         {"rules": SPLIT, "transforms": [sl.zero(1)], "optimizer": functools.partial(Lamb, lr=1e-2)},
     ),
     "in stages": (_in_a_row, "pp=2,ep=2", {"rules": STAGES, "transforms": [sl.pipeline("1f1b", 2), sl.zero(1)]}),
+    "in stages, their gradients late": (
+        _in_a_row,
+        "pp=2,ep=2",
+        {"rules": RULES.with_stages("0 | 1 | 2 | 3"), "transforms": [sl.pipeline("zbv", 4), sl.zero(3)]},
+    ),
     "each split over tp": (Model, "dp=1,ep=2,tp=2", {"rules": SPLIT}),
 }
 

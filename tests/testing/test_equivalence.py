@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import shardlib as sl
 from shardlib import MeshShape, Rules
 from shardlib.errors import InputError, MeshError, RuleError
 from shardlib.testing import models
@@ -47,6 +48,15 @@ def test_a_sharded_run_is_equivalent(mesh: str, dtype: torch.dtype):
 def test_compiled_blocks_with_dropout(sequence: bool):
     arguments = transformer("dp=2,tp=2", layers=2, dropout=0.2, sequence=sequence, steps=2)
     assert_equivalent(**arguments, compile="aot_eager", no_sync=False)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2,pp=2"])
+def test_a_plan_says_how_many_passes_make_a_step(mesh: str):
+    given = transformer(mesh, layers=2, clip=0.5)
+    given["rules"] = given["rules"].with_stages(sl.Balanced())
+    assert_equivalent(**given, transforms=[sl.zero(2), sl.accumulate(3)])
+    with pytest.raises(InputError, match="was given accumulate=2, and the plan's accumulate\\(3\\) makes a step"):
+        assert_equivalent(**given, accumulate=2, transforms=[sl.accumulate(3)])
 
 
 def test_passes_under_no_sync():

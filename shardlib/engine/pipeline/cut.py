@@ -132,14 +132,12 @@ def _refuse(plan: Plan, place: Place) -> None:
             'precision("fp8") with delayed scales is planned but not run on a pipeline. Scale by the tensors as they '
             "are: fp8_history=0."
         )
-    stored = any(row.added("stored") & {*plan.mesh.data_axes} for row in plan.rows)
-    spread = bool(expert_rows(plan.rows, plan.mesh))
-    if place.splits_backward and (stored or spread or plan.step.recompute):
-        what = "spreads experts" if spread else "computes activations again in backward"
-        what = "stores parameters in parts" if stored else what
+    if place.splits_backward and plan.step.recompute and expert_rows(plan.rows, plan.mesh):
         raise PlanError(
-            f'The plan {what}, and its schedule "{place.schedule}" runs the backward of weights after that of inputs, '
-            'when what it computed with is gone. Use "1f1b" or "interleaved", or zero(2) and less.'
+            "The plan spreads experts and computes activations again in backward, and its schedule "
+            f'"{place.schedule}" computes the gradients of weights late: ranks whose experts no token asked for would '
+            'send no tokens once more, for which others wait. Use "1f1b" or "interleaved", or leave '
+            "checkpoint_activations out."
         )
 
 

@@ -293,6 +293,10 @@ class Route:
             while len(self._known) >= _MOST_SHAPES:
                 del self._known[next(iter(self._known))]
             self._known[key] = known
+        return self.gates(key)
+
+    def gates(self, key: Any) -> list[Gate | None]:
+        """Of all stages, for inputs whose way is known."""
         return self._known[key].gates
 
     def _gate(self, stage: int, known: _Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gate:

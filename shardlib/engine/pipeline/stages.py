@@ -7,10 +7,10 @@ model after the cut is sharded like any model; nothing there knows of other stag
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshShape, device_here
 from shardlib._plan import Plan
+from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch, agree, lost, state
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import held_of
 from shardlib.engine.pipeline.cut import Place, imagined_copy, mesh_with_stages, of_stages, remove_foreign
 from shardlib.engine.pipeline.route import Route
 from shardlib.engine.pipeline.shared import Shared
-from shardlib.engine.pipeline.transport import Channels
+from shardlib.engine.pipeline.transport import Channels, Parcel, Timetable
 from shardlib.errors import PlanError
 
 __all__ = ["Pipeline", "has_pipeline", "names_here", "prepare"]
@@ -55,6 +56,30 @@ class Pipeline:
     shared: Sequence[Shared]
     names: Mapping[str, str]
     unchecked: bool = True
+
+    @cached_property
+    def timetable(self) -> Callable[[Sequence[Hashable], bool], Timetable]:
+        """Of microbatches of these kinds, whose ways the route knows, and whether they go back: what ranks send."""
+        return lru_cache(maxsize=256)(self._timetable)
+
+    def _timetable(self, keys: Sequence[Hashable], train: bool) -> Timetable:
+        place, count, last = self.place, len(keys), len(self.place.stages) - 1
+        if train:
+            orders: Sequence[Sequence[Action]] = order(place.schedule, place.ranks, last + 1, count)
+        else:
+            orders = [
+                [Action("F", s, m) for m in range(count) for s in range(last + 1) if place.rank_of(s) == rank]
+                for rank in range(place.ranks)
+            ]
+        gates = [self.route.gates(key) for key in keys]
+
+        def metas(parcel: Parcel) -> list[tuple[tuple[int, ...], torch.dtype]]:
+            forward = parcel.kind == "forward"
+            gate = gates[parcel.microbatch][parcel.stage if forward else parcel.stage + 1]
+            assert gate is not None
+            return [(each.shape, each.dtype) for each in gate.messages if forward or each.has_gradient]
+
+        return Timetable(orders, place.index, place.rank_of, metas)
 
     @property
     def foreign(self) -> set[str]:

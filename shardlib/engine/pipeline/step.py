@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardlib._mesh import MeshShape
-from shardlib._plan.schedules import Action, order
+from shardlib._plan.schedules import Action
 from shardlib.engine import _torch, agree
 from shardlib.engine.apply import Sharded, record_of
 from shardlib.engine.held import local_of
@@ -33,7 +34,7 @@ from shardlib.engine.pipeline.batch import (
 )
 from shardlib.engine.pipeline.route import Gate
 from shardlib.engine.pipeline.run import Criterion, Part, Run
-from shardlib.engine.pipeline.transport import Parcel, Transport
+from shardlib.engine.pipeline.transport import Transport
 from shardlib.engine.wrapper import OptimizerWrapper
 from shardlib.errors import InputError, ShardingError, StageError
 
@@ -132,7 +133,7 @@ def run_step(
 ) -> PipelineStep:
     """`pipeline_step`, each of whose actions runs inside of what `watched` gives for it."""
     record, train = record_of(model), not forward_only and torch.is_grad_enabled()
-    one = _Step(model, record, train=train)
+    one = _Step(model, record, _standing(model, record), train=train)
     parts, gates, failed = one.prepare(batch, microbatches, microbatch_size)
     meet = one.ask(parts, failed)
     if failed is not None:
@@ -140,13 +141,13 @@ def run_step(
     run = Run(
         model,
         record.pipeline.route if record.pipeline is not None else None,
-        one.transport(gates),
+        one.transport(parts),
         parts,
         gates,
         criterion,
         record.reducer,
         begin=lambda: one.factors(meet(), optimizer),
-        early=one.may_compute_before_it_meets(),
+        early=one.standing.computes_early,
         train=train,
         keep_outputs=return_outputs or not train,
         watched=watched,
@@ -158,8 +159,13 @@ def run_step(
 
 
 def _prints(part: Part) -> list[int]:
-    leaves = _torch.pytree.tree_leaves(part.call)
-    return [agree.fingerprint(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [agree.fingerprint(leaf) for leaf in _torch.leaves_of(part.call) if isinstance(leaf, torch.Tensor)]
+
+
+@lru_cache(maxsize=256)
+def _mark(keys: Sequence[Hashable]) -> int:
+    """A number for the kinds of microbatches, the same on every rank."""
+    return zlib.crc32(repr([(key, len([*alike])) for key, alike in itertools.groupby(keys)]).encode())
 
 
 @cache
@@ -168,25 +174,52 @@ def _data_places(shape: MeshShape) -> tuple[int, ...]:
     return tuple(shape.data_place(shape.coordinate(rank))[0] for rank in range(shape.world_size))
 
 
-class _Step:
-    """A step on this rank.
+@dataclass(frozen=True)
+class _Standing:
+    """Where this rank stands, whatever the step.
 
     Attributes:
+        shape: of the whole mesh.
+        everyone: all ranks; None where there is one.
+        speaks: for the ranks that have the same loss.
+        computes_early: whether the first forward of its first stage needs no other rank.
         is_dry: tensors have no values, and other ranks are imagined.
     """
 
-    def __init__(self, model: nn.Module, record: Sharded, *, train: bool) -> None:
-        self.model, self.record, self.pipeline, self.train = model, record, record.pipeline, train
+    shape: MeshShape
+    everyone: dist.ProcessGroup | None
+    data_ranks: int
+    speaks: bool
+    computes_early: bool
+    is_dry: bool
+
+
+_standings: WeakKeyDictionary[Sharded, _Standing] = WeakKeyDictionary()
+
+
+def _standing(model: nn.Module, record: Sharded) -> _Standing:
+    """Looked for once, since a step that waits for Python keeps all other ranks waiting."""
+    if record not in _standings:
         mesh = record.pipeline.mesh if record.pipeline is not None else record.mesh
-        self.shape = MeshShape.of(mesh)
-        self.everyone = record.reducer.group_of_all()
-        coordinate = dict(zip(self.shape.names, mesh.get_coordinate() or (), strict=True))
-        self.data_ranks = self.shape.data_ranks
-        self.speaks = all(coordinate[axis] == 0 for axis in self.shape.model_axes)  # of ranks with the same loss
-        self.device = record.reducer.device
+        shape = MeshShape.of(mesh)
+        coordinate = dict(zip(shape.names, mesh.get_coordinate() or (), strict=True))
         param = next(iter(model.parameters()), None)
-        self.is_dry = param is not None and not _torch.has_values(local_of(param))
-        self.orders: Sequence[Sequence[Action]] = ()
+        is_dry = param is not None and not _torch.has_values(local_of(param))
+        alone = all(shape[axis] == 1 for axis in shape.model_axes) and not record.meets_in_modules
+        first = record.pipeline is not None and 0 in record.pipeline.place.own
+        speaks = all(coordinate[axis] == 0 for axis in shape.model_axes)
+        everyone = record.reducer.group_of_all()
+        early = first and alone and not is_dry
+        _standings[record] = _Standing(shape, everyone, shape.data_ranks, speaks, early, is_dry)
+    return _standings[record]
+
+
+class _Step:
+    """A step on this rank."""
+
+    def __init__(self, model: nn.Module, record: Sharded, standing: _Standing, *, train: bool) -> None:
+        self.model, self.record, self.pipeline, self.train = model, record, record.pipeline, train
+        self.standing, self.device = standing, record.reducer.device
         self.before: dict[int, torch.Tensor] = {}
 
     @property
@@ -225,7 +258,7 @@ class _Step:
         return [Part(cut, as_given(cut, batch), n, keys[n]) for n, cut in zip(sizes, cuts, strict=True)]
 
     def _refuse_elsewhere(self, call: Call) -> None:
-        for leaf in _torch.leaves_of(*call[0], *call[1].values()):
+        for leaf in _torch.leaves_of(call):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != self.device.type:
                 raise InputError(
                     f"An input of shape {tuple(leaf.shape)} is on {leaf.device}, but the model's mesh is on "
@@ -240,27 +273,19 @@ class _Step:
             InputError: ranks of one pipeline that were given different batches; data ranks with other numbers of
                 microbatches, where modules wait for all data ranks.
         """
-        mark = zlib.crc32(
-            repr([(key, len([*alike])) for key, alike in itertools.groupby(p.key for p in parts)]).encode()
-        )
-        if self.pipeline is not None and self.pipeline.unchecked and not self.is_dry:
+        mark = _mark(tuple(part.key for part in parts))
+        if self.pipeline is not None and self.pipeline.unchecked and not self.standing.is_dry:
             self.pipeline.unchecked = False
             mark = zlib.crc32(repr([_prints(part) for part in parts]).encode(), mark)
         numbers = [float(failed is not None), float(mark), float(sum(part.rows for part in parts)), float(len(parts))]
         answers = self._asked(numbers)
         return lambda: self._meet(answers(), failed)
 
-    def may_compute_before_it_meets(self) -> bool:
-        """Whether the first forward of the first stage needs no other rank."""
-        model_axes = any(self.shape[axis] > 1 for axis in self.shape.model_axes)
-        first = self.pipeline is not None and 0 in self.pipeline.place.own
-        return first and not self.is_dry and not model_axes and not self.record.meets_in_modules
-
     def _meet(self, every: Sequence[Sequence[float]], failed: Exception | None) -> float:
         if any(row[0] for row in every):
             raise self._not_begun(failed)
         first: dict[int, int] = {}  # by place on the data axes, the first rank there
-        for rank, (row, place) in enumerate(zip(every, _data_places(self.shape), strict=True)):
+        for rank, (row, place) in enumerate(zip(every, _data_places(self.standing.shape), strict=True)):
             mate = first.setdefault(place, rank)
             if every[mate][1] != row[1]:
                 raise InputError(
@@ -279,7 +304,7 @@ class _Step:
 
     def _not_begun(self, failed: Exception | None) -> Exception:
         mine = None if failed is None else f"{type(failed).__name__}: {failed}"
-        told = [mine] if self.everyone is None else agree.exchange(mine, self.everyone)
+        told = [mine] if self.standing.everyone is None else agree.exchange(mine, self.standing.everyone)
         if failed is not None:
             return failed
         rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
@@ -291,16 +316,16 @@ class _Step:
 
         In a dry run, where others are imagined, all are this one's.
         """
-        if self.everyone is None:
+        if self.standing.everyone is None:
             return lambda: [mine]
         sent = torch.tensor(mine, dtype=torch.float64, device=self.device)
-        every = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.everyone))]
-        work = dist.all_gather(every, sent, group=self.everyone, async_op=True)
+        every = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.standing.everyone))]
+        work = dist.all_gather(every, sent, group=self.standing.everyone, async_op=True)
 
         @naming_lost_ranks("forward")
         def answers() -> list[Sequence[float]]:
             work.wait()
-            return [mine] * len(every) if self.is_dry else [each.tolist() for each in every]
+            return [mine] * len(every) if self.standing.is_dry else [each.tolist() for each in every]
 
         return answers
 
@@ -317,31 +342,14 @@ class _Step:
                 "and pass it: pipeline_step(model, batch, criterion, optimizer=opt)."
             )
         scaled = wrapper.backward_by_another() if wrapper is not None and self.train else 1.0
-        return scaled * self.data_ranks / max(total_rows, 1.0), scaled
+        return scaled * self.standing.data_ranks / max(total_rows, 1.0), scaled
 
-    def transport(self, gates: Sequence[Sequence[Gate | None]]) -> Transport | None:
-        """Also chooses the order."""
-        pipeline, count = self.pipeline, len(gates)
-        if pipeline is None:
-            kinds = ("F", "B") if self.train else ("F",)
-            self.orders = [[Action(kind, 0, m) for m in range(count) for kind in kinds]]  # type: ignore[arg-type]
+    def transport(self, parts: Sequence[Part]) -> Transport | None:
+        """Of this step's messages; None where there is one stage."""
+        if self.pipeline is None:
             return None
-        place, last = pipeline.place, len(pipeline.place.stages) - 1
-        if self.train:
-            self.orders = order(place.schedule, place.ranks, last + 1, count)
-        else:
-            self.orders = [
-                [Action("F", s, m) for m in range(count) for s in range(last + 1) if place.rank_of(s) == rank]
-                for rank in range(place.ranks)
-            ]
-
-        def metas(parcel: Parcel) -> list[tuple[tuple[int, ...], torch.dtype]]:
-            gate = gates[parcel.microbatch][parcel.stage if parcel.kind == "forward" else parcel.stage + 1]
-            assert gate is not None
-            forward = parcel.kind == "forward"
-            return [(each.shape, each.dtype) for each in gate.messages if forward or each.has_gradient]
-
-        return Transport(pipeline.channels, self.orders, place.index, place.rank_of, metas, self.device)
+        timetable = self.pipeline.timetable(tuple(part.key for part in parts), self.train)
+        return Transport(self.pipeline.channels, timetable, self.device)
 
     # --- during -------------------------------------------------------------------------------------------------------
 
@@ -351,13 +359,19 @@ class _Step:
         for shared in self._shared():
             shared.put_prior_aside()
         self.before = reducer.put_gradients_aside() if self.train else {}
-        with reducer.no_sync() if self.train else nullcontext():
+        units = self.record.units
+        with reducer.no_sync() if self.train else nullcontext(), units.step() if units is not None else nullcontext():
             try:
-                run.carry_out(self.orders[self.pipeline.place.index if self.pipeline is not None else 0])
+                run.carry_out(self._actions(run))
             except Exception:
                 if run.refused is not None:
                     self._give_up()
                 raise
+
+    def _actions(self, run: Run) -> Sequence[Action]:
+        if run.transport is not None:
+            return run.transport.timetable.own
+        return [Action(kind, 0, m) for m in range(len(run.parts)) for kind in ("FB" if self.train else "F")]  # type: ignore[arg-type]
 
     def _shared(self) -> Sequence[Any]:
         return self.pipeline.shared if self.pipeline is not None and self.train else ()
@@ -371,11 +385,11 @@ class _Step:
             StageError: a rank has failed.
         """
         losses, shared = run.losses, self._shared()
-        if self.is_dry and run.failure is not None:
+        if self.standing.is_dry and run.failure is not None:
             raise run.failure.error
-        speaks = losses.counted is not None and self.speaks
+        speaks = losses.counted is not None and self.standing.speaks
         mine = [float(run.failure is not None), float(losses.counted is True), float(speaks)]
-        mine += [1.0, 1.0] if self.is_dry else losses.sums() if speaks else [0.0, 0.0]
+        mine += [1.0, 1.0] if self.standing.is_dry else losses.sums() if speaks else [0.0, 0.0]
         mine += [float(each.has_gradient) for each in shared]
         every = self._asked(mine)()
         if any(row[0] for row in every):
@@ -389,7 +403,7 @@ class _Step:
         if self.train:
             counted = any(row[1] for row in every)
             present = [any(row[5 + i] for row in every) for i in range(len(shared))]
-            self._settle(self.data_ranks / weight if counted else 1.0, present)
+            self._settle(self.standing.data_ranks / weight if counted else 1.0, present)
         wide = any(leaf.dtype is torch.float64 for leaf in self.record.reducer.leaves())
         dtype = torch.float64 if wide else torch.float32
         return torch.tensor(total / weight, dtype=dtype, device=self.device) if speakers else None
@@ -423,7 +437,7 @@ class _Step:
         """The first failure of all, the same on all ranks."""
         failure = run.failure
         mine = None if failure is None else (failure.when, failure.action, failure.text)
-        told = agree.exchange(mine, self.everyone) if self.everyone is not None else [mine]
+        told = agree.exchange(mine, self.standing.everyone) if self.standing.everyone is not None else [mine]
         rank, (_, action, text) = min(
             ((r, t) for r, t in enumerate(told) if t is not None), key=lambda each: each[1][0]
         )

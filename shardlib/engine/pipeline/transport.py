@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,9 +20,10 @@ import torch.distributed as dist
 from shardlib._plan.schedules import Action
 from shardlib.engine import _torch
 
-__all__ = ["Channels", "Parcel", "Transport"]
+__all__ = ["Channels", "Parcel", "Timetable", "Transport"]
 
 Kind = Literal["forward", "backward"]
+Metas = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
 class Parcel(NamedTuple):
@@ -73,71 +75,94 @@ class Channels:
         return self.pairs.get((source, target), self.group)
 
 
+class Timetable:
+    """What rank of a pipeline sends what to which, for microbatches of certain shapes: the same in each such step.
+
+    Args:
+        orders: what every rank of the pipeline does.
+        index: which of them this one is.
+        rank_of: of a stage.
+        metas: the shapes and dtypes of a parcel's tensors.
+    """
+
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Action]],
+        index: int,
+        rank_of: Callable[[int], int],
+        metas: Callable[[Parcel], Metas],
+    ) -> None:
+        self.orders, self.index, self.rank_of, self.metas = orders, index, cache(rank_of), cache(metas)
+        self.last = max(action.stage for order in orders for action in order)
+        self.microbatches = 1 + max(action.microbatch for order in orders for action in order)
+        self.coming = {source: tuple(self._sent_here(order)) for source, order in enumerate(orders) if source != index}
+
+    @property
+    def own(self) -> Sequence[Action]:
+        """What this rank does."""
+        return self.orders[self.index]
+
+    def _sent_here(self, actions: Sequence[Action]) -> Iterator[Parcel]:
+        """In the order in which they come from one rank."""
+        for action in actions:
+            parcel = sent_by(action, self.last)
+            if parcel is not None and self.rank_of(parcel.stage) == self.index and self.metas(parcel):
+                yield parcel
+
+    def tag(self, parcel: Parcel, place: int) -> int:
+        """A number that no other tensor of the step has."""
+        kind = 1 if parcel.kind == "backward" else 0
+        return ((place * 2 + kind) * (self.last + 1) + parcel.stage) * self.microbatches + parcel.microbatch
+
+
 class Transport:
     """The messages of one step.
 
     Args:
         channels: to other ranks.
-        orders: what every rank of the pipeline does.
-        index: which of them this one is.
-        rank_of: of a stage.
-        metas: the shapes and dtypes of a parcel's tensors.
-        device: where they lie.
+        timetable: what comes when.
+        device: where tensors lie.
     """
 
-    def __init__(
-        self,
-        channels: Channels,
-        orders: Sequence[Sequence[Action]],
-        index: int,
-        rank_of: Callable[[int], int],
-        metas: Callable[[Parcel], Sequence[tuple[tuple[int, ...], torch.dtype]]],
-        device: torch.device,
-    ) -> None:
-        self.channels, self.index, self.rank_of, self.metas, self.device = channels, index, rank_of, metas, device
+    def __init__(self, channels: Channels, timetable: Timetable, device: torch.device) -> None:
+        self.channels, self.timetable, self.device = channels, timetable, device
         self._ranks = dist.get_process_group_ranks(channels.group)
-        self._last = max(action.stage for order in orders for action in order)
-        self._microbatches = 1 + max(action.microbatch for order in orders for action in order)
-        self._coming = {
-            source: deque(self._sent_here(orders[source])) for source in range(len(orders)) if source != index
-        }
+        self._coming = {source: deque(parcels) for source, parcels in timetable.coming.items()}
         self._posted: dict[Parcel, tuple[list[torch.Tensor], list[dist.Work]]] = {}
         self._sending: list[tuple[dist.Work, torch.Tensor, dist.ProcessGroup]] = []
         self._handed: dict[Parcel, Sequence[torch.Tensor]] = {}
 
-    def _sent_here(self, actions: Sequence[Action]) -> Iterator[Parcel]:
-        for action in actions:
-            parcel = sent_by(action, self._last)
-            if parcel is not None and self.rank_of(parcel.stage) == self.index and self.metas(parcel):
-                yield parcel
+    def metas(self, parcel: Parcel) -> Metas:
+        """The shapes and dtypes of a parcel's tensors."""
+        return self.timetable.metas(parcel)
 
     def send(self, parcel: Parcel, tensors: Sequence[torch.Tensor]) -> None:
         """Let them go; to a stage on this rank they are handed over as they are."""
-        target = self.rank_of(parcel.stage)
-        if target == self.index:
+        index, target = self.timetable.index, self.timetable.rank_of(parcel.stage)
+        if target == index:
             self._handed[parcel] = tensors
             return
-        group = self.channels.between(self.index, target)
+        group = self.channels.between(index, target)
         for place, tensor in enumerate(tensors):
             whole = tensor.contiguous()
-            work = dist.isend(whole, self._ranks[target], group=group, tag=self._tag(parcel, place))
+            work = dist.isend(whole, self._ranks[target], group=group, tag=self.timetable.tag(parcel, place))
             if work is not None:
                 self._sending.append((work, whole, group))
 
     def expect(self, parcel: Parcel) -> None:
         """Post its receives, if that has not been done."""
-        source = self.rank_of(parcel.source)
-        if source == self.index or parcel in self._posted or not self.metas(parcel):
+        source = self.timetable.rank_of(parcel.source)
+        if source == self.timetable.index or parcel in self._posted or not self.metas(parcel):
             return
         while parcel not in self._posted:
             self._post(self._coming[source].popleft(), source)
 
     def _post(self, parcel: Parcel, source: int) -> None:
-        group = self.channels.between(source, self.index)
+        group = self.channels.between(source, self.timetable.index)
         tensors, works = [], []
         for place, (shape, dtype) in enumerate(self.metas(parcel)):
             tensors.append(torch.empty(shape, dtype=dtype, device=self.device))
-            work = dist.irecv(tensors[-1], self._ranks[source], group=group, tag=self._tag(parcel, place))
+            work = dist.irecv(tensors[-1], self._ranks[source], group=group, tag=self.timetable.tag(parcel, place))
             assert work is not None
             works.append(work)
         self._posted[parcel] = tensors, works
@@ -158,7 +183,3 @@ class Transport:
         for work, _, group in self._sending:
             _torch.wait_for([work], group)
         self._sending.clear()
-
-    def _tag(self, parcel: Parcel, place: int) -> int:
-        kind = 1 if parcel.kind == "backward" else 0
-        return ((place * 2 + kind) * (self._last + 1) + parcel.stage) * self._microbatches + parcel.microbatch

@@ -86,7 +86,8 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
     for run in both.runs:
         run.begin(step)
     with both.single.tracing() as want, both.sharded.tracing() as got:
-        losses_made = [[run.forward_backward(step, micro) for run in _two(both)] for micro in range(case.accumulate)]
+        passes = range(both.case.accumulate)
+        losses_made = [[run.forward_backward(step, micro) for run in _two(both)] for micro in passes]
     losses = [key for key in at_step if key[1] in ("loss", "output")]
     watched = _Watched(both, want, got, step, _limit(case), outcome_is_right=not losses)
     if (found := watched.forward()) is not None:

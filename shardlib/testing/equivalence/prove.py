@@ -79,7 +79,8 @@ def equivalent(
         split: a function (batch, index, count) -> batch, the part of one of `count` data ranks; rows of dim 0 by
             default.
         steps: how many training steps.
-        accumulate: backward passes per step.
+        accumulate: backward passes per step; by default what the plan accumulates, with `sl.accumulate(n)` among the
+            transforms.
         no_sync: run all but the last of them under `shardlib.no_sync`.
         clip: norm that gradients are clipped to, or a function (model) -> norm that clips them by your own means. Norms
             are compared without it too, except with `shard`.

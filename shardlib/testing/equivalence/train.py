@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -73,12 +74,14 @@ class Run:
         rows: (index, count) of the rows that this run sees of a global batch.
         batch: the global batch that it was given last.
         output: what the last forward returned.
+        averages: its plan makes a mean of the gradients of all passes, of their undivided losses.
     """
 
     case: Case
     model: nn.Module
     rows: tuple[int, int] = (0, 1)
     sharded: bool = False
+    averages: bool = False
     batch: Any = None
     output: Any = None
 
@@ -121,11 +124,12 @@ class Run:
             with self._noted(step):
                 return self._through_stages(batch, micro)
         with self._randomness(), self._reducing(micro), self._noted(step):
-            loss = _scalar((case.loss or default_loss)(self.model, batch)) / case.accumulate
+            whole = _scalar((case.loss or default_loss)(self.model, batch))
+            share = whole / case.accumulate
             self._refuse_streams_of_its_own(before)
-            self._check_gradients(loss)
-            loss.backward()
-        return loss.detach()
+            self._check_gradients(share)
+            (whole if self.averages else share).backward()
+        return share.detach()
 
     def _through_stages(self, batch: Any, micro: int) -> torch.Tensor:
         """The same by a pipeline; its microbatches are the plan's, or one for each of its ranks."""
@@ -133,14 +137,14 @@ class Run:
         found = case.loss or default_loss
 
         def criterion(output: Any, part: Any) -> torch.Tensor:
-            return _scalar(found(_Returning(output), part)) / case.accumulate
+            return _scalar(found(_Returning(output), part)) / (1 if self.averages else case.accumulate)
 
         count = None if plan.step.microbatches else plan.mesh.only(plan.mesh.pipeline_axes).world_size
         with self._reducing(micro):
             done = pipeline_step(self.model, batch, criterion, microbatches=count, return_outputs=True)
         self.output = done.outputs
         assert done.loss is not None
-        return done.loss
+        return done.loss / (case.accumulate if self.averages else 1)
 
     def _check_gradients(self, loss: torch.Tensor) -> None:
         if not self.sharded and not loss.requires_grad:
@@ -303,13 +307,25 @@ def twins(case: Case) -> Twins:
     single = single_device(case).to(device_mesh.device_type)
     exact = in_dtype(copy.deepcopy(single), torch.float64) if case.dtype is not torch.float64 else None
     model = _sharded(case, copy.deepcopy(single), device_mesh, place)
+    averaged = plan_of(model).step.accumulate if is_sharded(model) else 1
+    case = _with_passes(case, averaged)
     return Twins(
         case,
         Run(case, single),
-        Run(case, model, place.data, sharded=True),
+        Run(case, model, place.data, sharded=True, averages=averaged > 1),
         None if exact is None else Run(case, exact),
         place,
     )
+
+
+def _with_passes(case: Case, averaged: int) -> Case:
+    """As many backward passes as the plan makes a mean of."""
+    if averaged > 1 and case.accumulate not in (1, averaged):
+        raise InputError(
+            f"equivalent() was given accumulate={case.accumulate}, and the plan's accumulate({averaged}) makes a step "
+            f"of {averaged} passes. Give one of them."
+        )
+    return dataclasses.replace(case, accumulate=max(averaged, case.accumulate))
 
 
 def _twins_on_jax(case: Case) -> Twins:

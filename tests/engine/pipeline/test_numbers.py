@@ -69,8 +69,18 @@ def test_with_other_axes(mesh: str, transforms: tuple[Any, ...]):
 
 @pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["interleaved-zb", "zbv"])
-@pytest.mark.parametrize(("mesh", "transforms"), [("pp=2,tp=2", ()), ("dp=2,pp=2", (sl.zero(2),))])
-def test_split_backward_with_other_axes(mesh: str, transforms: tuple[Any, ...], schedule: str):
+@pytest.mark.parametrize(
+    ("mesh", "transforms"),
+    [
+        ("pp=2,tp=2", ()),
+        ("dp=2,pp=2", (sl.zero(2),)),
+        ("dp=2,pp=2", (sl.zero(3),)),
+        ("dp=2,pp=2", (sl.zero(3), sl.checkpoint_activations())),
+        ("pp=2", (sl.checkpoint_activations(),)),
+        ("dp=2,pp=2", (sl.fsdp(), sl.accumulate(2))),
+    ],
+)
+def test_late_gradients_of_weights_with_other_axes(mesh: str, transforms: tuple[Any, ...], schedule: str):
     prove(TIED, mesh, *transforms, sl.pipeline(schedule, 4), stages=FOUR)
 
 
