@@ -7,7 +7,8 @@ says so in the job's store, and all others repeat it. Where no process can be lo
 nothing within a few seconds are those that did not answer.
 
 A rank that has found one lost hangs up: it closes its own connections, so that those who wait for it learn of it too,
-at once, and not only when its process ends or the groups' timeout is over.
+at once, and not only when its process ends or the groups' timeout is over. So does a rank that has raised and keeps its
+process, while others wait for it in the middle of a module.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +36,7 @@ from torch import nn
 from shardlib.engine import _torch, agree
 from shardlib.errors import LostRankError
 
-__all__ = ["meet", "naming_lost_ranks", "naming_lost_ranks_in_backward", "watch_forward"]
+__all__ = ["all_say", "leave", "meet", "naming_lost_ranks", "naming_lost_ranks_in_backward", "watch_forward"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -189,7 +190,7 @@ def _signalled(pid: int) -> str:
 
 @dataclass(frozen=True)
 class _Finding:
-    """Which ranks were lost first, and how: a word of `_Member.condition`, "silent", or "unknown"."""
+    """Which ranks were lost first, and how: a word of `_Member.condition`, "raised", "silent", or "unknown"."""
 
     ranks: tuple[int, ...]
     how: str
@@ -247,6 +248,14 @@ class _Board:
     def silent(self, ranks: Iterable[int]) -> list[int] | None:
         """Those of some ranks that have not answered; None where nobody can be asked."""
         return self._ask(lambda store: [rank for rank in ranks if not store.check([f"there/{rank}"])])
+
+    def say(self, what: str, rank: int, text: str) -> None:
+        self._ask(lambda store: store.set(f"{what}/{rank}", text))
+
+    def said(self, what: str, rank: int) -> str | None:
+        key = f"{what}/{rank}"
+        answer = self._ask(lambda store: store.get(key).decode() if store.check([key]) else "")
+        return answer or None
 
     def note(self, rank: int, text: str) -> None:
         """Say what this rank raised, in case that it ends of it."""
@@ -313,8 +322,10 @@ class _Crew:
         where = f' (process {member.pid} on "{member.host}")' if member is not None else ""
         if how == "stopped":
             return f"rank {rank}{where} did not answer in time: its process is stopped"
-        gone = "has ended" if how == "ended" else f"did not answer in time, nor within {_PATIENCE:g} s after that"
         raised = board.noted(rank)
+        if how == "raised":
+            return f"rank {rank}{where} raised {raised or 'an exception'} while others waited for it"
+        gone = "has ended" if how == "ended" else f"did not answer in time, nor within {_PATIENCE:g} s after that"
         return f"rank {rank}{where} {gone}{f', after it raised {raised}' if raised else ''}"
 
 
@@ -329,6 +340,34 @@ def meet(group: dist.ProcessGroup | None) -> None:
     before = _crew()
     members = {**(before.members if before is not None else {}), **{member.rank: member for member, _ in told}}
     _known[:] = [(weakref.ref(dist.group.WORLD), _Crew(list(members.values()), told[0][1]))]
+
+
+def all_say(what: str, said: str, ranks: Collection[int]) -> bool:
+    """Whether each of these ranks says the same of something within a few seconds; those that do not never ask."""
+    board, mine, until = _board(), dist.get_rank(), time.monotonic() + _PATIENCE
+    board.say(what, mine, said)
+    silent = {*ranks} - {mine}
+    while silent and time.monotonic() < until:
+        answers = {rank: board.said(what, rank) for rank in silent}
+        if any(answer not in (None, said) for answer in answers.values()):
+            return False
+        silent = {rank for rank, answer in answers.items() if answer is None}
+        if silent:
+            time.sleep(_LOOK_AGAIN)
+    return not silent
+
+
+def leave(error: Exception) -> None:
+    """Tell the ranks that wait for this one in collectives what it has raised; none of them waits any longer."""
+    board = _board()
+    board.note(dist.get_rank(), f"{type(error).__name__}: {error}")
+    board.claim(_Finding((dist.get_rank(),), "raised"))
+    _within(_NO_CALL_WAITS_LONGER, _hang_up)
+
+
+def _board() -> _Board:
+    crew = _crew()
+    return crew.board() if crew is not None else _Board(_torch.default_store(), "")
 
 
 def _crew() -> _Crew | None:

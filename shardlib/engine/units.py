@@ -265,7 +265,7 @@ class Units:
             yield
         finally:
             self._in_step = False
-            self.let_go()
+        self.let_go()  # what has raised may be a rank that is gone, on which this would wait
 
     # --- both ---------------------------------------------------------------------------------------------------------
 

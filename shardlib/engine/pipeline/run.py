@@ -92,6 +92,7 @@ class Run:
         train: whether there is a backward.
         keep_outputs: of the last stage.
         watched: each action runs inside of what this gives for it.
+        on_failure: is told of this rank's first failure, and raises where others cannot go on without it.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Run:
         train: bool = True,
         keep_outputs: bool = False,
         watched: Callable[[Action], AbstractContextManager[Any]] | None = None,
+        on_failure: Callable[[Failure], None] = lambda _failure: None,
     ) -> None:
         self.model, self.route, self.transport, self.parts, self.gates = model, route, transport, parts, gates
         self.criterion, self.reducer, self._begin, self.early = criterion, reducer, begin, early
@@ -121,7 +123,7 @@ class Run:
         self.outputs: dict[int, Any] = {}
         self.executed: list[Action] = []
         self.failure: Failure | None = None
-        self._watched = watched or (lambda _action: nullcontext())
+        self._watched, self._on_failure = watched or (lambda _action: nullcontext()), on_failure
         self._held: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
         self._halves: dict[tuple[int, int], Any] = {}
         self._taken: set[Parcel] = set()
@@ -132,6 +134,7 @@ class Run:
 
         Raises:
             LostRankError: another rank is gone.
+            StageError: this rank alone has failed, and others wait for it inside of their modules.
         """
         for number, action in enumerate(actions):
             if number or not self.early:
@@ -152,6 +155,7 @@ class Run:
                     self.failure = Failure(action, error, time.time())
                     self._held.clear()
                     self._halves.clear()
+                    self._on_failure(self.failure)
             if self.failure is not None:
                 self._pass_on(action)
         self._finish()

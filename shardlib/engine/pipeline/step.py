@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -17,7 +17,7 @@ from torch import nn
 
 from shardlib._mesh import MeshShape
 from shardlib._plan.schedules import Action
-from shardlib.engine import _torch, agree
+from shardlib.engine import _torch, agree, lost
 from shardlib.engine.apply import Sharded, record_of
 from shardlib.engine.held import local_of
 from shardlib.engine.lost import naming_lost_ranks
@@ -33,7 +33,7 @@ from shardlib.engine.pipeline.batch import (
     split,
 )
 from shardlib.engine.pipeline.route import Gate
-from shardlib.engine.pipeline.run import Criterion, Part, Run
+from shardlib.engine.pipeline.run import Criterion, Failure, Part, Run
 from shardlib.engine.pipeline.transport import Transport
 from shardlib.engine.wrapper import OptimizerWrapper
 from shardlib.errors import InputError, ShardingError, StageError
@@ -151,6 +151,7 @@ def run_step(
         train=train,
         keep_outputs=return_outputs or not train,
         watched=watched,
+        on_failure=one.leave_if_alone,
     )
     one.carry_out(run)
     loss = one.finish(run)
@@ -182,16 +183,22 @@ class _Standing:
         shape: of the whole mesh.
         everyone: all ranks; None where there is one.
         speaks: for the ranks that have the same loss.
+        mates: the global ranks that modules of this one's stages wait for, itself among them.
         computes_early: whether the first forward of its first stage needs no other rank.
         is_dry: tensors have no values, and other ranks are imagined.
+        number: among all models that this rank has stepped, as on its mates.
+        failures: counts them.
     """
 
     shape: MeshShape
     everyone: dist.ProcessGroup | None
     data_ranks: int
     speaks: bool
+    mates: tuple[int, ...]
     computes_early: bool
     is_dry: bool
+    number: int = field(default_factory=itertools.count().__next__)
+    failures: Iterator[int] = field(default_factory=itertools.count)
 
 
 _standings: WeakKeyDictionary[Sharded, _Standing] = WeakKeyDictionary()
@@ -205,12 +212,17 @@ def _standing(model: nn.Module, record: Sharded) -> _Standing:
         coordinate = dict(zip(shape.names, mesh.get_coordinate() or (), strict=True))
         param = next(iter(model.parameters()), None)
         is_dry = param is not None and not _torch.has_values(local_of(param))
-        alone = all(shape[axis] == 1 for axis in shape.model_axes) and not record.meets_in_modules
+        apart = (*shape.pipeline_axes, *(() if record.meets_in_modules else shape.data_axes))
+        mates = tuple(
+            rank
+            for place, rank in enumerate(_torch.ranks_of_mesh(mesh))
+            if all(shape.coordinate(place)[axis] == coordinate[axis] for axis in apart)
+        )
         first = record.pipeline is not None and 0 in record.pipeline.place.own
         speaks = all(coordinate[axis] == 0 for axis in shape.model_axes)
         everyone = record.reducer.group_of_all()
-        early = first and alone and not is_dry
-        _standings[record] = _Standing(shape, everyone, shape.data_ranks, speaks, early, is_dry)
+        early = first and len(mates) == 1 and not is_dry
+        _standings[record] = _Standing(shape, everyone, shape.data_ranks, speaks, mates, early, is_dry)
     return _standings[record]
 
 
@@ -363,10 +375,24 @@ class _Step:
         with reducer.no_sync() if self.train else nullcontext(), units.step() if units is not None else nullcontext():
             try:
                 run.carry_out(self._actions(run))
-            except Exception:
-                if run.refused is not None:
+            except Exception as error:
+                if run.refused is not None or isinstance(error, StageError):
                     self._give_up()
                 raise
+
+    def leave_if_alone(self, failure: Failure) -> None:
+        """Where ranks wait for each other inside of modules, those of one that raises alone would wait in vain.
+
+        Raises:
+            StageError: they are told so, and this job cannot go on.
+        """
+        if len(self.standing.mates) == 1 or self.standing.is_dry:
+            return
+        which = f"failed/{self.standing.number}/{next(self.standing.failures)}"
+        if not lost.all_say(which, str(failure.action), self.standing.mates):
+            lost.leave(failure.error)
+            after = "Ranks waited for this one inside of modules and have been told; end them, and start the job again."
+            raise _stage_error(dist.get_rank(), failure.action, failure.text, after) from failure.error
 
     def _actions(self, run: Run) -> Sequence[Action]:
         if run.transport is not None:
@@ -441,13 +467,16 @@ class _Step:
         rank, (_, action, text) = min(
             ((r, t) for r, t in enumerate(told) if t is not None), key=lambda each: each[1][0]
         )
-        doing = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}[action.kind]
-        error = StageError(
-            f"Stage {action.stage} on rank {rank} raised in the {doing} of microbatch {action.microbatch}: {text}\n"
-            "No rank has stepped; this step's gradients are dropped.",
-            rank=rank,
-            stage=action.stage,
-            microbatch=action.microbatch,
-        )
+        error = _stage_error(rank, action, text, "No rank has stepped; this step's gradients are dropped.")
         error.__cause__ = failure.error if failure is not None else None
         return error
+
+
+def _stage_error(rank: int, action: Action, text: str, after: str) -> StageError:
+    doing = "forward" if action.kind == "F" else "backward"
+    return StageError(
+        f"Stage {action.stage} on rank {rank} raised in the {doing} of microbatch {action.microbatch}: {text}\n{after}",
+        rank=rank,
+        stage=action.stage,
+        microbatch=action.microbatch,
+    )

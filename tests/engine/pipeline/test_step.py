@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +18,12 @@ import shardlib as sl
 from shardlib._plan.schedules import bubble, timeline
 from shardlib.engine.apply import record_of
 from shardlib.engine.pipeline.transport import Channels
-from shardlib.errors import InputError, PlanError, ShardingError, StageError
+from shardlib.errors import InputError, LostRankError, PlanError, ShardingError, StageError
 from shardlib.testing.models import Transformer
 from shardlib.transforms import LossScale
 from tests.alive import models_alive
 
+_AT_MOST = 60.0  # seconds until ranks know of one that raised; groups would wait half an hour
 TOLERANCE = 1e-10  # of float64; sums in another order differ by some 1e-15
 STAGES = "embed, position, blocks.0 | blocks.1 | blocks.2 | blocks.3, norm, head"
 
@@ -337,6 +340,15 @@ class Raising(nn.Linear):
         return super().forward(x)
 
 
+class Tiring(nn.Linear):
+    tired = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tired:
+            raise ValueError("too tired")
+        return super().forward(x)
+
+
 class Shortening(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -369,6 +381,49 @@ def test_a_stage_that_raises_in_the_last_microbatch_is_named_everywhere(ranks):
         (said, 0, 0, 2, True, "ValueError"),
         (said, 0, 0, 2, True, "NoneType"),
     ]
+
+
+def _fails_on(bad: tuple[int, ...], mesh: str, rules: Any, transforms: Any) -> tuple[str, str, float]:
+    """The second block raises on some ranks; others of their stage wait for it."""
+    torch.manual_seed(0)
+    model, good = Fragile(), torch.ones(4, 4)
+    model.blocks[1] = tired = Tiring(4, 4)
+    stages = sl.Rules(rules, stages="blocks.0-1 | blocks.2-3", unmatched="replicate")
+    sl.shard_model(model, mesh, stages, transforms=transforms, compile=None)
+    sl.pipeline_step(model, good, lambda y, x: y.mean(), microbatches=2)
+    tired.tired = dist.get_rank() in bad
+    start = time.monotonic()
+    try:
+        sl.pipeline_step(model, good, lambda y, x: y.mean(), microbatches=2)
+    except (StageError, LostRankError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "nothing was raised", 0.0
+
+
+_WAITING: dict[str, tuple[str, Any, Any]] = {
+    "tp": ("pp=2,tp=2", {"blocks.0": "colwise", "blocks.1": "rowwise"}, []),
+    "zero 3": ("pp=2,dp=2", {}, [sl.zero(3)]),
+}
+
+
+@pytest.mark.parametrize("case", _WAITING)
+def test_a_rank_that_raises_alone_in_a_stage_is_named_everywhere(ranks, case: str):
+    found = ranks(4).run(_fails_on, (1,), *_WAITING[case])
+    said = (
+        "Stage 0 on rank 1 raised in the forward of microbatch 0: ValueError: too tired\n"
+        "Ranks waited for this one inside of modules and have been told; end them, and start the job again."
+    )
+    assert found[1][:2] == ("StageError", said)
+    for rank in (0, 2, 3):
+        assert found[rank][0] == "LostRankError" and found[rank][2] < _AT_MOST
+        assert re.match(r"Rank 1 \(process .*\) raised ValueError: too tired while others waited", found[rank][1])
+
+
+@pytest.mark.parametrize("case", _WAITING)
+def test_ranks_that_raise_together_are_named_and_all_can_go_on(ranks, case: str):
+    found = ranks(4).run(_fails_on, (0, 1), *_WAITING[case])
+    assert {kind for kind, _, _ in found} == {"StageError"} and len({said for _, said, _ in found}) == 1
+    assert re.match("Stage 0 on rank [01] raised in the forward of microbatch 0: ValueError: too tired\n", found[2][1])
 
 
 def test_another_shape_in_the_last_microbatch_is_named_everywhere(ranks):
