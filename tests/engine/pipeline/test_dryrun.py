@@ -55,6 +55,11 @@ def _measured(case: str) -> tuple[DryRun, Any]:
     return log.report(), own
 
 
+def _gathered(rank: DryRun) -> int:
+    """Bytes of parameters that a rank of stage 3 sends to others of its stage while modules compute."""
+    return sum(c.sent for c in rank.collectives if c.axes == ("dp",) and c.phase != "outside")
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -78,6 +83,9 @@ def test_collectives_messages_memory_and_operations_are_predicted(ranks, case: s
         predicted_own = [stage for stage in plan.report.stages if stage.rank == own[0].rank]
         assert [(s.stage, s.flops, s.sent) for s in predicted_own] == [(s.stage, s.flops, s.sent) for s in own]
     assert [stage.stage for stage in plan.report.stages] == list(range(len(plan.stages)))
+    assert max(map(_gathered, plan.report.ranks)) == sum(
+        each.bytes for each in plan.traffic() if each.what in ("parameters, forward", "parameters, backward")
+    )
 
 
 def test_the_table_of_stages_has_it():
