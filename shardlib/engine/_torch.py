@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
@@ -346,13 +346,17 @@ def _timeout_of(group: Any) -> timedelta | None:
         return None
 
 
-def wait_for(works: Sequence[dist.Work], group: Any) -> None:
-    """Wait for sends and receives, no longer than their group's timeout.
+def limit_of(group: Any) -> timedelta | None:
+    """How long `wait_for` waits for sends and receives of a group: no longer than the group's timeout.
 
     Of itself gloo (2.13.0) waits for these as long as was said when the group was made, whatever has been set since.
     On NCCL, a wait with a timeout would hold up the host.
     """
-    limit = _timeout_of(group) if dist.get_backend(group) == dist.Backend.GLOO else None
+    return _timeout_of(group) if dist.get_backend(group) == dist.Backend.GLOO else None
+
+
+def wait_for(works: Iterable[dist.Work], limit: timedelta | None) -> None:
+    """Wait for sends and receives, each no longer than that."""
     for work in works:
         if limit is None:
             work.wait()

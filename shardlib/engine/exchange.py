@@ -110,7 +110,7 @@ class _Moving:
     group: dist.ProcessGroup
 
     def wait(self) -> None:
-        _torch.wait_for(self.works, self.group)
+        _torch.wait_for(self.works, _torch.limit_of(self.group))
 
 
 class Bundle:

@@ -267,4 +267,4 @@ def _put(whole: torch.Tensor, layout: Layout, mesh: MeshShape, place: dict[str, 
 
 def _wait_for(ops: list[dist.P2POp]) -> None:
     if ops:
-        _torch.wait_for(dist.batch_isend_irecv(ops), ops[0].group)
+        _torch.wait_for(dist.batch_isend_irecv(ops), _torch.limit_of(ops[0].group))

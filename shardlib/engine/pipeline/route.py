@@ -86,15 +86,12 @@ class _Pass:
     received: Sequence[torch.Tensor] = ()
     count: int = 0
     inside: bool = False
+    entry: Gate | None = None
+    exit: Gate | None = None
 
-    @property
-    def entry(self) -> Gate | None:
-        return None if self.searching else self.known.gates[self.stage]
-
-    @property
-    def exit(self) -> Gate | None:
-        following = self.stage + 1
-        return None if self.searching or following >= len(self.known.gates) else self.known.gates[following]
+    def __post_init__(self) -> None:
+        if not self.searching:
+            self.entry, self.exit = (*self.known.gates, None)[self.stage : self.stage + 2]
 
 
 class _Reached(BaseException):
@@ -349,7 +346,7 @@ def has_values(leaf: Any) -> bool:
 
 def _all_have_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Of arguments of a call."""
-    return all(map(has_values, _torch.leaves_of(*args, *kwargs.values())))
+    return all(type(leaf) is torch.Tensor or has_values(leaf) for leaf in _torch.leaves_of(*args, *kwargs.values()))
 
 
 def without_fakes(output: Any) -> Any:

@@ -28,6 +28,8 @@ __all__ = ["Failure", "Losses", "Part", "Run"]
 
 Criterion = Callable[[Any, Any], Any]
 
+_AHEAD = 4  # actions whose receives are posted: senders wait for that, and it costs a rank least while it waits itself
+
 
 @dataclass(frozen=True)
 class Part:
@@ -139,7 +141,7 @@ class Run:
         for number, action in enumerate(actions):
             if number or not self.early:
                 self._meet()
-            for ahead in actions[number : number + 2]:
+            for ahead in actions[number : number + _AHEAD]:
                 if self.transport is not None and self.begun and (parcel := self._needed(ahead)) is not None:
                     self.transport.expect(parcel)
             if self.failure is None:

@@ -126,10 +126,10 @@ class Transport:
 
     def __init__(self, channels: Channels, timetable: Timetable, device: torch.device) -> None:
         self.channels, self.timetable, self.device = channels, timetable, device
-        self._ranks = dist.get_process_group_ranks(channels.group)
+        self._ranks, self._limit = dist.get_process_group_ranks(channels.group), _torch.limit_of(channels.group)
         self._coming = {source: deque(parcels) for source, parcels in timetable.coming.items()}
         self._posted: dict[Parcel, tuple[list[torch.Tensor], list[dist.Work]]] = {}
-        self._sending: list[tuple[dist.Work, torch.Tensor, dist.ProcessGroup]] = []
+        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         self._handed: dict[Parcel, Sequence[torch.Tensor]] = {}
 
     def metas(self, parcel: Parcel) -> Metas:
@@ -147,7 +147,7 @@ class Transport:
             whole = tensor.contiguous()
             work = dist.isend(whole, self._ranks[target], group=group, tag=self.timetable.tag(parcel, place))
             if work is not None:
-                self._sending.append((work, whole, group))
+                self._sending.append((work, whole))
 
     def expect(self, parcel: Parcel) -> None:
         """Post its receives, if that has not been done."""
@@ -175,11 +175,10 @@ class Transport:
             return []
         self.expect(parcel)
         tensors, works = self._posted.pop(parcel)
-        _torch.wait_for(works, self.channels.group)
+        _torch.wait_for(works, self._limit)
         return tensors
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        for work, _, group in self._sending:
-            _torch.wait_for([work], group)
+        _torch.wait_for((work for work, _ in self._sending), self._limit)
         self._sending.clear()
