@@ -43,6 +43,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _PATIENCE = 5.0  # seconds in which ranks that are there find out, after the first one has
+_TOGETHER = 10.0  # seconds in which ranks that compute the same have raised the same
 _LOOK_AGAIN = 0.02  # seconds
 _NO_CALL_WAITS_LONGER = 1.0  # seconds; the rank that keeps the store may be the one that is lost
 _RECENT = 60.0  # seconds for which what a rank raised explains that it ended
@@ -252,10 +253,10 @@ class _Board:
     def say(self, what: str, rank: int, text: str) -> None:
         self._ask(lambda store: store.set(f"{what}/{rank}", text))
 
-    def said(self, what: str, rank: int) -> str | None:
-        key = f"{what}/{rank}"
-        answer = self._ask(lambda store: store.get(key).decode() if store.check([key]) else "")
-        return answer or None
+    def said(self, what: str, ranks: Iterable[int]) -> list[str] | None:
+        """What each of these ranks has said; None as long as one has not."""
+        keys = [f"{what}/{rank}" for rank in ranks]
+        return self._ask(lambda store: [store.get(key).decode() for key in keys] if store.check(keys) else None)
 
     def note(self, rank: int, text: str) -> None:
         """Say what this rank raised, in case that it ends of it."""
@@ -343,18 +344,12 @@ def meet(group: dist.ProcessGroup | None) -> None:
 
 
 def all_say(what: str, said: str, ranks: Collection[int]) -> bool:
-    """Whether each of these ranks says the same of something within a few seconds; those that do not never ask."""
-    board, mine, until = _board(), dist.get_rank(), time.monotonic() + _PATIENCE
-    board.say(what, mine, said)
-    silent = {*ranks} - {mine}
-    while silent and time.monotonic() < until:
-        answers = {rank: board.said(what, rank) for rank in silent}
-        if any(answer not in (None, said) for answer in answers.values()):
-            return False
-        silent = {rank for rank, answer in answers.items() if answer is None}
-        if silent:
-            time.sleep(_LOOK_AGAIN)
-    return not silent
+    """Whether each of these ranks says the same of something within ten seconds; those that do not never ask."""
+    board, until = _board(), time.monotonic() + _TOGETHER
+    board.say(what, dist.get_rank(), said)
+    while (answers := board.said(what, ranks)) is None and time.monotonic() < until:
+        time.sleep(_LOOK_AGAIN)
+    return answers is not None and set(answers) == {said}
 
 
 def leave(error: Exception) -> None:

@@ -93,7 +93,7 @@ def test_orders_that_wait_for_each_other_are_refused():
         ),
         (
             lambda: order("zbv", 2, 2, 2),
-            'The schedule "zbv" runs 2 stages on each of 2 ranks, and there are 2 stages. cut the model into 4 stages.',
+            'The schedule "zbv" runs 2 stages on each of 2 ranks, and there are 2 stages. Cut the model into 4 stages.',
         ),
         (lambda: order("1f1b", 2, 2, 0), "A pipeline was given 0 microbatches; give one at least."),
     ],
