@@ -22,7 +22,6 @@ from shardlib._plan.fold import fold as fold_items
 from shardlib._plan.report import DryRun, Gathered, Recorded
 from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.schedules import splits_backward
-from shardlib._plan.step import Step
 from shardlib.layout import Layout
 from shardlib.rules import Border
 
@@ -211,7 +210,7 @@ def _tensors(plan: Plan, folded: bool) -> Part:
         layouts = [layout_text(row.layouts.get(phases[0])) for phases in columns.values()]
         size = human_bytes(group.count * row.local_bytes(plan.mesh))
         place = [sizes_text(row.global_shape), shape_text(row, plan.mesh), *layouts, size]
-        return [group.title, *place, row.rule or "-", _note(row, plan.mesh, plan.step)]
+        return [group.title, *place, row.rule or "-", _note(row, plan)]
 
     titles = ["tensor", "global shape", "local shape", *columns, "per rank", "rule", "note"]
     return "Tensors", titles, [cells(group) for group in groups]
@@ -227,11 +226,11 @@ def _phase_columns(rows: Sequence[Row]) -> dict[str, list[Phase]]:
     return {" = ".join(phases): phases for phases in groups.values()}
 
 
-def _note(row: Row, mesh: MeshShape, step: Step) -> str:
+def _note(row: Row, plan: Plan) -> str:
     kind = "" if row.kind == "parameter" else "buffer" if row.persistent else "buffer, not in the state dict"
-    gathered = not row.added("stored").isdisjoint(mesh.data_axes)
-    until = "the step has ended" if splits_backward(step.schedule) else "its backward"
-    stays = f"stays gathered until {until}" if gathered and not lets_go(row, step) else ""
+    gathered = not row.added("stored").isdisjoint(plan.mesh.data_axes)
+    until = "the step has ended" if splits_backward(plan.step.schedule) else "its backward"
+    stays = f"stays gathered until {until}" if gathered and not lets_go(row, plan.step) else ""
     return "; ".join(filter(None, (kind, row.note, stays)))
 
 

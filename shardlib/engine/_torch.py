@@ -771,7 +771,7 @@ class _Remembering(FakeTensorMode):
         self._made: dict[Any, tuple[Any, Any, Any]] = {}
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        key = None if func in _FRESH else _call_key(func, args, kwargs or {})
+        key = _call_key(func, args, kwargs or {})
         known = self.known(key)
         if known is not None:
             return known
@@ -801,7 +801,7 @@ class _Remembered(FakeTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0] if args else None
-        if isinstance(first, _Remembered) and func not in _FRESH:
+        if isinstance(first, _Remembered):
             mode: Any = first.fake_mode
             known = mode.known(_call_key(func, args, kwargs or {}))
             if known is not None:
@@ -828,7 +828,7 @@ def _gives_what_it_was_given(op: Any) -> bool:
 
 def _call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What calls with the same result have in common; None where there may be none."""
-    if not isinstance(func, torch._ops.OpOverload) or _gives_what_it_was_given(func):
+    if func in _FRESH or not isinstance(func, torch._ops.OpOverload) or _gives_what_it_was_given(func):
         return None
     leaves: list[Any] = [func, *kwargs]
     if not any(isinstance(arg, FakeTensor) for arg in (*args, *kwargs.values())):

@@ -244,7 +244,7 @@ class _Board:
 
     def answer(self, rank: int) -> None:
         """This rank is there, and knows that one was lost."""
-        self._ask(lambda store: store.set(f"there/{rank}", "1"))
+        self.say("there", rank, "1")
 
     def silent(self, ranks: Iterable[int]) -> list[int] | None:
         """Those of some ranks that have not answered; None where nobody can be asked."""
@@ -260,7 +260,7 @@ class _Board:
 
     def note(self, rank: int, text: str) -> None:
         """Say what this rank raised, in case that it ends of it."""
-        self._ask(lambda store: store.set(f"raised/{rank}", json.dumps([time.time(), text[:500]])))
+        self.say("raised", rank, json.dumps([time.time(), text[:500]]))
 
     def noted(self, rank: int) -> str:
         """What a rank raised a short time ago; else an empty text."""
@@ -352,11 +352,9 @@ def all_say(what: str, said: str, ranks: Collection[int]) -> bool:
     return answers is not None and set(answers) == {said}
 
 
-def leave(error: Exception) -> None:
-    """Tell the ranks that wait for this one in collectives what it has raised; none of them waits any longer."""
-    board = _board()
-    board.note(dist.get_rank(), f"{type(error).__name__}: {error}")
-    board.claim(_Finding((dist.get_rank(),), "raised"))
+def leave() -> None:
+    """Tell the ranks that wait for this one in collectives that it has raised what was noted; none waits any longer."""
+    _board().claim(_Finding((dist.get_rank(),), "raised"))
     _within(_NO_CALL_WAITS_LONGER, _hang_up)
 
 

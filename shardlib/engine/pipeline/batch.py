@@ -119,18 +119,14 @@ def _split(value: Any, sizes: Sequence[int], count: int) -> Iterable[Any]:
     if isinstance(value, torch.Tensor):
         return value.split(sizes) if value.ndim and len(value) == count else [value] * len(sizes)
     if type(value) in (tuple, list):
-        return map(type(value), _side_by_side([_split(each, sizes, count) for each in value], len(sizes)))
+        columns = [_split(each, sizes, count) for each in value]
+        return map(type(value), zip(*columns, strict=True) if columns else [()] * len(sizes))
     if type(value) is dict:
-        columns = [_split(each, sizes, count) for each in value.values()]
-        return (dict(zip(value, part, strict=True)) for part in _side_by_side(columns, len(sizes)))
+        return (dict(zip(value, part, strict=True)) for part in _split([*value.values()], sizes, count))
     if pytree.tree_is_leaf(value):
         return [value] * len(sizes)
     leaves, spec = pytree.tree_flatten(value)
     return (pytree.tree_unflatten(part, spec) for part in _split(leaves, sizes, count))
-
-
-def _side_by_side(columns: Sequence[Iterable[Any]], count: int) -> Iterable[tuple[Any, ...]]:
-    return zip(*columns, strict=True) if columns else [()] * count
 
 
 def key_of(value: Any) -> Hashable:

@@ -86,8 +86,8 @@ class _Pass:
     received: Sequence[torch.Tensor] = ()
     count: int = 0
     inside: bool = False
-    entry: Gate | None = None
-    exit: Gate | None = None
+    entry: Gate | None = field(default=None, init=False)
+    exit: Gate | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not self.searching:
@@ -346,7 +346,7 @@ def has_values(leaf: Any) -> bool:
 
 def _all_have_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Of arguments of a call."""
-    return all(type(leaf) is torch.Tensor or has_values(leaf) for leaf in _torch.leaves_of(*args, *kwargs.values()))
+    return all(map(has_values, _torch.leaves_of(*args, *kwargs.values())))
 
 
 def without_fakes(output: Any) -> Any:

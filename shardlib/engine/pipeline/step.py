@@ -390,7 +390,7 @@ class _Step:
             return
         which = f"failed/{self.standing.number}/{next(self.standing.failures)}"
         if not lost.all_say(which, str(failure.action), self.standing.mates):
-            lost.leave(failure.error)
+            lost.leave()
             after = "Ranks waited for this one inside of modules and have been told; end them, and start the job again."
             raise _stage_error(dist.get_rank(), failure.action, failure.text, after) from failure.error
 

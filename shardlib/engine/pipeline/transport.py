@@ -83,6 +83,9 @@ class Timetable:
         index: which of them this one is.
         rank_of: of a stage.
         metas: the shapes and dtypes of a parcel's tensors.
+
+    Attributes:
+        own: what this rank does.
     """
 
     def __init__(
@@ -92,15 +95,10 @@ class Timetable:
         rank_of: Callable[[int], int],
         metas: Callable[[Parcel], Metas],
     ) -> None:
-        self.orders, self.index, self.rank_of, self.metas = orders, index, cache(rank_of), cache(metas)
+        self.own, self.index, self.rank_of, self.metas = orders[index], index, cache(rank_of), cache(metas)
         self.last = max(action.stage for order in orders for action in order)
         self.microbatches = 1 + max(action.microbatch for order in orders for action in order)
         self.coming = {source: tuple(self._sent_here(order)) for source, order in enumerate(orders) if source != index}
-
-    @property
-    def own(self) -> Sequence[Action]:
-        """What this rank does."""
-        return self.orders[self.index]
 
     def _sent_here(self, actions: Sequence[Action]) -> Iterator[Parcel]:
         """In the order in which they come from one rank."""

@@ -74,14 +74,12 @@ class Run:
         rows: (index, count) of the rows that this run sees of a global batch.
         batch: the global batch that it was given last.
         output: what the last forward returned.
-        averages: its plan makes a mean of the gradients of all passes, of their undivided losses.
     """
 
     case: Case
     model: nn.Module
     rows: tuple[int, int] = (0, 1)
     sharded: bool = False
-    averages: bool = False
     batch: Any = None
     output: Any = None
 
@@ -93,6 +91,11 @@ class Run:
     def plan(self) -> Plan | None:
         """That the model is sharded by; None without one."""
         return plan_of(self.model) if is_sharded(self.model) else None
+
+    @property
+    def averages(self) -> bool:
+        """Whether its plan makes a mean of the gradients of all passes, of their undivided losses."""
+        return self.plan is not None and self.plan.step.accumulate > 1
 
     def tracing(self) -> AbstractContextManager[Trace]:
         """Values and gradients at every module's border, of what runs inside the block."""
@@ -312,7 +315,7 @@ def twins(case: Case) -> Twins:
     return Twins(
         case,
         Run(case, single),
-        Run(case, model, place.data, sharded=True, averages=averaged > 1),
+        Run(case, model, place.data, sharded=True),
         None if exact is None else Run(case, exact),
         place,
     )
