@@ -1,4 +1,4 @@
-"""What every test may use besides the fixture `ranks` of our own plugin: profiles, covering cases, torchvision."""
+"""What every test may use besides the fixture `ranks` of our own plugin: profiles, marks, torchvision."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ _TIMELESS: dict[str, Any] = {
 settings.register_profile("default", derandomize=True, max_examples=25, database=None, **_TIMELESS)
 settings.register_profile("deep", max_examples=1000, print_blob=True, **_TIMELESS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# Compiling a block takes seconds on every rank. Tests that are about compiled blocks are marked `compiled`; ranks and
+# scripts get this variable from the process that runs the test.
+_COMPILER_IS_OFF = "TORCHDYNAMO_DISABLE"
+os.environ[_COMPILER_IS_OFF] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("compiled"):
+        monkeypatch.delenv(_COMPILER_IS_OFF)
 
 
 @pytest.fixture(scope="session")

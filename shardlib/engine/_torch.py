@@ -9,6 +9,7 @@ import functools
 import gc
 import json
 import math
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -1205,6 +1206,12 @@ def keep_compiler_out_of(package: str) -> None:
 def compile_errors() -> tuple[type[Exception], ...]:
     """What dynamo raises when it or its backend cannot compile. Importing it eagerly would import the compiler."""
     return (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
+def compiler_is_off() -> bool:
+    """Whether the environment switches `torch.compile` off: dynamo reads the first when it is called and the second
+    when it is imported (2.13, 2.14)."""
+    return any(os.environ.get(name) == "1" for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"))
 
 
 def graph_breaks_raise() -> Any:

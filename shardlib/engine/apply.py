@@ -113,7 +113,8 @@ def shard_model(
             these in order. None for what was built in a `LazyInitContext`. Each rank keeps only its shards, and reads
             only its slices of a file.
         compile: "auto", "aot_eager", "inductor" or None: how repeated blocks are compiled, once for all of them. A
-            block that cannot be compiled runs eagerly. Without a split model axis nothing is compiled.
+            block that cannot be compiled runs eagerly. Without a split model axis nothing is compiled, nor where
+            torch's compiler is switched off (TORCHDYNAMO_DISABLE=1).
         check: compare plans, first weights and the first batch between the ranks that must agree, and give each data
             rank a random stream of its own.
         rng: "exact" draws dropout, and what `init` draws, by global element index, so that they are bit for bit the

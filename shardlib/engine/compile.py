@@ -93,10 +93,14 @@ def compile_blocks(
     `place`: where this rank stands, if random numbers are to be drawn by element. `eager`: modules in which something
     cannot be compiled, and why; the blocks around them are left alone.
 
+    Nothing is compiled where torch's compiler is switched off (TORCHDYNAMO_DISABLE=1 or TORCH_COMPILE_DISABLE=1).
+
     Raises:
         ShardingError: an unknown backend.
     """
     check_backend(backend)
+    if backend is not None and _torch.compiler_is_off():
+        backend = None
     backend = "aot_eager" if backend == "auto" else backend
     report = CompileReport(backend)
     blocks = repeated_blocks(model) if backend else {}

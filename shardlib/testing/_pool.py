@@ -110,8 +110,9 @@ class Ranks:
         """Call `fn(*args, **kwargs)` on every rank and return the results, rank 0 first.
 
         On each rank the default process group is gloo, of this pool's world size; random numbers begin at the same
-        seed. What ranks can import travels by name; lambdas, closures and functions of test files by value; arguments
-        and results must be picklable, tensors travel by value.
+        seed; `sys.path`, the working folder and `os.environ` are those of the caller. What ranks can import travels by
+        name; lambdas, closures and functions of test files by value; arguments and results must be picklable, tensors
+        travel by value.
 
         Args:
             fn: the function.
@@ -229,9 +230,9 @@ class _Workers:
     def _carry_out(self, work: bytes, world_size: int, timeout: float) -> _Round:
         self.calls += 1
         workers = self.alive[:world_size]
-        path, folder = tuple(sys.path), os.getcwd()
+        path, folder, environment = tuple(sys.path), os.getcwd(), dict(os.environ)
         for rank, worker in enumerate(workers):
-            call = Call(rank, world_size, self.calls, self.port, path, folder)
+            call = Call(rank, world_size, self.calls, self.port, path, folder, environment)
             worker.send(pickle.dumps(call), work)
         outcome = _Round(workers, self.calls, time.monotonic() + timeout)
         outcome.collect()

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -27,7 +27,12 @@ from shardlib.testing._standing import Standing
 
 __all__ = ["Call", "Failure", "serve"]
 
-_RECORDED = "64"  # collectives that torch's flight recorder keeps; writing one down takes it a microsecond
+# What a rank sets where its caller did not: the interface that gloo connects over, and how many collectives torch's
+# flight recorder keeps (writing one down takes a microsecond).
+_OWN_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    "TORCH_FR_BUFFER_SIZE": "64",
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Call:
     port: int
     path: tuple[str, ...]
     folder: str
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,7 @@ def serve(calls: Connection, questions: Connection, stacks: Connection, first: b
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
+    os.environ.update(_OWN_ENVIRONMENT | os.environ)
     import torch
 
     torch.set_num_threads(1)
@@ -117,6 +122,7 @@ class _Rank:
         """Carry a call out, send what came of it, and clean up after that, while the parent goes on."""
         sys.path[:] = call.path
         os.chdir(call.folder)
+        _set_environment(call.environment)
         with warnings.catch_warnings(), contextlib.ExitStack() as after:
             after.callback(self.clean.restore)
             outcome = self._outcome(call, work, after)
@@ -224,15 +230,20 @@ def _main_stack() -> str:
     return "".join(traceback.format_stack(frame))
 
 
+def _set_environment(environment: Mapping[str, str]) -> None:
+    """Make `os.environ` that of the caller; what an earlier call or an import has set is gone."""
+    wanted = _OWN_ENVIRONMENT | environment
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    os.environ.update(wanted)
+
+
 class _Clean:
     """The state of the process that a call may change for the next one; `restore` puts it back as it was at first.
 
     Compiled code on disk and modules that were imported stay: they make the next call faster, not different. Dynamo's
     caches in memory go, since they keep meshes.
     """
-
-    def __init__(self) -> None:
-        self.environment = dict(os.environ)
 
     def seed(self) -> None:
         """Random numbers begin alike in every call and on every rank."""
@@ -261,6 +272,3 @@ class _Clean:
         torch.set_autocast_dtype("cpu", torch.bfloat16)
         if not torch.backends.flags_frozen():  # PyTorch's own test helpers freeze them when they are imported
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = False, False
-        for name in os.environ.keys() - self.environment.keys():
-            del os.environ[name]
-        os.environ.update(self.environment)

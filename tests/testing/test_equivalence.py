@@ -44,6 +44,7 @@ def test_a_sharded_run_is_equivalent(mesh: str, dtype: torch.dtype):
     assert report.tensors == 17 and report.origin is None and not report.failures
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.deep), True])
 def test_compiled_blocks_with_dropout(sequence: bool):
     arguments = transformer("dp=2,tp=2", layers=2, dropout=0.2, sequence=sequence, steps=2)
@@ -196,6 +197,7 @@ def _spoil_when_compiled(model: nn.Module) -> None:
         _scale_output("norm", model)
 
 
+@pytest.mark.compiled
 def test_a_difference_of_compiled_blocks_alone(ranks):
     arguments = {**transformer("tp=2", layers=2, steps=1), "compile": "aot_eager"}
     report = ranks(2).run(_spoilt, after_sharding(_spoil_when_compiled), arguments)[0]

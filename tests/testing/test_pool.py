@@ -144,6 +144,17 @@ def test_nothing_of_one_call_reaches_the_next(ranks: Ranks, tmp_path: Path):
     assert before[0]["drawn"] == before[1]["drawn"]
 
 
+def _chosen() -> str | None:
+    return os.environ.get("CHOSEN_BY_A_TEST")
+
+
+def test_ranks_have_the_environment_of_their_caller(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CHOSEN_BY_A_TEST", "yes")
+    assert ranks(2).run(_chosen) == ["yes", "yes"]
+    monkeypatch.delenv("CHOSEN_BY_A_TEST")
+    assert ranks(2).run(_chosen) == [None, None]
+
+
 def _use_a_mesh(dim: int) -> list[float]:
     """Equal meshes have other process groups in each call: a cached one would hang, or fail."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
