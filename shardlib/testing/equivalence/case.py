@@ -162,8 +162,12 @@ def _shown(value: Any) -> str:
 
 
 def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that is used where none is given: it has state of every kind, and forgives no gradient."""
-    return torch.optim.AdamW(params, lr=1e-2)
+    """Return the optimizer that is used where none is given: it has state of every kind.
+
+    Where a gradient is zero in exact arithmetic (the bias of a key), Adam divides its rounding by itself plus eps. With
+    torch's default of 1e-8 that moves a parameter by more than the limit of float64; this eps keeps it below.
+    """
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-5)
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

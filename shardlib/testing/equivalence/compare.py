@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -368,15 +370,21 @@ def in_order(keys: Iterable[Key]) -> list[Key]:
 
 
 def _moved_by_rounding(case: Case) -> tuple[torch.dtype, dict[Key, float]]:
-    """The coarsest dtype that the model computes in, and how far each value moves on one device if every parameter
-    moves by one unit of it, up or down: the farthest of a few draws."""
+    """Return the coarsest dtype that the model computes in, and how far each value moves on one device if every
+    parameter moves by one unit of it, up or down: the farthest of a few draws.
+
+    The ranks share the draws. Called on all of them, since all have measured the same.
+    """
     first = cast(case.batch(0), case.dtype)  # made before: its own dtype is not the model's
     single = Run(dataclasses.replace(case, batch=lambda _index: first), single_device(case))
     with Coarsest() as seen:
         single.forward_backward(0, 0)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    unit = torch.finfo(seen.dtype).eps
+    mine = [_moved_by(case, unit, seed=case.seed + 1 + draw) for draw in range(rank, measure.DRAWS, ranks)]
     farthest: dict[Key, float] = {}
-    for draw in range(measure.DRAWS):
-        for key, error in _moved_by(case, torch.finfo(seen.dtype).eps, seed=case.seed + 1 + draw).items():
+    for moved in itertools.chain(*(agree.exchange(mine) if ranks > 1 else [mine])):
+        for key, error in moved.items():
             farthest[key] = max(error, farthest.get(key, 0.0))
     return seen.dtype, farthest
 

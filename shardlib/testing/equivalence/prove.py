@@ -75,7 +75,7 @@ def equivalent(
             `parallelize_module` or `fully_shard` for example; instead of rules.
         loss: a function (model, batch) -> scalar tensor that runs the forward, a mean over the rows of the batch. By
             default the `loss` of the model's output, else a mean of all its elements that weighs features unlike.
-        optimizer: from parameters to an optimizer; AdamW with lr=1e-2 by default.
+        optimizer: from parameters to an optimizer; AdamW with lr=1e-2, eps=1e-5 by default.
         split: a function (batch, index, count) -> batch, the part of one of `count` data ranks; rows of dim 0 by
             default.
         steps: how many training steps.
