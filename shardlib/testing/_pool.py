@@ -41,6 +41,7 @@ _PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.distributed.device_mesh",
+    "torch._dynamo",  # the first optimizer of a process imports it, which takes most of a second
     "shardlib.engine._torch",
     "shardlib.testing._worker",
 ]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.booster.script import NET_AND_IMAGES
-from tests.house.source import ROOT
+from tests.main_on_ranks import run_script
 
 IMPORTS = """
 from shardlib.booster import Booster
@@ -118,8 +116,5 @@ dist.destroy_process_group()
 def test_a_script_of_every_plugin_runs_with_only_its_imports_changed(tmp_path: Path, processes: int):
     script = tmp_path / "train.py"
     script.write_text(IMPORTS + SCRIPT.replace("# what is trained", NET_AND_IMAGES))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *launcher, str(script), "-c", str(tmp_path / "checkpoints")]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("trained") == 7
+    printed = run_script(script, "-c", str(tmp_path / "checkpoints"), processes=processes)
+    assert printed.count("trained") == 7

@@ -13,22 +13,29 @@ import torch
 from data import batch, standard_library
 
 from tests.house.source import ROOT
+from tests.main_on_ranks import run_script
 
 SMALL = "--steps 3 --n-layer 2 --d-model 32 --context 16 --rows 4 --dtype float64"
 TOLERANCE = 1e-10
 COUNT = 8  # bytes of the number of missing gradients, which rides with them, in float64
 
 
-def _run(script: str, *options: str, processes: int, folder: Path, small: str = SMALL, through: str = "") -> dict:
-    """What the script writes with `--json`, started by torchrun or, for one process, by nothing.
+def _run_warm(script: str, *options: str, processes: int, folder: Path, small: str = SMALL) -> dict:
+    """What the script writes with `--json` on warm ranks."""
+    result = folder / f"{processes}.json"
+    printed = run_script(
+        ROOT / "examples" / script, *small.split(), *options, "--json", str(result), processes=processes
+    )
+    return json.loads(result.read_text()) | {"printed": printed}
 
-    `through` is a script that runs it.
-    """
+
+def _run(script: str, *options: str, processes: int, folder: Path) -> dict:
+    """What the script writes with `--json`, started by torchrun or, for one process, by nothing."""
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
     )
     result = folder / f"{processes}.json"
-    command = [sys.executable, *launcher, *through.split(), f"examples/{script}", *small.split(), *options]
+    command = [sys.executable, *launcher, f"examples/{script}", *SMALL.split(), *options]
     command += ["--json", str(result)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -38,7 +45,7 @@ def _run(script: str, *options: str, processes: int, folder: Path, small: str = 
 
 def test_training_prints_the_plan_and_the_mesh_does_not_change_the_losses(tmp_path: Path):
     one = _run("train_gpt.py", processes=1, folder=tmp_path)
-    four = _run("train_gpt.py", "--mesh", "dp=2,tp=2", processes=4, folder=tmp_path)
+    four = _run_warm("train_gpt.py", "--mesh", "dp=2,tp=2", processes=4, folder=tmp_path)
     assert (one["mesh"], four["mesh"]) == ("dp=1,tp=1", "dp=2,tp=2")
     assert four["losses"] == pytest.approx(one["losses"], rel=TOLERANCE)
     assert four["validation"] == pytest.approx(one["validation"], rel=TOLERANCE)
@@ -57,7 +64,7 @@ def test_the_demo_finds_no_difference_but_rounding(tmp_path: Path, mesh: str, pr
 def test_every_stage_holds_and_sends_what_the_plan_says_and_has_the_same_losses(
     tmp_path: Path, mesh: str, processes: int
 ):
-    stages = _run("zero.py", "--mesh", mesh, processes=processes, folder=tmp_path)
+    stages = _run_warm("zero.py", "--mesh", mesh, processes=processes, folder=tmp_path)
     assert stages.pop("printed").count("zero(") == 3
     assert list(stages) == ["replicate()", "zero(1)", "zero(2)", "zero(3)", "fsdp()"]
     for name, stage in stages.items():
@@ -89,10 +96,7 @@ _LLAMA = "--steps 4 --layers 3 --width 32 --context 16 --rows 4"
 def test_a_hugging_face_model_is_trained_resumed_and_read_back(
     tmp_path: Path, mesh: str, processes: int, options: tuple[str, ...]
 ):
-    result = _run(
-        "finetune_hf.py", "--mesh", mesh, *options, processes=processes, folder=tmp_path, small=_LLAMA,
-        through="tests/examples/with_torchvision.py",
-    )  # fmt: skip
+    result = _run_warm("finetune_hf.py", "--mesh", mesh, *options, processes=processes, folder=tmp_path, small=_LLAMA)
     assert result["resumed"] == result["losses"][2:]
     assert result["plain"] == pytest.approx(result["validation"], rel=PLAIN)
     assert result["validation"] < result["losses"][0] - 0.01

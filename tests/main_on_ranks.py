@@ -1,0 +1,40 @@
+"""Run a script as torchrun runs it, on the warm ranks of the pool: no launcher, and nothing is imported again."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardlib.testing import shared_pool
+from tests.torchvision_on_cpu import import_torchvision
+
+
+def run_script(script: Path, *options: str, processes: int) -> str:
+    """Return what the script prints on all ranks. Its ranks meet as it says, at a port that is free here."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    printed = shared_pool(processes).run(_as_main, str(script), options, port)
+    return "".join(printed)
+
+
+def _as_main(script: str, options: tuple[str, ...], port: int) -> str:
+    import_torchvision()  # transformers imports it by the way
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    before, printed = sys.argv, io.StringIO()
+    sys.argv = [script, *options]
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv = before
+    return printed.getvalue()
