@@ -1,32 +1,42 @@
 # make demo    four processes train a GPT on real text, one device trains it too, the numbers side by side (a minute)
 # make test    format, lint, types, tests                make test-deep   the same tests with many more examples and cases
+# make test-torch VERSION=2.14.1    the tests on another version of torch, in an environment of its own (several GB)
 # make bench   training steps, exact randomness and proofs, against what else there is
 #
 # Each needs nothing but Python >= 3.11: it makes .venv, fills it once, and again when pyproject.toml changes.
 
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := .venv
+CONSTRAINTS := constraints.txt
+BIN := $(VENV)/bin
 # One thread a process: several ranks share the cores.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 TORCHRUN := $(RUN) -m torch.distributed.run --standalone --nproc_per_node
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 PEERS_PIP := $(PIP:$(BIN)%=.venv-peers/bin%)
 
-.PHONY: demo test test-deep bench format clean
+.PHONY: demo test test-deep test-torch suite bench format clean
 
-demo: .venv/.core
+demo: $(VENV)/.core
 	$(TORCHRUN) 4 examples/demo.py --mesh dp=2,tp=2 $(ARGS)
 
-test: .venv/.dev
+test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(RUN) -m pytest -n 2 $(ARGS)
 
-test-deep: .venv/.dev
+test-deep: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest -n 2 -m "deep or not deep" $(ARGS)
 
-bench: .venv/.dev .venv-peers/.peers
+test-torch:
+	@test -n "$(VERSION)" || { echo "which version of torch? make test-torch VERSION=2.14.1"; exit 1; }
+	$(MAKE) suite VENV=.venv-torch-$(VERSION) CONSTRAINTS=.venv-torch-$(VERSION)/constraints.txt
+
+suite: $(VENV)/.dev
+	$(RUN) -m pytest -n 2 $(ARGS)
+
+bench: $(VENV)/.dev .venv-peers/.peers
 	$(RUN) benchmarks/tensor_parallel.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv-peers/bin/python benchmarks/data_parallel.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv-peers/bin/python benchmarks/pipeline.py $(ARGS)
@@ -34,31 +44,36 @@ bench: .venv/.dev .venv-peers/.peers
 	$(RUN) benchmarks/randomness.py $(ARGS)
 	$(RUN) benchmarks/proof.py $(ARGS)
 
-format: .venv/.dev
+format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-peers dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-.venv/bin/python:
+$(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"shardlib needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.12")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
 # torch first and at exactly one version: what follows then finds it installed and brings no other build of it.
-.venv/.core: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+$(VENV)/.core: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(PIP) torch==$$(sed -n 's/^torch==//p' $(CONSTRAINTS))
 	$(PIP) --editable .
 	touch $@
 
 # torchvision's packages name a torch build of their own; without dependencies it takes the one that is there.
-.venv/.dev: .venv/.core
+$(VENV)/.dev: $(VENV)/.core
 	$(PIP) --no-deps torchvision
 	$(PIP) --editable '.[dev,jax]' pillow
 	touch $@
 
+# The same versions of everything but torch, and of torchvision, which comes in a version for each of torch's.
+.venv-torch-%/constraints.txt: constraints.txt
+	mkdir -p $(@D)
+	sed 's/^torch==.*/torch==$*/; /^torchvision==/d' $< > $@
+
 # Peers that want builds of their own, beside shardlib; one that does not install is left out of the tables.
-.venv-peers/.peers: .venv/.core
+.venv-peers/.peers: $(VENV)/.core
 	$(PYTHON) -m venv .venv-peers
 	$(PEERS_PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(PEERS_PIP) --editable . setuptools wheel
