@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -391,6 +392,8 @@ def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was(ranks):
 
 
 AWAY = "lazy"  # a device of which a CPU's build of torch knows enough for fake tensors
+# Its module, as torch.cuda: DTensor asks how many of the device a host has, to tell what collectives cost.
+AWAY_MODULE = types.SimpleNamespace(device_count=lambda: 2)
 
 
 class _NothingOnTheHostIsSent(TorchDispatchMode):
@@ -417,6 +420,7 @@ def _devices(transforms: tuple[Any, ...], make: Callable[[Any], torch.optim.Opti
     plan = sl.plan(model, "dp=2", rules_for(model), transforms=transforms)
     device = torch.device(AWAY)
     with (
+        mock.patch.object(torch, AWAY, AWAY_MODULE, create=True),
         mock.patch.object(apply, "device_here", lambda _mesh: device),
         mock.patch.object(units._Guard, "of", lambda held: held.leaf),  # has memory of the device, which has none
         mock.patch.multiple(whole, _wait_for=_sent, _owners=lambda held, _ranks: [0] * len(held)),
