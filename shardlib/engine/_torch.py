@@ -1,6 +1,6 @@
 """The one file of private PyTorch interfaces. Each says what it is for and the versions it was seen on.
 
-Seen on torch 2.13.0; the names used here exist in 2.10 and later.
+Seen on torch 2.13.0 and 2.14.1; where the two differ, code asks which names there are.
 """
 
 from __future__ import annotations
@@ -1232,7 +1232,10 @@ def rebind_checkpointed(bind: Callable[[Callable[..., Any]], Callable[..., Any]]
     """
     from torch.utils import checkpoint
 
-    reentrant, otherwise = checkpoint.CheckpointFunction.forward, checkpoint._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(checkpoint, f"{name}_impl"):  # since 2.14, where nothing calls the other any more
+        name = f"{name}_impl"
+    reentrant, otherwise = checkpoint.CheckpointFunction.forward, getattr(checkpoint, name)
 
     def forward(ctx: Any, function: Any, *args: Any) -> Any:
         return reentrant(ctx, bind(function), *args)
@@ -1241,4 +1244,4 @@ def rebind_checkpointed(bind: Callable[[Callable[..., Any]], Callable[..., Any]]
         return otherwise(bind(function), *args, **kwargs)
 
     checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
-    checkpoint._checkpoint_without_reentrant_generator = without_reentrant  # type: ignore[assignment]
+    setattr(checkpoint, name, without_reentrant)
