@@ -179,6 +179,9 @@ def plan_of(model: nn.Module) -> Plan:
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Backward passes inside only accumulate; the first one outside reduces the sum over the data axes.
 
+    Until then `p.grad` is that of this rank's own examples, as large as the unsharded parameter at every stage of ZeRO:
+    a DTensor that is partial over the data axes where the parameter is stored in parts. `zero_grad()` clears it.
+
     >>> with no_sync(model):  # doctest: +SKIP
     ...     loss_fn(model(first), targets).backward()
     >>> loss_fn(model(second), targets).backward()  # doctest: +SKIP

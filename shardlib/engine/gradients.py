@@ -11,6 +11,7 @@ they are full (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,10 @@ from shardlib.engine.plain import plain
 from shardlib.errors import ShardingError
 from shardlib.layout import Cut
 
-__all__ = ["GradientBucket", "GradientReducer"]
+__all__ = ["Aside", "GradientBucket", "GradientReducer"]
+
+# The gradient of a leaf, and this rank's part of a reduced one.
+Aside = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ class _Slot:
     Attributes:
         filled: backward has made its gradient.
         in_bucket: this rank's part of it lies in memory of the bucket, which the next one overwrites.
-        prior: this rank's part of what earlier backward passes gave, to which the new one is added.
+        prior: while a backward pass runs, this rank's part of what earlier ones gave, to which the new one is added.
+
+    Between backward passes `param.grad` is all there is: what a user sets to None or zero is gone.
     """
 
     held: Held
@@ -71,24 +77,40 @@ class _Slot:
     in_bucket: bool = False
     prior: torch.Tensor | None = None
 
-    def put_prior_aside(self) -> None:
-        """Autograd adds to `p.grad`, and a part is nothing that it can add a whole gradient to."""
-        param = self.held.param
-        if self.held.leaf is not param:
+    def make_room(self) -> None:
+        """Let autograd add to the leaf's gradient: a full gradient cannot be accumulated into a shard."""
+        held, grad = self.held, self.held.param.grad
+        if held.cut is None:
+            if held.is_part(grad) and isinstance(held.param, DTensor):
+                held.param.grad = _torch.wrap(local_of(grad), _torch.spec_of(held.param))  # type: ignore[arg-type,assignment]
             return
-        if self.held.cut is None:
-            if self.held.is_part(param.grad) and isinstance(param, DTensor):
-                param.grad = _torch.wrap(local_of(param.grad), _torch.spec_of(param))  # type: ignore[arg-type,assignment]
-            return
-        if param.grad is None:
-            self.prior = None
-        elif self.held.is_part(param.grad):
-            prior = local_of(param.grad)
-            self.prior, param.grad = prior.clone() if self.in_bucket or self.held.stage == 1 else prior, None
+        self.prior = None
+        if grad is not None and held.is_part(grad):
+            mine = local_of(grad)
+            self.prior = mine.clone() if self.in_bucket or held.stage == 1 else mine
+            held.leaf.grad = None
+        elif held.leaf is not held.param:
+            held.leaf.grad = None if grad is None else held.unwrap_own(grad)
 
-    def put_prior_back(self) -> None:
-        if self.prior is not None and self.held.param.grad is None:
-            self.held.param.grad, self.prior = self.held.wrap(self.prior), None  # type: ignore[assignment]
+    def show(self, data_axes: Axes, passes: int) -> None:
+        """Let `param.grad` be what there is: of passes that were not reduced, this rank's own full gradient.
+
+        This rank's part of an earlier mean is added to it, as large as makes the mean what it was.
+        """
+        held, prior, own = self.held, self.prior, self.held.leaf.grad
+        self.prior = None
+        if own is None:
+            if prior is not None and held.param.grad is None:
+                held.param.grad = held.wrap(prior)  # type: ignore[assignment]
+            return
+        if prior is not None:
+            assert held.cut is not None and held.peers is not None
+            factor = passes * held.peers.count / _summands(own)
+            for place, chosen in held.cut.places(local_of(own), held.peers.index):
+                mine = prior.narrow(held.cut.dim, chosen.start, chosen.stop - chosen.start)
+                place.add_(mine.to(place.device), alpha=factor)
+        if held.leaf is not held.param:
+            held.param.grad, held.leaf.grad = held.wrap_own(own, data_axes), None  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
@@ -138,6 +160,10 @@ class _Bucket:
 
     def hand_out(self) -> None:
         """Give the parameters their gradients."""
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """Wait for what was sent, and forget it: the backward pass that sent it has raised."""
         raise NotImplementedError
 
     def _gradients(self) -> list[torch.Tensor | None]:
@@ -237,6 +263,14 @@ class _Reduced(_Bucket):
                 slot.held.param.grad = self.shown[i] if self.shown else self._shown(slot.held, self._result(i))
         self.sent = None
 
+    def drop(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        for slot in self.slots:
+            if self.sent is not None and _share_memory(slot.held.param.grad, self.sent):
+                slot.held.param.grad = None
+        self.work = self.sent = None
+
     def _result(self, index: int) -> torch.Tensor:
         """A reduced gradient that does not lie where `p.grad` shows it: one that moved alone, or in another dtype."""
         assert self.sent is not None
@@ -317,6 +351,8 @@ class _Scattered(_Bucket):
         self.moving = self.bundle.reduce(self.sent, self.flat)
         for slot in self.slots:
             slot.held.leaf.grad = None
+            if slot.held.leaf is not slot.held.param and slot.prior is None:
+                slot.held.param.grad = None  # it showed what has just been sent
 
     def collect(self) -> None:
         assert self.bundle is not None
@@ -332,6 +368,12 @@ class _Scattered(_Bucket):
         if not self.shown:
             parts = zip(self.slots, self.bundle.parts_in(self.out), strict=False)
             self.parts = [self._at_home(slot.held, part) for slot, part in parts]
+
+    def drop(self) -> None:
+        assert self.bundle is not None
+        if self.moving is not None:
+            self.bundle.sum_into(self.moving, self._room(), 1.0)
+        self.moving, self.sent, self.out, self.parts = None, [], None, []
 
     def _at_home(self, held: Held, part: torch.Tensor) -> torch.Tensor:
         """Where the plan keeps a gradient on the host, its copy begins now, and backward goes on."""
@@ -356,8 +398,6 @@ class _Scattered(_Bucket):
 
     def _hand_out(self, slot: _Slot, part: torch.Tensor) -> None:
         held, prior = slot.held, slot.prior
-        if held.leaf is not held.param and held.param.grad is not None:
-            prior = local_of(held.param.grad)
         slot.prior = None
         if prior is not None or self.owner.is_used(slot):
             shown = part if isinstance(part, DTensor) else held.wrap(part)
@@ -412,7 +452,7 @@ class GradientReducer:
         self._home: dict[int, tuple[_Bucket, _Slot]] = {}
         self._learned = False
         self._arrived: dict[int, Axes] = {}
-        self._backward = -1
+        self._ending: weakref.ref[Callable[[], None]] | None = None  # what the pass that runs calls when it ends
         self._pass = 0
         self._closing = False  # whether the backward pass that runs is the last one of a step of several
         self._reducing: list[_Bucket] = []  # in this backward pass, in the order in which they leave
@@ -481,7 +521,17 @@ class GradientReducer:
 
     def is_between_passes(self) -> bool:
         """Whether a step has begun, and backward passes that belong to it are still to come."""
-        return 0 < self._pass < self.passes
+        return 0 < self._pass < self.passes and not self._has_raised
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward pass is under way, or one inside of it, as reentrant checkpointing has them."""
+        return self._ending is not None and self._ending() is not None
+
+    @property
+    def _has_raised(self) -> bool:
+        """Whether the last backward pass has raised: autograd has let go of what it was to call in the end."""
+        return self._ending is not None and self._ending() is None
 
     def notice_unfrozen(self) -> None:
         """Take in parameters that have begun to require gradients since; buckets are then laid out anew."""
@@ -511,17 +561,34 @@ class GradientReducer:
 
     def begin(self) -> None:
         """A backward pass has reached this model: reduce when it ends, whatever it leaves unused."""
+        if self.is_running:
+            return
+        if self._has_raised:
+            self._drop_what_was_sent()
         if not self.listens:
             return
-        if self._backward == _torch.backward_id():
-            return
-        self._backward = _torch.backward_id()
+        ending = functools.partial(self._finish)
+        self._ending = weakref.ref(ending)
+        self._make_room()
         self._begin()
-        _torch.run_at_end_of_backward(self._finish)
+        _torch.run_at_end_of_backward(ending)
+
+    def _drop_what_was_sent(self) -> None:
+        for bucket in self._reducing[: self._launched]:
+            bucket.drop()
+        self.downloads.wait()
+        self._ending, self._pass = None, 0
+
+    def _make_room(self) -> None:
+        for slot in self._slots if self.in_parts else ():
+            slot.make_room()
+
+    def _show(self) -> None:
+        for i, slot in enumerate(self._slots if self.in_parts else ()):
+            if slot.prior is not None or slot.held.leaf is not slot.held.param:
+                slot.show(self.due(i), self.passes)
 
     def _begin(self) -> None:
-        for slot in self._slots if self.in_parts else ():
-            slot.put_prior_aside()
         closing = False
         if self.enabled:
             self._pass = self._pass % self.passes + 1
@@ -534,9 +601,44 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.reset()
 
+    def leaves(self) -> list[nn.Parameter]:
+        """The parameters that autograd gives gradients."""
+        return [slot.held.leaf for slot in self._slots if slot.held.leaf.requires_grad]
+
+    @contextmanager
+    def room_for_gradients(self) -> Iterator[None]:
+        """Let gradients be added to the leaves', as during a backward pass."""
+        self._make_room()
+        try:
+            yield
+        finally:
+            self._show()
+
+    def put_gradients_aside(self) -> list[Aside]:
+        """Let gradients accumulate from nothing; returns what there was."""
+        self._make_room()
+        before = [(slot.held.leaf.grad, slot.prior) for slot in self._slots]
+        for slot in self._slots:
+            slot.held.leaf.grad = slot.held.param.grad = slot.prior = None
+        return before
+
+    def multiply_gradients(self, factor: float) -> None:
+        grads = [slot.held.param.grad for slot in self._slots]
+        _torch.multiply_all([local_of(grad) for grad in grads if grad is not None], factor)
+
+    def add_gradients(self, before: Sequence[Aside]) -> None:
+        """Add what was put aside."""
+        self._join(before)
+        self._show()
+
     @naming_lost_ranks("backward")
-    def reduce_now(self) -> None:
-        """Reduce what backward passes inside of `no_sync` have added up, as the end of a pass outside of it does."""
+    def reduce_now(self, before: Sequence[Aside] = ()) -> None:
+        """Reduce what backward passes inside of `no_sync` have added up, as the end of a pass outside of it does.
+
+        Args:
+            before: what was put aside, which belongs to it too.
+        """
+        self._join(before)
         self._begin()
         for slot in reversed(self._slots):
             leaf = slot.held.leaf
@@ -546,42 +648,12 @@ class GradientReducer:
                 self._take(leaf)
         self._finish()
 
-    def leaves(self) -> list[nn.Parameter]:
-        """The parameters that autograd gives gradients."""
-        return [slot.held.leaf for slot in self._slots if slot.held.leaf.requires_grad]
-
-    @contextmanager
-    def room_for_whole_gradients(self) -> Iterator[None]:
-        """Parts of reduced gradients are out of the way of whole ones, as during a backward pass."""
-        for slot in self._slots if self.in_parts else ():
-            slot.put_prior_aside()
-        try:
-            yield
-        finally:
-            for slot in self._slots:
-                slot.put_prior_back()
-
-    def put_gradients_aside(self) -> dict[int, torch.Tensor]:
-        """Let whole gradients accumulate from nothing; returns what there was, for `add_gradients`."""
-        before = {}
-        for slot in self._slots:
-            leaf = slot.held.leaf
-            reduced = slot.held.cut is not None and slot.held.is_part(leaf.grad)
-            if leaf.grad is not None and not reduced:
-                before[id(leaf)], leaf.grad = leaf.grad, None
-        return before
-
-    def multiply_whole_gradients(self, factor: float) -> None:
-        """Those that are still to be reduced."""
-        with self.room_for_whole_gradients():
-            grads = [slot.held.leaf.grad for slot in self._slots]
-            _torch.multiply_all([local_of(grad) for grad in grads if grad is not None], factor)
-
-    def add_gradients(self, before: dict[int, torch.Tensor]) -> None:
-        """Add what was put aside."""
-        for leaf in self.leaves():
-            if (prior := before.get(id(leaf))) is not None:
-                leaf.grad = prior if leaf.grad is None else leaf.grad + prior
+    def _join(self, before: Sequence[Aside]) -> None:
+        self._make_room()
+        for slot, (own, prior) in zip(self._slots, before, strict=False):
+            leaf, slot.prior = slot.held.leaf, prior
+            if own is not None:
+                leaf.grad = own if leaf.grad is None else leaf.grad + own
 
     @naming_lost_ranks("backward")
     def _on_gradient(self, leaf: nn.Parameter) -> None:
@@ -635,7 +707,7 @@ class GradientReducer:
     @naming_lost_ranks("backward")
     def _finish(self) -> None:
         """The backward pass has ended: send what is left, in the order all ranks share, and hand the results out."""
-        self._backward = -1
+        self._ending = None
         for also in self.at_the_end:
             also()
         for slot in (slot for bucket in self._reducing[self._launched :] for slot in bucket.slots):
@@ -651,9 +723,8 @@ class GradientReducer:
         if self.enabled and not self.is_between_passes() and (self._reducing or not self._buckets):
             for also in self.at_the_end_of_steps:
                 also()
-        self._reducing = []  # a pass inside of this one may have asked for this to be called twice
-        for slot in self._slots:
-            slot.put_prior_back()
+        self._reducing = []
+        self._show()
         if self.enabled and not self._learned:
             self._learn()
 
@@ -769,11 +840,23 @@ def _announcing(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor
     return hook
 
 
+def _share_memory(grad: torch.Tensor | None, sent: torch.Tensor) -> bool:
+    return grad is not None and local_of(grad).untyped_storage().data_ptr() == sent.untyped_storage().data_ptr()
+
+
 def _partial_axes(grad: torch.Tensor | None) -> Axes:
     if not isinstance(grad, DTensor):
         return ()
     names = grad.device_mesh.mesh_dim_names or ()
     return tuple(name for name, placement in zip(names, grad.placements, strict=True) if placement.is_partial())
+
+
+def _summands(grad: torch.Tensor) -> int:
+    """How many ranks of the model axes hold a partial sum of a gradient."""
+    if not isinstance(grad, DTensor):
+        return 1
+    places = zip(grad.device_mesh.shape, grad.placements, strict=True)
+    return math.prod(size for size, place in places if place.is_partial())
 
 
 def _summed_later(leaf: nn.Parameter) -> Axes:

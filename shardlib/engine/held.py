@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardlib._mesh import MeshShape
 from shardlib.engine import _torch, offload
@@ -99,6 +99,28 @@ class Held:
             self._specs[part.dtype] = spec
         return _torch.wrap(part, spec)
 
+    def wrap_own(self, grad: torch.Tensor, data_axes: Axes) -> DTensor:
+        """Show a gradient of this rank's examples alone, which is as large as the leaf, where `param` is a shard.
+
+        It has the parameter's global shape, and is partial over `data_axes`. It shares the gradient's memory, except
+        where parameters are stored on the host: torch keeps a gradient on the device of its parameter.
+        """
+        places: dict[str, Placement] = dict.fromkeys(data_axes, Partial("avg"))
+        if isinstance(grad, DTensor):
+            places.update(zip(grad.device_mesh.mesh_dim_names or (), grad.placements, strict=True))
+        placements = tuple(places.get(axis, Replicate()) for axis in self.mesh.mesh_dim_names or ())
+        spec = _torch.spec(self.mesh, placements, tuple(self.leaf.shape), grad.dtype)
+        return _torch.wrap(local_of(grad).to(self.param.device), spec)
+
+    def unwrap_own(self, shown: torch.Tensor) -> torch.Tensor:
+        """Lay a gradient that `wrap_own` shows as the leaf's gradient, in the same memory."""
+        local = local_of(shown).to(self.device)
+        if self.compute_spec is None or not isinstance(shown, DTensor):
+            return local
+        places = dict(zip(shown.device_mesh.mesh_dim_names or (), shown.placements, strict=True))
+        axes = self.compute_spec.mesh.mesh_dim_names
+        return _torch.wrap(local, _torch.spec_with(self.compute_spec, tuple(places[axis] for axis in axes)))
+
     @cached_property
     def _specs(self) -> dict[torch.dtype, Any]:
         return {}
@@ -176,7 +198,9 @@ class Held:
 
     def refuse_own_examples(self) -> None:
         """Its gradient is about to be used, and must not be that of this rank's examples alone."""
-        if self.cut is not None and not self.is_part(self.param.grad):
+        grad = self.param.grad
+        partial = isinstance(grad, DTensor) and any(place.is_partial() for place in grad.placements)
+        if self.cut is not None and not self.is_part(grad) and (self.stage < 3 or partial):
             raise ShardingError(
                 f'"{self.name}" has a gradient of this rank\'s examples alone: the plan splits its gradient or state '
                 f"over {', '.join(self.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Run "

@@ -598,9 +598,10 @@ def _own_gradient(param: torch.Tensor, held: Held | None) -> torch.Tensor:
     """What this rank has of a gradient: that of its part."""
     grad = param.grad
     assert grad is not None
-    if held is not None and held.updated_in_parts:
+    if held is not None:
         held.refuse_own_examples()
-        return local_of(grad)
+        if held.updated_in_parts:
+            return local_of(grad)
     if not isinstance(param, DTensor):
         return grad
     if not isinstance(grad, DTensor):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -18,6 +20,8 @@ from shardlib.errors import ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import MLP, Numbers, Tokens, Transformer, perturb, rules_for
 from shardlib.testing.strategies import ModelFactory
+from tests.engine import models
+from tests.engine.same_numbers import TOLERANCE, gradients, local_rows, relative
 
 STAGES = {
     "zero(1)": sl.zero(1),
@@ -300,13 +304,171 @@ def _steps_on_local_gradients() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         with sl.no_sync(model):
             _backward(model)
-        if stage < 3:
-            with pytest.raises(ShardingError, match="no_sync"):
-                optimizer.step()
+        with pytest.raises(ShardingError, match="no_sync"):
+            optimizer.step()
 
 
 def test_a_step_on_what_was_never_reduced_is_refused(ranks):
     ranks(2).run(_steps_on_local_gradients)
+
+
+class _Broken(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("half-way")
+
+
+class _MayBreak(models.MLP):
+    breaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.gelu(self.up(x + self.offset))
+        return self.down(_Broken.apply(y) if self.breaks else y)
+
+
+def _spread_of_rows(model: nn.Module, step: int) -> torch.Tensor:
+    plan = sl.plan_of(model)
+    return models.spread(model(*local_rows(models.rows(step)[0], plan.mesh)))
+
+
+def _reduced(model: nn.Module) -> None:
+    _spread_of_rows(model, 0).backward()
+
+
+def _not_reduced(model: nn.Module) -> None:
+    with sl.no_sync(model):
+        _spread_of_rows(model, 0).backward()
+
+
+def _both(model: nn.Module) -> None:
+    _reduced(model)
+    _not_reduced(model)
+
+
+def _raised(model: nn.Module) -> None:
+    model.breaks = True
+    with pytest.raises(ArithmeticError, match="half-way"):
+        _spread_of_rows(model, 0).backward()
+    model.breaks = False
+
+
+def _raised_in_the_second(model: nn.Module) -> None:
+    _reduced(model)
+    _raised(model)
+
+
+def _raised_alone(model: nn.Module) -> None:
+    with sl.no_sync(model):
+        _raised(model)
+
+
+def _by_hand(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+BEFORE = [_reduced, _not_reduced, _both, _raised, _raised_in_the_second, _raised_alone]
+CLEARED = {
+    "model": lambda model: model.zero_grad(),
+    "model, in place": lambda model: model.zero_grad(set_to_none=False),
+    "optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+    "optimizer, in place": lambda model: torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False),
+    "wrapper": lambda model: sl.OptimizerWrapper(torch.optim.SGD, model).zero_grad(),
+    "wrapper, in place": lambda model: sl.OptimizerWrapper(torch.optim.SGD, model).zero_grad(set_to_none=False),
+    "by hand": _by_hand,
+}
+
+
+def _gradients_of_rows(*steps: int) -> dict[str, torch.Tensor]:
+    """On one device."""
+    torch.manual_seed(0)
+    model = _MayBreak().double()
+    for step in steps:
+        models.spread(model(*models.rows(step)[0])).backward()
+    return gradients(model)
+
+
+def _off(model: nn.Module, wanted: dict[str, torch.Tensor]) -> bool:
+    return any(relative(got, wanted[name]) > TOLERANCE for name, got in gradients(model).items())
+
+
+def _sharded_mlp(mesh: str, *transforms: Any, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return sl.shard_model(_MayBreak().double(), mesh, models.MLP_RULES, transforms=transforms, check=False, **options)
+
+
+ALL = list(CLEARED)
+PAIRS = [*itertools.product(ALL[:2], BEFORE, [False, True]), *((how, _both, True) for how in ALL[2:])]
+
+
+def _left_over(mesh: str, *transforms: Any) -> list[tuple[str, str, bool]]:
+    """After which backward passes, cleared how, the gradients of later ones are not theirs alone."""
+    wanted = {False: _gradients_of_rows(2), True: _gradients_of_rows(1, 2)}
+    found = []
+    model = _sharded_mlp(mesh, *transforms, bucket_mb=1e-5, compile=None)
+    for how, before, alone in PAIRS:
+        before(model)
+        CLEARED[how](model)
+        if alone:
+            with sl.no_sync(model):
+                _spread_of_rows(model, 1).backward()
+        _spread_of_rows(model, 2).backward()
+        if _off(model, wanted[alone]):
+            found.append((how, before.__name__, alone))
+        CLEARED["by hand"](model)
+    return found
+
+
+@pytest.mark.parametrize("stage", ["none", "zero(1)", "zero(2)", "zero(3)"])
+def test_nothing_of_gradients_that_were_cleared_is_left(ranks, stage):
+    assert ranks(2).run(_left_over, "dp=2", *([STAGES[stage]] if stage in STAGES else [])) == [[]] * 2
+
+
+def test_nothing_of_them_is_left_beside_a_model_axis(ranks):
+    assert ranks(4).run(_left_over, "fsdp=2,tp=2", sl.fsdp()) == [[]] * 4
+
+
+def _broken_off_steps(stage: int) -> None:
+    model = _sharded_mlp("dp=2,tp=2", sl.zero(stage), sl.accumulate(3))
+    optimizer = sl.OptimizerWrapper(torch.optim.SGD, model)
+    _reduced(model)
+    _raised(model)
+    optimizer.zero_grad()
+    for step in (1, 2, 3):
+        _spread_of_rows(model, step).backward()
+    assert not _off(model, {name: grad / 3 for name, grad in _gradients_of_rows(1, 2, 3).items()})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_of_several_passes_of_which_one_raised_begins_anew(ranks, stage):
+    ranks(4).run(_broken_off_steps, stage)
+
+
+def _in_turn(mesh: str, *transforms: Any) -> None:
+    sharded = _sharded_mlp(mesh, *transforms)
+    torch.manual_seed(0)
+    single = _MayBreak().double()
+    for step, alone in enumerate([False, True, True, False, True, False]):
+        models.spread(single(*models.rows(step)[0])).backward()
+        with sl.no_sync(sharded) if alone else contextlib.nullcontext():
+            _spread_of_rows(sharded, step).backward()
+        if alone:
+            for param in (*single.parameters(), *sharded.parameters()):
+                param.grad.mul_(0.5)
+        else:
+            assert not _off(sharded, gradients(single)), step
+
+
+@pytest.mark.parametrize("transform", [sl.zero(1), sl.zero(3), sl.hsdp(shard="fsdp", replicate="dp")], ids=repr)
+def test_gradients_may_be_reduced_and_not_in_turn_and_scaled_in_between(ranks, transform):
+    mesh = "dp=2,fsdp=2" if "hsdp" in repr(transform) else "dp=2,tp=2"
+    ranks(4).run(_in_turn, mesh, transform)
 
 
 def _unknown_optimizer() -> None:

@@ -285,7 +285,7 @@ class Run:
     def _backward_of_weights(self, stage: int, m: int) -> None:
         outputs, given, rest = self._halves.pop((stage, m), (None, None, None))
         if rest is not None:
-            with self.reducer.room_for_whole_gradients():
+            with self.reducer.room_for_gradients():
                 _torch.backward_of_weights(self.reducer.leaves(), rest)
         elif outputs:
             torch.autograd.backward(outputs, given)

@@ -40,7 +40,7 @@ class Shared:
     @property
     def has_gradient(self) -> bool:
         """In this step, before it is reduced."""
-        return self.held is not None and self.held.leaf.grad is not None
+        return self.held is not None and self.held.param.grad is not None
 
     def put_prior_aside(self) -> None:
         """What earlier steps have summed already must not be summed again."""

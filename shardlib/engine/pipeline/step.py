@@ -19,6 +19,7 @@ from shardlib._mesh import MeshShape
 from shardlib._plan.schedules import Action
 from shardlib.engine import _torch, agree, lost
 from shardlib.engine.apply import Sharded, record_of
+from shardlib.engine.gradients import Aside
 from shardlib.engine.held import local_of
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.pipeline.batch import (
@@ -232,7 +233,7 @@ class _Step:
     def __init__(self, model: nn.Module, record: Sharded, standing: _Standing, *, train: bool) -> None:
         self.model, self.record, self.pipeline, self.train = model, record, record.pipeline, train
         self.standing, self.device = standing, record.reducer.device
-        self.before: dict[int, torch.Tensor] = {}
+        self.before: list[Aside] = []
 
     @property
     def reducing(self) -> bool:
@@ -370,7 +371,7 @@ class _Step:
         reducer = self.record.reducer
         for shared in self._shared():
             shared.put_prior_aside()
-        self.before = reducer.put_gradients_aside() if self.train else {}
+        self.before = reducer.put_gradients_aside() if self.train else []
         units = self.record.units
         with reducer.no_sync() if self.train else nullcontext(), units.step() if units is not None else nullcontext():
             try:
@@ -437,13 +438,13 @@ class _Step:
     def _settle(self, scale: float, present: Sequence[bool]) -> None:
         reducer = self.record.reducer
         if scale != 1.0:
-            reducer.multiply_whole_gradients(scale)
-        reducer.add_gradients(self.before)
+            reducer.multiply_gradients(scale)
         if not self.reducing:
+            reducer.add_gradients(self.before)
             for shared in self._shared():
                 shared.put_prior_back()
             return
-        reducer.reduce_now()
+        reducer.reduce_now(self.before)
         between = reducer.is_between_passes()
         for shared, somewhere in zip(self._shared(), present, strict=True):
             if somewhere and not between:

@@ -146,7 +146,7 @@ def _last_rank_not_updated(original: Any) -> Any:
 
 def _moving_average(original: Any) -> Any:
     def begin(self: Any) -> None:
-        if self.enabled and self._backward != _torch.backward_id():
+        if self.enabled and not self.is_running:
             for slot in self._slots:
                 if slot.held.leaf.grad is not None:
                     slot.held.leaf.grad.mul_(0.5)
