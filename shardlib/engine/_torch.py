@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -120,6 +121,7 @@ __all__ = [
     "rebind_checkpointed",
     "recorded_collectives",
     "redistribute_local",
+    "replace_conversion",
     "replace_kernels",
     "replicated_spec",
     "restore_handlers",
@@ -1111,6 +1113,13 @@ def go_through(module: torch.nn.Module, wrapper: Callable[..., Any]) -> Callable
     inner = before if before is not None else functools.partial(_call_if_there, weakref.ref(module))
     module._compiled_call_impl = functools.partial(wrapper, inner)
     return functools.partial(set_compiled_call, module, before)
+
+
+def replace_conversion(module: torch.nn.Module, convert: Callable[..., torch.nn.Module]) -> Callable[[], None]:
+    """Let `convert(module, function, recurse)` do what `to`, `cpu`, `half` and their like ask of a module, and of the
+    modules that hold it, which is to map a function over its tensors (2.13.0); returns what undoes it."""
+    module._apply = types.MethodType(convert, module)  # type: ignore[method-assign]
+    return functools.partial(module.__dict__.pop, "_apply", None)
 
 
 _calls: weakref.WeakKeyDictionary[torch.nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()

@@ -40,6 +40,7 @@ from shardlib.engine import (
     state,
 )
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
+from shardlib.engine.conversion import refuse_conversions
 from shardlib.engine.exchange import Peers, Scratch
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, local_of, remember
@@ -446,6 +447,8 @@ class _Build:
             self._install_borders(self.model_mesh, undo)
             self._install_linears(self.model_mesh, undo)
         self._install_experts(undo)
+        if self.model_axes or self.data_axes:
+            undo.callback(refuse_conversions(self.model))
         if (data_group := self._group(self.data_axes)) is not None:
             for handle in balance.install(self.model, data_group):
                 undo.callback(handle.remove)

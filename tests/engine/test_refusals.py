@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import shardlib as sl
 from shardlib.errors import CheckpointError, InputError, MeshError, PlanError, ShardingError
 from tests.engine import models
-from tests.engine.same_numbers import assert_same_numbers
+from tests.engine.same_numbers import assert_same_numbers, local_rows, whole
 
 
 def _message(error: type[Exception], act: Callable[[], Any]) -> str:
@@ -227,6 +227,61 @@ def _failing_forward() -> bool:
 
 def test_a_forward_that_raised_leaves_the_model_usable(ranks):
     assert all(ranks(2).run(_failing_forward))
+
+
+_TO_WHAT_IT_IS = [
+    lambda model: model.to("cpu"),
+    lambda model: model.to(device=torch.device("cpu"), dtype=torch.float64, non_blocking=True),
+    lambda model: model.cpu().double(),
+    lambda model: model.down.to("cpu"),
+    lambda model: nn.ModuleList([model]).to(torch.float64)[0],
+]
+_TO_SOMETHING_ELSE = [
+    lambda model: model.half(),
+    lambda model: model.to("meta", torch.float32),
+    lambda model: model.down.to(torch.bfloat16),
+    lambda model: nn.ModuleList([model]).float(),
+    lambda model: model.to_empty(device="cpu"),
+]
+
+
+def _converted(mesh: str, *transforms: Any) -> list[str]:
+    model = sl.shard_model(_mlp(), mesh, models.MLP_RULES, transforms=transforms)
+    models.spread(model(*local_rows(models.rows(0)[0], sl.MeshShape(mesh)))).backward()
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), model.offset]
+    values = [whole(tensor).clone() for tensor in tensors]
+    assert all(convert(model) in (model, model.down) for convert in _TO_WHAT_IT_IS)
+    said = [_message(ShardingError, lambda c=convert: c(model)) for convert in _TO_SOMETHING_ELSE]
+    after = [*model.parameters(), *(p.grad for p in model.parameters()), model.offset]
+    assert all(a is b for a, b in zip(after, tensors, strict=True))
+    assert all(torch.equal(whole(a), value) for a, value in zip(after, values, strict=True))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("mesh", "transforms"),
+    [
+        ("tp=2", []),
+        ("dp=2", []),
+        ("dp=2", [sl.zero(1)]),
+        ("dp=2", [sl.zero(2)]),
+        ("dp=2", [sl.zero(3)]),
+        ("fsdp=2,tp=2", [sl.fsdp()]),
+    ],
+    ids=str,
+)
+def test_a_conversion_that_would_change_a_sharded_model(ranks, mesh: str, transforms: list[Any]):
+    """`model.to(device)` where the model is there does nothing: trainers call it."""
+    for said in ranks(sl.MeshShape(mesh).world_size).run(_converted, mesh, *transforms):
+        assert said[0] == (
+            'A conversion of a sharded MLP would make "up.weight", which is torch.float64 on cpu, torch.float16 on '
+            "cpu. Nothing was changed: buckets of gradients and the optimizer's state are laid out for what it is. "
+            "Move and cast a model before shard_model; or choose dtypes with precision(), and what lies on the host "
+            "with offload()."
+        )
+        assert '"up.weight", which is torch.float64 on cpu, torch.float32 on meta' in said[1]
+        assert 'sharded Linear would make "weight", which is torch.float64 on cpu, torch.bfloat16 on cpu' in said[2]
+        assert "torch.float32 on cpu" in said[3] and "a tensor in other memory" in said[4]
 
 
 def _fused_over_two_axes() -> str:
