@@ -1,28 +1,47 @@
 """Import torchvision beside a torch that its C++ part was not built for (the CPU build of the same version).
 
 Its Python models need none of the C++ operators, but importing it registers fake kernels for two of them and fails
-where they do not exist. Naming them first is enough. Importable on ranks of the pool as well as in a test.
+where they do not exist. Naming them first is enough. Importable on ranks of the pool, in a test, and, through
+`tests/at_start`, by scripts that know nothing of it.
 """
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
-
-import torch
+from typing import Any
 
 _SCHEMAS = "nms", "qnms"
-_KEPT: list[torch.library.Library] = []  # definitions live as long as the Library object
+_KEPT: list[Any] = []  # definitions live as long as the Library object
+
+
+class _NamesOperators:
+    """Finds no module. It names the operators when the one that registers the fake kernels is looked for."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        if name == "torchvision._meta_registrations":
+            _name_operators()
+
+
+def _name_operators() -> None:
+    import torch
+
+    for name in _SCHEMAS:
+        if not hasattr(torch.ops.torchvision, name):
+            _KEPT.append(torch.library.Library("torchvision", "FRAGMENT"))
+            _KEPT[-1].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def let_torchvision_in() -> None:
+    """Let `import torchvision` succeed in this process."""
+    if _NamesOperators not in sys.meta_path:
+        sys.meta_path.insert(0, _NamesOperators)  # type: ignore[arg-type]
 
 
 def import_torchvision() -> ModuleType:
     """The torchvision module."""
-    try:
-        import torchvision
-    except RuntimeError as error:
-        if "operator torchvision::nms does not exist" not in str(error):
-            raise
-        _KEPT.append(torch.library.Library("torchvision", "DEF"))
-        for name in _SCHEMAS:
-            _KEPT[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision
+    let_torchvision_in()
+    import torchvision
+
     return torchvision

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from tests.house.source import ROOT
+from tests.scripts import readme_line, run_shell
 from tests.torchvision_on_cpu import import_torchvision
 
 EXACT = 1e-10  # in float64
@@ -29,15 +28,16 @@ def _on_ranks(script: str, options: list[str]) -> dict[str, Any]:
     return module.run(module.parser().parse_args(options), torch.device("cpu"))
 
 
-def _by_torchrun(folder: Path, script: str, processes: int, *options: str) -> dict[str, Any]:
-    """What a script writes with `--json`, and what it prints."""
+def _options(script: str) -> list[str]:
+    """Those that README.md gives a script."""
+    return readme_line(script).partition(f"{script}.py")[2].split()
+
+
+def _by_torchrun(folder: Path, script: str, *options: str) -> dict[str, Any]:
+    """What a script writes with `--json` when it is started as README.md says, and what it prints."""
     result = folder / "result.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *launcher, "tests/examples/with_torchvision.py", f"examples/{script}.py", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([*command, "--json", str(result)], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(result.read_text()) | {"printed": run.stdout}
+    printed = run_shell(shlex.join([*readme_line(script).split(), *options, "--json", str(result)]), ROOT)
+    return json.loads(result.read_text()) | {"printed": printed}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_an_epoch_of_resnet_on_two_ranks_is_that_of_one_device_from_their_checkp
 ):
     small = ["--epochs", "2", "--images", "32", "--batch-size", "16", "--size", "8", "--dtype", "float64"]
     small += ["--checkpoint", f"{tmp_path}/saved"]
-    two = _by_torchrun(tmp_path, "booster_resnet", 2, "--plugin", plugin, "--interval", "1", *small)
+    two = _by_torchrun(tmp_path, "booster_resnet", "--plugin", plugin, "--interval", "1", *small)
     (one,) = ranks(1).run(_on_ranks, "booster_resnet", ["--plugin", then, "--resume", "1", *small])
     assert len(two["losses"]) == 4 and "accuracy on digits never trained on" in two["printed"]
     assert one["losses"] == pytest.approx(two["losses"][2:], rel=EXACT)
@@ -68,7 +68,8 @@ LOW = 2**-4
 def test_a_vit_learns_alike_in_every_precision_and_warms_up(ranks):
     names = "fp32", "fp16", "bf16", "fp8", "fp16_naive"
     small = ["--epochs", "1", "--layers", "1", "--width", "32", "--warmup", "0.5", "--lr", "1e-2"]
-    runs, _ = ranks(2).run(_on_ranks, "booster_vit_amp", [*small, "--precision", *names])
+    runs, _ = ranks(2).run(_on_ranks, "booster_vit_amp", [*_options("booster_vit_amp"), *small])
+    assert tuple(runs) == names
     exact = runs["fp32"]
     assert exact["losses"][-1] < (1 - 2 * LOW) * exact["losses"][0]
     assert exact["rates"][0] < exact["rates"][10] > exact["rates"][-1]
@@ -84,7 +85,8 @@ def test_a_vit_learns_alike_in_every_precision_and_warms_up(ranks):
 def test_transformers_alone_reads_the_llama_and_its_loss_is_the_same(processes: int, options: tuple[str, ...], ranks):
     small = ["--steps", "4", "--layers", "2", "--width", "32", "--context", "16", "--precision", "fp32"]
     small += ["--size-per-shard", "0.05"]
-    result, *_ = ranks(processes).run(_on_ranks, "booster_llama_hybrid", [*small, *options])
+    given = [*_options("booster_llama_hybrid"), *small, *options]
+    result, *_ = ranks(processes).run(_on_ranks, "booster_llama_hybrid", given)
     assert result["losses"][-1] < result["losses"][0]
     assert result["plain"] == pytest.approx(result["validation"], rel=SAME)
     assert result["files"] > 1
