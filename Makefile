@@ -1,5 +1,7 @@
 # make demo    four processes train a GPT on real text, one device trains it too, the numbers side by side (a minute)
-# make test    format, lint, types, tests                make test-deep   the same tests with many more examples and cases
+# make test    format, lint, types, tests
+# make test-deep PART=1/2    the same tests with many more examples and cases; PART leaves the other half to another machine
+# make coverage    which lines and branches of shardlib/ the tests run, on ranks and in scripts too
 # make test-torch VERSION=2.14.1    the tests on another version of torch, in an environment of its own (several GB)
 # make bench   training steps, exact randomness and proofs, against what else there is
 #
@@ -12,10 +14,11 @@ BIN := $(VENV)/bin
 # One thread a process: several ranks share the cores.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 TORCHRUN := $(RUN) -m torch.distributed.run --standalone --nproc_per_node
+PYTEST := $(RUN) -m pytest -n 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 PEERS_PIP := $(PIP:$(BIN)%=.venv-peers/bin%)
 
-.PHONY: demo test test-deep test-torch suite bench format clean
+.PHONY: demo test test-deep coverage test-torch suite bench format clean
 
 demo: $(VENV)/.core
 	$(TORCHRUN) 4 examples/demo.py --mesh dp=2,tp=2 $(ARGS)
@@ -24,17 +27,23 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(RUN) -m pytest -n 2 $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-deep: $(VENV)/.dev
-	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest -n 2 -m "deep or not deep" $(ARGS)
+	HYPOTHESIS_PROFILE=deep $(PYTEST) -m "deep or not deep" $(if $(PART),--part $(PART)) $(ARGS)
+
+coverage: $(VENV)/.dev
+	rm -rf .cache/coverage && mkdir -p .cache/coverage
+	$(RUN) -m coverage run -m pytest -n 2 $(ARGS)
+	$(RUN) -m coverage combine --quiet
+	$(RUN) -m coverage report
 
 test-torch:
 	@test -n "$(VERSION)" || { echo "which version of torch? make test-torch VERSION=2.14.1"; exit 1; }
 	$(MAKE) suite VENV=.venv-torch-$(VERSION) CONSTRAINTS=.venv-torch-$(VERSION)/constraints.txt
 
 suite: $(VENV)/.dev
-	$(RUN) -m pytest -n 2 $(ARGS)
+	$(PYTEST) $(ARGS)
 
 bench: $(VENV)/.dev .venv-peers/.peers
 	$(RUN) benchmarks/tensor_parallel.py $(ARGS)

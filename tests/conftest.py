@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentTypeError
 from collections import Counter, defaultdict
 from types import ModuleType
 from typing import Any
@@ -39,8 +40,25 @@ def torchvision() -> ModuleType:
     return import_torchvision()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", type=_part, default=(1, 1), help="run every Nth test, from the Kth on")
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise ArgumentTypeError(f"{text!r} is not a part such as 1/2")
+    return int(part), int(parts)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _let_most_cases_be_deep(items)
+    part, parts = config.getoption("--part")
+    items[:] = items[part - 1 :: parts]
+
+
+def _let_most_cases_be_deep(items: list[pytest.Item]) -> None:
     """Of a test marked `covering`, the cases that cover run by default; the rest of the product is deep."""
     cases: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:

@@ -41,7 +41,6 @@ _PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.distributed.device_mesh",
-    "torch._dynamo",  # the first optimizer of a process imports it, which takes most of a second
     "shardlib.engine._torch",
     "shardlib.testing._worker",
 ]
@@ -132,7 +131,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes; a later `run` starts new ones."""
-        self.workers.stop()
+        self.workers.close()
 
     def __call__(self, world_size: int) -> Ranks:
         return Ranks(world_size, self.timeout, self.workers)
@@ -191,6 +190,11 @@ class _Worker:
     def ask(self, number: int) -> None:
         with contextlib.suppress(OSError):
             self.questions.send_bytes(_carry.dump(number))
+
+    def hang_up(self) -> None:
+        """Close the pipes, at which an idle process ends."""
+        self.calls.close()
+        self.questions.close()
 
     def end(self) -> str:
         """How its process ended."""
@@ -266,6 +270,15 @@ class _Workers:
             raise RankDied(f"Rank {rank} died while it started: {worker.end()}.") from None
         self.port = port or self.port
 
+    def close(self) -> None:
+        """Let idle ranks end by themselves, so that a tool that measures them (coverage) can write what it found."""
+        if self.owner == os.getpid():
+            for worker in self.alive:
+                worker.hang_up()
+            for worker in self.alive:
+                worker.process.join(_GRACE_SECONDS)
+        self.stop()
+
     def stop(self) -> None:
         alive, self.alive = self.alive, []
         if self.owner != os.getpid():
@@ -274,12 +287,12 @@ class _Workers:
             worker.process.kill()
         for worker in alive:
             worker.process.join()
-            for end in (worker.calls, worker.questions, worker.stacks):
-                end.close()
+            worker.hang_up()
+            worker.stacks.close()
 
 
 _SHARED = _Workers()
-atexit.register(_SHARED.stop)
+atexit.register(_SHARED.close)
 
 
 def _packed_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
