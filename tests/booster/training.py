@@ -82,9 +82,9 @@ class Run:
         shape = sl.plan_of(self.model).mesh
         self.place = shape.data_place(shape.coordinate(dist.get_rank() if dist.is_initialized() else 0))
 
-    def train(self, first: int = 0, *, clip: float | None = None, accumulate: int = 1) -> Trained:
+    def train(self, first: int = 0, *, steps: int = STEPS, clip: float | None = None, accumulate: int = 1) -> Trained:
         result = Trained()
-        for step in range(first, first + STEPS):
+        for step in range(first, first + steps):
             self.optimizer.zero_grad()
             total = 0.0
             for i in range(accumulate):
@@ -118,14 +118,16 @@ def warm_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @functools.cache
-def plainly(dtype: torch.dtype, *, clip: float | None = None, accumulate: int = 1, make: Any = gpt) -> Trained:
+def plainly(
+    dtype: torch.dtype, *, steps: int = STEPS, clip: float | None = None, accumulate: int = 1, make: Any = gpt
+) -> Trained:
     """The same in plain torch, on one device."""
     model = make(dtype)
     optimizer = adamw(model)
     warm_up(model, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     result = Trained()
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         total = 0.0
         for i in range(accumulate):
