@@ -21,6 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--shardlib-world-size", type=int, default=4, metavar="N", help="ranks of tests whose mark names none (4)"
     )
+    parser.addini(
+        "shardlib_preload", "modules that are imported once for all ranks, before these are forked", type="args"
+    )
     group.addoption(
         "--shardlib-timeout", type=float, default=120.0, metavar="SECONDS", help="how long a call on ranks may take"
     )

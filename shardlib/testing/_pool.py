@@ -31,7 +31,7 @@ from shardlib.testing import _carry
 from shardlib.testing._standing import Standing, explain, lost_a_peer, table
 from shardlib.testing._worker import Call, Failure, serve
 
-__all__ = ["HangError", "RankDied", "RankError", "Ranks", "Spent", "ranks", "shared_pool", "spent"]
+__all__ = ["HangError", "RankDied", "RankError", "Ranks", "Spent", "preload", "ranks", "shared_pool", "spent"]
 
 _GRACE_SECONDS = 5.0  # after one rank failed, the others get so long to notice
 _ASKED_SECONDS = 1.0  # to say where one stands
@@ -293,6 +293,14 @@ class _Workers:
 
 _SHARED = _Workers()
 atexit.register(_SHARED.close)
+
+
+def preload(modules: Iterable[str]) -> None:
+    """Have ranks that start from now on find these modules imported, if no rank has started in this process yet.
+
+    The processes are forked from one that has imported them: so none may start a thread when it is imported.
+    """
+    _PRELOAD.extend(modules)
 
 
 def _packed_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from shardlib.testing import _carry
-from shardlib.testing._pool import Ranks, Spent, shared_pool, spent
+from shardlib.testing._pool import Ranks, Spent, preload, shared_pool, spent
 
 __all__ = ["Mark", "check", "pool"]
 
@@ -102,6 +102,7 @@ _BEFORE = pytest.StashKey[Spent]()
 def pool(config: pytest.Config) -> Ranks:
     """The pool of this run, of the size that the running test has."""
     if _POOL not in config.stash:
+        preload(config.getini("shardlib_preload"))
         config.stash[_POOL] = shared_pool(
             config.getoption("--shardlib-world-size"), timeout=config.getoption("--shardlib-timeout")
         )

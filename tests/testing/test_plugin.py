@@ -80,6 +80,11 @@ def test_all_skip():
 
 def test_plain():
     pass
+
+@pytest.mark.shardlib(world_size=2, on_ranks=True)
+def test_modules_are_preloaded():
+    import sys
+    assert "wave" in sys.modules
 """
 
 
@@ -89,14 +94,15 @@ def test_plain():
     ids=" ".join,
 )
 def test_marks_fixtures_parameters_and_the_summary(run: Run, workers: tuple[str, str], pytester: pytest.Pytester):
-    result = run(USUAL, *workers, "--shardlib-world-size", "3", "--junitxml", "out.xml", "--strict-markers")
-    result.assert_outcomes(passed=6, skipped=1)
+    preload = ("--override-ini", "shardlib_preload=wave")
+    result = run(USUAL, *workers, *preload, "--shardlib-world-size", "3", "--junitxml", "out.xml", "--strict-markers")
+    result.assert_outcomes(passed=7, skipped=1)
     starts = 3 if workers[0] == "-p" else r"\d"
     result.stdout.re_match_lines(
-        [rf"shardlib: 5 tests on ranks \(4 on 2, 1 on 3\), 6 calls in [\d.]+ s, {starts} processes started in [\d.]+ s"]
+        [rf"shardlib: 6 tests on ranks \(5 on 2, 1 on 3\), 7 calls in [\d.]+ s, {starts} processes started in [\d.]+ s"]
     )
     junit = (pytester.path / "out.xml").read_text()
-    assert junit.count('name="shardlib_seconds"') == 5
+    assert junit.count('name="shardlib_seconds"') == 6
 
 
 FAILING = """
