@@ -607,11 +607,14 @@ class GradientReducer:
 
     @contextmanager
     def room_for_gradients(self) -> Iterator[None]:
-        """Let gradients be added to the leaves', as during a backward pass."""
+        """Let gradients be added to the leaves', as during a backward pass; passes inside belong to it."""
         self._make_room()
+        ending = functools.partial(self._finish)  # never called: it says that a pass is running
+        self._ending = weakref.ref(ending)
         try:
             yield
         finally:
+            self._ending = None
             self._show()
 
     def put_gradients_aside(self) -> list[Aside]:
