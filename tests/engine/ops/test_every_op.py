@@ -28,7 +28,7 @@ def _batches(names: list[str]) -> list[list[str]]:
     return [names[i : i + _BATCH] for i in range(0, len(names), _BATCH)]
 
 
-_BATCHES, _FOURTHS = _batches(list(_FUNCTIONS)), _batches(list(_FUNCTIONS)[::4])
+_BATCHES, _SOME = _batches(list(_FUNCTIONS)), list(_FUNCTIONS)[::12]
 
 
 def _check(names: list[str], shape: tuple[int, ...], tries: int) -> list[tuple[str, Finding]]:
@@ -51,9 +51,9 @@ def test_functions_in_some_placements(ranks: Callable, names: list[str]):
     assert _bad(ranks, names, (2,), 6) == []
 
 
-@pytest.mark.parametrize("names", _FOURTHS, ids=lambda names: f"{names[0]} to {names[-1]}")
-def test_some_functions_in_some_placements_over_two_axes(ranks: Callable, names: list[str]):
-    assert _bad(ranks, names, (2, 2), 4) == []
+def test_some_functions_in_some_placements_over_two_axes(ranks: Callable):
+    """Each axis chooses its row by itself, and rows are proved in test_rules.py; all functions are in the deep run."""
+    assert _bad(ranks, _SOME, (2, 2), 4) == []
 
 
 @pytest.mark.deep
