@@ -433,6 +433,7 @@ def _has_a_split_bias(case: Case) -> bool:
     return any(row.name.endswith("proj.bias") and row.compute.axes for row in rows)
 
 
+@pytest.mark.deep
 def test_a_minimal_case_keeps_what_a_failure_needs_and_nothing_else():
     """What would fail is a transformer with a split bias; all else is as simple as it can be."""
     case = shrunk(strategies.cases(), _has_a_split_bias)
