@@ -2,12 +2,14 @@
 
 They take an optimizer, what `Booster.boost` returns, or an `OptimizerWrapper`. Those that warm up are functions of the
 first learning rate and the number of steps alone: t below counts steps from 0, w is `warmup_steps`, T is `total_steps`.
-After T they stay where they are at T. So they go on from a state dict, or from `last_epoch`, with the same bits.
+After T they stay where they are at T; a warm-up that is longer goes on to its end, with a warning. So they go on from a
+state dict, or from `last_epoch`, with the same bits.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,38 +40,49 @@ Optimizer = torch.optim.Optimizer
 Lambda = Callable[[int], float] | Sequence[Callable[[int], float]]
 
 
-class _Closed(of_torch.LRScheduler):
-    """A rate that is a function of the first one and of the number of steps."""
+class _Warmed(of_torch.LRScheduler):
+    """A rate that is a function of the first one and of the number of steps.
 
-    total_steps: int
+    It rises as `base (t + 1) / w` while t < w; then a schedule follows, whose own steps are counted from there.
+    """
 
-    def get_lr(self) -> list[Any]:
-        at = min(self.last_epoch, self.total_steps)
-        return [self._rate(base, at) for base in self.base_lrs]
-
-    def _rate(self, base: Any, step: int) -> Any:
-        raise NotImplementedError
-
-
-class _Warmed(_Closed):
-    """`base (t + 1) / w` while t < w; then what a schedule says, whose own steps are counted from there."""
+    _top = 0  # the first rate is reached so many steps after the last one of the warm-up
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int, last_epoch: int) -> None:
         _check_steps(type(self).__name__, total_steps, warmup_steps)
         self.total_steps, self.warmup_steps = int(total_steps), int(warmup_steps)
+        if self.warmup_steps >= self.total_steps:
+            self._warn()
         super().__init__(optimizer, last_epoch)
+
+    def _warn(self) -> None:
+        reached = f"{self.total_steps}/{self.warmup_steps + self._top}"
+        warnings.warn(
+            f"{type(self).__name__} was given total_steps={self.total_steps} and warmup_steps={self.warmup_steps}: "
+            f"training ends before the warm-up does. The rate rises to {reached} of the optimizer's and never falls. "
+            "Steps are those of the optimizer, not epochs: give total_steps=epochs * len(dataloader), or a shorter "
+            "warm-up.",
+            stacklevel=4,
+        )
+
+    def get_lr(self) -> list[Any]:
+        at = min(self.last_epoch, max(self.total_steps, self.warmup_steps))
+        return [self._rate(base, at) for base in self.base_lrs]
 
     def _rate(self, base: Any, step: int) -> Any:
         if step < self.warmup_steps:
-            return base * ((step + 1) / self.warmup_steps)
-        return self._after(base, step - self.warmup_steps, self.total_steps - self.warmup_steps)
+            return base * ((step + 1) / (self.warmup_steps + self._top))
+        left = self.total_steps - self.warmup_steps
+        return self._after(base, step - self.warmup_steps, left) if left > 0 else base
 
     def _after(self, base: Any, step: int, steps: int) -> Any:
         raise NotImplementedError
 
 
-class LinearWarmupLR(_Closed):
+class LinearWarmupLR(_Warmed):
     """Up in a line, and down to 0: `base (t + 1) / (w + 1)` while t < w, then `base (T - t) / (T - w)`.
+
+    Warns where the warm-up takes as many steps as there are, or more: the rate then only rises, to `base` at w.
 
     Args:
         optimizer: whose rate is changed.
@@ -78,22 +91,20 @@ class LinearWarmupLR(_Closed):
         last_epoch: the step to go on from; -1 begins.
 
     Raises:
-        InputError: steps that are no whole numbers, or not in order.
+        InputError: steps that are no whole numbers, or none at all.
 
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> _rates(LinearWarmupLR(optimizer, total_steps=4, warmup_steps=1), 5)
     [0.5, 1.0, 0.667, 0.333, 0.0]
     """
 
-    def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
-        _check_steps("LinearWarmupLR", total_steps, warmup_steps)
-        self.total_steps, self.warmup_steps = int(total_steps), int(warmup_steps)
-        super().__init__(optimizer, last_epoch)
+    _top = 1
 
-    def _rate(self, base: Any, step: int) -> Any:
-        if step < self.warmup_steps:
-            return base * ((step + 1) / (self.warmup_steps + 1))
-        return base * ((self.total_steps - step) / (self.total_steps - self.warmup_steps))
+    def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
+        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+
+    def _after(self, base: Any, step: int, steps: int) -> Any:
+        return base * ((steps - step) / steps)
 
 
 class CosineAnnealingLR(of_torch.CosineAnnealingLR):
@@ -361,10 +372,10 @@ def _cosine(base: Any, least: float, step: int, steps: int) -> Any:
 
 def _check_steps(who: str, total: Any, warmup: Any = 0) -> None:
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (total, warmup))
-    if not whole or not 0 <= warmup < total:
+    if not whole or total < 1 or warmup < 0:
         raise InputError(
-            f"{who} was given total_steps={total!r} and warmup_steps={warmup!r}; give whole numbers, from 0 up, and "
-            "more steps in all than the warm-up takes."
+            f"{who} was given total_steps={total!r} and warmup_steps={warmup!r}; give whole numbers: steps in all from "
+            "1 up, those of the warm-up from 0 up."
         )
 
 

@@ -103,6 +103,31 @@ def test_the_last_rate_stays():
     assert rates(ours.PolynomialWarmupLR(new(), 4, 1, end_lr=0.01), 8)[4:] == pytest.approx([0.01] * 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "at_the_end"),
+    [
+        ("LinearWarmupLR", {}, 50 / 51),
+        ("CosineAnnealingWarmupLR", {}, 1.0),
+        ("FlatAnnealingWarmupLR", {}, 1.0),
+        ("MultiStepWarmupLR", {"milestones": [60]}, 1.0),
+        ("PolynomialWarmupLR", {}, 1.0),
+    ],
+)
+@pytest.mark.parametrize("total", [2, 50])
+def test_a_warm_up_longer_than_training_warns_and_goes_on(
+    name: str, options: dict[str, Any], at_the_end: float, total: int
+):
+    """ColossalAI's tutorial gives epochs as total_steps, and there the rate rises in every step."""
+    with pytest.warns(
+        UserWarning, match=rf"{name} was given total_steps={total} and warmup_steps=50: .* not epochs"
+    ) as said:
+        scheduler = getattr(ours, name)(new(), total_steps=total, warmup_steps=50, **options)
+    assert said[0].filename == __file__
+    found = rates(scheduler, 55)
+    assert found[:50] == pytest.approx([LR * at_the_end * (t + 1) / 50 for t in range(50)], rel=1e-12)
+    assert found[50:] == [LR] * 5
+
+
 MAKERS: dict[str, Callable[[Any, int, int], Any]] = {
     "LinearWarmupLR": lambda o, t, w: ours.LinearWarmupLR(o, t, w),
     "CosineAnnealingLR": lambda o, t, w: ours.CosineAnnealingLR(o, t, eta_min=0.01),
@@ -163,7 +188,7 @@ def _from_epoch(name: str, optimizer: Any, total: int, warmup: int, at: int) -> 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ours.LinearWarmupLR(new(), 5, 5), ["total_steps=5", "warmup_steps=5"]),
+        (lambda: ours.LinearWarmupLR(new(), 5, -1), ["total_steps=5", "warmup_steps=-1"]),
         (lambda: ours.CosineAnnealingLR(new(), 0), ["total_steps=0"]),
         (lambda: ours.CosineAnnealingWarmupLR(new(), 10.5), ["10.5", "whole numbers"]),
         (lambda: ours.MultiStepLR(new(), 5), ["milestones=None", "[30, 60]"]),
