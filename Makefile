@@ -3,6 +3,7 @@
 # make test-deep PART=1/2    the same tests with many more examples and cases; PART leaves the other half to another machine
 # make coverage    which lines and branches of shardlib/ the tests run, on ranks and in scripts too
 # make test-torch VERSION=2.14.1    the tests on another version of torch, in an environment of its own (several GB)
+# make mutate    random mistakes in the pure rooms, which the tests of these rooms have to notice
 # make bench   training steps, exact randomness and proofs, against what else there is
 #
 # Each needs nothing but Python >= 3.11: it makes .venv, fills it once, and again when pyproject.toml changes.
@@ -18,7 +19,7 @@ PYTEST := $(RUN) -m pytest -n 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 PEERS_PIP := $(PIP:$(BIN)%=.venv-peers/bin%)
 
-.PHONY: demo test test-deep coverage test-torch suite bench format clean
+.PHONY: demo test test-deep coverage test-torch suite mutate bench format clean
 
 demo: $(VENV)/.core
 	$(TORCHRUN) 4 examples/demo.py --mesh dp=2,tp=2 $(ARGS)
@@ -44,6 +45,9 @@ test-torch:
 
 suite: $(VENV)/.dev
 	$(PYTEST) $(ARGS)
+
+mutate: $(VENV)/.dev
+	$(RUN) tests/mutate.py $(ARGS)
 
 bench: $(VENV)/.dev .venv-peers/.peers
 	$(RUN) benchmarks/tensor_parallel.py $(ARGS)

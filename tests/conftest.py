@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.torchvision_on_cpu import import_torchvision
 
@@ -20,6 +20,8 @@ _TIMELESS: dict[str, Any] = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.differing_executors],
 }
 settings.register_profile("default", derandomize=True, max_examples=25, database=None, **_TIMELESS)
+# One failure is enough there: it need not be small.
+settings.register_profile("mutate", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile("deep", max_examples=1000, print_blob=True, **_TIMELESS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
