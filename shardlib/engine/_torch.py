@@ -135,6 +135,7 @@ __all__ = [
     "set_local",
     "set_timeouts",
     "shard",
+    "share_memory",
     "spec",
     "spec_of",
     "spec_with",
@@ -176,6 +177,11 @@ def wrap(local: torch.Tensor, spec: Any) -> DTensor:
 def shard(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
     """This rank's local shard of a plain tensor that every rank holds whole: no communication, always a copy."""
     return local_of(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)).clone()
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors lie in one storage; fake ones too (2.13.0)."""
+    return torch._C._is_alias_of(a, b)
 
 
 _BY_MESH: list[Callable[[], None]] = []

@@ -267,7 +267,8 @@ class _Reduced(_Bucket):
         if self.work is not None:
             self.work.wait()
         for slot in self.slots:
-            if self.sent is not None and _share_memory(slot.held.param.grad, self.sent):
+            grad = slot.held.param.grad
+            if grad is not None and self.sent is not None and _torch.share_memory(local_of(grad), self.sent):
                 slot.held.param.grad = None
         self.work = self.sent = None
 
@@ -841,10 +842,6 @@ def _announcing(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor
             alive.begin()
 
     return hook
-
-
-def _share_memory(grad: torch.Tensor | None, sent: torch.Tensor) -> bool:
-    return grad is not None and local_of(grad).untyped_storage().data_ptr() == sent.untyped_storage().data_ptr()
 
 
 def _partial_axes(grad: torch.Tensor | None) -> Axes:
