@@ -120,13 +120,11 @@ def shards_of_dtensor(texts: list[str], global_shape: tuple[int, ...], spec: str
     return found
 
 
-@pytest.mark.parametrize(("spec", "global_shape"), [("dp=3,tp=2", (7, 5)), ("dp=2,tp=3", (12, 6))])
-def test_dtensor_on_real_ranks_has_the_same_shards(
-    spec: str, global_shape: tuple[int, ...], ranks: Callable[[int], Ranks]
-):
+@pytest.mark.parametrize("global_shape", [(6, 5), (8, 4)])  # 6 in four as halves of halves: 2, 1, 2, 1; 5: 2, 1, 1, 1
+def test_dtensor_on_real_ranks_has_the_same_shards(global_shape: tuple[int, ...], ranks: Callable[[int], Ranks]):
     texts = [layout.text for layout in plain_layouts(("dp", "tp"), 2)]
     assert len(texts) == 11
-    for rank, found in enumerate(ranks(6).run(shards_of_dtensor, texts, global_shape, spec)):
+    for rank, found in enumerate(ranks(4).run(shards_of_dtensor, texts, global_shape, "dp=2,tp=2")):
         assert dict(zip(texts, found, strict=True)) == dict.fromkeys(texts, (True, True)), f"rank {rank}"
 
 

@@ -93,24 +93,3 @@ def test_what_experts_cannot_is_refused_with_what_to_do(given: dict[str, Any], s
     with pytest.raises(PlanError) as raised:
         _plan(**given)
     assert said in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: sl.capacity(0), "capacity(0): give a positive number, such as 1.25; to drop nothing leave it out."),
-        (
-            lambda: _plan("dp=2", {"experts.up": None, "experts.down": None}) | sl.capacity(2),
-            'capacity(2.0): no experts are spread over an expert axis of mesh "dp=2", and a capacity is a limit on the '
-            'tokens that travel. Give the mesh an axis ep, and a rule such as "expert@ep out in".',
-        ),
-        (
-            lambda: _plan() | sl.capacity(2) | sl.capacity(3),
-            "capacity(3.0): the plan has capacity(2.0) already; choose one of them.",
-        ),
-    ],
-)
-def test_a_capacity_that_means_nothing_is_refused(make: Any, said: str):
-    with pytest.raises(PlanError) as raised:
-        make()
-    assert str(raised.value) == said

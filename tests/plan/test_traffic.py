@@ -68,6 +68,35 @@ def test_pieces_are_reduced_over_axes_that_do_not_split_them():
     )
 
 
+@pytest.mark.parametrize(
+    ("phases", "times"),
+    [
+        ({}, {"gradients": 1}),
+        ({"state": "out@dp in"}, {"gradients": 1, "updated parameters": 1}),
+        ({"grad": "out@dp in", "state": "out@dp in"}, {"gradients": 3, "updated parameters": 1}),
+        (
+            dict.fromkeys(("stored", "grad", "state"), "out@dp in"),
+            {"parameters, forward": 3, "parameters, backward": 3, "gradients": 3},
+        ),
+    ],
+)
+def test_split_gradients_are_reduced_at_every_microbatch_and_whole_ones_once(phases: dict, times: dict[str, int]):
+    made = _weight("dp=2", **phases)
+    several = made.replace(step=made.step.replace(accumulate=3)).traffic()
+    assert {each.what: each.times for each in several} == times
+    once = {each.what: each.bytes for each in made.traffic()}
+    assert {each.what: each.bytes for each in several} == {what: n * once[what] for what, n in times.items()}
+
+
+def test_a_pipeline_gathers_for_each_of_its_microbatches_what_it_lets_go():
+    made = _weight("dp=2", **dict.fromkeys(("stored", "grad", "state"), "out@dp in"))
+    made = made.replace(step=made.step.replace(accumulate=3, microbatches=4))
+    kept = made.map_rows(lambda row: row.replace(reshard=False))
+    late = made.replace(step=made.step.replace(schedule="zbv"))
+    assert [each.times for each in made.traffic()] == [12, 12, 3]
+    assert [each.times for each in kept.traffic()] == [each.times for each in late.traffic()] == [3, 3]
+
+
 @pytest.mark.parametrize("mesh", ["tp=4", "dp=1,tp=4"])
 def test_one_data_rank_sends_nothing(mesh: str):
     made = gpt_plan(mesh)
