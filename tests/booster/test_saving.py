@@ -15,7 +15,7 @@ from torch import nn
 import shardlib as sl
 from shardlib.booster import Booster, LowLevelZeroPlugin, TorchDDPPlugin
 from shardlib.errors import CheckpointError, PlanError, ShardingError
-from tests.booster.test_plugins import OWN, TOLERANCE, made
+from tests.booster.plugins import OWN, TOLERANCE, made
 from tests.booster.training import Run, Trained, gpt, plainly
 
 

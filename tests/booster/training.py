@@ -14,8 +14,8 @@ from torch import nn
 import shardlib as sl
 from shardlib.booster import Booster
 from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
-from tests.engine.low_precision import whole
 from tests.engine.mixture import Mixture
+from tests.engine.whole import whole
 
 STEPS, ROWS, VOCAB = 4, 8, 16
 

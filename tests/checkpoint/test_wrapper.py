@@ -17,7 +17,7 @@ from shardlib import checkpoint
 from shardlib.testing import shared_pool
 from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
 from shardlib.transforms import LossScale, Transform
-from tests.checkpoint.training import _whole
+from tests.checkpoint.training import whole
 
 RECIPES = {
     "fp16": sl.precision("fp16", scaler=LossScale(init_scale=2.0**10, growth_interval=2)),
@@ -70,7 +70,7 @@ class Run:
         found = dict(sl.full_state_dict(self.model))
         for name, param in self.model.named_parameters():
             for key, value in self.optimizer.state.get(param, {}).items():
-                found[f"{name} {key}"] = _whole(param, value.detach())
+                found[f"{name} {key}"] = whole(param, value.detach())
         for key, value in (self.optimizer.scaler.state_dict() if self.optimizer.scaler else {}).items():
             found[f"scaler {key}"] = torch.tensor(value)
         return {name: value.detach().cpu().clone() for name, value in found.items()}

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 import shardlib as sl
 from shardlib import checkpoint
 from shardlib.engine.held import held_of, local_of
+from shardlib.testing.equivalence.measure import distance, scale_of
 from shardlib.testing.strategies import Case
-from tests.engine.same_numbers import local_rows, relative
 
-# Sums reordered by another mesh differ by roundings; tests/engine/same_numbers.py says why only a wrong number passes
-# 1e-10. eps=1e-4 keeps AdamW from dividing noise by itself where a gradient is zero in exact arithmetic.
+# Sums reordered by another mesh differ by roundings; `shardlib.testing.equivalence.measure` says how far.
+# eps=1e-4 keeps AdamW from dividing noise by itself where a gradient is zero in exact arithmetic.
 TOLERANCE = 1e-10
 
 
@@ -50,7 +50,9 @@ class Run:
             self.optimizer.zero_grad()
             batch = self.case.batch(step)
             batch = batch.double() if batch.is_floating_point() else batch
-            spread(self.model(local_rows(batch, sl.plan_of(self.model).mesh))).backward()
+            shape = sl.plan_of(self.model).mesh
+            index, count = shape.data_place(shape.coordinate(dist.get_rank()))
+            spread(self.model(batch.chunk(count)[index])).backward()
             self.optimizer.step()
             self.scheduler.step()
         return self
@@ -68,12 +70,12 @@ class Run:
         found = {f"model {name}": value for name, value in sl.full_state_dict(self.model).items()}
         for name, param in self.model.named_parameters():
             for key, value in self.optimizer.state.get(param, {}).items():
-                found[f"optimizer {name} {key}"] = _whole(param, value.detach())
+                found[f"optimizer {name} {key}"] = whole(param, value.detach())
         found["lr"] = torch.tensor(self.optimizer.param_groups[0]["lr"], dtype=torch.float64)
         return {name: value.detach().cpu().clone() for name, value in found.items()}
 
 
-def _whole(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def whole(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """State of all ranks. The engine gathers what it has cut: `full_tensor` is wrong for a fused dim over two axes."""
     held = held_of(param)
     if held is not None and held.is_part(value):
@@ -90,7 +92,7 @@ def spread(output: torch.Tensor) -> torch.Tensor:
 def differences(got: State, want: State) -> dict[str, float]:
     """What differs by more than rounding."""
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
-    found = {name: relative(got[name], want[name]) for name in want}
+    found = {name: distance(got[name], want[name], scale_of(want[name], 1.0)) for name in want}
     return {name: off for name, off in found.items() if not off <= TOLERANCE}
 
 

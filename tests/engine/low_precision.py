@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
+from tests.engine.whole import whole
 
 STEPS = 5
 
@@ -56,7 +56,3 @@ def train(mesh: str, *transforms: Any, dtype: torch.dtype = torch.float32, clip:
         losses.append(total.item() / dist.get_world_size())
         skipped.append(optimizer.step_was_skipped)
     return Trained(losses, skipped, torch.cat(gradients))
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +18,19 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.errors import ShardingError
-from tests.engine import models
-from tests.engine.same_numbers import assert_same_numbers, data_place, local_rows, values
+from shardlib.testing import assert_equivalent
+from shardlib.testing.models import Numbers, Transformer, batch_for, rules_for
+from tests.engine.whole import values, whole
 
 MESHES = {"tp=2": 2, "dp=2": 2, "dp=2,tp=2": 4, "dp=2,fsdp=2": 4}
-_SEQUENCE = {"blocks.*.output": "batch seq@tp embed"}
+GPT = functools.partial(Transformer, vocab=15, heads=4, layers=2, tied=True)
 
 
-def _gpt_rules(more: dict[str, Any] | None = None) -> sl.Rules:
-    return sl.Rules({**models.GPT_RULES, **(more or {})}, sizes=models.GPT_SIZES, unmatched="replicate")
+def _mine(global_batch: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """This rank's rows."""
+    shape = sl.plan_of(model).mesh
+    index, count = shape.data_place(shape.coordinate(dist.get_rank()))
+    return global_batch.chunk(count)[index]
 
 
 # --- masks, bit for bit -------------------------------------------------------------------------------------------
@@ -58,27 +63,21 @@ class _Masks(nn.Module):
 
 
 def _masks(mesh: str) -> None:
-    (x,), _ = _inputs(0)
+    x = Numbers((8, 3, 6))(0)
     reference = _Masks().double()
     torch.manual_seed(dist.get_rank())  # exact means that the first rank's state is everybody's
     model = sl.shard_model(
         copy.deepcopy(reference), mesh, {"up": "colwise", "down": "rowwise"}, rng="exact", check=False
     )
-    index, count = data_place(sl.plan_of(model).mesh)
     for step in range(2):
         torch.manual_seed(step)
-        found = model(local_rows(x, sl.plan_of(model).mesh))
+        found = model(_mine(x, model))
         torch.manual_seed(step)
         with sl.exact_random():
             wanted = reference(x)
-        for name, whole in wanted.items():
-            mine = whole if name == "weight" else whole.chunk(count)[index]
-            assert torch.equal(found[name], mine), name
-            assert name in ("depth", "noise") or len(whole.unique()) > 1, name
-
-
-def _inputs(step: int) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
-    return (torch.randn(8, 3, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64),), {}
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value if name == "weight" else _mine(value, model)), name
+            assert name in ("depth", "noise") or len(value.unique()) > 1, name
 
 
 @pytest.mark.filterwarnings("ignore:No rule splits")
@@ -103,24 +102,16 @@ def test_all_ranks_go_on_from_the_random_state_of_the_first(ranks):
 # --- training -----------------------------------------------------------------------------------------------------
 
 
-def _train(
-    make_model: Callable[[], nn.Module], make_batch: Any, loss_of: Any, mesh: str, rules: Any, options: dict[str, Any]
-) -> None:
-    options = {"steps": 2, "rng": "exact", "same_random": True, "compile": None, **options}
-    assert_same_numbers(make_model, make_batch, loss_of, mesh, rules, **options)
-
-
-def _gpt(checkpointed: bool | None = None) -> nn.Module:
-    model = models.gpt(dropout=0.1)
-    return model if checkpointed is None else _Checkpointed(model, use_reentrant=checkpointed)
+def _prove(model: Callable[[], nn.Module], batch: Any, mesh: str, rules: Any, **options: Any) -> None:
+    assert_equivalent(model, batch, mesh, rules, **{"rng": "exact", "steps": 2, **options})
 
 
 class _Checkpointed(nn.Module):
     """The GPT, whose blocks are computed again in backward, and with them a dropout that no module draws."""
 
-    def __init__(self, inner: nn.Module, *, use_reentrant: bool) -> None:
+    def __init__(self, inner: Transformer, *, use_reentrant: bool) -> None:
         super().__init__()
-        self.inner, self.use_reentrant, self.config = inner, use_reentrant, inner.config
+        self.inner, self.use_reentrant = inner, use_reentrant
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.inner.embed(ids) + self.inner.position(torch.arange(ids.shape[1]))
@@ -129,29 +120,36 @@ class _Checkpointed(nn.Module):
         return self.inner.head(self.inner.norm(x))
 
 
-def _train_gpt(mesh: str, more: dict[str, Any], options: dict[str, Any], checkpointed: bool | None = None) -> None:
-    _train(lambda: _gpt(checkpointed), models.tokens, models.spread, mesh, _gpt_rules(more), options)
+def _dropping(checkpointed: bool | None = None) -> nn.Module:
+    model = GPT(dropout=0.1)
+    return model if checkpointed is None else _Checkpointed(model, use_reentrant=checkpointed)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_the_gpt_trains_with_dropout(ranks, mesh: str):
-    ranks(MESHES[mesh]).run(_train_gpt, mesh, {}, {})
+def _prove_gpt(mesh: str, *, checkpointed: bool | None = None, sequence: bool = False, **options: Any) -> None:
+    rules = rules_for(GPT(), sequence=sequence)
+    _prove(functools.partial(_dropping, checkpointed), batch_for(GPT()), mesh, rules, **options)
 
 
-def test_the_gpt_trains_with_dropout_of_a_split_sequence(ranks):
-    ranks(2).run(_train_gpt, "tp=2", _SEQUENCE, {})
-    ranks(4).run(_train_gpt, "dp=2,tp=2", _SEQUENCE, {})
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=pytest.mark.deep) for mesh in MESHES if mesh != "dp=2,tp=2"])
+def test_the_gpt_trains_with_dropout(mesh: str):
+    _prove_gpt(mesh)
 
 
-def test_each_of_several_backward_passes_has_masks_of_its_own(ranks):
-    ranks(4).run(_train_gpt, "dp=2,tp=2", {}, {"accumulate": 2})
+@pytest.mark.parametrize("mesh", [pytest.param("tp=2", marks=pytest.mark.deep), "dp=2,tp=2"])
+def test_the_gpt_trains_with_dropout_of_a_split_sequence(mesh: str):
+    _prove_gpt(mesh, sequence=True)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,fsdp=2", "dp=2,tp=2"])
+def test_each_of_several_backward_passes_has_masks_of_its_own(mesh: str):
+    _prove_gpt(mesh, accumulate=2)
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
-def test_checkpointing_draws_again_what_forward_drew(ranks, mesh: str, use_reentrant: bool):
-    ranks(MESHES[mesh]).run(_train_gpt, mesh, {}, {}, use_reentrant)
+def test_checkpointing_draws_again_what_forward_drew(mesh: str, use_reentrant: bool):
+    _prove_gpt(mesh, checkpointed=use_reentrant)
 
 
 class _Torch(nn.Module):
@@ -169,66 +167,39 @@ class _Torch(nn.Module):
         return self.recurrent(self.layer(x))[0]
 
 
-def _sequences(step: int) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
-    return (torch.randn(8, 5, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64),), {}
-
-
 _TORCH_RULES = {"attention": "(qkv heads@tp head)", "attention.out_proj": "rowwise", "layer.linear1": "colwise",
                 "layer.linear2": "rowwise"}  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2", "dp=2,tp=2"])
-def test_modules_of_torch_train_with_dropout(ranks, mesh: str):
+@pytest.mark.parametrize("mesh", [*(pytest.param(m, marks=pytest.mark.deep) for m in ("tp=2", "dp=2")), "dp=2,tp=2"])
+def test_modules_of_torch_train_with_dropout(mesh: str):
     rules = sl.Rules(_TORCH_RULES, sizes={"qkv": 3, "heads": 4}, unmatched="replicate")
-    options = {"optimizer": torch.optim.SGD}
-    ranks(MESHES[mesh]).run(_train, _Torch, _sequences, models.spread, mesh, rules, options)
-
-
-def _train_gpt2(mesh: str, attention: str) -> None:
-    from tests.families import transformer_models as hf
-
-    def make() -> nn.Module:
-        return hf.build("GPT2LMHeadModel", attention, attn_pdrop=0.2, embd_pdrop=0.1, resid_pdrop=0.1, use_cache=False)
-
-    def batch(step: int) -> Any:
-        return hf.text(step)
-
-    options = {"optimizer": torch.optim.SGD}
-    _train(make, batch, lambda out: models.spread(out.logits), mesh, sl.layouts.load("gpt2"), options)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
-def test_gpt2_of_hugging_face_trains_with_attention_dropout(ranks, mesh: str, attention: str):
-    ranks(MESHES[mesh]).run(_train_gpt2, mesh, attention)
+    _prove(_Torch, Numbers((8, 5, 8)), mesh, rules, optimizer=functools.partial(torch.optim.SGD, lr=1e-2))
 
 
 # --- compiled -----------------------------------------------------------------------------------------------------
 
 
 def _trained(
-    compile: str | None, mesh: str, more: dict[str, Any], attention: bool
+    compile: str | None, mesh: str, sequence: bool, attention: bool
 ) -> tuple[list[torch.Tensor], tuple[str, ...]]:
     """Outputs and gradients of two passes in float32, and what the plan says of compilation."""
     torch.manual_seed(0)
-    model = models.gpt(dropout=0.09)  # 1 / 0.91 is another float32 than 1 / float32(0.91)
+    model = GPT(dropout=0.09)  # 1 / 0.91 is another float32 than 1 / float32(0.91)
     for block in () if attention else model.blocks:
         block.attn.dropout = 0.0
-    model = sl.shard_model(model, mesh, _gpt_rules(more), rng="exact", compile=compile)
+    model = sl.shard_model(model, mesh, rules_for(model, sequence=sequence), rng="exact", compile=compile)
     outputs = []
     for step in range(2):
-        (ids,), _ = local_rows(models.tokens(step), sl.plan_of(model).mesh)
-        outputs.append(model(ids))
-        models.spread(outputs[-1]).backward()
-    gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
-    return [t.detach() for t in (*outputs, *gradients)], sl.plan_of(model).notes
+        outputs.append(model(_mine(batch_for(GPT())(step), model)))
+        outputs[-1].square().mean().backward()
+    return [t.detach() for t in (*outputs, *(whole(p.grad) for p in model.parameters()))], sl.plan_of(model).notes
 
 
-def _compiled_bits(mesh: str, more: dict[str, Any], attention: bool) -> None:
-    eager, said = _trained(None, mesh, more, attention)
+def _compiled_bits(mesh: str, sequence: bool, attention: bool) -> None:
+    eager, said = _trained(None, mesh, sequence, attention)
     assert said == ()
-    compiled, said = _trained("auto", mesh, more, attention)
+    compiled, said = _trained("auto", mesh, sequence, attention)
     assert said == ("Compiled with aot_eager: blocks.0, blocks.1.",)
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
     assert not torch.equal(compiled[0], compiled[1])
@@ -236,27 +207,37 @@ def _compiled_bits(mesh: str, more: dict[str, Any], attention: bool) -> None:
 
 # Not with a split sequence on dp=2,tp=2: gradients of the norms are partial sums there, which compiled blocks add up
 # over the two axes in another order than eager ones, dropout or not (1e-7 in float32).
-@pytest.mark.covering
-@pytest.mark.parametrize(("mesh", "more"), [("tp=2", {}), ("dp=2,tp=2", {}), ("tp=2", _SEQUENCE)], ids=str)
-@pytest.mark.parametrize("attention", [True, False])
-def test_compiled_blocks_have_the_bits_of_eager_ones(ranks, mesh: str, more: dict[str, Any], attention: bool):
-    ranks(MESHES[mesh]).run(_compiled_bits, mesh, more, attention)
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("mesh", "sequence", "attention"),
+    [
+        ("dp=2,tp=2", False, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in (
+                ("dp=2,tp=2", False, False),
+                *itertools.product(["tp=2"], [False, True], [False, True]),
+            )
+        ),
+    ],
+)
+def test_compiled_blocks_have_the_bits_of_eager_ones(ranks, mesh: str, sequence: bool, attention: bool):
+    ranks(MESHES[mesh]).run(_compiled_bits, mesh, sequence, attention)
 
 
-def _train_compiled(mesh: str, backend: str, checkpointed: bool | None = None) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
-        _train_gpt(mesh, {}, {"compile": backend}, checkpointed)
+@pytest.mark.compiled
+@pytest.mark.deep
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+def test_blocks_compiled_by_inductor_train_with_dropout(mesh: str):
+    _prove_gpt(mesh, compile="inductor")
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.deep)])
-def test_blocks_compiled_by_inductor_train_with_dropout(ranks, mesh: str):
-    ranks(MESHES[mesh]).run(_train_compiled, mesh, "inductor")
-
-
-@pytest.mark.parametrize("use_reentrant", [pytest.param(False, marks=pytest.mark.deep), True])
-def test_compiled_blocks_are_checkpointed(ranks, use_reentrant: bool):
-    ranks(4).run(_train_compiled, "dp=2,tp=2", "auto", use_reentrant)
+@pytest.mark.compiled
+@pytest.mark.deep
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_compiled_blocks_are_checkpointed(use_reentrant: bool):
+    """Under `shardlib.checkpoint_activations` they are by default: see test_recompute.py."""
+    _prove_gpt("dp=2,tp=2", checkpointed=use_reentrant, compile="auto")
 
 
 # --- errors -------------------------------------------------------------------------------------------------------
@@ -318,20 +299,20 @@ def _made_on(mesh: str, init: Any) -> tuple[dict[str, torch.Tensor], int]:
 
     torch.manual_seed(3 + dist.get_rank())
     with torch.device("meta"):
-        model = models.gpt(tied=False, context=4)
-    sl.shard_model(model, mesh, _gpt_rules({"head": "colwise"}), init=watch, rng="exact", compile=None)
+        model = GPT(tied=False)
+    sl.shard_model(model, mesh, rules_for(model), init=watch, rng="exact", compile=None)
     return values(model), largest
 
 
 @pytest.mark.filterwarnings("ignore:aten.linalg_qr")
 @pytest.mark.parametrize("init", ["function", "reset_parameters"])
 def test_initial_values_are_those_of_one_device_on_every_mesh(ranks, init: str):
-    one_device = models.gpt(tied=False, context=4)
+    one_device = GPT(tied=False)
     with sl.exact_random(3):
         for module in one_device.modules():
             _init(module) if init == "function" else getattr(module, "reset_parameters", lambda: None)()
     wanted = values(one_device)
-    for mesh, world_size in {"tp=1": 1, "tp=2": 2, "dp=2": 2, "dp=2,tp=2": 4, "tp=4": 4}.items():
+    for mesh, world_size in {"tp=1": 1, "dp=2": 2, "dp=2,tp=2": 4, "tp=4": 4}.items():
         for found, largest in ranks(world_size).run(_made_on, mesh, init):
             assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
             if "tp" in mesh and world_size > 1:

@@ -18,7 +18,7 @@ from shardlib.engine.recording import record_collectives
 from shardlib.optim import Lamb
 from shardlib.testing import equivalent
 from tests.engine.mixture import CHOICES, EMBED, EXPERTS, Experts, Mixture, Model
-from tests.engine.same_numbers import whole
+from tests.engine.whole import whole
 
 _ROWS, _SEQ = 8, 3
 RULES = sl.Rules({"experts.up": "expert@ep ff embed", "experts.down": "expert@ep embed ff"}, unmatched="replicate")

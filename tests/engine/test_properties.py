@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -73,6 +74,8 @@ def test_a_transformer(case: Case):
     _train(case)
 
 
+@pytest.mark.compiled
+@pytest.mark.deep
 @settings(max_examples=max(2, _ALL // 12))
 @given(case=strategies.cases(strategies.transformers(dropout=True, min_layers=2), meshes=_FOUR))
 def test_a_transformer_of_compiled_blocks(case: Case):

@@ -15,8 +15,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardlib as sl
 from shardlib.errors import CheckpointError, InputError, MeshError, PlanError, ShardingError
-from tests.engine import models
-from tests.engine.same_numbers import assert_same_numbers, local_rows, whole
+from shardlib.testing import assert_equivalent
+from shardlib.testing.models import MLP, Numbers, rules_for
+from tests.engine.whole import whole
+
+RULES = rules_for(MLP())
+ROWS = Numbers((8, 6))
 
 
 def _message(error: type[Exception], act: Callable[[], Any]) -> str:
@@ -25,13 +29,13 @@ def _message(error: type[Exception], act: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def _mlp(seed: int = 0) -> models.MLP:
+def _mlp(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return models.MLP().double()
+    return MLP(width=7).double()
 
 
 def _wrong_world() -> str:
-    return _message(MeshError, lambda: sl.shard_model(_mlp(), "dp=2,tp=2", models.MLP_RULES))
+    return _message(MeshError, lambda: sl.shard_model(_mlp(), "dp=2,tp=2", RULES))
 
 
 def test_mesh_of_another_size_than_the_job(ranks):
@@ -42,8 +46,8 @@ def test_mesh_of_another_size_than_the_job(ranks):
 
 
 def _twice() -> str:
-    model = sl.shard_model(_mlp(), "tp=2", models.MLP_RULES)
-    return _message(ShardingError, lambda: sl.shard_model(model, "tp=2", models.MLP_RULES))
+    model = sl.shard_model(_mlp(), "tp=2", RULES)
+    return _message(ShardingError, lambda: sl.shard_model(model, "tp=2", RULES))
 
 
 def test_model_sharded_twice(ranks):
@@ -55,7 +59,7 @@ def test_model_sharded_twice(ranks):
 def _foreign() -> str:
     model = _mlp()
     model.up.weight = nn.Parameter(distribute_tensor(model.up.weight.detach(), sl.mesh("tp=2"), [Shard(0)]))
-    return _message(ShardingError, lambda: sl.shard_model(model, "tp=2", models.MLP_RULES))
+    return _message(ShardingError, lambda: sl.shard_model(model, "tp=2", RULES))
 
 
 def test_model_sharded_by_something_else(ranks):
@@ -68,8 +72,8 @@ def test_model_sharded_by_something_else(ranks):
 def _early_optimizer() -> str:
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sl.shard_model(model, "tp=2", models.MLP_RULES)
-    models.spread(model(*models.rows(0)[0])).backward()
+    sl.shard_model(model, "tp=2", RULES)
+    model(ROWS(0)).square().mean().backward()
     return _message(ShardingError, optimizer.step)
 
 
@@ -82,7 +86,7 @@ def test_optimizer_built_before_sharding(ranks):
 
 
 def _wrong_device() -> str:
-    model = sl.shard_model(_mlp(), "tp=2", models.MLP_RULES)
+    model = sl.shard_model(_mlp(), "tp=2", RULES)
     return _message(InputError, lambda: model(torch.empty(8, 6, device="meta")))
 
 
@@ -115,7 +119,7 @@ def test_ranks_with_different_rules(ranks):
 def _other_weights() -> tuple[str, bool]:
     model = _mlp(seed=dist.get_rank() // 2)
     before = dict(model.named_parameters())
-    message = _message(ShardingError, lambda: sl.shard_model(model, "dp=2,tp=2", models.MLP_RULES))
+    message = _message(ShardingError, lambda: sl.shard_model(model, "dp=2,tp=2", RULES))
     return message, all(before[name] is p for name, p in model.named_parameters())
 
 
@@ -133,7 +137,7 @@ def test_ranks_with_different_first_weights(ranks):
 
 
 def _other_batches() -> str:
-    model = sl.shard_model(_mlp(), "dp=2,tp=2", models.MLP_RULES)
+    model = sl.shard_model(_mlp(), "dp=2,tp=2", RULES)
     return _message(InputError, lambda: model(torch.full((2, 6), float(dist.get_rank()), dtype=torch.float64)))
 
 
@@ -149,8 +153,8 @@ def test_model_ranks_with_different_batches(ranks):
 
 
 def _wrong_shape() -> str:
-    model = sl.shard_model(_mlp(), "tp=2", models.MLP_RULES)
-    state = models.MLP(width=8).double().state_dict()
+    model = sl.shard_model(_mlp(), "tp=2", RULES)
+    state = MLP(width=8).double().state_dict()
     return _message(CheckpointError, lambda: model.load_state_dict(state))
 
 
@@ -164,9 +168,9 @@ def test_state_dict_of_another_model(ranks):
 def _unknown_backend() -> tuple[str, bool]:
     model = _mlp()
     before = [*model.parameters()], copy.copy(model._forward_hooks), copy.copy(model._forward_pre_hooks)
-    message = _message(ShardingError, lambda: sl.shard_model(model, "tp=2", models.MLP_RULES, compile="fast"))
+    message = _message(ShardingError, lambda: sl.shard_model(model, "tp=2", RULES, compile="fast"))
     after = [*model.parameters()], copy.copy(model._forward_hooks), copy.copy(model._forward_pre_hooks)
-    sl.shard_model(model, "tp=2", models.MLP_RULES)
+    sl.shard_model(model, "tp=2", RULES)
     return message, all(x is y for x, y in zip(before[0], after[0], strict=True)) and before[1:] == after[1:]
 
 
@@ -190,7 +194,7 @@ def test_a_pipeline_axis_without_stages(ranks):
 
 
 def _plan_for_another_mesh() -> str:
-    plan = sl.plan(_mlp(), "tp=4", models.MLP_RULES)
+    plan = sl.plan(_mlp(), "tp=4", RULES)
     return _message(PlanError, lambda: sl.shard_model(_mlp(), "tp=2", plan))
 
 
@@ -218,10 +222,10 @@ def test_a_lazy_module(ranks):
 
 
 def _failing_forward() -> bool:
-    model = sl.shard_model(_mlp(), "tp=2", models.MLP_RULES)
+    model = sl.shard_model(_mlp(), "tp=2", RULES)
     with pytest.raises(RuntimeError):
         model(torch.zeros(8, 5, dtype=torch.float64))
-    models.spread(model(*models.rows(0)[0])).backward()
+    model(ROWS(0)).square().mean().backward()
     return isinstance(model.up.weight.grad, DTensor)
 
 
@@ -246,8 +250,11 @@ _TO_SOMETHING_ELSE = [
 
 
 def _converted(mesh: str, *transforms: Any) -> list[str]:
-    model = sl.shard_model(_mlp(), mesh, models.MLP_RULES, transforms=transforms)
-    models.spread(model(*local_rows(models.rows(0)[0], sl.MeshShape(mesh)))).backward()
+    model, shape = _mlp(), sl.MeshShape(mesh)
+    model.register_buffer("offset", torch.ones(6, dtype=torch.float64), persistent=False)
+    model = sl.shard_model(model, mesh, RULES, transforms=transforms)
+    index, count = shape.data_place(shape.coordinate(dist.get_rank()))
+    model(ROWS(0).chunk(count)[index]).square().mean().backward()
     tensors = [*model.parameters(), *(p.grad for p in model.parameters()), model.offset]
     values = [whole(tensor).clone() for tensor in tensors]
     assert all(convert(model) in (model, model.down) for convert in _TO_WHAT_IT_IS)
@@ -286,7 +293,7 @@ def test_a_conversion_that_would_change_a_sharded_model(ranks, mesh: str, transf
 
 def _fused_over_two_axes() -> str:
     rules = sl.Rules({"up": "(two half@(sp,tp))", "down": None}, sizes={"two": 2})
-    return _message(PlanError, lambda: sl.shard_model(models.MLP(8), "sp=2,tp=2", rules))
+    return _message(PlanError, lambda: sl.shard_model(MLP(width=8), "sp=2,tp=2", rules))
 
 
 def test_a_fused_dim_over_two_model_axes(ranks):
@@ -299,7 +306,7 @@ def test_a_fused_dim_over_two_model_axes(ranks):
 
 def _fused_activation_over_two_axes() -> str:
     rules = sl.Rules({"up.output": "batch (two half@(sp,tp))", "**": None}, sizes={"two": 2})
-    return _message(PlanError, lambda: sl.shard_model(models.MLP(8), "sp=2,tp=2", rules))
+    return _message(PlanError, lambda: sl.shard_model(MLP(width=8), "sp=2,tp=2", rules))
 
 
 def test_an_activation_with_a_fused_dim_over_two_model_axes(ranks):
@@ -311,7 +318,7 @@ def test_an_activation_with_a_fused_dim_over_two_model_axes(ranks):
 
 
 def _uneven_in_another_order() -> tuple[str, bool]:
-    model = models.MLP(7)
+    model = MLP(width=7)
     before = dict(model.named_parameters())
     rules = sl.Rules({"up.bias": "out@(sp,tp)"}, unmatched="replicate")
     message = _message(PlanError, lambda: sl.shard_model(model, "dp=1,tp=2,sp=2", rules))
@@ -329,8 +336,8 @@ def test_an_uneven_dim_whose_axes_stand_in_another_order(ranks):
 
 def _uneven_activation(layout: str) -> str:
     rules = sl.Rules({"up.output": layout}, unmatched="replicate")
-    model = sl.shard_model(models.MLP(7).double(), "tp=2,sp=2", rules)
-    return _message(InputError, lambda: model(*models.rows(0)[0]))
+    model = sl.shard_model(MLP(width=7).double(), "tp=2,sp=2", rules)
+    return _message(InputError, lambda: model(ROWS(0)))
 
 
 @pytest.mark.parametrize("layout", ["batch width@(sp,tp)", "batch (two=2 half@tp)"])
@@ -343,19 +350,15 @@ def test_an_uneven_activation_of_equal_pieces(ranks, layout: str):
     )
 
 
-def _even_in_another_order() -> None:
-    rules = {"up": "out@(sp,tp) in", "down": "rowwise", "up.output": "batch width@(sp,tp)"}
-    assert_same_numbers(lambda: models.MLP(8), models.rows, models.spread, "tp=2,sp=2", rules)
-
-
-def test_an_even_dim_may_be_split_in_any_order(ranks):
-    ranks(4).run(_even_in_another_order)
+def test_an_even_dim_may_be_split_in_any_order():
+    rules = sl.Rules({"up": "out@(sp,tp) in", "up.output": "batch width@(sp,tp)"}, unmatched="replicate")
+    assert_equivalent(MLP, ROWS, "tp=2,sp=2", rules, steps=1)
 
 
 def _idle_axis() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sl.shard_model(_mlp(), "model=2", models.MLP_RULES)
+        sl.shard_model(_mlp(), "model=2", RULES)
     return [str(warning.message) for warning in caught if "model axis" in str(warning.message)]
 
 
@@ -374,7 +377,7 @@ def _forgotten_root() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            head(body(*models.rows(0)[0])).sum().backward()
+            head(body(ROWS(0))).sum().backward()
             optimizer.step()
     return [str(warning.message) for warning in caught]
 
@@ -387,16 +390,16 @@ def test_blocks_sharded_and_the_root_forgotten(ranks):
 
 
 def test_options_that_are_none():
-    assert _message(ShardingError, lambda: sl.shard_model(_mlp(), "tp=1", models.MLP_RULES, compile="fast")) == (
+    assert _message(ShardingError, lambda: sl.shard_model(_mlp(), "tp=1", RULES, compile="fast")) == (
         'compile=\'fast\' was given; give "auto", "aot_eager", "inductor", or None for eager.'
     )
-    assert _message(PlanError, lambda: sl.shard_model(_mlp(), "tp=1", models.MLP_RULES, bucket_mb=0)) == (
+    assert _message(PlanError, lambda: sl.shard_model(_mlp(), "tp=1", RULES, bucket_mb=0)) == (
         "bucket_mb=0 was given; give a positive number of megabytes, such as 25."
     )
     assert _message(PlanError, lambda: sl.plan(None, "tp=2", {})) == (
         "A model was given as NoneType; give a torch.nn.Module, on any device or meta."
     )
-    assert _message(PlanError, lambda: sl.plan(_mlp(), "tp=2", models.MLP_RULES, transforms=[3])) == (
+    assert _message(PlanError, lambda: sl.plan(_mlp(), "tp=2", RULES, transforms=[3])) == (
         "A transform was given as 3; give functions that take a Plan and return a Plan."
     )
     assert _message(MeshError, lambda: sl.MeshShape(8)) == (
@@ -406,8 +409,8 @@ def test_options_that_are_none():
 
 
 def _plan_what_is_sharded() -> None:
-    model = sl.shard_model(_mlp(), "tp=1", models.MLP_RULES)
-    assert _message(PlanError, lambda: sl.plan(model, "tp=2", models.MLP_RULES, example=models.rows(0)[0])) == (
+    model = sl.shard_model(_mlp(), "tp=1", RULES)
+    assert _message(PlanError, lambda: sl.plan(model, "tp=2", RULES, example=(ROWS(0),))) == (
         "The model is sharded already. Make the plan, with its example, from the single-device model, before "
         "shard_model; a model on `meta` will do."
     )

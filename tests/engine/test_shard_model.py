@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,54 +16,58 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
-from tests.engine import models
-from tests.engine.same_numbers import (
-    TOLERANCE,
-    assert_same_numbers,
-    data_place,
-    gradients,
-    local_rows,
-    relative,
-    values,
+from shardlib.testing import assert_equivalent
+from shardlib.testing.models import MLP, Numbers, Transformer, batch_for, rules_for
+
+# Neither the vocabulary nor the width of the MLP divides by the ranks of any mesh; queries, keys and values are one
+# layer, the head's weight is the embedding's.
+GPT = functools.partial(Transformer, vocab=15, heads=4, layers=2, tied=True)
+UNEVEN = functools.partial(MLP, width=7)
+RULES = rules_for(MLP())
+SGD = functools.partial(torch.optim.SGD, lr=1e-2)
+
+
+def _prove(mesh: str, model: Callable[[], nn.Module] = UNEVEN, rules: Any = None, **options: Any) -> None:
+    made = model()
+    given = {"rules": rules_for(made) if rules is None else rules, "rng": "fast", "steps": 2, **options}
+    assert_equivalent(model, batch_for(made), mesh, **given)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "compile"),
+    [
+        *((mesh, None) for mesh in ("tp=2", "tp=4", "dp=2,tp=2", "dp=4", "dp=2,fsdp=2")),
+        pytest.param("dp=2,tp=2", "auto", marks=pytest.mark.compiled),
+        *(
+            pytest.param(mesh, "auto", marks=[pytest.mark.compiled, pytest.mark.deep])
+            for mesh in ("tp=2", "tp=4", "dp=4", "dp=2,fsdp=2")
+        ),
+    ],
 )
-
-MESHES = {"tp=2": 2, "tp=4": 4, "dp=2,tp=2": 4, "dp=4": 4, "dp=2,fsdp=2": 4}
-
-
-def _gpt_case(mesh: str, changes: dict[str, Any], options: dict[str, Any]) -> None:
-    rules = sl.Rules(models.GPT_RULES, sizes=models.GPT_SIZES, unmatched="replicate")
-    assert_same_numbers(lambda: models.gpt(**changes), models.tokens, models.spread, mesh, rules, **options)
+def test_gpt_with_fused_qkv_and_tied_head(mesh: str, compile: str | None):
+    _prove(mesh, GPT, compile=compile, steps=3)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("compile", [None, "auto"])
-def test_gpt_with_fused_qkv_and_tied_head(ranks, mesh, compile):
-    ranks(MESHES[mesh]).run(_gpt_case, mesh, {}, {"compile": compile})
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 3}, {"accumulate": 2, "no_sync": True}, {"bucket_mb": 1e-3}], ids=str
+)
+def test_several_passes_and_many_small_buckets_give_the_same_gradients(options: dict[str, Any]):
+    _prove("dp=2,tp=2", **options)
 
 
-def test_gradients_accumulate_over_backward_passes(ranks):
-    ranks(4).run(_gpt_case, "dp=2,tp=2", {"tied": False}, {"accumulate": 3, "compile": None})
-
-
-def test_many_small_buckets_give_the_same_gradients(ranks):
-    ranks(4).run(_gpt_case, "dp=2,tp=2", {}, {"bucket_mb": 1e-3, "compile": None})
-
-
-def test_size_one_axes_do_nothing(ranks):
-    ranks(2).run(_gpt_case, "dp=1,tp=2", {}, {"compile": None})
-    ranks(1).run(_gpt_case, "dp=1,tp=1", {}, {"compile": None})
+@pytest.mark.parametrize("mesh", ["dp=1,tp=2", "dp=1,tp=1"])
+def test_size_one_axes_do_nothing(mesh: str):
+    _prove(mesh)
 
 
 def _two_steps_on_one_rank(*, sharded: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = models.gpt()
+    model = GPT()
     if sharded:
-        rules = sl.Rules(models.GPT_RULES, sizes=models.GPT_SIZES)
-        model = sl.shard_model(model, "dp=1,tp=1", rules)
+        model = sl.shard_model(model, "dp=1,tp=1", rules_for(model))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(2):
-        models.spread(model(*models.tokens(step)[0])).backward()
+        model(batch_for(GPT())(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.detach() for parameter in model.parameters()]
@@ -72,7 +78,7 @@ def test_a_mesh_of_one_rank_changes_no_bit(ranks):
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-class _Picture(nn.Module):
+class Picture(nn.Module):
     """Weights with channels last in memory, and one with its dims swapped."""
 
     def __init__(self) -> None:
@@ -84,21 +90,13 @@ class _Picture(nn.Module):
         return self.conv(x).mean((2, 3)) @ self.swapped
 
 
-def _pictures(step: int) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
-    return (torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64),), {}
-
-
-def _strides(mesh: str) -> None:
+@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("tp=2", marks=pytest.mark.deep), "dp=2,tp=2"])
+def test_parameters_that_are_not_contiguous(mesh: str):
     rules = sl.Rules({"conv": "colwise"} if "tp" in mesh else {}, unmatched="replicate")
-    assert_same_numbers(_Picture, _pictures, models.spread, mesh, rules)
+    assert_equivalent(Picture, Numbers((8, 3, 5, 5)), mesh, rules, steps=2)
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
-def test_parameters_that_are_not_contiguous(ranks, mesh):
-    ranks(MESHES.get(mesh, 2)).run(_strides, mesh)
-
-
-class _Attending(nn.Module):
+class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention, self.last = nn.MultiheadAttention(8, 4, batch_first=True), nn.Linear(8, 3)
@@ -107,17 +105,8 @@ class _Attending(nn.Module):
         return self.last(x + self.attention(x, x, x, need_weights=False)[0])
 
 
-def _sequences(step: int) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
-    return (torch.randn(8, 5, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64),), {}
-
-
-def _attention_of_torch(given: dict[str, str]) -> None:
-    rules = sl.Rules(given, sizes={"qkv": 3, "heads": 4} if "qkv" in str(given) else {}, unmatched="replicate")
-    assert_same_numbers(_Attending, _sequences, models.spread, "tp=2", rules, optimizer=torch.optim.SGD)
-
-
 @pytest.mark.parametrize(
-    "rules",
+    "given",
     [
         {"attention": "(qkv heads@tp head)", "attention.out_proj": "rowwise"},
         {"attention": "(qkv heads@tp head)"},
@@ -125,17 +114,18 @@ def _attention_of_torch(given: dict[str, str]) -> None:
     ],
     ids=str,
 )
-def test_multihead_attention_of_torch(ranks, rules):
-    ranks(2).run(_attention_of_torch, rules)
+def test_multihead_attention_of_torch(given: dict[str, str]):
+    rules = sl.Rules(given, sizes={"qkv": 3, "heads": 4} if "qkv" in str(given) else {}, unmatched="replicate")
+    assert_equivalent(Attending, Numbers((8, 5, 8)), "tp=2", rules, optimizer=SGD, steps=2)
 
 
-class _Reading(nn.Module):
+class Reading(nn.Module):
     """Modules whose weights others read: a table tied by hand, and a layer that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.norm, self.never_called = nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 6)
-        self.inner = nn.ModuleList(models.MLP() for _ in range(2))
+        self.inner = nn.ModuleList(MLP(width=7) for _ in range(2))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -145,169 +135,138 @@ class _Reading(nn.Module):
         return self.norm(x) @ self.embed.weight.t()
 
 
-def _reading(step: int) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
-    return (torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(step)),), {}
-
-
-def _read_elsewhere(mesh: str, rules: dict[str, str], options: dict[str, Any]) -> None:
-    given = sl.Rules({**rules, "embed": "rowwise"}, unmatched="replicate")
-    assert_same_numbers(_Reading, _reading, models.spread, mesh, given, optimizer=torch.optim.SGD, **options)
+def _ids(step: int) -> torch.Tensor:
+    return torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(step))
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "no_sync": True}, {"compile": None}], ids=str)
-@pytest.mark.parametrize("rules", [{}, models.MLP_RULES, {"never_called": "colwise"}, {"never_called": "rowwise"}])
-def test_weights_that_other_modules_read(ranks, rules, options):
-    ranks(4).run(_read_elsewhere, "dp=2,tp=2", rules, options)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 2, "no_sync": True}, pytest.param({"compile": "auto"}, marks=pytest.mark.compiled)],
+    ids=str,
+)
+@pytest.mark.parametrize("rules", [{}, RULES.rules, {"never_called": "colwise"}, {"never_called": "rowwise"}], ids=str)
+def test_weights_that_other_modules_read(rules: dict[str, str], options: dict[str, Any]):
+    given = sl.Rules({**rules, "embed": "rowwise"}, unmatched="replicate")
+    assert_equivalent(Reading, _ids, "dp=2,tp=2", given, optimizer=SGD, steps=2, **options)
 
 
-def _gradients_of_gradients(rules: dict[str, str]) -> None:
-    torch.manual_seed(0)
-    reference = models.MLP().double()
-    sharded = sl.shard_model(copy.deepcopy(reference), "tp=2", rules, compile=None)
-    for model in (reference, sharded):
-        x = models.rows(0)[0][0].requires_grad_()
-        output = model(x)
-        (slope,) = torch.autograd.grad(models.spread(output), x, create_graph=True)
-        (slope.square().sum() + output.sin().sum()).backward()
-    wanted = gradients(reference)
-    assert all(relative(found, wanted[name]) <= TOLERANCE for name, found in gradients(sharded).items())
+def _penalised(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """As gradient penalties and second-order methods take it."""
+    x = batch.clone().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    return slope.square().mean() + output.sin().mean()
 
 
 @pytest.mark.parametrize(
-    "rules", [models.MLP_RULES, {**models.MLP_RULES, "^output": "batch@tp embed"}, {"up": "colwise", "down": "colwise"}]
+    "rules",
+    [RULES.rules, {**RULES.rules, "^output": "batch@tp embed"}, {"up": "colwise", "mix": "colwise"}],
+    ids=["rowwise", "rows of the output split", "colwise"],
 )
-def test_the_gradient_of_a_gradient(ranks, rules):
-    """As gradient penalties and second-order methods take it."""
-    ranks(2).run(_gradients_of_gradients, rules)
-
-
-def _sequence_parallel(mesh: str) -> None:
-    rules = sl.Rules(
-        {
-            **models.GPT_RULES,
-            "blocks.*.norm1.output": "batch seq embed",
-            "blocks.*.norm2.output": "batch seq embed",
-            "attn.proj.output": "batch seq@tp embed",
-            "mlp.down.output": "batch seq@tp embed",
-            "blocks.*.output": "batch seq@tp embed",
-        },
-        sizes=models.GPT_SIZES,
-        unmatched="replicate",
-    )
-    assert_same_numbers(models.gpt, models.tokens, models.spread, mesh, rules, compile=None)
+def test_the_gradient_of_a_gradient(rules: dict[str, str]):
+    _prove("tp=2", rules=sl.Rules(rules, unmatched="replicate"), loss=_penalised)
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
-def test_residual_stream_laid_out_on_the_sequence(ranks, mesh):
-    ranks(MESHES[mesh]).run(_sequence_parallel, mesh)
+def test_residual_stream_laid_out_on_the_sequence(mesh: str):
+    _prove(mesh, GPT, rules_for(GPT(), sequence=True))
 
 
-def _mlp(mesh: str, width: int, options: dict[str, Any]) -> None:
-    assert_same_numbers(lambda: models.MLP(width), models.rows, models.spread, mesh, models.MLP_RULES, **options)
+@pytest.mark.parametrize("width", [1, 7, *(pytest.param(width, marks=pytest.mark.deep) for width in (3, 8))])
+def test_uneven_and_empty_shards(width: int):
+    _prove("tp=4", functools.partial(MLP, width=width))
 
 
-@pytest.mark.parametrize("width", [1, 3, 7, 8])
-def test_uneven_and_empty_shards(ranks, width):
-    ranks(4).run(_mlp, "tp=4", width, {})
+_ALIKE = [pytest.param(name, marks=pytest.mark.deep) for name in ("Adam", "RMSprop", "Adagrad")]
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
-def test_optimizers_on_local_shards_and_on_dtensors(ranks, optimizer):
-    ranks(4).run(_mlp, "dp=2,tp=2", 7, {"optimizer": getattr(torch.optim, optimizer)})
+@pytest.mark.parametrize("optimizer", ["SGD", "NAdam", "Adafactor", *_ALIKE])
+def test_optimizers_on_local_shards_and_on_dtensors(optimizer: str):
+    _prove("dp=2,tp=2", optimizer=functools.partial(getattr(torch.optim, optimizer), lr=1e-2))
 
 
 # --- what else a loop does ----------------------------------------------------------------------------------------
 
 
-def _pair(mesh: str, **options: Any) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    reference = models.MLP().double()
-    return reference, sl.shard_model(copy.deepcopy(reference), mesh, models.MLP_RULES, **options)
+def _mlp(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = UNEVEN().double()
+    return model if seed == 0 else model.apply(_drawn)
 
 
-def _close(got: dict[str, Any], want: dict[str, Any]) -> None:
-    assert {name: relative(got[name], want[name]) for name in want if relative(got[name], want[name]) > TOLERANCE} == {}
+def _drawn(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
 
 
-def _no_sync() -> None:
-    reference, sharded = _pair("dp=2,tp=2")
-    with sl.no_sync(sharded):
-        models.spread(sharded(*local_rows(models.rows(0)[0], sl.plan_of(sharded).mesh))).backward()
-    own = gradients(sharded)["down.bias"]
-    others = [torch.empty_like(own) for _ in range(4)]
-    dist.all_gather(others, own)
-    assert not torch.equal(others[0], others[3]), "inside no_sync each data rank keeps its own gradient"
-    models.spread(sharded(*local_rows(models.rows(1)[0], sl.plan_of(sharded).mesh))).backward()
-    for step in range(2):
-        models.spread(reference(*models.rows(step)[0])).backward()
-    _close(gradients(sharded), gradients(reference))
+def _rows(step: int) -> torch.Tensor:
+    """This rank's part of a global batch, on "dp=2,tp=2"."""
+    return batch_for(UNEVEN())(step).chunk(2)[dist.get_rank() // 2]
 
 
-def test_no_sync_reduces_the_sum_later(ranks):
-    ranks(4).run(_no_sync)
+def _no_sync() -> torch.Tensor:
+    model = sl.shard_model(_mlp(), "dp=2,tp=2", RULES)
+    with sl.no_sync(model):
+        model(_rows(0)).square().mean().backward()
+    return model.down.bias.grad
 
 
-def _frozen_then_thawed() -> None:
-    reference, sharded = _pair("dp=2,tp=2")
-    for model in (reference, sharded):
-        model.up.requires_grad_(False)
-    for step in range(3):
-        for model in (reference, sharded):
-            model.zero_grad()
-            model.up.requires_grad_(step > 0)
-        models.spread(reference(*models.rows(step)[0])).backward()
-        models.spread(sharded(*local_rows(models.rows(step)[0], sl.plan_of(sharded).mesh))).backward()
-        _close(gradients(sharded), gradients(reference))
+def test_inside_no_sync_each_data_rank_keeps_its_own_gradient(ranks):
+    own = ranks(4).run(_no_sync)
+    assert torch.equal(own[0], own[1])
+    assert not torch.equal(own[0], own[3])
 
 
-def test_frozen_parameters_stay_frozen_and_may_thaw(ranks):
-    ranks(4).run(_frozen_then_thawed)
+def _frozen() -> nn.Module:
+    model = UNEVEN()
+    model.up.requires_grad_(False)
+    return model
 
 
-def _unused() -> None:
-    torch.manual_seed(0)
-    reference = models.Branches().double()
-    sharded = sl.shard_model(copy.deepcopy(reference), "dp=2", {"**": None})
-    index, _ = data_place(sl.MeshShape("dp=2"))
-    for signs in ((1, 1), (1, -1), (-1, -1)):
-        batch = [models.rows(0)[0][0].abs() * sign for sign in signs]
-        for model in (reference, sharded):
-            model.zero_grad()
-        (sum(reference(x).square().mean() for x in batch) / 2).backward()
-        sharded(batch[index]).square().mean().backward()
-        _close(gradients(sharded), gradients(reference))
+def _thaw(model: nn.Module, step: int) -> None:
+    model.up.requires_grad_(step > 0)
 
 
-def test_parameters_unused_on_some_ranks_or_on_all(ranks):
-    ranks(2).run(_unused)
+def test_frozen_parameters_stay_frozen_and_may_thaw():
+    _prove("dp=2,tp=2", _frozen, before_step=_thaw, steps=3)
 
 
-def _clip() -> None:
-    reference, sharded = _pair("dp=2,tp=2")
-    models.spread(reference(*models.rows(0)[0])).backward()
-    models.spread(sharded(*local_rows(models.rows(0)[0], sl.plan_of(sharded).mesh))).backward()
-    want = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
-    got = nn.utils.clip_grad_norm_(sharded.parameters(), 0.01)
-    assert relative(got.full_tensor() if isinstance(got, DTensor) else got, want) <= TOLERANCE
-    _close(gradients(sharded), gradients(reference))
+class Branches(nn.Module):
+    """Uses `left` or `right` for each four rows, by their first element, so that ranks may use different ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.left(four) if four[0, 0] > 0 else self.right(four) for four in x.split(4)])
 
 
-def test_torchs_own_gradient_clipping_sees_the_global_norm(ranks):
-    ranks(4).run(_clip)
+def _signed(step: int) -> torch.Tensor:
+    first, second = ((1, 1), (1, -1), (-1, -1))[step]
+    rows = Numbers((8, 6))(step).abs()
+    return torch.cat([rows[:4] * first, rows[4:] * second])
+
+
+def test_parameters_unused_on_some_ranks_or_on_all():
+    assert_equivalent(Branches, _signed, "dp=2", {"**": None})
+
+
+def test_torchs_own_gradient_clipping_sees_the_global_norm():
+    """What is clipped shows in the step, since SGD takes gradients as large as they are."""
+    _prove("dp=2,tp=2", clip=0.01, optimizer=SGD)
 
 
 def _state_dicts() -> None:
-    reference, sharded = _pair("dp=2,tp=2")
-    _close(sl.full_state_dict(sharded), reference.state_dict())
+    sharded, first, other = sl.shard_model(_mlp(), "dp=2,tp=2", RULES), _mlp().state_dict(), _mlp(1).state_dict()
     saved = copy.deepcopy(sharded.state_dict())
-    assert saved["up.weight"].shape == reference.up.weight.shape
-    torch.manual_seed(1)
-    other = models.MLP().double()
-    sharded.load_state_dict(other.state_dict())
-    _close(values(sharded), values(other))
-    sharded.load_state_dict(saved)
-    _close(values(sharded), values(reference))
+    assert all(tensor.shape == first[name].shape for name, tensor in saved.items())
+    for given, wanted in ((saved, first), (other, other), (saved, first)):
+        sharded.load_state_dict(given)
+        found = sl.full_state_dict(sharded)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_state_dicts_go_round_and_plain_ones_load(ranks):
@@ -315,41 +274,40 @@ def test_state_dicts_go_round_and_plain_ones_load(ranks):
 
 
 def _optimizer_state() -> None:
-    reference, sharded = _pair("dp=2,tp=2")
-    pairs = [(m, torch.optim.AdamW(m.parameters())) for m in (reference, sharded)]
+    reference, sharded = _mlp(), sl.shard_model(_mlp(), "dp=2,tp=2", RULES)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (reference, sharded)]
     for step in range(2):
-        for model, optimizer in pairs:
-            batch = models.rows(step)[0]
-            batch = batch if model is reference else local_rows(batch, sl.plan_of(sharded).mesh)
+        for model, optimizer in zip((reference, sharded), optimizers, strict=True):
             optimizer.zero_grad()
-            models.spread(model(*batch)).backward()
+            rows = batch_for(UNEVEN())(step) if model is reference else _rows(step)
+            model(rows).square().mean().backward()
             optimizer.step()
         if step == 0:  # the state of one device continues the sharded run
-            pairs[1][1].load_state_dict(copy.deepcopy(pairs[0][1].state_dict()))
-    state = pairs[1][1].state[sharded.up.weight]["exp_avg"]
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    state = optimizers[1].state[sharded.up.weight]["exp_avg"]
     assert isinstance(state, DTensor) and state.shape == reference.up.weight.shape
-    assert pairs[1][1].param_groups[0]["fused"] is None, "the kernel chosen for the step is not the user's choice"
-    assert all(p is q for p, q in zip(pairs[1][1].param_groups[0]["params"], sharded.parameters(), strict=True))
-    _close(values(sharded), values(reference))
+    assert optimizers[1].param_groups[0]["fused"] is None, "the kernel chosen for the step is not the user's choice"
+    assert all(p is q for p, q in zip(optimizers[1].param_groups[0]["params"], sharded.parameters(), strict=True))
+    torch.testing.assert_close(sl.full_state_dict(sharded), dict(reference.state_dict()), rtol=1e-10, atol=1e-12)
 
 
 def test_optimizer_state_is_global_outside_and_loads_from_one_device(ranks):
     ranks(4).run(_optimizer_state)
 
 
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = UNEVEN()
+
+    def forward(self, batch: dict[str, Any], scale: float) -> dict[str, Any]:
+        y = self.net(batch["x"][0]) * scale
+        return {"y": [y], "n": len(batch), "sum": (y.sum(), None)}
+
+
 def _nested() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = models.MLP()
-
-        def forward(self, batch: dict[str, Any], scale: float) -> dict[str, Any]:
-            y = self.net(batch["x"][0]) * scale
-            return {"y": [y], "n": len(batch), "sum": (y.sum(), None)}
-
-    torch.manual_seed(0)
-    model = sl.shard_model(Nested().double(), "tp=2", models.MLP_RULES)
-    out = model({"x": [models.rows(0)[0][0]]}, 2.0)
+    model = sl.shard_model(Nested().double(), "tp=2", RULES)
+    out = model({"x": [batch_for(UNEVEN())(0)]}, 2.0)
     assert type(out["y"][0]) is torch.Tensor and out["n"] == 1 and out["sum"][0].item() == out["y"][0].sum().item()
 
 
@@ -357,15 +315,8 @@ def test_nested_structures_in_and_out(ranks):
     ranks(2).run(_nested)
 
 
-def _dropout() -> None:
-    rules = sl.Rules(models.GPT_RULES, sizes=models.GPT_SIZES)
-    assert_same_numbers(
-        lambda: models.gpt(dropout=0.3), models.tokens, models.spread, "tp=2", rules, compile=None, same_random=True
-    )
-
-
-def test_dropout_draws_what_one_device_draws(ranks):
-    ranks(2).run(_dropout)
+def test_dropout_draws_what_one_device_draws():
+    _prove("tp=2", functools.partial(GPT, dropout=0.3))
 
 
 def _data_ranks_draw_differently() -> None:
@@ -381,11 +332,11 @@ def test_data_ranks_have_random_streams_of_their_own(ranks):
 
 
 def _alive_after_training(keeps_its_output: bool) -> bool:
-    model = sl.shard_model(models.MLP(), "dp=2,tp=2", models.MLP_RULES)
+    model = sl.shard_model(_mlp(), "dp=2,tp=2", RULES)
     if keeps_its_output:
         model.register_forward_hook(lambda model, _args, output: setattr(model, "last", output))
     optimizer = torch.optim.AdamW(model.parameters())
-    output = model(models.rows(0)[0][0].float())
+    output = model(_rows(0))
     output.square().mean().backward()
     optimizer.step()
     alive = weakref.ref(model)

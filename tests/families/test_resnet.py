@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,87 +12,51 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from shardlib.engine import ops
 from shardlib.engine.recording import record_collectives
-from tests.engine.same_numbers import TOLERANCE, assert_same_numbers, whole
-from tests.torchvision_on_cpu import import_torchvision
+from shardlib.testing import assert_equivalent
+from tests.families.params import params
+from tests.families.resnet import Case
 
-_ROWS = 4
-
-
-def _adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """Gradients behind a BatchNorm are partly zero in exact arithmetic: noise, divided by itself plus eps.
-
-    The small step keeps training from being chaotic: BatchNorm over few values magnifies what differs by rounding.
-    """
-    return torch.optim.AdamW(parameters, lr=lr / 10, eps=1e-5)
+TOLERANCE = 1e-10  # of float64; sums in another order differ by some 1e-15
+# Gradients behind a BatchNorm are partly zero in exact arithmetic: noise, divided by itself plus eps. The small step
+# keeps training from being chaotic: BatchNorm over few values magnifies what differs by rounding.
+_ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-5)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A ResNet; `block` has two convolutions (as in ResNet-18) or three (as in ResNet-50)."""
-
-    mesh: str
-    block: str = "BasicBlock"
-    blocks: tuple[int, ...] = (1, 1, 1, 1)
-    frozen_statistics: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.mesh} {self.block} {sum(self.blocks)}" + (" frozen" if self.frozen_statistics else "")
-
-    @property
-    def world_size(self) -> int:
-        return sl.MeshShape(self.mesh).world_size
-
-    def make_model(self) -> nn.Module:
-        resnet = import_torchvision().models.resnet
-        model = resnet.ResNet(getattr(resnet, self.block), list(self.blocks), num_classes=5)
-        for module in model.modules():
-            if self.frozen_statistics and isinstance(module, nn.BatchNorm2d):
-                module.eval().requires_grad_(False)
-        return model
-
-    def make_batch(self, step: int) -> Any:
-        draw = torch.Generator().manual_seed(step)
-        return (torch.randn(_ROWS, 3, 48, 48, generator=draw),), {}
-
-
-def _loss(output: torch.Tensor) -> torch.Tensor:
+def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    output = model(*batch[0])
     return output.logsumexp(-1).mean() + output.square().mean()
 
 
 TP2, TP4, DP2, BOTH = "tp=2", "tp=4", "dp=2", "dp=2,tp=2"
 CASES = [
-    Case(TP2, blocks=(2, 2, 2, 2)),
-    pytest.param(Case(TP4, "Bottleneck"), marks=pytest.mark.deep),
-    Case(DP2),
+    Case(TP2, frozen_statistics=True),
     Case(BOTH, "Bottleneck"),
+]
+MORE = [
+    Case(TP2, blocks=(2, 2, 2, 2)),
+    Case(TP4, "Bottleneck"),
+    Case(DP2),
     Case(BOTH, frozen_statistics=True),
 ]
 
 
-def _train(case: Case) -> list[Any]:
-    with ops.record() as gathered:
-        assert_same_numbers(case.make_model, case.make_batch, _loss, case.mesh, None, optimizer=_adamw)
-    return gathered
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_training_gives_the_numbers_of_one_device(ranks, case: Case):
+@pytest.mark.parametrize("case", params(CASES, deep=MORE))
+def test_training_gives_the_numbers_of_one_device(case: Case):
     """Running means, variances and the count of batches among them."""
-    for gathered in ranks(case.world_size).run(_train, case):
-        assert gathered == []
+    given = {"loss": _loss, "optimizer": _ADAMW, "rng": "fast", "steps": 2}
+    assert assert_equivalent(case.make_model, case.make_batch, case.mesh, **given).gathered == ()
 
 
 def _collectives(case: Case) -> list[tuple[str, str, str]]:
     model = sl.shard_model(case.make_model(), case.mesh)
-    _loss(model(*case.make_batch(0)[0])).backward()
+    _loss(model, case.make_batch(0)).backward()
     with record_collectives(model) as log:
-        _loss(model(*case.make_batch(0)[0])).backward()
+        _loss(model, case.make_batch(0)).backward()
     return [(each.kind, each.module, each.phase) for each in log.collectives]
 
 
-@pytest.mark.parametrize("block", ["BasicBlock", "Bottleneck"])
+@pytest.mark.parametrize("block", ["BasicBlock", pytest.param("Bottleneck", marks=pytest.mark.deep)])
 def test_a_block_costs_two_all_reduces_a_step(ranks, block: str):
     for counted in ranks(2).run(_collectives, Case(TP2, block)):
         assert Counter(counted) == {
@@ -121,10 +84,10 @@ def _evaluate(case: Case) -> None:
     with torch.no_grad():
         want, got = (model.eval()(images) for model in (alone, sharded))
     torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
-    assert all(torch.equal(whole(t), alone.state_dict()[name]) for name, t in sharded.state_dict().items())
+    assert all(torch.equal(t, alone.state_dict()[name]) for name, t in sl.full_state_dict(sharded).items())
 
 
-@pytest.mark.parametrize("mesh", [TP4, DP2])
+@pytest.mark.parametrize("mesh", [TP4, pytest.param(DP2, marks=pytest.mark.deep)])
 def test_evaluation_uses_running_statistics_and_leaves_them(ranks, mesh: str):
     ranks(sl.MeshShape(mesh).world_size).run(_evaluate, Case(mesh))
 
@@ -136,7 +99,7 @@ def _save_and_load(case: Case) -> None:
     assert all(torch.equal(t, plain[name]) for name, t in sl.full_state_dict(sharded).items())
     other = sl.shard_model(case.make_model().double(), case.mesh)
     assert other.load_state_dict(plain).missing_keys == []
-    assert all(torch.equal(whole(t), plain[name]) for name, t in other.state_dict().items())
+    assert all(torch.equal(t, plain[name]) for name, t in sl.full_state_dict(other).items())
     assert plain["bn1.num_batches_tracked"] == 1
 
 
@@ -179,10 +142,6 @@ def _images(step: int) -> Any:
     return (torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step)),), {}
 
 
-def _train_net(mesh: str, **norm: Any) -> None:
-    assert_same_numbers(functools.partial(Net, **norm), _images, _loss, mesh, _CHANNELS, optimizer=_adamw)
-
-
 _FORMS: dict[str, dict[str, Any]] = {
     "usual": {},
     "cumulative average": {"momentum": None},
@@ -194,8 +153,9 @@ _FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.covering
 @pytest.mark.parametrize("form", _FORMS)
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=3"])
-def test_batch_norm_is_that_of_the_global_batch(ranks, mesh: str, form: str):
-    ranks(sl.MeshShape(mesh).world_size).run(_train_net, mesh, **_FORMS[form])
+def test_batch_norm_is_that_of_the_global_batch(mesh: str, form: str):
+    net = functools.partial(Net, **_FORMS[form])
+    assert_equivalent(net, _images, mesh, _CHANNELS, loss=_loss, optimizer=_ADAMW, steps=2)
 
 
 def _each_ranks_own_statistics() -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,9 +21,9 @@ from torch import nn
 import shardlib as sl
 import shardlib.jax as sj
 from tests.families import transformer_models
-from tests.families.test_mixtral import Case as Mixtral
-from tests.families.test_resnet import Case as ResNet
-from tests.families.test_t5 import Case as T5
+from tests.families.mixtral import Case as Mixtral
+from tests.families.resnet import Case as ResNet
+from tests.families.t5 import Case as T5
 
 __all__ = ["FAMILIES", "Case", "collectives", "compared", "megatron", "rounded"]
 

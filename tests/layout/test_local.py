@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from shardlib import MeshShape
 from shardlib.errors import LayoutError
 from shardlib.layout import Layout
-from shardlib.testing._pool import Ranks
+from shardlib.testing import Ranks
 from tests.layout.cases import Case, cases, plain_layouts, thorough
 
 

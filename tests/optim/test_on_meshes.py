@@ -19,7 +19,7 @@ from shardlib.optim.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
 from shardlib.testing.strategies import ModelFactory
-from tests.engine.test_offload import elsewhere
+from tests.engine.host import elsewhere
 
 # As in `tests/engine/test_zero.py`: dims that no number of ranks divides, a fused qkv, a tied head, no bias of keys.
 GPT = ModelFactory(

@@ -246,10 +246,20 @@ class InFloat32(nn.Module):
 IN_FLOAT32 = {"model": InFloat32, "batch": rows, "mesh": "dp=2,tp=2", "rules": {"up": "colwise", "down": "rowwise"}}
 
 
-def test_a_model_that_computes_in_float32_inside_passes_by_what_rounding_does_to_it():
+def test_values_of_a_coarser_dtype_may_differ_by_units_of_it():
     report = equivalent(**IN_FLOAT32)
+    assert report and any("ten units of their own dtype" in note for note in report.notes)
+    assert 1e-10 < max(d.error for d in report.differences) <= max(d.limit for d in report.differences) < 2e-6
+
+
+def _summed_in_float32(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean().double()
+
+
+def test_a_model_that_computes_in_float32_inside_passes_by_what_rounding_does_to_it():
+    report = equivalent(**IN_FLOAT32, loss=_summed_in_float32)
     assert report and any("one unit of float32" in note for note in report.notes)
-    assert max(d.error for d in report.differences) > 1e-10
+    assert max(d.error for d in report.differences if d.kind == "loss") > 1e-10
 
 
 def test_noise_of_a_bias_before_batch_norm_is_told_from_mistakes():

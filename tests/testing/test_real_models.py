@@ -17,7 +17,7 @@ from torch import nn
 
 from shardlib.testing.equivalence import Report, assert_equivalent, equivalent
 from shardlib.testing.mutants._mutant import after_sharding
-from tests.families.test_mixtral import Case as Mixtral
+from tests.families.mixtral import Case as Mixtral
 from tests.families.transformer_models import build, images, text
 
 GPT2_DROPOUT = {"attn_pdrop": 0.2, "embd_pdrop": 0.2, "resid_pdrop": 0.2}

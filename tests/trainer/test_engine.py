@@ -25,7 +25,7 @@ from shardlib.trainer import (
     register_gradient_handler,
 )
 from tests.booster.training import STEPS, VOCAB, adamw, gpt, rules
-from tests.engine.low_precision import whole
+from tests.engine.whole import whole
 from tests.trainer.training import TOLERANCE, Trained, assert_equal, batch, by_engine, criterion, mine, plainly
 
 TP = {"tensor": {"size": 2, "mode": "1d", "rules": rules()}}

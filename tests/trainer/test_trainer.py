@@ -30,7 +30,7 @@ from shardlib.trainer import (
     launch,
 )
 from shardlib.trainer._progress import progress
-from tests.engine.low_precision import whole
+from tests.engine.whole import whole
 
 TOLERANCE = 1e-10
 ROWS = 22  # of 22 examples, three ranks get eight each: two are given twice

@@ -15,9 +15,9 @@ import shardlib as sl
 from shardlib.testing.models import Tokens
 from shardlib.trainer import ParallelMode, gpc, initialize
 from tests.booster.training import ROWS, STEPS, VOCAB, adamw, gpt
-from tests.engine.low_precision import whole
+from tests.engine.whole import whole
 
-# Sums reordered by another mesh differ by roundings; tests/engine/same_numbers.py says why only a wrong number passes.
+# Sums reordered by another mesh differ by roundings; `shardlib.testing.equivalence.measure` says how far.
 TOLERANCE = 1e-10
 
 

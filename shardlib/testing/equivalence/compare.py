@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib._mesh import MeshShape
-from shardlib.engine import agree, plan_of
+from shardlib.engine import agree, ops, plan_of
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import is_sharded
 from shardlib.errors import InputError
@@ -57,7 +57,9 @@ class Measured:
         replicas: what ranks hold alike but with other bits: a sentence each.
         layouts: what lies otherwise than the plan says: a sentence each.
         units: one unit of rounding of the value's own dtype on the single device.
+        gathered: names of the ops that ranks computed whole, since no sharding rule served.
         tensors: how many parameters and buffers were compared.
+        coarsest: the coarsest dtype that the model computes in; None where no limit had to be measured.
     """
 
     errors: dict[Key, float] = field(default_factory=dict)
@@ -66,14 +68,17 @@ class Measured:
     replicas: dict[str, str] = field(default_factory=dict)
     layouts: dict[str, str] = field(default_factory=dict)
     units: dict[Key, float] = field(default_factory=dict)
+    gathered: set[str] = field(default_factory=set)
     tensors: int = 0
-    coarsest: torch.dtype = torch.float64
+    coarsest: torch.dtype | None = None
 
 
 def compare(case: Case) -> Measured:
     """Called on every rank of the case's mesh; gives the same on all."""
     both = twins(case)
-    notes = _train(both)
+    with ops.record() as gathered:
+        notes = _train(both)
+    notes.measured.gathered = {each.op for each in gathered}
     notes.layouts()
     return notes.exchanged()
 
@@ -213,21 +218,24 @@ class _Notes:
 
     def exchanged(self) -> Measured:
         """The same on every rank: the largest distances, and what replicas disagree on."""
-        mine = (self.measured.errors, self.means, self.prints, self.measured.layouts)
-        every = agree.exchange((*mine, self.batches, self.references))
-        _batches_agree([batches for *_, batches, _ in every])
-        _references_agree([references for *_, references in every])
-        merged = Measured(alone=self.measured.alone, units=self.measured.units, tensors=self.measured.tensors)
-        for rank, (errors, _means, _prints, layouts, *_) in enumerate(every):
-            for key, error in errors.items():
+        every = agree.exchange((self.measured, self.means, self.prints, self.batches, self.references))
+        ranks, means, prints, batches, references = map(list, zip(*every, strict=True))
+        _batches_agree(batches)
+        _references_agree(references)
+        merged = Measured(tensors=self.measured.tensors)
+        for rank, measured in enumerate(ranks):
+            for key, error in measured.errors.items():
                 merged.errors[key] = max(merged.errors.get(key, 0.0), error)
                 if error > 0:
                     merged.ranks.setdefault(key, []).append(rank)
-            merged.layouts |= {name: f"rank {rank}: {text}" for name, text in layouts.items()}
+            merged.alone |= measured.alone
+            merged.units |= measured.units
+            merged.gathered |= measured.gathered
+            merged.layouts |= {name: f"rank {rank}: {text}" for name, text in measured.layouts.items()}
         for key, (_mine, want, scale) in self.means.items():
-            merged.errors[key] = _relative(math.fsum(other[1][key][0] for other in every) / len(every), want, scale)
+            merged.errors[key] = _relative(math.fsum(other[key][0] for other in means) / len(means), want, scale)
             merged.ranks[key] = list(range(len(every)))
-        merged.replicas = self.measured.replicas | _unlike_replicas([prints for _, _, prints, *_ in every])
+        merged.replicas = self.measured.replicas | _unlike_replicas(prints)
         return merged
 
 
@@ -328,11 +336,12 @@ def limits(case: Case, measured: Measured) -> dict[Key, float]:
     """The limit of each difference; see `measure.py` for where they come from."""
     if case.dtype is not torch.float64:
         return _low_precision(case, measured)
-    limit = dict.fromkeys(measured.errors, measure.FLOAT64_LIMIT)
-    if any(measure.FLOAT64_LIMIT < error < measure.CEILING for error in measured.errors.values()):
+    units = _units(measured.errors, measured, 0.0)
+    limit = {key: max(measure.FLOAT64_LIMIT, min(measure.RATIO * unit, measure.CEILING)) for key, unit in units.items()}
+    if any(limit[key] < error < measure.CEILING for key, error in measured.errors.items()):
         measured.coarsest, moved = _moved_by_rounding(case)
-        beside = _beside({key: moved.get(key, 0.0) for key in limit}, _units(limit, measured, 0.0))
-        limit = {key: min(max(least, beside[key]), measure.CEILING) for key, least in limit.items()}
+        beside = _beside({key: moved.get(key, 0.0) for key in limit}, units)
+        limit = {key: max(least, min(beside[key], measure.CEILING)) for key, least in limit.items()}
     return limit
 
 

@@ -13,11 +13,11 @@ a mistake misses it by many more, since one wrong element among millions shows i
 
 Models may compute in float32 inside (normalisation and loss of many transformers do) and then round more coarsely.
 And optimizers that divide by the size of a gradient blow rounding up where a gradient is zero in exact arithmetic (the
-bias of a key). What a model does with rounding is measured, not guessed: where float64 misses its limit, the single
-device runs again, `DRAWS` times, with every parameter moved by one unit of the coarsest dtype that its ops compute in,
-and a difference counts as rounding if it is at most `RATIO` times the farthest that moved it, and under `CEILING`. A
-value that is itself of a coarser dtype (a loss in float32) is rounded to it in both runs whatever its parameters do:
-it counts as moved by one unit of its dtype at least. A step has one loss and one norm, and each is one draw of luck;
+bias of a key). A value that is itself of a coarser dtype (a loss in float32) is rounded to it in both runs whatever its
+parameters do: its limit is `RATIO` units of its dtype at least. What a model does with rounding otherwise is measured,
+not guessed: where a value misses its limit, the single device runs again, `DRAWS` times, with every parameter moved by
+one unit of the coarsest dtype that its ops compute in, and a difference counts as rounding if it is at most `RATIO`
+times the farthest that moved it, and under `CEILING`. A step has one loss and one norm, and each is one draw of luck;
 those of all steps share the largest. So do buffers: the statistics of BatchNorm follow a bias before it, which is such
 noise.
 

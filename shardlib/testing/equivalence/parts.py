@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from shardlib._mesh import MeshShape
 from shardlib.engine import _torch
@@ -63,9 +65,16 @@ def layout_of(tensor: DTensor) -> tuple[Layout, MeshShape, dict[str, int]]:
     """The layout of a DTensor, the shape of the mesh that it lies on, and this rank's coordinate there."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-    shape = MeshShape(dict(zip(names, mesh.shape, strict=True)))
-    layout = Layout.from_placements(tensor.placements, shape, global_shape=tuple(tensor.shape))
+    layout, shape = _layout(tensor.placements, tuple(zip(names, mesh.shape, strict=True)), tuple(tensor.shape))
     return layout, shape, dict(zip(names, mesh.get_coordinate() or (), strict=False))
+
+
+@functools.lru_cache(maxsize=4096)  # gradients, state and parameters of every step lie alike
+def _layout(
+    placements: tuple[Placement, ...], axes: tuple[tuple[str, int], ...], global_shape: tuple[int, ...]
+) -> tuple[Layout, MeshShape]:
+    shape = MeshShape(dict(axes))
+    return Layout.from_placements(placements, shape, global_shape=global_shape), shape
 
 
 def _matching(want: torch.Tensor, shape: tuple[int, ...], place: Place) -> torch.Tensor | None:

@@ -222,6 +222,7 @@ def prove(case: Case) -> Report:
         measured.layouts,
         origin,
         measured.tensors,
+        tuple(sorted(measured.gathered)),
         _notes(case, measured, limit),
         tuple(dict.fromkeys(str(warning.message) for warning in heard)),
         time.perf_counter() - begun,
@@ -242,8 +243,12 @@ def _notes(case: Case, measured: Measured, limit: dict[Key, float]) -> tuple[str
     spared = sum(FLOAT64_LIMIT < error <= limit[key] for key, error in measured.errors.items())
     if case.dtype is not torch.float64 or not spared:
         return ()
-    dtype = str(measured.coarsest).removeprefix("torch.")
-    return (
-        f"{spared} values differ by more than {FLOAT64_LIMIT:g}, and by no more than ten times what one unit of "
-        f"{dtype}, the coarsest dtype that the model computes in, in every parameter moves them on a single device",
-    )
+    if measured.coarsest is None:
+        limited = "ten units of their own dtype, which is coarser than float64"
+    else:
+        dtype = str(measured.coarsest).removeprefix("torch.")
+        limited = (
+            f"ten times what one unit of {dtype}, the coarsest dtype that the model computes in, in every parameter "
+            "moves them on a single device"
+        )
+    return (f"{spared} values differ by more than {FLOAT64_LIMIT:g}, and by no more than {limited}",)

@@ -57,6 +57,7 @@ class Report:
         layouts: tensors that lie otherwise than the plan says, with a sentence.
         origin: where it broke; None where it did not.
         tensors: how many parameters and buffers the model has.
+        gathered: ops that had no sharding rule for what they were given, so that every rank computed them whole.
         notes: what the verdict rests on.
         warnings: what the sharded run warned of, on the first rank, each once.
         seconds: that the ranks took.
@@ -71,6 +72,7 @@ class Report:
     layouts: dict[str, str]
     origin: Origin | None
     tensors: int
+    gathered: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -113,7 +115,8 @@ class Report:
             if found:
                 lines += ["", f"{title}: {len(found)}"]
                 lines += [f"  {name}: {text}" for name, text in list(found.items())[:5]]
-        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes), *(f"Warning: {w}" for w in self.warnings)])
+        notes = (*self.notes, *(f"{op} had no sharding rule: every rank computed it whole" for op in self.gathered))
+        return "\n".join([*lines, *(f"Note: {note}" for note in notes), *(f"Warning: {w}" for w in self.warnings)])
 
     def _table(self) -> list[str]:
         rows = [("", "worst", "error", "limit", "wrong of")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib._mesh import mesh as make_mesh
 from shardlib._plan import Plan
-from shardlib.engine import clip_grad_norm_, exact, no_sync, pipeline_step, plan_of, shard_model
+from shardlib.engine import clip_grad_norm_, exact, get_grad_norm, no_sync, pipeline_step, plan_of, shard_model
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import is_sharded, record_of
 from shardlib.engine.exact import draw_exactly, exact_random
@@ -206,11 +206,15 @@ class Run:
             return None
         if callable(self.case.clip):
             norm = self.case.clip(self.model)
-        elif self.sharded and is_pipeline(self.model):  # torch's own would count one stage
-            limit = math.inf if self.case.clip is None else self.case.clip
-            norm = clip_grad_norm_(self.model, limit)
         elif self.case.clip is None:
-            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+            grads = [p.grad for p in params if p.grad is not None]
+            if self.sharded:  # torch's own would take an all-reduce for each DTensor
+                dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in grads))
+                norm = get_grad_norm(self.model).to(dtype)
+            else:
+                norm = nn.utils.get_total_norm(grads)
+        elif self.sharded and is_pipeline(self.model):  # torch's own would count one stage
+            norm = clip_grad_norm_(self.model, self.case.clip)
         else:
             norm = nn.utils.clip_grad_norm_(params, self.case.clip)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -10,7 +10,7 @@ from shardlib._plan import Plan
 from shardlib.errors import InputError
 from shardlib.transforms import fsdp, offload, zero
 
-__all__ = ["Transform", "register_transforms", "transforms"]
+__all__ = ["KINDS", "Transform", "register_transforms", "transforms"]
 
 Transform = Callable[[Plan], Plan]
 
@@ -20,19 +20,14 @@ def identity(plan: Plan) -> Plan:
     return plan
 
 
-# Of those that `shardlib.transforms` offers, the ones that mean something for every model, mesh and dtype.
-_FOR_ENGINES_THAT_RUN_THEM: list[st.SearchStrategy[Transform]] = [
+# One strategy for each kind of transform: of those that `shardlib.transforms` offers, the ones that mean something for
+# every model, mesh and dtype. What it gains is registered here, or with `register_transforms` from a package of one's
+# own, and is then part of every case.
+KINDS: list[st.SearchStrategy[Transform]] = [
+    st.just(identity),
     st.builds(zero, st.integers(1, 3)),
     st.builds(fsdp, reshard_after_forward=st.sampled_from([None, True, False])),
     st.builds(offload, st.sampled_from(["state", "params", "grads", "all"]), fraction=st.sampled_from([1.0, 0.5])),
-]
-_THE_ENGINE_RUNS_THEM = True
-
-# One strategy for each kind of transform. What `shardlib.transforms` gains is registered here, or with
-# `register_transforms` from a package of one's own, and is then part of every case.
-_TRANSFORMS: list[st.SearchStrategy[Transform]] = [
-    st.just(identity),
-    *(_FOR_ENGINES_THAT_RUN_THEM if _THE_ENGINE_RUNS_THEM else ()),
 ]
 
 
@@ -52,8 +47,8 @@ def register_transforms(strategy: st.SearchStrategy[Transform]) -> None:
         raise InputError(
             f"register_transforms({strategy!r}): give a hypothesis strategy of functions from plan to plan."
         )
-    if strategy not in _TRANSFORMS:
-        _TRANSFORMS.append(strategy)
+    if strategy not in KINDS:
+        KINDS.append(strategy)
 
 
 def transforms(max_size: int = 2) -> st.SearchStrategy[tuple[Transform, ...]]:
@@ -64,4 +59,4 @@ def transforms(max_size: int = 2) -> st.SearchStrategy[tuple[Transform, ...]]:
     ()
     """
     # Asked for at each draw, so that what is registered later counts too.
-    return st.deferred(lambda: st.lists(st.one_of(_TRANSFORMS), max_size=max_size).map(tuple))
+    return st.deferred(lambda: st.lists(st.one_of(KINDS), max_size=max_size).map(tuple))
