@@ -181,7 +181,7 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ..
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors lie in one storage; fake ones too (2.13.0)."""
-    return torch._C._is_alias_of(a, b)
+    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
 
 
 _BY_MESH: list[Callable[[], None]] = []

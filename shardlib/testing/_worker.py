@@ -232,7 +232,7 @@ def _main_stack() -> str:
 
 def _set_environment(environment: Mapping[str, str]) -> None:
     """Make `os.environ` that of the caller; what an earlier call or an import has set is gone."""
-    wanted = _OWN_ENVIRONMENT | environment
+    wanted = _OWN_ENVIRONMENT | dict(environment)
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     os.environ.update(wanted)
