@@ -209,6 +209,13 @@ class Readers:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
+    def open(self, file: str) -> None:
+        """Open a file now; what is read of it later is of the file that stands there now."""
+        try:
+            self._handle(file)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f'"{self._folder / file}" cannot be read as safetensors: {error}.') from error
+
     def read(self, file: str, name: str, dtype: torch.dtype, shape: tuple[int, ...], part: Box) -> torch.Tensor:
         """A part of a tensor in a file, which must be there with that dtype and shape."""
         try:
@@ -229,8 +236,9 @@ class Readers:
 
     def headers(self, file: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of every tensor of a file."""
+        self.open(file)
+        handle = self._open[file]
         try:
-            handle = self._handle(file)
             found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  it is no mapping
             return {name: (DTYPES[s.get_dtype()], tuple(s.get_shape())) for name, s in found.items()}
         except (SafetensorError, OSError, ValueError, KeyError) as error:

@@ -99,7 +99,8 @@ def load(
         timeout: seconds that ranks wait for each other in each phase.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or does not fit, on every rank, with what and why.
+        CheckpointError: the checkpoint is damaged, does not fit, or was replaced by another while it was read; on every
+            rank, with what and why.
 
     Example:
         >>> import tempfile
@@ -120,8 +121,8 @@ def load(
     with source.readers() as readers:
         work = _Work(source, everyone, model, optimizer, weights, strict, cast, verify, readers)
         everyone.run("compare", work.compare)
-        everyone.run("verify", work.verify)
-        everyone.run("prepare", lambda: work.prepare(lr_scheduler, dataloader, random=random))
+        everyone.run("verify", lambda: source.reading(work.verify))
+        everyone.run("prepare", lambda: source.reading(lambda: work.prepare(lr_scheduler, dataloader, random=random)))
         everyone.run("read", work.read)
     everyone.run("restore", work.restore)
     return work.report()
@@ -281,6 +282,20 @@ class _Work:
                 f'"{self.source.folder / MANIFEST}" does not hold what shardlib writes: {described(error)}. Use '
                 "another checkpoint."
             ) from error
+        for file in self._files_of_this_rank():
+            self.readers.open(file)
+
+    def _files_of_this_rank(self) -> list[str]:
+        """The files that `read` reads. Opened now, they are of one checkpoint, whatever is put in its place later."""
+        numbers = {
+            piece.file
+            for item, several in self.into
+            for part in item.parts(self.everyone.rank)
+            for saved in several
+            for piece in saved.pieces
+            if part.box.meet(piece.box) is not None
+        }
+        return [self.manifest.files[number].path for number in sorted(numbers)]
 
     def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.model is not None
@@ -351,9 +366,15 @@ class _Work:
 
     def read(self) -> None:
         """Read this rank's slices into its tensors."""
-        with torch.no_grad():
-            for item, several in self.into:
-                self._fill(item, several)
+        if self.source.foreign:  # others may write into files that are open
+            self.source.reading(self._fill_all)
+        else:
+            self._fill_all()
+
+    @torch.no_grad()
+    def _fill_all(self) -> None:
+        for item, several in self.into:
+            self._fill(item, several)
 
     def _fill(self, item: Item, several: Sequence[Saved]) -> None:
         for part in item.parts(self.everyone.rank):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from shardlib.errors import CheckpointError, nearest
 
 __all__ = ["Names", "Opened", "Transpose", "found", "opened"]
 
+T = TypeVar("T")
 Names = Callable[[str], str | None] | Mapping[str, str | None] | None
 
 
@@ -37,6 +39,7 @@ class Opened:
         foreign: whether others wrote it.
         orbax: whether that was orbax.
         dims: of tensors whose dims stand in another order than in the model, by the files' names.
+        identity: which checkpoint it is, among those that may stand at its place one after the other.
     """
 
     folder: Path
@@ -44,6 +47,7 @@ class Opened:
     foreign: bool
     orbax: bool = False
     dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    identity: Any = None
 
     @cached_property
     def _first_of_tied(self) -> dict[str, str]:
@@ -57,6 +61,31 @@ class Opened:
     def readers(self) -> Reading:
         readers = _orbax.OrbaxReaders(self.folder) if self.orbax else Readers(self.folder)
         return Turned(readers, self.dims) if self.dims else readers
+
+    def reading(self, work: Callable[[], T]) -> T:
+        """Do a part of the reading.
+
+        Files that are open when this returns are of the checkpoint that was opened, and stay so: another one is put in
+        its place by renaming, which changes no file.
+
+        Raises:
+            CheckpointError: another checkpoint was put in its place meanwhile; or what the work raised.
+        """
+        try:
+            result = work()
+        except (CheckpointError, OSError) as error:
+            self._refuse_another(error)
+            raise
+        self._refuse_another()
+        return result
+
+    def _refuse_another(self, cause: Exception | None = None) -> None:
+        try:
+            there = _states(self.folder, self.manifest.files) if self.foreign else _where.identity(self.folder)
+        except OSError:
+            there = None
+        if there != self.identity:
+            raise CheckpointError(f'"{self.folder}" was replaced while it was read. Load it again.') from cause
 
     def check(self, file: File, *, checksums: bool) -> None:
         """Raise unless a file has the size that it had, and the checksum."""
@@ -93,20 +122,14 @@ class Opened:
 
 def found(path: Path) -> list[str | None]:
     """Rank 0: the folder to read, and the text of its manifest, if it has one. A file is its folder and its name."""
-    place = _orbax.located(_where.located(path))
+    for _ in range(3):  # one that is being replaced is at the path, then beside it, then at the path again
+        place = _where.located(path)
+        if (text := _manifest_in(place)) is not None:
+            return [str(place), text]
+    place = _orbax.located(path)
     if not place.exists():
         raise CheckpointError(f'there is nothing at "{path}".{_neighbours(path)}')
-    if not place.is_dir():
-        return [str(place), None]
-    manifest = place / MANIFEST
-    if os.path.lexists(manifest):
-        if not manifest.is_file():
-            raise CheckpointError(f'"{manifest}" is no regular file.')
-        try:
-            return [str(place), manifest.read_bytes().decode()]
-        except UnicodeError as error:
-            raise CheckpointError(f'"{manifest}" is damaged: {error}. Use another checkpoint.') from error
-    if _orbax.is_orbax(place):
+    if not place.is_dir() or _orbax.is_orbax(place):
         return [str(place), None]
     if _foreign_files(place):
         if any(name.name.startswith("pieces-") for name in place.glob("*.safetensors")):
@@ -124,6 +147,18 @@ def found(path: Path) -> list[str | None]:
             else ""
         )
     )
+
+
+def _manifest_in(place: Path) -> str | None:
+    manifest = place / MANIFEST
+    try:
+        if not stat.S_ISREG(manifest.lstat().st_mode) and not manifest.is_file():
+            raise CheckpointError(f'"{manifest}" is no regular file.')
+        return manifest.read_bytes().decode()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UnicodeError as error:
+        raise CheckpointError(f'"{manifest}" is damaged: {error}. Use another checkpoint.') from error
 
 
 def _neighbours(path: Path) -> str:
@@ -152,7 +187,7 @@ def opened(place: Path, text: str | None, model: nn.Module | None, names: Names,
             "checkpoints of others. Leave them out."
         )
     try:
-        return Opened(place, Manifest.load(text), foreign=False)
+        return Opened(place, Manifest.load(text), foreign=False, identity=_identity_of(text.encode()))
     except CheckpointError as error:
         raise CheckpointError(f'"{place / MANIFEST}" is damaged: {error}. Use another checkpoint.') from error
 
@@ -176,13 +211,13 @@ def _open_foreign(
     names = [_orbax.METADATA] if orbax else _names_of_files(place)
     files = []
     headers: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise CheckpointError(f'"{folder / name}" is named in the index and is not there. Use another checkpoint.')
+        files.append(File(name, (folder / name).stat().st_size, None))
+    identity = _states(folder, files)
     with Opened(folder, Manifest((), {}), foreign=True, orbax=orbax).readers() as readers:
         for n, name in enumerate(names):
-            if not (folder / name).is_file():
-                raise CheckpointError(
-                    f'"{folder / name}" is named in the index and is not there. Use another checkpoint.'
-                )
-            files.append(File(name, (folder / name).stat().st_size, None))
             for key, (dtype, shape) in readers.headers(name).items():
                 if key in headers:
                     raise CheckpointError(f'"{folder}" has the tensor "{key}" twice. Use another checkpoint.')
@@ -197,7 +232,19 @@ def _open_foreign(
     if model is not None:
         tensors = _with_prefix(tensors, model)
     manifest = Manifest(tuple(files), {"model": tensors, "optimizer": {}, "values": {}})
-    return Opened(folder, manifest, foreign=True, orbax=orbax, dims=dims)
+    return Opened(folder, manifest, foreign=True, orbax=orbax, dims=dims, identity=identity)
+
+
+def _identity_of(manifest: bytes) -> tuple[int, bytes]:
+    """What `_where.identity` finds where a manifest lies."""
+    line, end, _ = manifest.partition(b"\n")
+    return len(manifest), line + end
+
+
+def _states(folder: Path, files: Iterable[File]) -> list[tuple[int, int]]:
+    """Sizes and times of files, which stand for a manifest where there is none."""
+    found = [(folder / file.path).stat() for file in files]
+    return [(file.st_size, file.st_mtime_ns) for file in found]
 
 
 def _renamed(

@@ -72,6 +72,9 @@ class OrbaxReaders:
     def __exit__(self, *exc: object) -> None:
         self._open.clear()
 
+    def open(self, file: str) -> None:
+        """Nothing: arrays are opened by their names, when they are read."""
+
     def headers(self, file: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of every array by its path, keys joined with dots."""
         names = [name for entry in self._metadata["tree_metadata"].values() if (name := _name(entry)) is not None]

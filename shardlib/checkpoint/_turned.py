@@ -23,6 +23,7 @@ class Reading(Protocol):
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *exc: object) -> None: ...
+    def open(self, file: str) -> None: ...
     def headers(self, file: str) -> Mapping[str, Header]: ...
     def read(self, file: str, name: str, dtype: torch.dtype, shape: tuple[int, ...], part: Box) -> torch.Tensor: ...
 
@@ -39,6 +40,9 @@ class Turned:
 
     def __exit__(self, *exc: object) -> None:
         self._readers.__exit__(*exc)
+
+    def open(self, file: str) -> None:
+        self._readers.open(file)
 
     def headers(self, file: str) -> Mapping[str, Header]:
         found = self._readers.headers(file)

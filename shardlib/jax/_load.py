@@ -77,10 +77,14 @@ def load(
     place, text = found(Path(path).absolute())
     source = opened(Path(str(place)), text, model, names, transpose)
     chosen = _chosen(source, targets, cast)
-    for file in sorted({piece.file for several in chosen.values() for _, s in several for piece in s.pieces}):
-        source.check(source.manifest.files[file], checksums=jax.process_index() == 0)
+
+    def read() -> dict[str, Any]:
+        for file in sorted({piece.file for several in chosen.values() for _, s in several for piece in s.pieces}):
+            source.check(source.manifest.files[file], checksums=jax.process_index() == 0)
+        return {name: _read(source, readers, targets[name], several) for name, several in chosen.items()}
+
     with source.readers() as readers:
-        return back({name: _read(source, readers, targets[name], several) for name, several in chosen.items()})
+        return back(source.reading(read))
 
 
 class _Target:
