@@ -1,10 +1,14 @@
-"""What every test may use besides the fixture `ranks` of our own plugin: profiles, marks, torchvision."""
+"""What every test may use besides the fixture `ranks` of our own plugin: profiles, marks, torchvision.
+
+At the end of a run it lists the slowest files.
+"""
 
 from __future__ import annotations
 
 import os
 from argparse import ArgumentTypeError
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -86,3 +90,24 @@ def _covering(items: list[pytest.Function]) -> list[pytest.Function]:
         kept.append(max(items, key=lambda item: (len(values[item] - used.keys()), -sum(used[v] for v in values[item]))))
         used.update(values[kept[-1]])
     return kept
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the slowest files; under xdist this is the process that hears of all tests. pytest's own line comes last."""
+    reports = [report for several in terminalreporter.stats.values() for report in several]
+    lines = _slowest_files((r.nodeid, r.duration) for r in reports if hasattr(r, "duration"))
+    if len(lines) > 2:  # of several files
+        terminalreporter.section("slowest files")
+        terminalreporter.write_line("\n".join(lines))
+
+
+def _slowest_files(durations: Iterable[tuple[str, float]]) -> list[str]:
+    """Seconds and names of ten files, and of all together; setup and teardown count with each test."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for test, seconds in durations:
+        spent[test.partition("::")[0]] += seconds
+    slowest = sorted(spent, key=lambda file: -spent[file])[:10]
+    return [
+        *(f"{spent[file]:8.1f} s  {file}" for file in slowest),
+        f"{sum(spent.values()):8.1f} s  in all {len(spent)} files, added up over processes",
+    ]
