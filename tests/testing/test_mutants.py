@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from shardlib.errors import InputError
 from shardlib.testing import mutants
+from tests.house.source import ROOT
 
-DOCS = Path(__file__).parents[2] / "docs" / "mutants.md"
-
+DOCS = ROOT / "docs" / "mutants.md"
+_COUNT = re.compile(r"\[\S+ real mistakes\]")
 
 NAMES = [mutant.name for mutant in mutants.MUTANTS]
 
@@ -34,6 +36,11 @@ def test_the_table_in_the_documentation_is_of_these_mutants():
     rows = [line for line in DOCS.read_text().splitlines() if line.startswith("| ") and "| seen in |" not in line]
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == [m.mistake for m in mutants.MUTANTS]
     assert all(" | yes | " in row and "(wrong)" not in row for row in rows)
+
+
+def test_the_documents_say_how_many_there_are():
+    said = {text for page in ("README.md", "docs/testing.md") for text in _COUNT.findall((ROOT / page).read_text())}
+    assert said == {f"[{len(mutants.MUTANTS)} real mistakes]"}
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
