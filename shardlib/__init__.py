@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from shardlib import _supported as _supported
+
+# isort: split
+
 from torch.distributed.tensor import Replicate, Shard
 
 from shardlib import errors, layouts

@@ -18,6 +18,7 @@ __all__ = [
     "ShardingError",
     "ShardlibError",
     "StageError",
+    "VersionError",
     "nearest",
     "refuse",
 ]
@@ -70,6 +71,10 @@ class LostRankError(ShardlibError):
     def __init__(self, message: str, ranks: Iterable[int] = (), phase: str = "") -> None:
         super().__init__(message)
         self.ranks, self.phase = tuple(ranks), phase
+
+
+class VersionError(ShardlibError, ImportError):
+    """A torch that is too old for this shardlib."""
 
 
 class StageError(ShardlibError):

@@ -1,6 +1,7 @@
 """The one file of private PyTorch interfaces. Each says what it is for and the versions it was seen on.
 
-Seen on torch 2.13.0 and 2.14.1; where the two differ, code asks which names there are.
+Seen on torch 2.13.0 and 2.14.1; where the two differ, code asks which names there are. `shardlib/_supported.py` has the
+versions that shardlib runs on.
 """
 
 from __future__ import annotations

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 
+import pytest
+
+from shardlib import _supported
 from tests.house import source
 
 # Lower rooms first; a module may import from its own room and from lower ones. `jax` stands beside the engine and
 # below only what is on top; what chooses between the two engines imports it, when it is asked for.
 ROOMS = [
-    ("errors", "_again"),
+    ("errors", "_again", "_supported"),
     ("_mesh",),
     ("layout",),
     ("rules", "layouts"),
@@ -78,3 +83,47 @@ def test_importing_shardlib_changes_nothing_and_brings_no_optional_package():
     before, after, unwanted = json.loads(run.stdout)
     assert after == before
     assert unwanted == []
+
+
+OTHER_VERSIONS = """
+import sys, warnings
+import torch
+from torch.torch_version import TorchVersion
+torch.__version__ = TorchVersion("2.12.1+cpu")
+sys.modules["torch.distributed.tensor"] = None  # as if it had other names: no such error comes first
+try:
+    import shardlib
+except ImportError as error:
+    print(type(error).__name__, error)
+del sys.modules["torch.distributed.tensor"]
+torch.__version__ = TorchVersion("9.1.0")
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import shardlib, shardlib.booster
+for warning in said:
+    print(warning.filename, warning.category.__name__, warning.message)
+print(len(shardlib.__all__) > 0)
+"""
+
+
+def test_an_older_torch_is_refused_first_and_a_newer_one_warned_of_once():
+    command = [sys.executable, "-c", OTHER_VERSIONS]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=source.ROOT, env={"PATH": os.environ["PATH"]})
+    assert run.returncode == 0, run.stderr
+    refused, warned, went_on = run.stdout.splitlines()
+    assert refused == (
+        "VersionError torch 2.12.1+cpu is installed, and shardlib needs torch 2.13 or newer. Install one: pip install "
+        '"torch>=2.13".'
+    )
+    assert warned.startswith("<string> UserWarning torch 9.1.0 is installed; shardlib was tested with torch 2.13 to ")
+    assert "Report what goes wrong" in warned and went_on == "True"
+
+
+def test_the_versions_of_torch_are_the_same_everywhere():
+    oldest, newest = (".".join(map(str, version)) for version in (_supported.OLDEST, _supported.NEWEST))
+    project = tomllib.loads((source.ROOT / "pyproject.toml").read_text())["project"]
+    assert [needed for needed in project["dependencies"] if needed.startswith("torch")] == [f"torch>={oldest}"]
+    (installed,) = re.findall(r"^torch==(\d+\.\d+)\.", (source.ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert installed in (oldest, newest)
+    makefile = (source.ROOT / "Makefile").read_text()
+    assert set(re.findall(r"torch==(.*)", makefile)) == {"$$(sed -n 's/^torch==//p' constraints.txt)"}

@@ -1,0 +1,34 @@
+"""Which versions of torch shardlib runs on. The package imports this first, so that no other error comes before."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import torch
+
+from shardlib.errors import VersionError
+
+__all__ = ["NEWEST", "OLDEST"]
+
+OLDEST = (2, 13)  # has what shardlib needs
+NEWEST = (2, 14)  # tested
+
+
+def _check(version: str, *, stacklevel: int) -> None:
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    oldest, newest = (".".join(map(str, known)) for known in (OLDEST, NEWEST))
+    if found < OLDEST:
+        raise VersionError(
+            f"torch {version} is installed, and shardlib needs torch {oldest} or newer. Install one: "
+            f'pip install "torch>={oldest}".'
+        )
+    if found > NEWEST:
+        warnings.warn(
+            f"torch {version} is installed; shardlib was tested with torch {oldest} to {newest}, and tries this one. "
+            f"Report what goes wrong with the output of `shardlib check -i`, or install a torch that was tested.",
+            stacklevel=stacklevel,
+        )
+
+
+_check(torch.__version__, stacklevel=4)  # the line that imports shardlib
