@@ -95,3 +95,7 @@ __all__ = [
     "tensor_mode",
     "zero",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from shardlib.cli import commands, run
+from shardlib.cli import commands, environment, run
 from shardlib.cli.models import FORMS, UsageError
 from shardlib.errors import MeshError, ShardlibError
 from shardlib.layouts import SuggestedLayoutWarning
@@ -55,6 +55,8 @@ def _report(error: ShardlibError, *, as_json: bool) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardlib", description=__doc__.splitlines()[0] if __doc__ else None)
+    versions = f"shardlib {environment.version('shardlib')}, torch {environment.version('torch')}"
+    parser.add_argument("--version", action="version", version=versions)
     subparsers = parser.add_subparsers(required=True, metavar="{plan,check,explain,init,run}")
     _add_plan(_command(subparsers, "plan", commands.plan, "how every tensor of a model lies on a mesh"))
     _add_check(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["environment", "text"]
+__all__ = ["environment", "text", "version"]
 
 _PACKAGES = ("shardlib", "transformers", "safetensors", "jax", "peft", "numpy")
 _HOSTS = ("127.0.0.1", "::1", "localhost")
@@ -31,7 +31,7 @@ def environment() -> dict[str, Any]:
         },
         "devices": _devices(),
         "backends": _backends(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version(name) for name in _PACKAGES},
         "threads": {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
             "torch": torch.get_num_threads(),
@@ -112,7 +112,8 @@ def _backends() -> dict[str, bool]:
     }
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from shardlib._again import is_again
 from shardlib.errors import RuleError
 
 __all__ = ["ModuleDims", "dims_of", "register_dims"]
@@ -70,6 +71,8 @@ def register_dims(
 ) -> None:
     """Say what the dims of your own module's tensors mean, so that rules may name the module.
 
+    The same call may run again, as a notebook's cell does.
+
     Args:
         module_type: the class, or its qualified name ("transformers.pytorch_utils.Conv1D") when importing it is not
             wanted. Subclasses are included.
@@ -90,12 +93,13 @@ def register_dims(
     meant = dims or ModuleDims(tensors, output, tuple(contracted), dict(sizes or {}))
     if isinstance(meant, ModuleDims):
         _check(module_type, meant)
-    known = _REGISTRY.setdefault(module_type, meant)
-    if known != meant:
+    known = _REGISTRY.get(module_type, meant)
+    if known != meant and not is_again(known, meant):
         raise RuleError(
             f"register_dims({_called(module_type)}): this type is registered already, as {_spelled(known)}. Register a "
             "subclass of your own, or name the parameters in your rules."
         )
+    _REGISTRY[module_type] = meant
 
 
 def dims_of(module: nn.Module) -> ModuleDims | None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,13 @@ def test_usage_is_explained(arguments: list[str], code: int, capsys: pytest.Capt
     assert ended.value.code == code
     out, err = capsys.readouterr()
     assert (out + err).startswith("usage: shardlib ")
+
+
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"shardlib {version('shardlib')}, torch {version('torch')}\n"
 
 
 def test_it_runs_as_a_program_in_a_folder_with_the_user_s_own_model(tmp_path: Path):

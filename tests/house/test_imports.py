@@ -11,6 +11,7 @@ import tomllib
 
 import pytest
 
+import shardlib
 from shardlib import _supported
 from tests.house import source
 
@@ -127,3 +128,7 @@ def test_the_versions_of_torch_are_the_same_everywhere():
     assert installed in (oldest, newest)
     makefile = (source.ROOT / "Makefile").read_text()
     assert set(re.findall(r"torch==(.*)", makefile)) == {"$$(sed -n 's/^torch==//p' constraints.txt)"}
+
+
+def test_the_names_that_a_shell_completes_are_the_public_ones():
+    assert dir(shardlib) == sorted([*shardlib.__all__, "__version__"])
