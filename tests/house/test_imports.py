@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tomllib
 
-import pytest
-
 import shardlib
 from shardlib import _supported
 from tests.house import source
