@@ -19,8 +19,8 @@ from tests.families.params import params
 from tests.families.transformer_models import small, text, transformers
 
 TOLERANCE = 1e-10  # of float64; sums in another order differ by some 1e-15
-# Where two heads of keys meet four ranks of queries, or three meet two, the gradient of `repeat_kv` regroups heads across
-# ranks.
+# Where two heads of keys meet four ranks of queries, or three meet two, the gradient of `repeat_kv` regroups heads
+# across ranks.
 _REPEATED = ("aten.view.default",)
 TP2, TP4, BOTH = "tp=2", "tp=4", "dp=2,tp=2"
 _UNEVEN = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}

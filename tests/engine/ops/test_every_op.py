@@ -49,7 +49,8 @@ def _bad(ranks: Callable, names: list[str], shape: tuple[int, ...], tries: int) 
 
 @pytest.mark.parametrize("names", _BATCHES, ids=lambda names: f"{names[0]} to {names[-1]}")
 def test_functions_in_some_placements(ranks: Callable, names: list[str]):
-    assert _bad(ranks, names, (2,), 6) == []
+    """A few placements each: every row that may be chosen is proved in `test_rules.py`."""
+    assert _bad(ranks, names, (2,), 3) == []
 
 
 def test_some_functions_in_some_placements_over_two_axes(ranks: Callable):
