@@ -79,7 +79,7 @@ def _early_optimizer() -> str:
 
 def test_optimizer_built_before_sharding(ranks):
     assert ranks(2).run(_early_optimizer)[0] == (
-        'This optimizer was built before its model was sharded: 4 of its 4 parameters (the first is "up.weight") are '
+        'This optimizer was built before its model was sharded: 9 of its 9 parameters (the first is "scale") are '
         "no longer the model's, and stepping them would train nothing. Build the optimizer after shard_model: "
         "torch.optim.AdamW(model.parameters())."
     )
@@ -97,7 +97,7 @@ def test_input_on_another_device(ranks):
 
 
 def _other_rules() -> str:
-    rules = {"up": "colwise", "down": "rowwise"} if dist.get_rank() == 0 else {"up": None, "down": None}
+    rules = sl.Rules({"up": "colwise" if dist.get_rank() == 0 else None}, unmatched="replicate")
     return _message(PlanError, lambda: sl.shard_model(_mlp(), "tp=2", rules))
 
 
@@ -126,10 +126,8 @@ def _other_weights() -> tuple[str, bool]:
 def test_ranks_with_different_first_weights(ranks):
     for message, untouched in ranks(4).run(_other_weights):
         lines = message.splitlines()
-        assert lines[0] == ('The ranks start from different weights: 4 of 5 tensors differ, the first is "up.weight":')
-        assert lines[1].startswith("  rank 0, 1: float64 [7, 6] [-0.003") and lines[2].startswith(
-            "  rank 2, 3: float64"
-        )
+        assert lines[0] == ('The ranks start from different weights: 8 of 9 tensors differ, the first is "up.weight":')
+        assert lines[1].startswith("  rank 0, 1: float64 [7, 6] [") and lines[2].startswith("  rank 2, 3: float64")
         assert lines[3] == (
             "Seed every rank alike before the model is built (torch.manual_seed(0)), or load the same checkpoint."
         )
@@ -160,8 +158,8 @@ def _wrong_shape() -> str:
 
 def test_state_dict_of_another_model(ranks):
     assert ranks(2).run(_wrong_shape)[0] == (
-        'The state dict has "up.weight" with shape (8, 6); the model has it with global shape (7, 6) (local shape '
-        "(4, 6) on this rank). Load a state dict of the same model: whole tensors, or DTensors."
+        'The state dict has "scale" with shape (8,); the model has it with global shape (7,) (local shape '
+        "(4,) on this rank). Load a state dict of the same model: whole tensors, or DTensors."
     )
 
 
@@ -281,18 +279,18 @@ def test_a_conversion_that_would_change_a_sharded_model(ranks, mesh: str, transf
     """`model.to(device)` where the model is there does nothing: trainers call it."""
     for said in ranks(sl.MeshShape(mesh).world_size).run(_converted, mesh, *transforms):
         assert said[0] == (
-            'A conversion of a sharded MLP would make "up.weight", which is torch.float64 on cpu, torch.float16 on '
+            'A conversion of a sharded MLP would make "scale", which is torch.float64 on cpu, torch.float16 on '
             "cpu. Nothing was changed: buckets of gradients and the optimizer's state are laid out for what it is. "
             "Move and cast a model before shard_model; or choose dtypes with precision(), and what lies on the host "
             "with offload()."
         )
-        assert '"up.weight", which is torch.float64 on cpu, torch.float32 on meta' in said[1]
+        assert '"scale", which is torch.float64 on cpu, torch.float32 on meta' in said[1]
         assert 'sharded Linear would make "weight", which is torch.float64 on cpu, torch.bfloat16 on cpu' in said[2]
         assert "torch.float32 on cpu" in said[3] and "a tensor in other memory" in said[4]
 
 
 def _fused_over_two_axes() -> str:
-    rules = sl.Rules({"up": "(two half@(sp,tp))", "down": None}, sizes={"two": 2})
+    rules = sl.Rules({"up": "(two half@(sp,tp))"}, sizes={"two": 2}, unmatched="replicate")
     return _message(PlanError, lambda: sl.shard_model(MLP(width=8), "sp=2,tp=2", rules))
 
 
@@ -384,8 +382,8 @@ def _forgotten_root() -> list[str]:
 
 def test_blocks_sharded_and_the_root_forgotten(ranks):
     assert ranks(2).run(_forgotten_root)[0] == [
-        "2 of this optimizer's 6 parameters belong to no sharded model (of shapes (2, 5), (2,)): nobody averages their "
-        "gradients over the 2 data ranks, and they drift apart. Call shard_model on the module that holds all of them."
+        "2 of this optimizer's 11 parameters belong to no sharded model (of shapes (2, 5), (2,)): nobody averages "
+        "their gradients over the 2 data ranks, and they drift apart. Call shard_model on the module that holds all of them."
     ]
 
 
