@@ -383,7 +383,8 @@ def _forgotten_root() -> list[str]:
 def test_blocks_sharded_and_the_root_forgotten(ranks):
     assert ranks(2).run(_forgotten_root)[0] == [
         "2 of this optimizer's 11 parameters belong to no sharded model (of shapes (2, 5), (2,)): nobody averages "
-        "their gradients over the 2 data ranks, and they drift apart. Call shard_model on the module that holds all of them."
+        "their gradients over the 2 data ranks, and they drift apart. Call shard_model on the module that holds all of "
+        "them."
     ]
 
 
