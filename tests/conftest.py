@@ -95,13 +95,13 @@ def _covering(items: list[pytest.Function]) -> list[pytest.Function]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """List the slowest files; under xdist this is the process that hears of all tests. pytest's own line comes last."""
     reports = [report for several in terminalreporter.stats.values() for report in several]
-    lines = _slowest_files((r.nodeid, r.duration) for r in reports if hasattr(r, "duration"))
+    lines = slowest_files((r.nodeid, r.duration) for r in reports if hasattr(r, "duration"))
     if len(lines) > 2:  # of several files
         terminalreporter.section("slowest files")
         terminalreporter.write_line("\n".join(lines))
 
 
-def _slowest_files(durations: Iterable[tuple[str, float]]) -> list[str]:
+def slowest_files(durations: Iterable[tuple[str, float]]) -> list[str]:
     """Seconds and names of ten files, and of all together; setup and teardown count with each test."""
     spent: defaultdict[str, float] = defaultdict(float)
     for test, seconds in durations:

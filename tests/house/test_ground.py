@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import _slowest_files
+from tests.conftest import slowest_files
 
 
 def _sum_of_ranks(scale: float) -> float:
@@ -25,14 +25,14 @@ def test_torchvision_models_run_beside_the_cpu_build_of_torch(torchvision: Modul
     assert torchvision.models.resnet18(num_classes=10)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_the_slowest_files_come_first():
+def test_theslowest_files_come_first():
     spent = [
         ("a.py::one", 1.0),
         ("b.py::one", 2.0),
         ("a.py::two[x::y]", 3.0),
         *((f"{n}.py::test", 0.1) for n in range(10)),
     ]
-    lines = _slowest_files(spent)
+    lines = slowest_files(spent)
     assert lines[:2] == ["     4.0 s  a.py", "     2.0 s  b.py"] and len(lines) == 11
     assert lines[-1] == "     7.0 s  in all 12 files, added up over processes"
 
