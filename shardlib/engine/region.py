@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.gradients import GradientReducer
+from shardlib.engine.held import local_of
 from shardlib.engine.ops._operands import redistributed
 from shardlib.engine.plain import plain
 from shardlib.engine.ungathered import Ungathered
@@ -152,7 +153,7 @@ def made_global(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def made_plain(tensor: torch.Tensor) -> torch.Tensor:
     """What is left to be made plain at the root: what nobody has read yet, and what comes of a split parameter that
     was read outside of its region, as in `F.linear(x, self.embed.weight)`."""
-    return _ToPlain.apply(tensor, False) if isinstance(tensor, DTensor) else tensor.view_as(tensor)
+    return _ToPlain.apply(tensor, False, True) if isinstance(tensor, DTensor) else tensor.view_as(tensor)
 
 
 def install_region(module: nn.Module, mesh: DeviceMesh) -> list[Any]:
@@ -160,7 +161,7 @@ def install_region(module: nn.Module, mesh: DeviceMesh) -> list[Any]:
     enter, leave = _hooks(mesh)
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, prepend=True),
+        module.register_forward_hook(leave, prepend=True, with_kwargs=True),
     ]
 
 
@@ -176,12 +177,12 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return DTensor.from_local(tensor, mesh, replicated, run_check=False)
         return _ToGlobal.apply(tensor, mesh)
 
-    def to_plain(tensor: torch.Tensor, late: bool = False) -> torch.Tensor:
+    def to_plain(tensor: torch.Tensor, others: Any, late: bool = False) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         if torch.compiler.is_compiling():
             return tensor.full_tensor(grad_placements=replicated)
-        return _ToPlain.apply(tensor, late)
+        return _ToPlain.apply(tensor, late, _is_seen(tensor, others))
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():
@@ -190,16 +191,26 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return (to_global(args[0]),), kwargs
         return pytree.tree_map_only(torch.Tensor, to_global, (args, kwargs))
 
-    def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+    def leave(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if isinstance(output, torch.Tensor):
-            return to_plain(output)
+            return to_plain(output, (args, kwargs))
         leaves, spec = pytree.tree_flatten(output)
         split = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
-        for i in split:
-            leaves[i] = to_plain(leaves[i], i != split[0])
-        return pytree.tree_unflatten(leaves, spec)
+        made = {i: to_plain(leaves[i], (args, kwargs, leaves[:i], leaves[i + 1 :]), i != split[0]) for i in split}
+        return pytree.tree_unflatten([made.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
 
     return enter, leave
+
+
+def _is_seen(tensor: DTensor, others: Any) -> bool:
+    """Whether the memory of a whole output is known to the region's surroundings by another tensor too."""
+    if not all(place.is_replicate() for place in tensor.placements):
+        return False  # it will be gathered
+    if tensor.is_leaf and tensor.requires_grad:
+        return True
+    local = _torch.local_of(tensor)
+    given = (other for other in _torch.leaves_of(others) if isinstance(other, torch.Tensor))
+    return any(_torch.share_memory(local, local_of(other)) for other in given)
 
 
 class _ToGlobal(torch.autograd.Function):
@@ -212,12 +223,16 @@ class _ToGlobal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         if torch.is_grad_enabled() and isinstance(grad, DTensor):  # for the gradient of this gradient
-            return _ToPlain.apply(grad, False), None
+            return _ToPlain.apply(grad, False, True), None
         return plain(grad), None
 
 
 class _ToPlain(torch.autograd.Function):
     """`x.full_tensor()`; its gradient, the same on all model ranks, goes back in the layout that `x` had.
+
+    What it gives may be written to in place, as by `y += residual`: it is not a view to autograd. Where others see its
+    memory it is one, and torch refuses the write: their values and gradients would change with it on one device, and
+    autograd does not follow that through here.
 
     An output that nobody uses may be asked for its gradient all the same (by hooks on modules); autograd then makes
     plain zeros, which are what this takes. Where a module reads a split parameter of another one, DTensors are met
@@ -225,19 +240,20 @@ class _ToPlain(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, late: bool) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: DTensor, late: bool, seen: bool) -> torch.Tensor:  # type: ignore[override]
         ctx.mesh = x.device_mesh
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
         if all(p.is_replicate() for p in x.placements):
             local = _torch.local_of(x)
-            return local.view_as(local)
-        return Ungathered(_torch.wrap(_torch.local_of(x), _torch.spec_of(x))) if late else plain(x)
+            return local.view_as(local) if seen else local.detach()
+        return Ungathered(_torch.wrap(_torch.local_of(x), _torch.spec_of(x))) if late else plain(x).detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
             grad = grad if isinstance(grad, DTensor) else _ToGlobal.apply(grad, ctx.mesh)
-            return grad.redistribute(placements=ctx.placements), None
+            return grad.redistribute(placements=ctx.placements), None, None
         grad = plain(grad)
         whole = _torch.replicated_spec(grad, ctx.mesh)
-        return _torch.wrap(redistributed(grad, whole, ctx.placements), _torch.spec_with(whole, ctx.placements)), None
+        local = redistributed(grad, whole, ctx.placements)
+        return _torch.wrap(local, _torch.spec_with(whole, ctx.placements)), None, None

@@ -186,6 +186,78 @@ def test_optimizers_on_local_shards_and_on_dtensors(optimizer: str):
     _prove("dp=2,tp=2", optimizer=functools.partial(getattr(torch.optim, optimizer), lr=1e-2))
 
 
+class _Small(nn.Module):
+    """Two layers without a norm after them."""
+
+    def __init__(self, outs: int = 6) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 7), nn.Linear(7, outs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class _Adding(nn.Module):
+    """Adds to what a split module gave, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = _Small()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mlp(x)
+        y += x
+        return y
+
+
+class _InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Adding() for _ in range(2))
+        self.frozen = _Small(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.frozen(x.detach()).relu_().mul_(x[:, :5])
+
+
+_SMALL = {"up": "colwise", "down": "rowwise"}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("rules", "compile"),
+    [(_SMALL, None), ({"up": "colwise", "down": "colwise"}, None), (_SMALL, "auto")],
+    ids=["reduced", "gathered", "compiled"],
+)
+def test_what_a_split_module_gave_may_be_written_to(rules: dict[str, str], compile: str | None):
+    def frozen(model: nn.Module, _step: int) -> None:
+        model.frozen.requires_grad_(False)
+
+    assert_equivalent(_InPlace, Numbers((8, 6)), "tp=2", rules, steps=2, before_step=frozen, compile=compile)
+
+
+class _Passing(_Small):
+    """Returns what it was given, what it makes in two forms, and a parameter."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = super().forward(x)
+        return x, y, y.view(-1), self.down.bias
+
+
+def _seen_by_others() -> None:
+    model = sl.shard_model(_Passing().double(), "tp=2", _SMALL, compile=None)
+    for output in model(torch.ones(8, 6, dtype=torch.float64, requires_grad=True) * 1):
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            output += 1
+
+
+def test_what_others_see_may_not(ranks):
+    """Autograd would not follow the write to them: an error, never a wrong gradient."""
+    ranks(2).run(_seen_by_others)
+
+
 # --- what else a loop does ----------------------------------------------------------------------------------------
 
 

@@ -283,7 +283,7 @@ def _never_gathered(original: Any) -> Any:
 def _half_gradient(original: Any) -> Any:
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         found = original(ctx, grad)
-        return (found[0] / found[0].device_mesh.size(), None)
+        return (found[0] / found[0].device_mesh.size(), *found[1:])
 
     return staticmethod(backward)
 
