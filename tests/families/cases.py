@@ -87,6 +87,8 @@ class Case:
 def prove(case: Case, **changes: Any) -> Report:
     """Compare with one device, and the ops that ranks gather with those of the case.
 
+    In a mode, sequences are split that no number of ranks divides: there any op may be gathered.
+
     Args:
         case: what to train.
         **changes: arguments of `equivalent`.
@@ -101,5 +103,5 @@ def prove(case: Case, **changes: Any) -> Report:
         "steps": 2,
     }
     report = assert_equivalent(**{**given, **changes})
-    assert report.gathered == case.gathers, report.gathered
+    assert case.mode or report.gathered == case.gathers, report.gathered
     return report
