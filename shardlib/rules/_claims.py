@@ -68,8 +68,6 @@ def _cuts(layout: Layout) -> tuple[Any, ...]:
 
 
 def _cuts_of(dim: Dim) -> Iterator[tuple[int, tuple[str, ...]]]:
-    outside = 1
-    for factor in dim.factors:
+    for at, factor in enumerate(dim.factors):
         if factor.axes:
-            yield outside, factor.axes
-        outside *= factor.size or 1
+            yield Dim(dim.factors[:at]).known_size, factor.axes

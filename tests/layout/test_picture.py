@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,3 +56,82 @@ def test_large_pictures_are_cut_and_what_is_not_drawn_is_said():
     assert sum("│" in line for line in lines) == 17 and any(line.startswith("...") for line in lines)
     whole = Layout.parse("a b + sum@dp").picture((2, 2), "dp=16")
     assert "│ 0-15 │" in whole and whole.endswith("still to be reduced: sum over dp")
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "mesh", "expected"),
+    [
+        (
+            "rows@tp columns@dp",
+            (5, 30),
+            "dp=3,tp=2",
+            """
+                  columns
+            rows  0   10   20
+                 ┌───┬────┬────┐
+            0    │ 0 │ 2  │ 4  │
+                 ├───┼────┼────┤
+            3    │ 1 │ 3  │ 5  │
+                 └───┴────┴────┘
+            """,
+        ),
+        (  # who is no run of ranks is listed, of more than six the first three and the last
+            "_ a@tp",
+            (1, 4),
+            "dp=7,tp=2",
+            """
+                   a
+            dim 0  0              2
+                  ┌──────────────┬──────────────┐
+            0     │ 0,2,4,...,12 │ 1,3,5,...,13 │
+                  └──────────────┴──────────────┘
+            """,
+        ),
+        (
+            "a@tp",
+            (2,),
+            "dp=6,tp=3",
+            """
+              a
+              0               1
+             ┌───────────────┬────────────────┐
+             │ 0,3,6,9,12,15 │ 1,4,7,10,13,16 │
+             └───────────────┴────────────────┘
+            ranks that hold nothing: 2,5,8,11,14,17
+            """,
+        ),
+        (
+            "a@tp b@dp",
+            (1, 1),
+            "tp=2,dp=2",
+            """
+               b
+            a  0
+              ┌───┐
+            0 │ 0 │
+              └───┘
+            ranks that hold nothing: 1-3
+            """,
+        ),
+        (
+            "a b@tp c",
+            (2, 2, 2),
+            "tp=2",
+            """
+               b
+            a  0   1
+              ┌───┬───┐
+            0 │ 0 │ 1 │
+              └───┴───┘
+            """,
+        ),
+    ],
+)
+def test_pictures(text: str, shape: tuple[int, ...], mesh: str, expected: str):
+    first, *lines = Layout.parse(text).picture(shape, mesh).splitlines()
+    assert first == f'{shape} "{text}" on "{mesh}"'
+    assert lines == textwrap.dedent(expected).strip("\n").splitlines()
+
+
+def test_a_scalar_has_a_picture_without_sides():
+    assert Layout.parse("").picture((), "tp=2").splitlines()[1:] == [" ┌─────┐", " │ 0,1 │", " └─────┘"]

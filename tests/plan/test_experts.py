@@ -40,6 +40,16 @@ def test_memory_is_that_of_a_rank_s_experts():
     assert _plan("ep=4", model=model).memory().parameters == 2 * 10 * 6 * 4
 
 
+def test_notes_say_what_is_sent_for_tokens():
+    whole = 'Over "ep" tokens travel to the ranks of their experts and results travel back, in forward, and their '
+    whole += "gradients in backward: in {count} once for each other rank that has experts of the token, which are at "
+    whole += "most {others}, and no more than it chooses experts."
+    assert _plan().notes == (whole.format(count="each of the 2 modules of experts", others="1 rank"),)
+    one = nn.ModuleDict({"experts": Experts(experts=4)})
+    assert _plan("ep=4", model=one).notes == (whole.format(count="the module of experts", others="3 ranks"),)
+    assert _plan("dp=2,ep=1").notes == ()
+
+
 class _Shared(Experts):
     def __init__(self) -> None:
         super().__init__()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardlib as sl
 from shardlib._mesh import MeshShape
 from shardlib._plan import Memory, Plan, Row, plan
 from shardlib._plan.memory import Blocks, stages
@@ -75,7 +76,7 @@ def test_a_pipeline_axis_divides_the_largest_list_of_blocks():
     assert made.blocks == Blocks("blocks", 8, ("norm.weight", "norm.bias", "head.weight"))
     held = [[row.name for row in stage] for stage in stages(made.rows, made.mesh, made.blocks)]
     blocks = [sorted({int(name.split(".")[1]) for name in names if name.startswith("blocks.")}) for names in held]
-    assert blocks == [[0, 1, 2], [3, 4, 5], [6, 7]] or blocks == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert blocks == [[0, 1], [2, 3, 4], [5, 6, 7]]  # the middle takes the rest first, then the last stage
     outside = [[name for name in names if not name.startswith("blocks.")] for names in held]
     assert outside == [["embed.weight", "position.weight"], [], ["norm.weight", "norm.bias", "head.weight"]]
     whole = gpt_plan("tp=2", n_layer=8, tied=False).memory()
@@ -84,6 +85,52 @@ def test_a_pipeline_axis_divides_the_largest_list_of_blocks():
         'Memory counts the 8 blocks of "blocks" divided evenly over "pp", what precedes them on the first stage and '
         "what follows on the last; the figures are of the stage that holds most.",
     )
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "expected"),
+    [
+        (8, 2, [4, 4]),
+        (7, 2, [3, 4]),
+        (6, 4, [1, 2, 2, 1]),
+        (7, 4, [1, 2, 2, 2]),
+        (9, 4, [2, 3, 2, 2]),
+        (2, 4, [0, 1, 1, 0]),
+    ],
+)
+def test_blocks_that_do_not_divide_are_more_in_the_middle(layers: int, ranks: int, expected: list[int]):
+    with torch.device("meta"):
+        model = nn.ModuleDict({"h": nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(layers))})
+    made = plan(model, f"pp={ranks},dp=2", {"**": None})
+    assert list(map(len, stages(made.rows, made.mesh, made.blocks))) == expected
+    assert made.memory().parameters == 4 * max(expected)
+
+
+def test_a_pipeline_without_blocks_counts_all_and_says_so():
+    made = plan(mlp(), "pp=2", MLP_RULES)
+    assert made.memory() == plan(mlp(), "tp=1", MLP_RULES).memory()
+    assert made.notes == ('No repeated blocks were found: memory counts the whole model on each stage of "pp".',)
+
+
+def test_memory_is_that_of_the_rank_whose_stages_hold_most():
+    model = nn.Sequential(*(nn.Linear(1, width, bias=False) for width in (1, 20, 30, 4)))
+
+    def held(stages: str, **step: str) -> int:
+        made = plan(model, "pp=2", sl.Rules({"**": None}, stages=stages))
+        return made.replace(step=made.step.replace(**step)).memory().parameters // 4
+
+    assert held("0 | 1-3") == 54 and held("0-2 | 3") == 51
+    assert held("0 | 1 | 2 | 3") == 31  # in turn: 1 + 30, 20 + 4
+    assert held("0 | 1 | 2 | 3", schedule="zbv") == 50  # down and up again: 1 + 4, 20 + 30
+
+
+def test_a_buffer_that_no_stage_names_is_held_by_all():
+    model = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.BatchNorm1d(1, affine=False), "c": nn.Linear(1, 1)})
+    made = plan(model, "pp=2", sl.Rules({"**": None}, stages="a | c"))
+    assert made.memory().buffers == 4 + 4 + 8
+    tied = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
+    tied["b"].weight = tied["a"].weight
+    assert plan(tied, "pp=2", sl.Rules({"**": None}, stages="a | b")).memory().parameters == 8
 
 
 def test_a_tied_tensor_is_counted_on_every_stage_that_needs_it():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import nn
 
 import shardlib as sl
@@ -49,8 +53,85 @@ def test_balance_by_parameters_and_by_blocks():
     assert modules(sl.Balanced([1, 3]), gpt(), 2) == ["embed position blocks.0", "blocks.1 blocks.2 blocks.3 norm head"]
 
 
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=7).filter(any), st.integers(1, 4), st.integers(1, 2))
+def test_the_heaviest_stage_is_as_light_as_can_be(weights: list[int], ranks: int, per_rank: int):
+    count = ranks * per_rank
+    assume(len(weights) >= count)
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in weights))
+    asked: list[Any] = []
+
+    def weigh(of: nn.Module, names: Sequence[str], by: str) -> list[int]:
+        asked.append((of, [*names], by))
+        return weights
+
+    stages = resolve_stages(sl.Balanced(by="flops", per_rank=per_rank), model, ranks, weigh)
+    assert asked == [(model, list(map(str, range(len(weights)))), "flops")]
+    runs = [[int(name) for name in stage.modules] for stage in stages]
+    assert len(runs) == count and all(runs) and [i for run in runs for i in run] == list(range(len(weights)))
+
+    def heaviest(ends: Iterable[int]) -> int:
+        return max(sum(weights[a:b]) for a, b in pairwise((0, *ends, len(weights))))
+
+    least = min(heaviest(ends) for ends in combinations(range(1, len(weights)), count - 1))
+    assert max(sum(weights[i] for i in run) for run in runs) == least
+
+
+class Holder(nn.Module):
+    """Parameters beside blocks, at two depths."""
+
+    def __init__(self, *, outer: bool = True) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(2))
+        if outer:
+            self.first, self.inside = nn.Linear(4, 4), Holder(outer=False)
+        else:
+            self.act, self.blocks = nn.ReLU(), nn.ModuleList([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)])
+
+
+def test_parameters_beside_blocks_go_with_the_first_module_beside_them():
+    assert resolve_stages(sl.Balanced(), Holder(), 3) == (
+        Stage(("first",), ("gain",)),
+        Stage(("inside.blocks.0",), ("inside.gain",)),
+        Stage(("inside.blocks.2",)),
+    )
+
+
+def test_counts_may_leave_a_stage_without_blocks_and_need_no_neighbours():
+    lists = nn.ModuleDict({"a": nn.Linear(1, 1), "blocks": nn.ModuleList(nn.Linear(1, 1) for _ in range(3))})
+    assert modules(sl.Balanced([0, 3]), lists, 2) == ["a", "blocks.0 blocks.1 blocks.2"]
+    assert modules(sl.Balanced([2, 1]), lists, 2) == ["a blocks.0 blocks.1", "blocks.2"]
+
+
+BALANCED = [
+    (sl.Balanced(), "balanced(params)", 'Balanced(by="params")'),
+    (sl.Balanced(by="flops"), "balanced(flops)", 'Balanced(by="flops")'),
+    (sl.Balanced(per_rank=2), "balanced(params, 2 on each rank)", 'Balanced(by="params", per_rank=2)'),
+    (sl.Balanced(by="time", per_rank=3), "balanced(time, 3 on each rank)", 'Balanced(by="time", per_rank=3)'),
+    (sl.Balanced([3, 5]), "balanced(3, 5)", "Balanced([3, 5])"),
+    (sl.Balanced([0, 4]), "balanced(0, 4)", "Balanced([0, 4])"),
+]
+
+
+@pytest.mark.parametrize(("made", "text", "shown"), BALANCED)
+def test_balance_as_text(made: sl.Balanced, text: str, shown: str):
+    assert (made.text, repr(made)) == (text, shown)
+    assert read_stages(text) == made
+    assert read_stages(made) is made and read_stages(None) is None
+
+
+@pytest.mark.parametrize("text", ["balanced", "Balanced()", " balanced( ) ", "balanced(by=params)"])
+def test_balance_by_parameters_may_leave_that_out(text: str):
+    assert read_stages(text) == sl.Balanced()
+
+
+def test_a_stage_holds_its_tensors_and_those_of_its_modules():
+    stage = Stage(("blocks.1",), ("scale",))
+    names = ["scale", "scales", "blocks.1.weight", "blocks.10.weight", "blocks.1"]
+    assert [stage.holds(name) for name in names] == [True, False, True, False, False]
+
+
 def test_stages_travel_through_files():
-    for stages in ("embed | head", sl.Balanced(), sl.Balanced([3, 5])):
+    for stages in ("embed | head", sl.Balanced(), sl.Balanced([3, 5]), sl.Balanced(by="time", per_rank=2)):
         rules = sl.Rules({"head": None}, stages=stages)
         assert sl.Rules.from_toml(rules.to_toml()) == rules
         assert rules.with_stages(None) == sl.Rules({"head": None})
@@ -104,6 +185,22 @@ ALL = "embed, position, blocks.0-3 | norm, head"
             '1, since it is in "blocks.0". Name each module once.',
         ),
         (
+            "embed, position, blocks, norm, head | blocks.0.dropout1, blocks.1.dropout1",
+            'stages="embed, position, blocks, norm, head | blocks.0.dropout1, blocks.1.dropout1": "blocks.0.dropout1" '
+            'is in stages 0 and 1, since it is in "blocks.0". Name each module once.',
+        ),
+        (
+            sl.Balanced(per_rank=5),
+            'stages=Balanced(by="params", per_rank=5): this Transformer has 8 modules with parameters that can stand '
+            "apart, and 10 stages are wanted. Use fewer ranks, or name the stages: "
+            'stages="embed, blocks.0-3 | ...".',
+        ),
+        (
+            sl.Balanced(by="flops"),
+            'stages=Balanced(by="flops") weighs modules by running them, and no example was given. Give the batch of '
+            'one data rank as example=, to plan or shard_model; or use Balanced(by="params").',
+        ),
+        (
             sl.Balanced([1, 2]),
             'stages=Balanced([1, 2]) names 3 blocks, and the model has 4 ("blocks.0" to "blocks.3"). Give counts that '
             "add up to these.",
@@ -130,7 +227,41 @@ def test_what_cannot_be_read(stages: Any, said: str):
     assert refusal(lambda: sl.Rules(stages=stages)) == said
 
 
+def test_weights_that_are_all_zero_cannot_be_balanced():
+    said = refusal(lambda: resolve_stages(sl.Balanced(by="time"), gpt(), 2, lambda *_: [0.0] * 8))
+    assert said == (
+        'stages=Balanced(by="time"): none of the modules that can stand apart computes anything on the example '
+        '(embed, position, blocks.0, ...). Use Balanced(by="params"), or name the stages.'
+    )
+
+
+def test_a_stage_without_parameters_and_a_module_named_twice_on_one():
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+    assert refusal(lambda: resolve_stages("0, 2 | 1", model, 2)) == (
+        'stages="0, 2 | 1": "2" runs after "1", and is on stage 0, before stage 1. Name the stages in the order in '
+        "which their modules run."
+    )
+    named = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.ReLU()})
+    assert refusal(lambda: resolve_stages("a | b", named, 2)) == (
+        'stages="a | b": stage 1 has no parameters, and its ranks would have nothing to train. Join it with a '
+        "neighbour."
+    )
+    inner = nn.ModuleDict({"a": nn.Sequential(nn.Linear(1, 1))})
+    assert refusal(lambda: resolve_stages("a, a.0", inner, 1)) == (
+        'stages="a, a.0": "a.0" is in stage 0 twice, since it is in "a". Name each module once.'
+    )
+    assert refusal(lambda: resolve_stages("a", nn.ModuleDict({"a": nn.Linear(1, 1), "c": nn.PReLU()}), 1)) == (
+        'stages="a": the parameter "c.weight" is on no stage. Name its module, or the parameter itself, on the stage '
+        "that reads it."
+    )
+
+
 def test_counts_that_are_none():
+    for count in (True, 1.0, "2"):
+        assert refusal(lambda count=count: sl.Balanced([count])).startswith(f"Balanced was given the count {count!r};")
+    for settings in ({"per_rank": 0}, {"per_rank": True}, {"counts": [1], "per_rank": 2}):
+        assert refusal(lambda settings=settings: sl.Balanced(**settings)).startswith("Balanced was given per_rank=")
+    assert refusal(lambda: sl.Balanced([1], by="time")).startswith("Balanced was given by='time' and counts; give")
     assert refusal(lambda: sl.Balanced([1, -2])) == (
         "Balanced was given the count -2; give numbers of blocks, one for each stage, as in Balanced([3, 5])."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -25,7 +26,11 @@ PLANS = {
 
 
 def _held(plan: sl.Plan) -> int:
-    return plan.memory().device + plan.memory().buckets
+    memory = plan.memory()
+    return memory.device + memory.buckets
+
+
+HELD = {name: _held(plan) for name, plan in PLANS.items()}
 
 
 def _on_host(plan: sl.Plan) -> list[tuple[str, str]]:
@@ -35,7 +40,7 @@ def _on_host(plan: sl.Plan) -> list[tuple[str, str]]:
 @given(name=st.sampled_from(sorted(PLANS)), share=st.floats(0.05, 1.2))
 def test_what_fits_fits_with_as_little_as_can_be(name: str, share: float):
     plan = PLANS[name]
-    budget = int(share * _held(plan))
+    budget = int(share * HELD[name])
     try:
         fitted = plan | sl.fit(budget)
     except PlanError:
@@ -65,13 +70,67 @@ def test_state_of_other_optimizers_counts():
     assert _on_host(plan | sl.fit(120_000)) == [("weight", "state")]
 
 
-def test_the_plan_tells_what_went():
-    plan = sl.plan(nn.Linear(100, 100, bias=False), "dp=1", {"**": None}) | sl.fit("0.1 MB")
-    assert "fit(100000) moved 78.1 KiB of each rank to host memory." in plan.notes
-    assert "fit(100000)" in str(plan)
+def _four() -> sl.Plan:
+    """Tensors whose state takes 400, 240, 160 and 160 bytes, of 1920 in all."""
+    sizes = {"a": 50, "b": 30, "c": 20, "d": 20}
+    model = nn.ParameterDict({name: torch.zeros(size) for name, size in sizes.items()})
+    return sl.plan(model, "dp=1", {"**": None})
 
 
-@pytest.mark.parametrize("budget", [0, -1, "much", "3 XB", True, None, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("over", "gone"),
+    [
+        (0, ""),
+        (1, "c"),
+        (160, "c"),
+        (161, "b"),
+        (240, "b"),
+        (241, "a"),
+        (400, "a"),
+        (401, "ac"),
+        (561, "ab"),
+        (960, "abcd"),
+    ],
+)
+def test_state_goes_largest_first_and_last_the_smallest_that_makes_up_what_is_left(over: int, gone: str):
+    made = _four() | sl.fit(1920 - over)
+    assert _on_host(made) == [(name, "state") for name in gone]
+    moved = sum({"a": 400, "b": 240, "c": 160, "d": 160}[name] for name in gone)
+    assert made.notes == ((f"fit({1920 - over}) moved {moved} B of each rank to host memory.",) if gone else ())
+
+
+def test_stored_parts_follow_when_all_state_has_gone():
+    plan = _four().map_rows(lambda row: row)
+    with pytest.raises(PlanError):  # what is not stored in parts stays
+        _ = plan | sl.fit(959)
+    parted = sl.plan(nn.Linear(16, 16, bias=False), "dp=2", {"**": None}) | sl.zero(3)
+    memory = parted.memory()  # halves of 1 KiB: stored 512, gradient 512, state 1024
+    assert (memory.device, _on_host(parted | sl.fit(1024 + memory.buckets))) == (2048, [("weight", "state")])
+    made = parted | sl.fit(1023 + memory.buckets)
+    assert _on_host(made) == [("weight", phase) for phase in ("stored", "grad", "state")]
+    assert made.notes[-1] == f"fit({1023 + memory.buckets}) moved 2.00 KiB of each rank to host memory."
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("7", 7),
+        (" 40 GB ", 40 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("2kb", 2000),
+        ("2KiB", 2048),
+        ("3mb", 3 * 10**6),
+        ("3MiB", 3 * 2**20),
+        ("1TB", 10**12),
+        ("1tib", 2**40),
+        (1e3, 1000),
+    ],
+)
+def test_budgets_are_read(text: str | float, count: int):
+    assert sl.fit(text) == sl.fit(count)
+
+
+@pytest.mark.parametrize("budget", [0, -1, "much", "3 XB", "1.2.3", "GB", "0", True, None, float("inf"), float("nan")])
 def test_what_is_no_budget_is_refused(budget):
     with pytest.raises(PlanError) as raised:
         sl.fit(budget)
