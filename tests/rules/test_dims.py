@@ -98,13 +98,15 @@ def test_dims_may_depend_on_the_module() -> None:
 def test_a_call_may_run_again_with_its_function_defined_anew() -> None:
     class Either(nn.Linear): ...
 
+    class Own(nn.Linear): ...
+
     for names in ("out in", "out features"):  # the cell was edited in between
 
         def dims(module: nn.Module, names: str = names) -> ModuleDims:
             return ModuleDims({"weight": names})
 
         register_dims(Either, dims)
-        register_dims(Scale, gain="out in")
+        register_dims(Own, weight="out in")
     assert dims_of(Either(4, 6)).tensors == {"weight": "out features"}
     with pytest.raises(RuleError, match=r"registered already, as the function .*dims"):
         register_dims(Either, lambda module: ModuleDims({"weight": "out in"}))
