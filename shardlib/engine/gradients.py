@@ -348,7 +348,8 @@ class _Scattered(_Bucket):
         assert self.bundle is not None
         self.sent = [_dense(grad, slot.held) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
         if self.last:
-            self.sent.append(torch.full((self.bundle.peers.count,), self.owner.lacking(), dtype=self.bundle.dtype))
+            count, bundle = self.owner.lacking(), self.bundle
+            self.sent.append(torch.full((bundle.peers.count,), count, dtype=bundle.dtype, device=bundle.device))
         self.moving = self.bundle.reduce(self.sent, self.flat)
         for slot in self.slots:
             slot.held.leaf.grad = None
@@ -388,7 +389,8 @@ class _Scattered(_Bucket):
             return self.mine
         if self.flat is not None:
             return self.bundle.block_of_own(self.flat)
-        if self.bundle.alone and self.slots[0].held.stage == 1 and self.sent[0].dtype == self.bundle.dtype:
+        stays = bool(self.slots) and self.slots[0].held.stage == 1
+        if stays and self.bundle.alone and self.sent[0].dtype == self.bundle.dtype:
             return self.bundle.block_of_own(self.sent[0].view(-1))
         return torch.empty(self.bundle.own, dtype=self.bundle.dtype, device=self.bundle.device)
 

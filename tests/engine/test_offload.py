@@ -408,10 +408,12 @@ def _sent(ops: list[dist.P2POp]) -> None:
     assert all(op.tensor.device.type == AWAY for op in ops)
 
 
-def _devices(transforms: tuple[Any, ...], make: Callable[[Any], torch.optim.Optimizer]) -> dict[str, set[str]]:
+def _devices(
+    transforms: tuple[Any, ...], make: Callable[[Any], torch.optim.Optimizer], large: bool = False
+) -> dict[str, set[str]]:
     """Two steps of rank 0 on a device without values, and where what there is between steps lies."""
-    model = GPT()
-    plan = sl.plan(model, "dp=2", rules_for(model), transforms=transforms)
+    model = nn.Embedding(1000, 300) if large else GPT()
+    plan = sl.plan(model, "dp=2", {"**": None} if large else rules_for(model), transforms=transforms)
     device = torch.device(AWAY)
     with (
         mock.patch.object(torch, AWAY, AWAY_MODULE, create=True),
@@ -462,6 +464,10 @@ def test_devices_do_not_mix(make, stage):
     assert _devices((STAGES[stage], sl.offload("state", fraction=0.3)), make) == lie(AWAY, "cpu " + AWAY)
     if stage == "zero(3)":
         assert _devices((STAGES[stage], sl.offload("all")), make) == lie("cpu", "cpu")
+
+
+def test_what_ranks_lack_is_told_from_the_device_where_no_bucket_has_room_for_it():
+    assert set.union(*_devices((sl.zero(2),), _adamw, large=True).values()) == {AWAY}
 
 
 # --- within a budget --------------------------------------------------------------------------------------------------

@@ -120,5 +120,27 @@ def test_a_sequential(stages: Any):
     assert_equivalent(sequential, rows, "pp=2", rules, transforms=(sl.pipeline("1f1b", 3),), steps=2)
 
 
+class Headless(torch.nn.Module):
+    """Its last stage has large tensors only, each of which is a bucket of its own."""
+
+    def __init__(self, width: int = 384) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, width)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_without_a_head(stage: int):
+    transforms = (sl.pipeline("1f1b", 2), *([sl.zero(stage)] if stage else []))
+    rules = sl.Rules({"**": None}, stages="embed, blocks.0 | blocks.1-2")
+    assert_equivalent(Headless, Tokens(8, 4, 7), "dp=2,pp=2", rules, transforms=transforms, steps=2)
+
+
 def test_blocks_may_be_compiled_besides():
     prove(TIED, "pp=2,tp=2", sl.pipeline("1f1b", 2), rows=4, compile="auto")
