@@ -84,6 +84,14 @@ def test_training_gives_the_numbers_of_one_device(case: Case):
     prove(case)
 
 
+def test_what_a_split_module_gave_may_be_added_to_in_place():
+    """Falcon does so: `mlp_output += attention_output`."""
+    split = {"query_key_value": "(groups@tp each head)", "dense_h_to_4h": "colwise"}
+    summed = {"dense": "rowwise", "dense_4h_to_h": "rowwise"}
+    rules = sl.Rules({**split, **summed}, sizes={"groups": 2, "each": 4}, unmatched="replicate")
+    prove(Case("FalconForCausalLM", "sdpa", TP2), rules=rules, steps=1)
+
+
 # --- communication -------------------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen2": _LLAMA,
     "Mixtral": {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
     **{family: {**_LLAMA, "head_dim": 8} for family in _KIN.split()},
+    "Falcon": {**_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2}
+    | {"new_decoder_architecture": True, "alibi": False, "use_cache": False},
     "Bert": {**_TEXT, **_ENCODER, "max_position_embeddings": 32, "num_labels": 3},
     "ViT": {**_ENCODER, "image_size": 8, "patch_size": 4, "num_labels": 3},
 }
