@@ -1,11 +1,26 @@
-"""Wherever tests are, in docstrings too: a job of one that a test joined in this process ends with it."""
+"""For tests wherever they are, in docstrings too: what hypothesis draws, and the end of a job that one has joined."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, settings
+
+# No clock decides about a test (deadline, too_slow): ranks share cores with whatever else runs. The default draws the
+# same examples each time, so that a change and not chance turns a test red; `make test-deep` draws new and many more.
+_TIMELESS: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.differing_executors],
+}
+settings.register_profile("default", derandomize=True, max_examples=25, database=None, **_TIMELESS)
+# One failure is enough there: it need not be small.
+settings.register_profile("mutate", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate])
+settings.register_profile("deep", max_examples=1000, print_blob=True, **_TIMELESS)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What every test may use besides the fixture `ranks` of our own plugin: profiles, marks, torchvision.
+"""What every test may use besides the fixture `ranks` of our own plugin: marks, torchvision.
 
 At the end of a run it lists the slowest files.
 """
@@ -13,21 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 
 from tests.torchvision_on_cpu import import_torchvision
-
-# No clock decides about a test (deadline, too_slow): ranks share cores with whatever else runs. The default draws the
-# same examples each time, so that a change and not chance turns a test red; `make test-deep` draws new and many more.
-_TIMELESS: dict[str, Any] = {
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.differing_executors],
-}
-settings.register_profile("default", derandomize=True, max_examples=25, database=None, **_TIMELESS)
-# One failure is enough there: it need not be small.
-settings.register_profile("mutate", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate])
-settings.register_profile("deep", max_examples=1000, print_blob=True, **_TIMELESS)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Compiling a block takes seconds on every rank. Tests that are about compiled blocks are marked `compiled`; ranks and
 # scripts get this variable from the process that runs the test.
