@@ -99,11 +99,11 @@ def claims(call: AtenCall, sizes: Sequence[int] = (2, 3)) -> Iterator[Claim]:
     if rule is None or not call.tensors or is_random(call.op):
         return  # random ops are drawn for the whole tensor, without a row
     args, kwargs = call.fresh()
-    outputs = _output_metas(call.op(*args, **kwargs))
+    described = _describe(call, _output_metas(call.op(*args, **kwargs)))
     for size in sizes:
         seen = set()
-        for current in _currents(call.tensors, size):
-            described = replace(_describe(call, outputs), current=current, size=size, axis=RING_AXIS)
+        for current in dict.fromkeys(_currents(call.tensors, size)):
+            described = replace(described, current=current, size=size, axis=RING_AXIS)
             rows = [row for row in list(_candidates(rule, described))[1:] if _holds(row, described, empty=rule.empty)]
             for row in rows:
                 settled = replace(row, ins=tuple(c if p is ANY else p for p, c in zip(row.ins, current, strict=True)))

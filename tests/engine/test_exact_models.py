@@ -217,12 +217,13 @@ def _compiled_bits(mesh: str, sequence: bool, attention: bool) -> None:
 @pytest.mark.parametrize(
     ("mesh", "sequence", "attention"),
     [
-        ("dp=2,tp=2", False, True),
+        ("tp=2", True, True),
         *(
             pytest.param(*case, marks=pytest.mark.deep)
             for case in (
-                ("dp=2,tp=2", False, False),
-                *itertools.product(["tp=2"], [False, True], [False, True]),
+                *itertools.product(["dp=2,tp=2"], [False], [False, True]),
+                *itertools.product(["tp=2"], [False, True], [False]),
+                ("tp=2", False, True),
             )
         ),
     ],

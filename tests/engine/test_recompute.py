@@ -39,10 +39,15 @@ def test_any_modules_may_be_named(pattern: Any):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("transform", [pytest.param(replicate(), marks=pytest.mark.deep), zero(3)], ids=repr)
-def test_blocks_may_be_compiled_besides(transform: Transform):
+@pytest.mark.parametrize(
+    ("mesh", "transform"),
+    [("dp=2", zero(3)), *(pytest.param("dp=2,tp=2", each, marks=pytest.mark.deep) for each in (replicate(), zero(3)))],
+    ids=str,
+)
+def test_blocks_may_be_compiled_besides(mesh: str, transform: Transform):
     """They draw again what forward drew, of parameters that are stored in parts."""
-    given: dict[str, Any] = {"mesh": "dp=2,tp=2", "rules": rules_for(GPT()), "steps": 2, "compile": "auto"}
+    rules = rules_for(GPT()) if "tp" in mesh else {"**": None}
+    given: dict[str, Any] = {"mesh": mesh, "rules": rules, "steps": 2, "compile": "auto"}
     assert_equivalent(DROPPING, Tokens(8, 5, 7), transforms=(sl.checkpoint_activations(), transform), **given)
 
 

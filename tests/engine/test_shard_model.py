@@ -33,19 +33,19 @@ def _prove(mesh: str, model: Callable[[], nn.Module] = UNEVEN, rules: Any = None
     assert_equivalent(model, batch_for(made), mesh, **given)
 
 
+_MESHES = "tp=2", "tp=4", "dp=2,tp=2", "dp=4", "dp=2,fsdp=2"
+
+
 @pytest.mark.parametrize(
     ("mesh", "compile"),
     [
-        *((mesh, None) for mesh in ("tp=2", "tp=4", "dp=2,tp=2", "dp=4", "dp=2,fsdp=2")),
-        pytest.param("dp=2,tp=2", "auto", marks=pytest.mark.compiled),
-        *(
-            pytest.param(mesh, "auto", marks=[pytest.mark.compiled, pytest.mark.deep])
-            for mesh in ("tp=2", "tp=4", "dp=4", "dp=2,fsdp=2")
-        ),
+        *((mesh, None) for mesh in _MESHES),
+        *(pytest.param(mesh, "auto", marks=[pytest.mark.compiled, pytest.mark.deep]) for mesh in _MESHES),
     ],
 )
 def test_gpt_with_fused_qkv_and_tied_head(mesh: str, compile: str | None):
-    _prove(mesh, GPT, compile=compile, steps=3)
+    """Compiled ones are proved by default with dropout too: test_exact_models.py, test_recompute.py."""
+    _prove(mesh, GPT, compile=compile)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,11 @@ def _ids(step: int) -> torch.Tensor:
 @pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulate": 2, "no_sync": True}, pytest.param({"compile": "auto"}, marks=pytest.mark.compiled)],
+    [
+        {},
+        {"accumulate": 2, "no_sync": True},
+        pytest.param({"compile": "auto"}, marks=[pytest.mark.compiled, pytest.mark.deep]),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("rules", [{}, RULES.rules, {"never_called": "colwise"}, {"never_called": "rowwise"}], ids=str)

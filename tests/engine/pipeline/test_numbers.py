@@ -58,7 +58,7 @@ def test_every_schedule(schedule: str, mesh: str, stages: Any):
         ("pp=2,tp=2", ()),
         ("pp=2,dp=2", (sl.zero(1),)),
         ("dp=2,pp=2", (sl.zero(2),)),
-        ("dp=2,pp=2", (sl.zero(3),)),
+        pytest.param("dp=2,pp=2", (sl.zero(3),), marks=pytest.mark.deep),
         ("dp=2,pp=2", (sl.zero(3), sl.checkpoint_activations())),
         ("pp=2,dp=2", (sl.zero(1), sl.pipeline("gpipe"))),
     ],
@@ -74,9 +74,9 @@ def test_with_other_axes(mesh: str, transforms: tuple[Any, ...]):
     [
         ("pp=2,tp=2", ()),
         ("dp=2,pp=2", (sl.zero(2),)),
-        ("dp=2,pp=2", (sl.zero(3),)),
+        pytest.param("dp=2,pp=2", (sl.zero(3),), marks=pytest.mark.deep),
         ("dp=2,pp=2", (sl.zero(3), sl.checkpoint_activations())),
-        ("pp=2", (sl.checkpoint_activations(),)),
+        pytest.param("pp=2", (sl.checkpoint_activations(),), marks=pytest.mark.deep),
         ("dp=2,pp=2", (sl.fsdp(), sl.accumulate(2))),
     ],
 )
@@ -84,10 +84,11 @@ def test_late_gradients_of_weights_with_other_axes(mesh: str, transforms: tuple[
     prove(TIED, mesh, *transforms, sl.pipeline(schedule, 4), stages=FOUR)
 
 
-def test_several_backward_passes_make_a_step():
-    for transforms in ((), (sl.zero(2),)):
-        prove(TIED, "dp=2,pp=2", *transforms, accumulate=2)
-        prove(TIED, "dp=2,pp=2", *transforms, accumulate=2, no_sync=True)
+@pytest.mark.covering
+@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("transforms", [(), (sl.zero(2),)], ids=str)
+def test_several_backward_passes_make_a_step(transforms: tuple[Any, ...], no_sync: bool):
+    prove(TIED, "dp=2,pp=2", *transforms, accumulate=2, no_sync=no_sync)
 
 
 def test_buffers_that_every_stage_needs():
