@@ -44,9 +44,10 @@ def test_rows_on_an_axis_of_three():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", database())
-def test_rows_for_pytorchs_ops(name: str):
-    assert _false(samples_of(name), (2, 3)) == []
+@pytest.mark.parametrize("part", range(20))
+def test_rows_for_pytorchs_ops(part: int):
+    """Numbers stand for slices of the database, which takes seconds to import."""
+    assert [false for name in database()[part::20] for false in _false(samples_of(name), (2, 3))] == []
 
 
 _ADD, _SUM, _EXP = torch.ops.aten.add.Tensor, torch.ops.aten.sum.dim_IntList, torch.ops.aten.exp.default
