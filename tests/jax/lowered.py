@@ -40,6 +40,7 @@ B3, C3 = _numbers(2, 3, 4, seed=5), _numbers(2, 4, 5, seed=6)
 IDS, J = torch.tensor([[1, 0, 2, 2], [0, 3, 1, 0], [2, 2, 0, 3]]), torch.tensor([2, 0, 1])
 MASK = torch.tensor([[True, False, True, False], [False, True, True, True], [True, True, False, False]])
 HALF = X.to(torch.bfloat16)
+AT_BOUNDS = torch.tensor([-1.0, -0.3, 0.1, 0.4, 2.0], dtype=torch.float64)
 IMAGE, IMAGE1, IMAGE3 = _numbers(2, 4, 7, 6), _numbers(2, 4, 9), _numbers(1, 2, 4, 5, 3)
 KERNEL, KERNEL1, KERNEL3 = _numbers(6, 4, 3, 2, seed=7), _numbers(6, 2, 3, seed=8), _numbers(3, 2, 2, 2, 2, seed=9)
 Q, K, VALUES = _numbers(2, 4, 5, 6, seed=1), _numbers(2, 4, 7, 6, seed=2), _numbers(2, 4, 7, 3, seed=3)
@@ -126,7 +127,14 @@ CASES: list[Call] = [
     _call(aten.addcmul.default, X, Y, V, value=0.5),
     _call(aten.addcdiv.default, X, Y, P, value=0.5),
     _call(aten.clamp.default, X, -0.3, 0.4),
-    _call(aten.clamp.default, torch.tensor([-1.0, -0.3, 0.4, 2.0], dtype=torch.float64), -0.3, 0.4),
+    *(_call(op, AT_BOUNDS, -0.3, 0.4) for op in (aten.clamp.default, aten.hardtanh.default)),
+    _call(aten.clamp.Tensor, AT_BOUNDS, AT_BOUNDS[1], AT_BOUNDS[3:4]),
+    _call(aten.clamp_min.default, AT_BOUNDS, -0.3),
+    _call(aten.clamp_max.default, AT_BOUNDS, 0.4),
+    *(
+        _call(op, torch.tensor([-4.0, -3.0, 0.0, 3.0, 5.0]))
+        for op in (aten.hardsigmoid.default, aten.hardswish.default)
+    ),
     _call(aten.clamp.Tensor, X, None, V),
     _call(aten.clamp_min.default, IDS, 1),
     _call(aten.clamp_max.default, X, 0.1),

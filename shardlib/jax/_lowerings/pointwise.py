@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 
 from shardlib.jax._dtypes import as_dtype, promote, promoted
@@ -219,16 +220,35 @@ def _addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Any:
     return x + value * a / b
 
 
-@lowering("aten::clamp.default", "aten::clamp.Tensor", elementwise=True)
+@lowering("aten::clamp.default", elementwise=True)
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    """The gradient at a bound is one, as in torch: `jnp.clip` has a half."""
     dtype = promoted(x, *(bound for bound in (min, max) if bound is not None))
-    x = x.astype(dtype)
+    return _between(x.astype(dtype), min, max, flat_at_bounds=not _slope_at_a_bound(0.0))
+
+
+@lowering("aten::clamp.Tensor", elementwise=True)
+def _clamp_by_tensors(x: Any, min: Any = None, max: Any = None) -> Any:
+    dtype = promoted(x, *(bound for bound in (min, max) if bound is not None))
+    if _slope_at_a_bound(torch.zeros(())) == 1:
+        return _between(x.astype(dtype), min, max, flat_at_bounds=False)
+    # JAX halves the gradient between equals, as torch does from 2.14 on.
+    x = x.astype(dtype) if min is None else jnp.maximum(x, min)
+    return x if max is None else jnp.minimum(x, max)
+
+
+def _between(x: Any, min: Any, max: Any, *, flat_at_bounds: bool) -> Any:
+    """Clamp; the gradient at a bound is zero or one, where that of `jnp.clip` is a half."""
     if min is not None:
-        x = jnp.where(x < min, jnp.asarray(min, dtype), x)
+        x = jnp.where(x <= min if flat_at_bounds else x < min, jnp.asarray(min, x.dtype), x)
     if max is not None:
-        x = jnp.where(x > max, jnp.asarray(max, dtype), x)
+        x = jnp.where(x >= max if flat_at_bounds else x > max, jnp.asarray(max, x.dtype), x)
     return x
+
+
+def _slope_at_a_bound(bound: float | torch.Tensor) -> float:
+    """Ask torch for the gradient of clamp at a bound: versions differ."""
+    x = torch.zeros((), requires_grad=True)
+    return torch.autograd.grad(torch.clamp(x, min=bound), x)[0].item()
 
 
 @lowering("aten::clamp_min.default", elementwise=True)
@@ -243,12 +263,12 @@ def _clamp_max(x: Any, max: Any) -> Any:
 
 @lowering("aten::hardtanh.default", elementwise=True)
 def _hardtanh(x: Any, min_val: float = -1, max_val: float = 1) -> Any:
-    return _clamp(x, min_val, max_val)
+    return _between(x, min_val, max_val, flat_at_bounds=True)
 
 
 @lowering("aten::hardsigmoid.default", elementwise=True)
 def _hardsigmoid(x: Any) -> Any:
-    return _clamp(x + 3, 0, 6) / 6
+    return _between(x + 3, 0, 6, flat_at_bounds=True) / 6
 
 
 @lowering("aten::hardswish.default", elementwise=True)
