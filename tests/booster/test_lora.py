@@ -73,7 +73,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def prove(model: Adapted, mesh: str, *transforms: Any, **options: Any) -> None:
-    assert_equivalent(model, batch, mesh, transforms=transforms, optimizer=adamw, **options)
+    assert_equivalent(model, batch, mesh, transforms=transforms, optimizer=adamw, **{"steps": 2, **options})
 
 
 STAGES = {"": (), "zero(1)": (sl.zero(1),), "zero(2)": (sl.zero(2),), "zero(3)": (sl.zero(3),), "fsdp": (sl.fsdp(),)}
@@ -86,13 +86,15 @@ def test_frozen_weights_and_adapters_on_data_ranks(model, stage):
     prove(Adapted(model), "dp=2", *STAGES[stage])
 
 
+@pytest.mark.covering
+@pytest.mark.parametrize(("mesh", "stage"), [("tp=2", ""), ("dp=2,tp=2", "zero(2)"), ("dp=2,tp=2", "zero(3)")])
 @pytest.mark.parametrize("model", LAYERS)
-def test_adapters_lie_as_their_layers_do(model):
-    prove(Adapted(model), "tp=2")
-    prove(Adapted(model), "dp=2,tp=2", sl.zero(2))
-    prove(Adapted(model), "dp=2,tp=2", sl.zero(3))
+def test_adapters_lie_as_their_layers_do(model, mesh, stage):
+    prove(Adapted(model), mesh, *STAGES[stage])
 
 
+@pytest.mark.covering
+@pytest.mark.parametrize(("mesh", "stage"), [("dp=2,tp=2", "zero(2)"), ("dp=2", "zero(3)")])
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,9 +106,8 @@ def test_adapters_lie_as_their_layers_do(model):
     ],
     ids=["one", "embeddings", "dropout and a norm", "rslora", "dora"],
 )
-def test_adapters_of_other_kinds(options):
-    prove(Adapted(LLAMA, **options), "dp=2,tp=2", sl.zero(2), steps=2)
-    prove(Adapted(LLAMA, **options), "dp=2", sl.zero(3), steps=2)
+def test_adapters_of_other_kinds(options, mesh, stage):
+    prove(Adapted(LLAMA, **options), mesh, *STAGES[stage])
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ Whole = dict[str, torch.Tensor]
 
 def _gpt(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return perturb(Transformer(vocab=16, heads=4, head=8, layers=2, tied=True), seed)
+    return perturb(Transformer(vocab=16, heads=4, head=4, tied=True), seed)
 
 
 class Run:
