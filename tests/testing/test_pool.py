@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -225,8 +227,8 @@ class Net(nn.Module):
         return self.blocks[0](x)
 
 
-def _forward(late: int) -> None:
-    net = Net(late)
+def _forward() -> None:
+    net = Net(late=3)
     net.blocks[0][1].mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net(torch.ones(4, 6))
 
@@ -268,32 +270,6 @@ def warm(own: Ranks) -> Ranks:
     return own
 
 
-def test_a_hang_is_told_for_every_rank_and_the_pool_is_rebuilt(warm: Ranks):
-    with pytest.raises(HangError) as caught:
-        warm.run(_forward, 3)
-    by_rank = caught.value.standing
-    assert [(s.rank, s.state) for s in by_rank] == [(0, "done"), (1, "done"), (2, "waiting"), (3, "running")]
-    waiting, late = by_rank[2:]
-    assert (waiting.phase, waiting.module) == (late.phase, late.module) == ("forward", "blocks.0.1")
-    assert (waiting.collective, waiting.axis, waiting.dtype, waiting.shape) == ("all_reduce", "tp", "float32", (4, 6))
-    assert waiting.where == f"test_pool.py:{_line('the line where ranks wait')} in forward"
-    assert (waiting.group, late.collective) == ((2, 3), "")
-    text = str(caught.value)
-    assert text.startswith("ranks 2 and 3 did not answer within 6 s in _forward; new processes are started.\n")
-    assert "rank 2 waits in all_reduce over tp: rank 3 has not entered it" in text
-    assert "rank 3, innermost last:" in text and "time.sleep(60)" in text
-    assert warm.run(dist.get_rank) == [0, 1, 2, 3]
-
-
-def test_a_hang_in_backward_names_the_parameter(warm: Ranks):
-    with pytest.raises(HangError) as caught:
-        warm(2).run(_backward)
-    first, second = caught.value.standing
-    assert (first.phase, first.module) == (second.phase, second.module) == ("backward", "0.weight")
-    assert (first.collective, first.axis, first.shape, first.state) == ("all_reduce", "dp", (4, 3), "waiting")
-    assert second.state == "running"
-
-
 def _flattened() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     flat = mesh._flatten("both")
@@ -303,10 +279,59 @@ def _flattened() -> None:
         time.sleep(60)
 
 
-def test_the_axis_of_a_flattened_mesh_is_named(warm: Ranks):
-    with pytest.raises(HangError) as caught:
-        warm.run(_flattened)
-    stuck = [s for s in caught.value.standing if s.state == "waiting"]
+def _hold_the_lock() -> None:
+    import ctypes
+
+    if dist.get_rank() == 1:
+        ctypes.PyDLL(None).sleep(60)  # holds Python's lock: no thread of this process can say anything
+
+
+Hung = Callable[[Callable[..., Any]], tuple[HangError, Ranks]]
+
+
+@pytest.fixture(scope="module")
+def hung() -> Iterator[Hung]:
+    """What calls that hang raise, and the pool of each. They wait at the same time."""
+    sizes: dict[Callable[..., Any], int] = {_forward: 4, _backward: 2, _flattened: 4, _hold_the_lock: 2}
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(sizes)) as threads:
+        pools = {fn: stack.enter_context(own_pool(size, timeout=_PATIENCE)) for fn, size in sizes.items()}
+        for pool in pools.values():
+            pool.run(_import_this, timeout=100.0)
+        calls = {fn: threads.submit(pool.run, fn) for fn, pool in pools.items()}
+
+        def of(fn: Callable[..., Any]) -> tuple[HangError, Ranks]:
+            with pytest.raises(HangError) as caught:
+                calls[fn].result()
+            return caught.value, pools[fn]
+
+        yield of
+
+
+def test_a_hang_is_told_for_every_rank_and_the_pool_is_rebuilt(hung: Hung):
+    error, pool = hung(_forward)
+    by_rank = error.standing
+    assert [(s.rank, s.state) for s in by_rank] == [(0, "done"), (1, "done"), (2, "waiting"), (3, "running")]
+    waiting, late = by_rank[2:]
+    assert (waiting.phase, waiting.module) == (late.phase, late.module) == ("forward", "blocks.0.1")
+    assert (waiting.collective, waiting.axis, waiting.dtype, waiting.shape) == ("all_reduce", "tp", "float32", (4, 6))
+    assert waiting.where == f"test_pool.py:{_line('the line where ranks wait')} in forward"
+    assert (waiting.group, late.collective) == ((2, 3), "")
+    text = str(error)
+    assert text.startswith("ranks 2 and 3 did not answer within 6 s in _forward; new processes are started.\n")
+    assert "rank 2 waits in all_reduce over tp: rank 3 has not entered it" in text
+    assert "rank 3, innermost last:" in text and "time.sleep(60)" in text
+    assert pool.run(dist.get_rank) == [0, 1, 2, 3]
+
+
+def test_a_hang_in_backward_names_the_parameter(hung: Hung):
+    first, second = hung(_backward)[0].standing
+    assert (first.phase, first.module) == (second.phase, second.module) == ("backward", "0.weight")
+    assert (first.collective, first.axis, first.shape, first.state) == ("all_reduce", "dp", (4, 3), "waiting")
+    assert second.state == "running"
+
+
+def test_the_axis_of_a_flattened_mesh_is_named(hung: Hung):
+    stuck = [s for s in hung(_flattened)[0].standing if s.state == "waiting"]
     assert {(s.collective, s.axis, s.dtype) for s in stuck} == {("broadcast", "both", "int64")}
 
 
@@ -324,18 +349,10 @@ def test_a_rank_that_finished_while_others_wait_is_found_at_once(warm: Ranks):
     assert caught.value.standing[0].collective == "barrier"
 
 
-def _hold_the_lock() -> None:
-    import ctypes
-
-    if dist.get_rank() == 1:
-        ctypes.PyDLL(None).sleep(60)  # holds Python's lock: no thread of this process can say anything
-
-
-def test_a_rank_that_cannot_answer_gives_its_stack(warm: Ranks):
-    with pytest.raises(HangError) as caught:
-        warm(2).run(_hold_the_lock)
-    assert [s.state for s in caught.value.standing] == ["done", "silent"]
-    assert "in _hold_the_lock" in caught.value.standing[1].stack
+def test_a_rank_that_cannot_answer_gives_its_stack(hung: Hung):
+    standing = hung(_hold_the_lock)[0].standing
+    assert [s.state for s in standing] == ["done", "silent"]
+    assert "in _hold_the_lock" in standing[1].stack
 
 
 def _raise_on(rank: int) -> None:
@@ -514,24 +531,16 @@ def test_a_parent_that_is_ended(start: Callable[..., Any], folder: Path, sent: s
 @needs_proc
 @pytest.mark.covering
 @pytest.mark.parametrize("raises", ["", "raise"])
-@pytest.mark.parametrize("pool", ["", "own"])
-def test_a_parent_that_ends(start: Callable[..., Any], folder: Path, pool: str, raises: str):
+@pytest.mark.parametrize(("pool", "temporary"), [("", "long" * 30), ("own", "tmp")])
+def test_a_parent_that_ends(start: Callable[..., Any], folder: Path, pool: str, raises: str, temporary: str):
+    """With room in the temporary folder's name for a socket's, and without."""
     words = [word for word in (pool, raises) if word]
-    process, pids = start(*words)
-    _, err = process.communicate(timeout=_PATIENT)
-    assert process.returncode == ("raise" in words), err
+    process, pids = start(*words, temporary=temporary)
+    out, err = process.communicate(timeout=_PATIENT)
+    assert (process.returncode, out) == ((1, "") if raises else (0, "ran\n")), err
     assert len(_both(pids)) == 2
     _wait_for(lambda: not any(map(_alive, _both(pids))))
-    assert list((folder / "tmp").iterdir()) == []
-
-
-@needs_proc
-def test_a_temporary_folder_with_a_long_name(start: Callable[..., Any], folder: Path):
-    process, pids = start(temporary="long" * 30)
-    out, err = process.communicate(timeout=_PATIENT)
-    assert (process.returncode, out) == (0, "ran\n"), err
-    _wait_for(lambda: not any(map(_alive, _both(pids))))
-    assert list((folder / ("long" * 30)).iterdir()) == []
+    assert list((folder / temporary).iterdir()) == []
 
 
 def _left(folder: Path) -> list[Path]:
@@ -550,8 +559,6 @@ def test_ranks_end_with_their_fork_server(own: Ranks):
 
 
 def test_two_pools_at_the_same_time_do_not_meet(ranks: Ranks, own: Ranks):
-    from concurrent.futures import ThreadPoolExecutor
-
     def gathered(of: int) -> list[int]:
         found = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
         dist.all_gather(found, torch.tensor([10 * of + dist.get_rank()]))
