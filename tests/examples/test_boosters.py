@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.house.source import ROOT
+from tests.main_on_ranks import run_script
 from tests.scripts import readme_line, run_shell
 from tests.torchvision_on_cpu import import_torchvision
 
@@ -40,21 +42,30 @@ def _by_torchrun(folder: Path, script: str, *options: str) -> dict[str, Any]:
     return json.loads(result.read_text()) | {"printed": printed}
 
 
+def _as_a_script(folder: Path, script: str, *options: str) -> dict[str, Any]:
+    """The same on ranks of the pool, without a launcher."""
+    result = folder / "result.json"
+    given = [*_options(script), *options, "--json", str(result)]
+    printed = run_script(ROOT / "examples" / f"{script}.py", *given, processes=2)
+    return json.loads(result.read_text()) | {"printed": printed}
+
+
 @pytest.mark.parametrize(
-    ("plugin", "then"),
+    ("start", "plugin", "then"),
     [
-        ("low_level_zero", "none"),
-        pytest.param("torch_ddp", "gemini", marks=pytest.mark.deep),
-        pytest.param("gemini", "torch_fsdp", marks=pytest.mark.deep),
-        pytest.param("torch_fsdp", "none", marks=pytest.mark.deep),
+        (_as_a_script, "low_level_zero", "none"),
+        pytest.param(_by_torchrun, "low_level_zero", "none", marks=pytest.mark.deep),
+        pytest.param(_by_torchrun, "torch_ddp", "gemini", marks=pytest.mark.deep),
+        pytest.param(_by_torchrun, "gemini", "torch_fsdp", marks=pytest.mark.deep),
+        pytest.param(_by_torchrun, "torch_fsdp", "none", marks=pytest.mark.deep),
     ],
 )
 def test_an_epoch_of_resnet_on_two_ranks_is_that_of_one_device_from_their_checkpoint(
-    tmp_path: Path, plugin: str, then: str, ranks
+    tmp_path: Path, start: Callable[..., dict[str, Any]], plugin: str, then: str, ranks
 ):
     small = ["--epochs", "2", "--images", "32", "--batch-size", "16", "--size", "8", "--dtype", "float64"]
     small += ["--checkpoint", f"{tmp_path}/saved"]
-    two = _by_torchrun(tmp_path, "booster_resnet", "--plugin", plugin, "--interval", "1", *small)
+    two = start(tmp_path, "booster_resnet", "--plugin", plugin, "--interval", "1", *small)
     (one,) = ranks(1).run(_on_ranks, "booster_resnet", ["--plugin", then, "--resume", "1", *small])
     assert len(two["losses"]) == 4 and "accuracy on digits never trained on" in two["printed"]
     assert one["losses"] == pytest.approx(two["losses"][2:], rel=EXACT)
