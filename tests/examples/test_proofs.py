@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fully_sharded
 import parallelized
 import pytest
+from hypothesis import settings
 
+from shardlib.cli import main
+from shardlib.testing import Ranks
 from tests.house.source import ROOT
-
-
-def _run(command: list[str], folder: Path, **environment: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
 
 
 def test_fully_shard_by_hand_is_proved():
     assert str(fully_sharded.prove()).startswith("equivalent to a single device")
 
 
-def test_the_line_forgotten_by_hand_is_found_and_mending_it_is_proved():
-    forgotten = _run([sys.executable, "examples/by_hand/parallelized.py"], ROOT)
+def test_the_line_forgotten_by_hand_is_found_and_mending_it_is_proved(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    script = str(ROOT / "examples" / "by_hand" / "parallelized.py")
+    monkeypatch.setattr(sys, "argv", [script])
+    runpy.run_path(script, run_name="__main__")
+    forgotten = capsys.readouterr().out
     assert forgotten.startswith("NOT equivalent to a single device")
     assert (
         "First difference, step 0: the gradient of blocks.0.norm2.weight (4 of 37 parameters' gradients differ"
@@ -39,10 +42,12 @@ def test_the_line_forgotten_by_hand_is_found_and_mending_it_is_proved():
 
 
 def test_the_ten_lines_of_the_readme_prove_its_model(pytester: pytest.Pytester):
+    """On fewer meshes than a reader's, drawn alike each time: of one axis and of two, of data and of model."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     model = blocks[0][: blocks[0].index("torch.manual_seed(0)")]
     (proof,) = [block for block in blocks if "assert_equivalent" in block]
-    pytester.makepyfile(test_mine=f"{model}\n{proof}")
+    assert proof.count("max_examples=20") == 1
+    pytester.makepyfile(test_mine=f"{model}\n{proof.replace('max_examples=20', 'max_examples=6')}")
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
@@ -53,33 +58,55 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_ci_of_a_users_repository_passes(repository: Path):
-    printed = _run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], repository, PYTHONPATH=".")
-    assert "3 passed" in printed
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    run = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "3 passed" in run.stdout
 
 
-def test_its_layout_is_checked(repository: Path):
-    check = [
-        sys.executable,
-        "-m",
-        "shardlib.cli",
-        "check",
-        "forecast.model:Forecaster",
-        "--layout",
-        "forecast/layout.toml",
-    ]
-    assert "The layout fits" in _run(check, repository, PYTHONPATH=".")
+@pytest.fixture
+def at_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Goes into a repository's folder in this process, where its package is imported from; forgets it at the end."""
+
+    def go(folder: Path) -> None:
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(folder)
+
+    _forget()
+    yield go
+    _forget()
 
 
-def test_its_ci_fails_for_a_model_whose_rows_depend_on_each_other(repository: Path, tmp_path: Path):
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "forecast"]:
+        del sys.modules[name]
+
+
+def test_its_layout_is_checked(repository: Path, at_home: Callable[[Path], None], capsys: pytest.CaptureFixture[str]):
+    at_home(repository)
+    assert main(["check", "forecast.model:Forecaster", "--layout", "forecast/layout.toml"]) == 0
+    assert "The layout fits" in capsys.readouterr().out
+
+
+def test_its_ci_fails_for_a_model_whose_rows_depend_on_each_other(
+    repository: Path, tmp_path: Path, at_home: Callable[[Path], None], pytester: pytest.Pytester, ranks: Ranks
+):
     """A mean over the rows of the batch: a data rank takes it over its own rows."""
     broken = Path(shutil.copytree(repository, tmp_path / "broken"))
     model = broken / "forecast" / "model.py"
     text = model.read_text()
     assert "self.entry(x)" in text
     model.write_text(text.replace("self.entry(x)", "self.entry(x - x.mean(0))"))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "our_layout"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
-    run = subprocess.run(command, cwd=broken, env=environment, capture_output=True, text=True)
-    assert run.returncode == 1
-    assert "NotEquivalentError" in run.stdout
-    assert "First difference, step 0: what (the model's own forward) computes for entry" in run.stdout
+    at_home(broken)
+    ranks(4).run(_forget)
+    settings.load_profile("mutate")  # one mesh that fails is enough: it need not be the smallest
+    try:
+        run = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "our_layout", f"--rootdir={broken}", broken)
+    finally:
+        settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+        ranks(4).run(_forget)
+    assert run.ret == 1
+    printed = run.stdout.str()
+    assert "NotEquivalentError" in printed
+    assert "First difference, step 0: what (the model's own forward) computes for entry" in printed

@@ -18,13 +18,13 @@ def series(step: int) -> torch.Tensor:
 
 
 @given(mesh=strategies.mesh_shapes(max_world=4, rows=4))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_our_layout_on_any_mesh(mesh):
     assert_equivalent(Forecaster, series, mesh, LAYOUT, steps=2, clip=1.0)
 
 
 @given(strategies.cases(Forecaster, series))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_any_layout_on_any_mesh(case):
     assert_equivalent(**case)
 
