@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from xml.etree import ElementTree
 
 import pytest
 
@@ -15,18 +20,6 @@ import pytest, torch
 import torch.distributed as dist
 """
 Run = Callable[..., pytest.RunResult]
-
-
-@pytest.fixture
-def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-
-    def run(source: str, *options: str) -> pytest.RunResult:
-        pytester.makepyfile(test_theirs=HEAD + source)
-        return pytester.runpytest_subprocess("--import-mode=importlib", "-p", "no:cacheprovider", *options, timeout=100)
-
-    return run
 
 
 @pytest.fixture
@@ -88,23 +81,6 @@ def test_modules_are_preloaded():
 """
 
 
-@pytest.mark.parametrize(
-    "workers",
-    [("-n", "1"), *(pytest.param(way, marks=pytest.mark.deep) for way in (("-p", "no:xdist"), ("-n", "2")))],
-    ids=" ".join,
-)
-def test_marks_fixtures_parameters_and_the_summary(run: Run, workers: tuple[str, str], pytester: pytest.Pytester):
-    preload = ("--override-ini", "shardlib_preload=wave")
-    result = run(USUAL, *workers, *preload, "--shardlib-world-size", "3", "--junitxml", "out.xml", "--strict-markers")
-    result.assert_outcomes(passed=7, skipped=1)
-    starts = 3 if workers[0] == "-p" else r"\d"
-    result.stdout.re_match_lines(
-        [rf"shardlib: 6 tests on ranks \(5 on 2, 1 on 3\), 7 calls in [\d.]+ s, {starts} processes started in [\d.]+ s"]
-    )
-    junit = (pytester.path / "out.xml").read_text()
-    assert junit.count('name="shardlib_seconds"') == 6
-
-
 FAILING = """
 @pytest.mark.shardlib(world_size=3, on_ranks=True)
 def test_fails_on_one():
@@ -138,25 +114,6 @@ def test_still_works():
     dist.barrier()
 """
 
-
-def test_failures_name_the_rank_and_the_next_test_runs(run: Run):
-    result = run(FAILING)
-    result.assert_outcomes(passed=1, failed=5)
-    text = result.stdout.str()
-    for words in (
-        r"rank 2 raised in test_fails_on_one:",
-        r"AssertionError: assert \[2\.0, 2\.0\] != \[2\.0, 2\.0\]",
-        r"where \[2\.0, 2\.0\] = .*tolist",  # pytest's own introspection, from the rank
-        r"HangError: ranks 0 and 1 did not answer within 4 s in test_hangs",
-        r"rank 0  +all_reduce over world  float32 \[5\]  test_theirs\.py:\d+ in test_hangs",
-        r"rank 0 waits in all_reduce over world: rank 1 has not entered it",
-        r"RankDied: rank 1 died in test_dies: its process was ended by SIGKILL",
-        r"Ranks must skip or run a test together: rank 0 ran on, rank 1 skip\.",
-        r'test_cannot_be_sent cannot be sent to the ranks: argument "request"',
-    ):
-        assert re.search(words, text), f"{words} is not in\n{text}"
-
-
 GIVEN = """
 from hypothesis import given, settings, strategies as st
 
@@ -176,14 +133,98 @@ def test_shrinks(n):
 """
 
 
-def test_each_example_of_hypothesis_runs_on_the_ranks(run: Run):
-    result = run(GIVEN)
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.re_match_lines([r".*Failed: .*|.*test_shrinks\($"])
-    assert "n=17," in result.stdout.str()
-    calls = re.search(r"(\d+) calls", result.stdout.str())
-    assert calls is not None and int(calls[1]) > 4 + 1
-    result.stdout.re_match_lines([r"shardlib: 2 tests on ranks \(2 on 2\), .* 2 processes started in .*"])
+@dataclass(frozen=True)
+class Suite:
+    """What a run of all of theirs printed, and what its junit file has of each test."""
+
+    printed: str
+    tests: list[ElementTree.Element]
+
+    def outcomes(self, file: str) -> dict[str, int]:
+        ends = [{part.tag for part in test} & {"failure", "error", "skipped"} for test in self._of(file)]
+        words = [end.pop() if end else "passed" for end in ends]
+        return {word: words.count(word) for word in words}
+
+    def spent(self, what: str, file: str = "") -> list[int]:
+        """What the tests of a file spent, for each that ran on ranks."""
+        path = f"./properties/property[@name='shardlib_{what}']"
+        return [int(found.attrib["value"]) for test in self._of(file) for found in test.findall(path)]
+
+    def _of(self, file: str) -> list[ElementTree.Element]:
+        return [test for test in self.tests if test.attrib["classname"].startswith(file)]
+
+
+_IN_TURN = [("-n", "1"), pytest.param(("-p", "no:xdist"), marks=pytest.mark.deep)]
+_AT_ONCE = pytest.param(("-n", "2"), marks=pytest.mark.deep)
+
+
+@pytest.fixture(scope="module", params=[*_IN_TURN, _AT_ONCE], ids=" ".join)
+def suite(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    folder = tmp_path_factory.mktemp("theirs")
+    sources = {"test_usual.py": USUAL, "test_given.py": GIVEN, "test_failing.py": FAILING}
+    for name, source in sources.items():
+        (folder / name).write_text(HEAD + source)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider", *sources]
+    options = ("--override-ini", "shardlib_preload=wave", "--shardlib-world-size", "3", "--strict-markers")
+    run = subprocess.run(
+        [*command, *request.param, *options, "--junitxml", "out.xml"],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout
+    return Suite(run.stdout, list(ElementTree.parse(folder / "out.xml").iter("testcase")))
+
+
+def test_marks_fixtures_parameters_and_the_summary(suite: Suite):
+    assert suite.outcomes("test_usual") == {"passed": 7, "skipped": 1}, suite.printed
+    assert sorted(suite.spent("world_size", "test_usual")) == [2, 2, 2, 2, 2, 3]
+    assert (len(suite.spent("calls", "test_usual")), sum(suite.spent("calls", "test_usual"))) == (6, 7)
+    assert suite.printed.count("shardlib: ") == 1
+    told = re.search(
+        r"^shardlib: 13 tests on ranks \(11 on 2, 2 on 3\), "
+        r"(\d+) calls in [\d.]+ s, (\d+) processes started in [\d.]+ s$",
+        suite.printed,
+        re.MULTILINE,
+    )
+    assert told is not None, suite.printed
+    assert [int(number) for number in told.groups()] == [sum(suite.spent("calls")), sum(suite.spent("starts"))]
+
+
+@pytest.mark.parametrize("suite", _IN_TURN, indirect=True, ids=" ".join)
+def test_processes_start_once_and_again_after_ranks_that_are_lost(suite: Suite):
+    assert sorted(suite.spent("starts", "test_usual")) == [0] * 5 + [3]
+    assert suite.spent("starts", "test_given") == [0, 0]
+    assert suite.spent("starts", "test_failing") == [0, 0, 2, 2, 0]  # after the hang, and after the death
+
+
+def test_failures_name_the_rank_and_the_next_test_runs(suite: Suite):
+    assert suite.outcomes("test_failing") == {"failure": 5, "passed": 1}
+    for words in (
+        r"rank 2 raised in test_fails_on_one:",
+        r"AssertionError: assert \[2\.0, 2\.0\] != \[2\.0, 2\.0\]",
+        r"where \[2\.0, 2\.0\] = .*tolist",  # pytest's own introspection, from the rank
+        r"HangError: ranks 0 and 1 did not answer within 4 s in test_hangs",
+        r"rank 0  +all_reduce over world  float32 \[5\]  test_failing\.py:\d+ in test_hangs",
+        r"rank 0 waits in all_reduce over world: rank 1 has not entered it",
+        r"RankDied: rank 1 died in test_dies: its process was ended by SIGKILL",
+        r"Ranks must skip or run a test together: rank 0 ran on, rank 1 skip\.",
+        r'test_cannot_be_sent cannot be sent to the ranks: argument "request"',
+    ):
+        assert re.search(words, suite.printed), f"{words} is not in\n{suite.printed}"
+
+
+def test_each_example_of_hypothesis_runs_on_the_ranks(suite: Suite):
+    assert suite.outcomes("test_given") == {"passed": 1, "failure": 1}
+    assert re.search(r"test_shrinks\($", suite.printed, re.MULTILINE), suite.printed
+    assert "n=17," in suite.printed
+    assert suite.spent("world_size", "test_given") == [2, 2]
+    assert sum(suite.spent("calls", "test_given")) > 4 + 1
 
 
 @pytest.mark.parametrize(
