@@ -44,6 +44,7 @@ _PRELOAD = [
     "shardlib.engine._torch",
     "shardlib.testing._worker",
 ]
+_LAST = "shardlib.testing._settled"
 
 
 class RankError(ShardlibError):
@@ -312,7 +313,7 @@ def _packed_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
 
 def _start(rank: int) -> _Worker:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload([*_PRELOAD, _LAST])
     calls, their_calls = context.Pipe()
     questions, their_questions = context.Pipe()
     stacks = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the worker

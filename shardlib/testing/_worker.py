@@ -72,7 +72,7 @@ def serve(calls: Connection, questions: Connection, stacks: Connection, first: b
     rank = _Rank(calls)
     threading.Thread(target=rank.say_where_it_stands, args=(questions,), daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # the parent is gone, or gave this pool up
-        _collect(0)
+        _collect()
         calls.send_bytes(_carry.dump(rank.open_store() if first else None))
         while True:
             rank.answer(_carry.load(calls.recv_bytes()), calls.recv_bytes())
@@ -160,7 +160,8 @@ class _Rank:
             if dist.is_initialized():
                 dist.destroy_process_group()
             forget_meshes()
-            _collect(call.number)  # a process group that a cycle keeps has threads, which go on asking for work
+            # A process group that a cycle keeps has threads, which go on asking for work.
+            _collect(spring=call.number % _SPRING == 0)
             # Each of gloo's groups waits some ten milliseconds for its threads: not here.
             threading.Thread(target=groups.clear, daemon=True).start()
 
@@ -194,12 +195,12 @@ _SPRING = 200  # calls from one thorough cleaning to the next: of old addresses 
 _ROUNDS = 4
 
 
-def _collect(number: int) -> None:
+def _collect(*, spring: bool = False) -> None:
     """Free what a call left. What survives is mostly what it imported: most later collections need not look at that.
 
     A model's parameters are freed only once what was computed with them is, so that one collection may not be enough.
     """
-    if number % _SPRING == 0:
+    if spring:
         gc.unfreeze()
     for _ in range(_ROUNDS):
         if not gc.collect():
