@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,31 @@ _FEWER = {
 }
 
 
+# Runs lines as the shell would, each by the command that the shell would find, all in one process: one import of torch.
+_IN_ONE_PROCESS = """
+import runpy, shlex, shutil, sys
+for line in sys.stdin.read().splitlines():
+    sys.argv = shlex.split(line, comments=True)
+    try:
+        runpy.run_path(shutil.which(sys.argv[0]), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+
+
 def _scripts() -> Iterator[Any]:
     """Lines that belong together, as one script; those of torchrun one by one."""
     for block in shell_blocks(ROOT / "README.md"):
-        if not block[0].startswith("torchrun"):
-            yield pytest.param("\n".join(block), id=block[0].partition(" ")[0])
+        lines, command = "\n".join(block), block[0].partition(" ")[0]
+        if command == "shardlib":
+            assert all(line.startswith("shardlib ") for line in block)
+            once = f"{shlex.quote(sys.executable)} -c {shlex.quote(_IN_ONE_PROCESS)} <<'LINES'\n{lines}\nLINES"
+            yield pytest.param(once, id=command)
+            yield pytest.param(lines, id=f"{command} by the shell", marks=pytest.mark.deep)
+            continue
+        if command != "torchrun":
+            yield pytest.param(lines, id=command)
             continue
         for line in block:
             (name,) = [name for name in _FEWER if name in line]
