@@ -39,6 +39,7 @@ _START_SECONDS = 300.0  # to import torch, on a machine however busy
 _LONGEST_TEMPORARY_FOLDER = 103 - 32  # bytes: a socket's path ends at 103 (macOS) or 107, multiprocessing adds 32
 _PRELOAD = [
     "torch",
+    "torch._dynamo",  # that is imported by the first backward of DTensors, compiled or not
     "torch.distributed.tensor",
     "torch.distributed.device_mesh",
     "shardlib.engine._torch",
