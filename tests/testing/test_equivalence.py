@@ -22,7 +22,7 @@ from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equi
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.mutants import prove
 from shardlib.testing.mutants._mutant import after_sharding, transformer
-from tests.alive import models_alive
+from tests.alive import MADE, models_alive
 
 RULES = {"0": "colwise", "2": "rowwise"}
 
@@ -45,9 +45,13 @@ def test_a_sharded_run_is_equivalent(mesh: str, dtype: torch.dtype):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.deep), True])
-def test_compiled_blocks_with_dropout(sequence: bool):
-    arguments = transformer("dp=2,tp=2", layers=2, dropout=0.2, sequence=sequence, steps=2)
+@pytest.mark.parametrize(
+    ("mesh", "sequence"),
+    [("tp=2", True), *(pytest.param("dp=2,tp=2", sequence, marks=pytest.mark.deep) for sequence in (False, True))],
+)
+def test_compiled_blocks_with_dropout(mesh: str, sequence: bool):
+    """On data ranks too they draw as one device does: see test_exact_models.py."""
+    arguments = transformer(mesh, layers=2, dropout=0.2, sequence=sequence, steps=2)
     assert_equivalent(**arguments, compile="aot_eager", no_sync=False)
 
 
@@ -512,8 +516,14 @@ def test_models_that_depend_on_the_rank():
         equivalent(made, rows, "dp=2", {"**": None}, steps=1, check=False)
 
 
+def _is_counted() -> bool:
+    before, model = len(MADE), models.Transformer()
+    return model in MADE and len(MADE) == before + 1
+
+
 def test_a_proof_leaves_no_model_behind(ranks):
     before = ranks(2).run(models_alive)
+    assert all(ranks(2).run(_is_counted))
     assert equivalent(**transformer("tp=2", steps=1))
     assert not prove("row bias", planted=True)
     assert ranks(2).run(models_alive) == before
