@@ -531,7 +531,9 @@ def test_a_parent_that_is_ended(start: Callable[..., Any], folder: Path, sent: s
 @needs_proc
 @pytest.mark.covering
 @pytest.mark.parametrize("raises", ["", "raise"])
-@pytest.mark.parametrize(("pool", "temporary"), [("", "long" * 30), ("own", "tmp")])
+@pytest.mark.parametrize(
+    ("pool", "temporary"), [("", "long" * 30), ("own", "tmp"), pytest.param("", "tmp", marks=pytest.mark.deep)]
+)
 def test_a_parent_that_ends(start: Callable[..., Any], folder: Path, pool: str, raises: str, temporary: str):
     """With room in the temporary folder's name for a socket's, and without."""
     words = [word for word in (pool, raises) if word]
