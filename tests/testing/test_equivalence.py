@@ -50,7 +50,7 @@ def test_a_sharded_run_is_equivalent(mesh: str, dtype: torch.dtype):
     [("tp=2", True), *(pytest.param("dp=2,tp=2", sequence, marks=pytest.mark.deep) for sequence in (False, True))],
 )
 def test_compiled_blocks_with_dropout(mesh: str, sequence: bool):
-    """On data ranks too they draw as one device does: see test_exact_models.py."""
+    """On data ranks too they draw as one device does: see test_recompute.py."""
     arguments = transformer(mesh, layers=2, dropout=0.2, sequence=sequence, steps=2)
     assert_equivalent(**arguments, compile="aot_eager", no_sync=False)
 
