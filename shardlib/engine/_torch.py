@@ -142,6 +142,7 @@ __all__ = [
     "spec_with",
     "splits",
     "step_without_hooks",
+    "told_by_meta",
     "wait_for",
     "with_values",
     "wrap",
@@ -619,7 +620,61 @@ def global_metas(schema: OpSchema) -> Any:
 
     Raises what the op raises on fake tensors, among it the errors of data-dependent shapes.
     """
+    if told_by_meta(schema.op) and not _get_current_dispatch_mode_stack():
+        given = (schema.args_schema, schema.kwargs_schema)
+        if all(0 not in leaf.shape for leaf in pytree.tree_leaves(given) if isinstance(leaf, DTensorSpec)):
+            args, kwargs = pytree.tree_map_only(DTensorSpec, _on_meta, given)
+            return pytree.tree_map(_meta_of, schema.op(*args, **kwargs))
     return dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
+
+
+# Of these and of pointwise ops, kernels for meta tensors tell strides and dtypes on any device. They take a tenth of
+# a millisecond where fake tensors take one to five, and training begins with hundreds. Other ops ask for the device.
+_TOLD_BY_META = {
+    torch.ops.aten._log_softmax.default,
+    torch.ops.aten._log_softmax_backward_data.default,
+    torch.ops.aten._softmax.default,
+    torch.ops.aten._softmax_backward_data.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.cat.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.embedding.default,
+    torch.ops.aten.embedding_dense_backward.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.gelu_backward.default,
+    torch.ops.aten.mean.dim,
+    torch.ops.aten.mm.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.stack.default,
+    torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.view.default,
+}
+
+
+@functools.cache
+def told_by_meta(op: Any) -> bool:
+    """Whether an op's kernel for meta tensors may be asked what it returns."""
+    pointwise = torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
+    return op in _TOLD_BY_META or (pointwise and not any(a.name == "device" for a in schema_of(op).arguments))
+
+
+def _on_meta(spec: DTensorSpec) -> torch.Tensor:
+    meta = spec.tensor_meta
+    assert meta is not None
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+
+
+def _meta_of(result: Any) -> TensorMeta | None:
+    return TensorMeta(result.shape, result.stride(), result.dtype) if isinstance(result, torch.Tensor) else None
 
 
 def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
