@@ -13,7 +13,7 @@ from tests.torchvision_on_cpu import import_torchvision
 
 __all__ = ["Case"]
 
-_ROWS = 4
+_ROWS, _CHANNELS = 4, 8
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,17 @@ class Case:
 
     def make_model(self) -> nn.Module:
         resnet = import_torchvision().models.resnet
-        model = resnet.ResNet(getattr(resnet, self.block), list(self.blocks), num_classes=5)
+        block = getattr(resnet, self.block)
+        with torch.device("meta"):
+            model = resnet.ResNet(block, list(self.blocks))
+        # With an eighth of its channels.
+        model.inplanes = _CHANNELS
+        model.conv1 = nn.Conv2d(3, _CHANNELS, 7, stride=2, padding=3, bias=False)
+        model.bn1 = nn.BatchNorm2d(_CHANNELS)
+        for i, count in enumerate(self.blocks):
+            made = model._make_layer(block, _CHANNELS * 2**i, count, stride=2 if i else 1)
+            setattr(model, f"layer{i + 1}", made)
+        model.fc = nn.Linear(model.inplanes, 5)
         for module in model.modules():
             if self.frozen_statistics and isinstance(module, nn.BatchNorm2d):
                 module.eval().requires_grad_(False)
