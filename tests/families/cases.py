@@ -43,6 +43,7 @@ class Case:
         dropout: with the random numbers of PyTorch, in every place that the model has for it.
         settings: of the model's configuration.
         gathers: names of the ops that have no sharding rule for what they meet.
+        layers: one by default, or two of a model whose blocks are compiled, which run one program.
     """
 
     model: str
@@ -55,11 +56,13 @@ class Case:
     dropout: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     gathers: tuple[str, ...] = ()
+    layers: int | None = None
 
     def __str__(self) -> str:
         dropout = "dropout" if self.dropout else None
+        layers = f"{self.layers} layers" if self.layers else None
         parts = (self.model, self.mode, self.attention, self.mesh, self.padding, self.labels, self.compile, dropout)
-        return " ".join(str(part) for part in (*parts, *self.settings) if part)
+        return " ".join(str(part) for part in (*parts, *self.settings, layers) if part)
 
     @property
     def world_size(self) -> int:
@@ -71,7 +74,9 @@ class Case:
 
     def make_model(self) -> nn.Module:
         dropped = [of for family, of in _DROPOUT.items() if self.dropout and self.model.startswith(family)]
-        return build(self.model, self.attention, **{**dict(*dropped), **self.settings})
+        name = "n_layer" if self.model.startswith("GPT2") else "num_hidden_layers"
+        layers = {name: self.layers or (2 if self.compile else 1)}
+        return build(self.model, self.attention, **{**dict(*dropped), **layers, **self.settings})
 
     def make_batch(self, step: int) -> Any:
         if self.model.startswith("ViT"):

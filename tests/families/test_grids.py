@@ -22,8 +22,8 @@ from tests.families.params import params
 SQUARE, CUBE = "row=2,col=2", "depth=2,row=2,col=2"
 
 CASES = [
-    Case(GPT2, "sdpa", SQUARE, "2d", padding="right"),
-    Case(LLAMA, "sdpa", SQUARE, "2d", padding="left"),
+    Case(GPT2, "sdpa", SQUARE, "2d", padding="right", layers=2),
+    Case(LLAMA, "sdpa", SQUARE, "2d", padding="left", layers=2),
     Case(BERT, "sdpa", SQUARE, "2d", padding="right"),
     Case(VIT, "sdpa", SQUARE, "2d"),
 ]

@@ -22,24 +22,25 @@ from tests.families.transformer_models import build, text
 TOLERANCE = 1e-10  # of float64; sums in another order differ by some 1e-15
 TP2, SP2, CP2, SP4, BOTH = "tp=2", "sp=2", "cp=2", "sp=4", "tp=2,sp=2"
 
-# Each model in each mode that its layout has; each mode with padding on either side, beside tp, on four ranks.
+# Each model in each mode that its layout has; each mode with padding on either side, beside tp, on four ranks, and once
+# with two layers.
 CASES = [
-    Case(GPT2, "sdpa", "tp=4", "sequence", padding="left"),
+    Case(GPT2, "sdpa", "tp=4", "sequence", padding="left", layers=2),
     Case(LLAMA, "sdpa", "dp=2,tp=2", "sequence", padding="right"),
     Case(BERT, "sdpa", TP2, "sequence", padding="right"),
     Case(VIT, "sdpa", TP2, "sequence"),
     Case(GPT2, "sdpa", SP2, "ulysses", padding="right", dropout=True),
     Case(LLAMA, "sdpa", SP4, "ulysses", padding="left"),  # fewer key heads than ranks
-    Case(LLAMA, "eager", "dp=2,sp=2", "ulysses", padding="right"),
+    Case(LLAMA, "eager", "dp=2,sp=2", "ulysses", padding="right", layers=2),
     Case(BERT, "sdpa", BOTH, "ulysses", padding="left"),
     Case(VIT, "sdpa", SP2, "ulysses"),
-    Case(LLAMA, "sdpa", BOTH, "gather"),  # a causal mask for each rank's own queries
+    Case(LLAMA, "sdpa", BOTH, "gather", layers=2),  # a causal mask for each rank's own queries
     Case(MISTRAL, "sdpa", SP2, "gather"),  # and one with a window
     Case(BERT, "eager", SP2, "gather", padding="right"),
     Case(VIT, "sdpa", SP2, "gather"),
     Case(LLAMA, "sdpa", "cp=4", "ring", padding="left"),
     Case(GPT2, "sdpa", CP2, "ring", dropout=True),
-    Case(BERT, "sdpa", CP2, "ring", padding="right"),
+    Case(BERT, "sdpa", CP2, "ring", padding="right", layers=2),
     Case(LLAMA, "sdpa", "tp=2,cp=2", "ring", settings={"num_key_value_heads": 1}),
 ]
 MORE = [

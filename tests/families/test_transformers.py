@@ -25,22 +25,23 @@ _REPEATED = ("aten.view.default",)
 TP2, TP4, BOTH = "tp=2", "tp=4", "dp=2,tp=2"
 _UNEVEN = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
 
-# Each family on each mesh; with each kind of attention, and of padding; with labels, dropout and without.
+# Each family on each mesh, and once with two layers; with each kind of attention, and of padding; with labels, dropout
+# and without.
 CASES = [
-    Case(GPT2, "sdpa", TP2, padding="right", labels="tokens", dropout=True),
+    Case(GPT2, "sdpa", TP2, padding="right", labels="tokens", dropout=True, layers=2),
     Case(GPT2, "eager", TP4, padding="left", settings={"add_cross_attention": True}),
     Case("GPT2ForSequenceClassification", "sdpa", BOTH, padding="right", labels="class", settings={"num_labels": 3}),
     # float64 softmax of a row that sees nothing is NaN in float32: no padding on the left where attention is eager.
     Case(LLAMA, "eager", TP4, padding="right", gathers=_REPEATED),
-    Case(LLAMA, "sdpa", BOTH, padding="left", labels="tokens"),
+    Case(LLAMA, "sdpa", BOTH, padding="left", labels="tokens", layers=2),
     Case(LLAMA, "sdpa", TP2, padding="left", compile="auto", dropout=True),
     Case("LlamaModel", "sdpa", TP2, dropout=True, settings=_UNEVEN, gathers=_REPEATED),
     Case("MistralForCausalLM", "sdpa", TP4, gathers=_REPEATED),  # a sliding window shorter than the text
     Case("Qwen3ForCausalLM", "eager", TP2, settings={"tie_word_embeddings": True}),
     Case(BERT, "sdpa", TP2, padding="left", labels="tokens", dropout=True),
-    Case(BERT, "eager", BOTH, padding="right"),
+    Case(BERT, "eager", BOTH, padding="right", layers=2),
     Case("BertForSequenceClassification", "sdpa", TP4, labels="class"),
-    Case(VIT, "eager", TP2, labels="class", dropout=True),
+    Case(VIT, "eager", TP2, labels="class", dropout=True, layers=2),
     Case(VIT, "sdpa", BOTH, labels="class"),
     Case("ViTModel", "sdpa", TP4),
 ]
@@ -114,8 +115,8 @@ def _counts(mode: CommDebugMode) -> dict[str, int]:
 @pytest.mark.parametrize(
     "case",
     params(
-        [Case(GPT2, "eager", TP2), Case(LLAMA, "sdpa", TP2, compile="auto")],
-        deep=[Case(GPT2, "sdpa", TP2, compile="auto"), Case(LLAMA, "eager", TP2)],
+        [Case(GPT2, "eager", TP2, layers=2), Case(LLAMA, "sdpa", TP2, compile="auto")],
+        deep=[Case(GPT2, "sdpa", TP2, compile="auto"), Case(LLAMA, "eager", TP2, layers=2)],
     ),
 )
 def test_a_block_costs_four_all_reduces_a_step(ranks, case: Case):
@@ -176,13 +177,13 @@ def _continue_from_cache(case: Case) -> None:
 
 
 def test_a_cache_holds_each_ranks_own_heads(ranks):
-    ranks(2).run(_continue_from_cache, Case(LLAMA, "sdpa", TP2))
+    ranks(2).run(_continue_from_cache, Case(LLAMA, "sdpa", TP2, layers=2))
 
 
 @pytest.mark.compiled
 def test_a_cache_is_filled_by_eager_blocks():
     """Models of transformers fill a cache in training too, unless told not to; such blocks are not compiled."""
-    report = prove(Case(LLAMA, "sdpa", TP2), batch=text, compile="auto")
+    report = prove(Case(LLAMA, "sdpa", TP2, layers=2), batch=text, compile="auto")
     assert [warning for warning in report.warnings if "eagerly" in warning] == [
         '"model.layers.0" and blocks like it run eagerly: it was given a DynamicCache, in which it can leave tensors '
         "behind. Call the model without it to train compiled blocks (use_cache=False for models of Hugging Face), or "
@@ -198,7 +199,11 @@ def _checkpointed(case: Case, reentrant: bool) -> nn.Module:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
-    "case", params([Case(BERT, "sdpa", TP2)], deep=[Case(VIT, "eager", TP2), Case(VIT, "eager", TP2, compile="auto")])
+    "case",
+    params(
+        [Case(BERT, "sdpa", TP2, layers=2)],
+        deep=[Case(VIT, "eager", TP2, layers=2), Case(VIT, "eager", TP2, compile="auto")],
+    ),
 )
 def test_blocks_may_be_computed_again_in_backward(case: Case, reentrant: bool):
     prove(case, model=functools.partial(_checkpointed, case, reentrant))
@@ -218,7 +223,7 @@ def _attention_weights(case: Case) -> None:
 
 
 def test_attention_weights_come_out_whole_when_asked_for(ranks):
-    ranks(2).run(_attention_weights, Case(GPT2, "eager", TP2))
+    ranks(2).run(_attention_weights, Case(GPT2, "eager", TP2, layers=2))
 
 
 def _unread_weights(case: Case) -> None:
@@ -255,7 +260,7 @@ def _save_and_load(case: Case) -> None:
 
 @pytest.mark.parametrize("model", [GPT2, BERT, *(pytest.param(each, marks=pytest.mark.deep) for each in (LLAMA, VIT))])
 def test_state_dicts_of_one_device_and_of_a_mesh_are_the_same(ranks, model: str):
-    ranks(2).run(_save_and_load, Case(model, "sdpa", TP2))
+    ranks(2).run(_save_and_load, Case(model, "sdpa", TP2, layers=2))
 
 
 # --- layout files --------------------------------------------------------------------------------------------------
