@@ -52,7 +52,7 @@ def _same(pool: Ranks, folder: Path, first: Case, second: Case, **options: Any) 
     assert training.differences(resumed, at_end) == {}
 
 
-_GPT = ModelFactory(Transformer, (("vocab", 10), ("heads", 4), ("head", 4), ("tied", True), ("layers", 2)))
+_GPT = ModelFactory(Transformer, (("vocab", 10), ("heads", 4), ("head", 4), ("tied", True)))
 _TENSOR = Rules(
     {
         "embed": "rowwise",
