@@ -189,7 +189,7 @@ class _Rank:
 
 
 _PATIENCE = timedelta(seconds=2)
-_SPRING = 200  # calls from one thorough cleaning to the next: of old addresses in the store, of long-lived garbage
+_SPRING = 500  # calls from one thorough cleaning to the next: of old addresses in the store, of long-lived garbage
 
 
 _ROUNDS = 4

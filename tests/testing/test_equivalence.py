@@ -45,12 +45,10 @@ def test_a_sharded_run_is_equivalent(mesh: str, dtype: torch.dtype):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(
-    ("mesh", "sequence"),
-    [("tp=2", True), *(pytest.param("dp=2,tp=2", sequence, marks=pytest.mark.deep) for sequence in (False, True))],
-)
+@pytest.mark.deep
+@pytest.mark.parametrize(("mesh", "sequence"), [("tp=2", True), ("dp=2,tp=2", False), ("dp=2,tp=2", True)])
 def test_compiled_blocks_with_dropout(mesh: str, sequence: bool):
-    """On data ranks too they draw as one device does: see test_recompute.py."""
+    """By default they are proved in test_exact_models.py, with a split sequence, and in test_recompute.py."""
     arguments = transformer(mesh, layers=2, dropout=0.2, sequence=sequence, steps=2)
     assert_equivalent(**arguments, compile="aot_eager", no_sync=False)
 
