@@ -218,13 +218,10 @@ def _compiled_bits(mesh: str, sequence: bool, attention: bool) -> None:
     ("mesh", "sequence", "attention"),
     [
         ("tp=2", True, True),
+        pytest.param("tp=2", True, False, marks=pytest.mark.deep),
         *(
-            pytest.param(*case, marks=pytest.mark.deep)
-            for case in (
-                *itertools.product(["dp=2,tp=2"], [False], [False, True]),
-                *itertools.product(["tp=2"], [False, True], [False]),
-                ("tp=2", False, True),
-            )
+            pytest.param(mesh, False, attention, marks=pytest.mark.deep)
+            for mesh, attention in itertools.product(["tp=2", "dp=2,tp=2"], [False, True])
         ),
     ],
 )

@@ -409,7 +409,7 @@ def _sent(ops: list[dist.P2POp]) -> None:
 
 
 def _devices(
-    transforms: tuple[Any, ...], make: Callable[[Any], torch.optim.Optimizer], large: bool = False
+    transforms: tuple[Any, ...], make: Callable[[Any], torch.optim.Optimizer], *, large: bool = False
 ) -> dict[str, set[str]]:
     """Two steps of rank 0 on a device without values, and where what there is between steps lies."""
     model = nn.Embedding(1000, 300) if large else GPT()

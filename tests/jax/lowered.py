@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import shardlib.jax as sj
 from shardlib.jax._bits import to_numpy, to_tensor
+from shardlib.jax._lowerings.pointwise import _slope_at_a_bound
 from shardlib.jax._table import find_lowering
 
 __all__ = ["CASES", "differences", "without_case"]
@@ -389,6 +390,16 @@ def differences() -> list[str]:
     arrays = [{str(at): leaf for at, leaf in enumerate(case) if isinstance(leaf, jax.Array)} for case in inputs]
     for (op, args, _), got, expected in zip(CASES, jax.jit(all_of_them)(arrays), wanted, strict=True):
         found += [] if got is None else [f"{op}{_shapes(args)}: {what}" for what in _compared(got, expected[2:])]
+    return found
+
+
+def slopes_at_a_bound() -> list[tuple[float, float]]:
+    """What torch is found to do, asked where gradients are off or tensors have no values."""
+    found = []
+    for around in (torch.enable_grad(), torch.no_grad(), torch.inference_mode(), torch.device("meta")):
+        _slope_at_a_bound.cache_clear()
+        with around:
+            found.append((_slope_at_a_bound(tensor=False), _slope_at_a_bound(tensor=True)))
     return found
 
 

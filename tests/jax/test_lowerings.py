@@ -11,3 +11,7 @@ def test_values_dtypes_and_gradients_are_those_of_torch():
 
 def test_every_op_of_the_table_has_a_case():
     assert on_devices.run(lowered.without_case) == []
+
+
+def test_what_torch_does_at_a_bound_is_the_same_wherever_it_is_asked():
+    assert len(set(on_devices.run(lowered.slopes_at_a_bound))) == 1

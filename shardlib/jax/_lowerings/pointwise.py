@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -223,13 +224,13 @@ def _addcdiv(x: Any, a: Any, b: Any, value: float = 1) -> Any:
 @lowering("aten::clamp.default", elementwise=True)
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     dtype = promoted(x, *(bound for bound in (min, max) if bound is not None))
-    return _between(x.astype(dtype), min, max, flat_at_bounds=not _slope_at_a_bound(0.0))
+    return _between(x.astype(dtype), min, max, flat_at_bounds=not _slope_at_a_bound(tensor=False))
 
 
 @lowering("aten::clamp.Tensor", elementwise=True)
 def _clamp_by_tensors(x: Any, min: Any = None, max: Any = None) -> Any:
     dtype = promoted(x, *(bound for bound in (min, max) if bound is not None))
-    if _slope_at_a_bound(torch.zeros(())) == 1:
+    if _slope_at_a_bound(tensor=True) == 1:
         return _between(x.astype(dtype), min, max, flat_at_bounds=False)
     # JAX halves the gradient between equals, as torch does from 2.14 on.
     x = x.astype(dtype) if min is None else jnp.maximum(x, min)
@@ -245,10 +246,15 @@ def _between(x: Any, min: Any, max: Any, *, flat_at_bounds: bool) -> Any:
     return x
 
 
-def _slope_at_a_bound(bound: float | torch.Tensor) -> float:
-    """Ask torch for the gradient of clamp at a bound: versions differ."""
-    x = torch.zeros((), requires_grad=True)
-    return torch.autograd.grad(torch.clamp(x, min=bound), x)[0].item()
+@functools.cache
+def _slope_at_a_bound(*, tensor: bool) -> float:
+    """Ask torch for the gradient of clamp at a bound, a number or a tensor: versions differ.
+
+    Whoever traces may have switched gradients off, or chosen a device without values.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        x = torch.zeros((), requires_grad=True)
+        return torch.autograd.grad(torch.clamp(x, min=torch.zeros(()) if tensor else 0.0), x)[0].item()
 
 
 @lowering("aten::clamp_min.default", elementwise=True)
