@@ -47,6 +47,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.flop_counter import flop_registry
 
+from shardlib.errors import PlanError
+
 __all__ = [
     "AsyncTensor",
     "DTensorSpec",
@@ -871,7 +873,38 @@ class _Remembered(FakeTensor):
             known = mode.known(_call_key(func, args, kwargs or {}))
             if known is not None:
                 return known
+        _refuse_lost_values(func, args, kwargs or {}, is_imagined)
         return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def _refuse_lost_values(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_lost: Callable[[torch.Tensor], bool]
+) -> None:
+    """Refuse to write what has no values into a tensor that has some: it would keep its old ones, and say nothing.
+
+    Raises:
+        PlanError: for an op in place, or one with `out=`.
+    """
+    places = _written(op)
+    if not places:
+        return
+    into = pytree.tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
+    kept = [leaf for leaf in into if isinstance(leaf, torch.Tensor) and not is_lost(leaf)]
+    given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    if kept and any(map(is_lost, given)):
+        raise PlanError(
+            f"forward writes a tensor of another stage into one of shape {tuple(kept[0].shape)} that this stage has "
+            f"made ({op}), outside of the stages' modules: only what the first module of a stage is given comes from "
+            "the stage before it. Cut the model elsewhere, name the modules that make both on one stage, or pass the "
+            "tensor through the modules between them."
+        )
+
+
+@functools.cache
+def _written(op: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of the arguments that an op changes."""
+    given = enumerate(op._schema.arguments)
+    return tuple((i, each.name) for i, each in given if each.alias_info is not None and each.alias_info.is_write)
 
 
 _NOTHING = None, None, None
@@ -931,6 +964,8 @@ class _Marking(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) or t is AsyncTensor for t in types):
             return NotImplemented
+        if not self.depth:
+            _refuse_lost_values(op, args, kwargs or {}, is_imagined)
         made = op(*args, **(kwargs or {}))
         if self.depth or any(is_imagined(leaf) for leaf in _fakes((args, kwargs))):
             for leaf in _fakes(made):

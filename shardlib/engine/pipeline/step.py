@@ -317,7 +317,8 @@ class _Step:
 
     def _not_begun(self, failed: Exception | None) -> Exception:
         mine = None if failed is None else f"{type(failed).__name__}: {failed}"
-        told = [mine] if self.standing.everyone is None else agree.exchange(mine, self.standing.everyone)
+        standing = self.standing
+        told = [mine] if standing.everyone is None or standing.is_dry else agree.exchange(mine, standing.everyone)
         if failed is not None:
             return failed
         rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)

@@ -455,6 +455,39 @@ class Skipping(nn.Module):
         return self.blocks[3](self.blocks[2](self.blocks[1](first)) + first)
 
 
+class AddingInPlace(nn.Module):
+    """As `Skipping` from one block to the next, where the sum is written into what the block has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y.tanh()
+        return x
+
+
+class Collecting(nn.Module):
+    """Each block adds its part to one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(x))
+        for block in self.blocks:
+            x = block(x)
+            total[:] += x.mean(1)
+        return x + total[:, None]
+
+
+IN_HALVES = sl.Rules({"**": None}, stages="blocks.0-1 | blocks.2-3")
+
+
 def _other_numbers() -> str:
     model, mesh = sharded("dp=2,pp=2", sl.zero(3)), "dp=2,pp=2"
     mine = tokens(6) if sl.MeshShape(mesh).coordinate(dist.get_rank())["dp"] else tokens(3)
@@ -485,13 +518,29 @@ def _refusals() -> list[str]:
         _message(InputError, lambda: run(torch.ones(4 + 2 * rank, 4), microbatches=2)),
         _message(PlanError, lambda: sharded("pp=2", rng="exact")),
         _message(InputError, lambda: run((first, first), microbatches=2)),
+        _message(StageError, lambda: _step_of(AddingInPlace)),
+        _message(PlanError, lambda: _step_of(Collecting)),
     ]
+
+
+def _step_of(kind: type[nn.Module]) -> None:
+    model = sl.shard_model(kind(), "pp=2", IN_HALVES, check=False)
+    sl.pipeline_step(model, torch.ones(4, 4), lambda y, x: y.mean(), microbatches=2)
+
+
+@pytest.mark.parametrize("kind", [AddingInPlace, Collecting])
+def test_values_of_another_stage_that_forward_writes_in_place_are_refused_by_the_dry_run(kind):
+    with pytest.raises(PlanError, match="forward writes a tensor of another stage into one of shape"):
+        sl.plan(kind(), "pp=2", IN_HALVES, example=torch.ones(4, 4))
 
 
 def test_what_is_refused(ranks):
     found = ranks(2).run(_refusals)
     assert found[0] == found[1]
-    values, skip, alone, number, rows, shapes, exact, two = found[0]
+    values, skip, alone, number, rows, shapes, exact, two, *in_place = found[0]
+    assert len(in_place) == 2
+    for said in in_place:
+        assert "forward writes a tensor of another stage into one of shape (" in said
     assert skip.startswith(
         'Stage 1 on rank 1 raised in the forward of microbatch 0: PlanError: "blocks.3" on stage 1, which begins with '
         '"blocks.1", is given a tensor of another stage as argument 0: only what the first module of a stage is given '
