@@ -1,4 +1,4 @@
-"""Boxes: parts of a tensor that are one interval in every dim. Pure arithmetic."""
+"""Boxes: parts of a tensor that are one interval in every dim. Arithmetic; nothing is sent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from shardlib._mesh import MeshShape
 from shardlib.layout import Layout
@@ -51,6 +53,11 @@ class Part:
 
     box: Box
     local: Box
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The values of the box, out of the local tensor."""
+        values = local[self.local.slices]
+        return values if self.box.numel else values.reshape(self.box.sizes)  # of no elements, whose split is lost
 
 
 def whole(shape: Sequence[int]) -> Box:

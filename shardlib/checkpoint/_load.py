@@ -378,7 +378,7 @@ class _Work:
 
     def _fill(self, item: Item, several: Sequence[Saved]) -> None:
         for part in item.parts(self.everyone.rank):
-            target = item.local[part.local.slices]
+            target = part.of(item.local)
             for n, piece in enumerate(several[0].pieces):
                 if (common := part.box.meet(piece.box)) is None:
                     continue

@@ -422,7 +422,7 @@ class _Job:
         if section == "model" and self.weights != "pieces":
             return []
         entries = [
-            Entry(item.name, item.dtype, part.box, partial(_cut, item.local, part.local))
+            Entry(item.name, item.dtype, part.box, partial(part.of, item.local))
             for item, turn in zip(self.items, self.turns, strict=True)
             if item.section == section
             for part in written_by(item, turn, self.everyone.rank)
@@ -493,10 +493,6 @@ def _hf_index(manifest: Manifest) -> str:
     return json.dumps({"metadata": {"total_size": size}, "weight_map": names}, indent=2)
 
 
-def _cut(local: torch.Tensor, box: Box) -> torch.Tensor:
-    return local[box.slices]
-
-
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -540,7 +536,7 @@ class _Rounds:
 
     def _part(self, item: Item, source: Source) -> torch.Tensor:
         if source.rank == self._everyone.rank:
-            return _cut(item.local, source.part.local)
+            return source.part.of(item.local)
         buffer = torch.empty(source.part.box.sizes, dtype=item.dtype)
         self._everyone.receive(buffer, source.rank)
         return buffer
@@ -557,7 +553,7 @@ class _Rounds:
         item = self._items[i]
         for source in sources(item, self._turns[i], target):
             if source.rank == self._everyone.rank:
-                part = _cut(item.local, source.part.local).cpu().contiguous()
+                part = source.part.of(item.local).cpu().contiguous()
                 self._sent.append(self._everyone.send(part, target))
 
     def _await(self, sent: Sequence[Callable[[], None]]) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from shardlib import MeshShape, Rules
+import shardlib as sl
+from shardlib import MeshShape, Rules, checkpoint
 from shardlib.testing import Ranks, shared_pool, strategies
 from shardlib.testing.models import Numbers, Tokens, Transformer
 from shardlib.testing.strategies import Case, ModelFactory
@@ -83,6 +85,28 @@ _ZERO = [
 @pytest.mark.parametrize(("first", "second"), _ZERO)
 def test_any_stage_of_zero_loads_into_any_other(tmp_path: Path, first: Case, second: Case, weights: str):
     _same(shared_pool(4), tmp_path, first, second, weights=weights)
+
+
+class Hollow(nn.Module):
+    """A weight of one dim, split, beside one without elements, split too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.none = nn.Parameter(torch.arange(4.0)), nn.Parameter(torch.zeros(3, 0))
+
+
+def _hollow(path: str, weights: str) -> tuple[list[float], tuple[int, ...]]:
+    checkpoint.save(path, sl.shard_model(Hollow(), "tp=2", {"*": sl.Shard(0)}), weights=weights)
+    model = Hollow()
+    with torch.no_grad():
+        model.weight.zero_()
+    checkpoint.load(path, model)
+    return model.weight.tolist(), tuple(model.none.shape)
+
+
+@pytest.mark.parametrize("weights", ["pieces", "huggingface"])
+def test_a_tensor_without_elements_is_saved_however_it_is_split(tmp_path: Path, weights: str):
+    assert shared_pool(2).run(_hollow, str(tmp_path / "here"), weights) == [([0.0, 1.0, 2.0, 3.0], (3, 0))] * 2
 
 
 @settings(max_examples=_ALL // 4)

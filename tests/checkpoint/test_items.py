@@ -59,7 +59,7 @@ def test_every_element_is_written_once_and_where_it_belongs(drawn: Any, data: st
             for part in written_by(item, turn, rank):
                 boxes[n].append(part.box)
                 assert (written[n][part.box.slices] == -1).all(), "written twice"
-                written[n][part.box.slices] = item.local[part.local.slices]
+                written[n][part.box.slices] = part.of(item.local)
     for (shape, _), values, held in zip(tensors, written, boxes, strict=True):
         assert torch.equal(values, _numbered(shape))
         assert tiles(held, shape) is None
