@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,14 +56,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(ROOT / "examples" / "ci", tmp_path_factory.mktemp("user") / "forecast"))
 
 
-def test_the_ci_of_a_users_repository_passes(repository: Path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    run = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "3 passed" in run.stdout
-
-
 @pytest.fixture
 def at_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
     """Goes into a repository's folder in this process, where its package is imported from; forgets it at the end."""
@@ -81,6 +72,16 @@ def at_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]
 def _forget() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "forecast"]:
         del sys.modules[name]
+
+
+def test_the_ci_of_a_users_repository_passes(
+    repository: Path, at_home: Callable[[Path], None], pytester: pytest.Pytester, ranks: Ranks
+):
+    at_home(repository)
+    ranks(4).run(_forget)
+    run = pytester.runpytest_inprocess("-p", "no:cacheprovider", f"--rootdir={repository}", repository)
+    ranks(4).run(_forget)
+    run.assert_outcomes(passed=3)
 
 
 def test_its_layout_is_checked(repository: Path, at_home: Callable[[Path], None], capsys: pytest.CaptureFixture[str]):
