@@ -107,9 +107,17 @@ def claims(call: AtenCall, sizes: Sequence[int] = (2, 3)) -> Iterator[Claim]:
             rows = [row for row in list(_candidates(rule, described))[1:] if _holds(row, described, empty=rule.empty)]
             for row in rows:
                 settled = replace(row, ins=tuple(c if p is ANY else p for p, c in zip(row.ins, current, strict=True)))
-                if str(settled) not in seen:
+                if str(settled) not in seen and _can_be_pieces(settled, call.tensors):
                     seen.add(str(settled))
                     yield Claim(call, settled, size)
+
+
+def _can_be_pieces(row: Row, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether ranks can hold a row's operands: nothing adds numbers of eight bits, so that none of them is a sum."""
+    return not any(
+        isinstance(place, Partial) and tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+        for place, tensor in zip(row.ins, tensors, strict=True)
+    )
 
 
 def _currents(tensors: list[torch.Tensor], size: int) -> Iterator[tuple[Placement, ...]]:

@@ -222,7 +222,7 @@ def _standing(model: nn.Module, record: Sharded) -> _Standing:
         first = record.pipeline is not None and 0 in record.pipeline.place.own
         speaks = all(coordinate[axis] == 0 for axis in shape.model_axes)
         everyone = record.reducer.group_of_all()
-        early = first and len(mates) == 1 and not is_dry
+        early = first and len(mates) == 1
         _standings[record] = _Standing(shape, everyone, shape.data_ranks, speaks, mates, early, is_dry)
     return _standings[record]
 
