@@ -52,7 +52,8 @@ def _call(count: int, fn: Callable[..., Any], args: Any) -> Any:
     # Locks that libraries make (tqdm's) then have no name: a process that is killed leaves none behind.
     multiprocessing.set_start_method("fork", force=True)
     # Two programs under way at once, on several devices and few cores, can wait for each other's threads.
-    os.environ.update(JAX_PLATFORMS="cpu", JAX_CPU_ENABLE_ASYNC_DISPATCH="false", XLA_FLAGS=_FLAGS.format(count=count))
+    os.environ.update(JAX_PLATFORMS="cpu", JAX_CPU_ENABLE_ASYNC_DISPATCH="false")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS.format(count=count)}"  # the last one counts
     importlib.import_module("shardlib.jax")  # which says what to do where JAX is missing
     import jax
 

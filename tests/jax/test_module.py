@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 
 import pytest
@@ -58,3 +59,17 @@ def test_jax_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(ShardlibError, match=r"not installed. Run `pip install shardlib\[jax\]`"):
         _require.require_jax()
+
+
+def test_flags_of_the_caller_come_first_and_those_of_the_devices_count(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    theirs, *ours = on_devices.run(os.environ.get, "XLA_FLAGS").split()
+    assert theirs == "--xla_force_host_platform_device_count=3"
+    assert "--xla_force_host_platform_device_count=8" in ours and on_devices.run(jax_devices) == 8
+
+
+def jax_devices() -> int:
+    """How many JAX has here."""
+    import jax
+
+    return len(jax.devices())
