@@ -61,15 +61,15 @@ def test_jax_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch
         _require.require_jax()
 
 
-def test_flags_of_the_caller_come_first_and_those_of_the_devices_count(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
-    theirs, *ours = on_devices.run(os.environ.get, "XLA_FLAGS").split()
-    assert theirs == "--xla_force_host_platform_device_count=3"
-    assert "--xla_force_host_platform_device_count=8" in ours and on_devices.run(jax_devices) == 8
-
-
-def jax_devices() -> int:
-    """How many JAX has here."""
+def flags_and_devices() -> tuple[list[str], int]:
+    """What JAX was told, and how many devices it has."""
     import jax
 
-    return len(jax.devices())
+    return os.environ["XLA_FLAGS"].split(), len(jax.devices())
+
+
+def test_flags_of_the_caller_come_first_and_those_of_the_devices_count(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    (theirs, *ours), devices = on_devices.run(flags_and_devices)
+    assert theirs == "--xla_force_host_platform_device_count=3"
+    assert "--xla_force_host_platform_device_count=8" in ours and devices == 8
