@@ -33,7 +33,7 @@ class Case:
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     split: Callable[[Any, int, int], Any] | None = None
-    steps: int = 3
+    steps: int = 2
     accumulate: int = 1
     no_sync: bool = False
     clip: float | Callable[[nn.Module], torch.Tensor] | None = None

@@ -42,7 +42,7 @@ def equivalent(
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     split: Callable[[Any, int, int], Any] | None = None,
-    steps: int = 3,
+    steps: int = 2,
     accumulate: int = 1,
     no_sync: bool = False,
     clip: float | Callable[[nn.Module], torch.Tensor] | None = None,
@@ -78,7 +78,8 @@ def equivalent(
         optimizer: from parameters to an optimizer; AdamW with lr=1e-2, eps=1e-5 by default.
         split: a function (batch, index, count) -> batch, the part of one of `count` data ranks; rows of dim 0 by
             default.
-        steps: how many training steps.
+        steps: how many training steps. All that a step starts from is compared after each: a second one, which starts
+            from what the first has changed, finds what many would.
         accumulate: backward passes per step; by default what the plan accumulates, with `sl.accumulate(n)` among the
             transforms.
         no_sync: run all but the last of them under `shardlib.no_sync`.
