@@ -134,6 +134,7 @@ __all__ = [
     "running_node",
     "scaled_product",
     "schema_of",
+    "seed_all",
     "set_implicit_replication",
     "set_local",
     "set_timeouts",
@@ -256,6 +257,17 @@ def group_to_sum_over(mesh: DeviceMesh, now: tuple[Placement, ...], want: tuple[
     return None
 
 
+def seed_all(number: int) -> None:
+    """`torch.manual_seed`, which formats the stack for each kind of accelerator, whether there is one or not (2.13.0).
+
+    That takes as long as a small step of training.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
+
+
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """A group that waits as long as the job's own; None on ranks outside of it. All ranks of the job call it."""
     group = dist.new_group(list(ranks), timeout=_timeout_of(dist.group.WORLD))
@@ -323,6 +335,7 @@ def exchanged(
     return wait
 
 
+@cached_by_mesh
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """The one-axis mesh over several axes of a mesh, in any order, so that one collective spans them all."""
     axes = tuple(name for name in mesh.mesh_dim_names or () if name in axes)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from shardlib.engine import _torch
+
 __all__ = ["agree_on_random_state", "share_random_state"]
 
 # Far apart, so that neighbouring user seeds and neighbouring data ranks do not meet.
@@ -23,7 +25,7 @@ def agree_on_random_state(model_group: dist.ProcessGroup | None, data_index: int
     share_random_state(model_group)
     if data_index:
         state = int.from_bytes(bytes(torch.get_rng_state()[:8].tolist()), "little")
-        torch.manual_seed((state + data_index * _STRIDE) % (1 << 63))
+        _torch.seed_all((state + data_index * _STRIDE) % (1 << 63))
 
 
 def share_random_state(group: dist.ProcessGroup | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import EllipsisType
 from typing import TypeAlias
 
@@ -40,7 +41,7 @@ class Dim:
         """Whether the dim is written as a product, such as `(qkv heads head)`."""
         return len(self.factors) > 1
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every axis that splits the dim, in the order of its factors."""
         return tuple(axis for factor in self.factors for axis in factor.axes)

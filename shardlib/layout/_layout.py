@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -123,7 +123,7 @@ class Layout:
         """The number of dims, or None where "..." leaves it open."""
         return None if ... in self.dims else len(self.dims)
 
-    @property
+    @cached_property
     def axes(self) -> frozenset[str]:
         """The axes that split a dim or are partial."""
         return frozenset(chain(axes_of_dims(self.dims), self.partial))

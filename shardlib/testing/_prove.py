@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardlib.engine._torch import TorchDispatchMode, _StridedShard, pytree, schema_of
+from shardlib.engine._torch import TorchDispatchMode, _StridedShard, pytree, schema_of, seed_all
 from shardlib.engine.ops._choose import _candidates, _holds
 from shardlib.engine.ops._dispatch import is_random
 from shardlib.engine.ops._rows import ANY, RING_AXIS, Call, Local, Meta, Op, Row, rule_of
@@ -168,7 +168,7 @@ def _meta(tensor: torch.Tensor) -> Meta:
 
 def disprove(claim: Claim) -> str | None:
     """Why a claim is false, or None when it holds for this call."""
-    torch.default_generator.manual_seed(1)  # torch.manual_seed formats the stack for each kind of accelerator
+    seed_all(1)
     try:
         return _compare(claim, _run_ranks(claim))
     except Exception as error:

@@ -31,6 +31,7 @@ from shardlib.engine._torch import (
     local_of,
     op_database,
     pytree,
+    seed_all,
     spec_of,
     wrap,
 )
@@ -106,7 +107,7 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 def _outcome(sample: Sample, leaves: list[torch.Tensor], mesh: DeviceMesh | None) -> list[Any]:
     """Outputs, then gradients of the leaves, then the leaves' own values (an op may write to them)."""
-    torch.manual_seed(0)
+    seed_all(0)
     outputs = pytree.tree_leaves(sample.run(leaves))
     roots = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
     if roots:

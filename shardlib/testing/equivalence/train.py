@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib._mesh import mesh as make_mesh
 from shardlib._plan import Plan
-from shardlib.engine import clip_grad_norm_, exact, get_grad_norm, no_sync, pipeline_step, plan_of, shard_model
+from shardlib.engine import _torch, clip_grad_norm_, exact, get_grad_norm, no_sync, pipeline_step, plan_of, shard_model
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import is_sharded, record_of
 from shardlib.engine.exact import draw_exactly, exact_random
@@ -121,7 +121,7 @@ class Run:
         batch = cast(self.batch, dtype, next((p.device for p in self.model.parameters()), None))
         if self.rows[1] > 1:
             batch = (case.split or rows_of)(batch, *self.rows)
-        torch.manual_seed(case.seed + index)
+        _torch.seed_all(case.seed + index)
         before = torch.get_rng_state()
         if self.sharded and is_pipeline(self.model):
             with self._noted(step):
@@ -345,7 +345,7 @@ def _twins_on_jax(case: Case) -> Twins:
 
 
 def single_device(case: Case) -> nn.Module:
-    torch.manual_seed(case.seed)
+    _torch.seed_all(case.seed)
     model = case.model()
     if not isinstance(model, nn.Module):
         raise InputError(f"model= returned a {type(model).__name__}; it has to make an nn.Module.")
