@@ -57,7 +57,7 @@ def test_meshes_have_as_many_ranks_as_allowed_and_data_ranks_that_share_the_rows
 
 
 def test_every_mesh_can_be_drawn():
-    every = set(drawn(strategies.mesh_shapes(), 1000))
+    every = set(drawn(strategies.mesh_shapes(), 300))
     assert {str(mesh) for mesh in every if 1 not in mesh.sizes} == {
         *("tp=2", "tp=3", "tp=4", "dp=2", "dp=3", "dp=4", "tp=2,dp=2", "dp=2,tp=2"),
     }
@@ -123,13 +123,13 @@ CORNERS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 
 @functools.cache
-def _thousand_layouts() -> list[tuple[sl.MeshShape, tuple[int, ...], Layout]]:
-    return drawn(_laid_out(partial=True), 1000)
+def _many_layouts() -> list[tuple[sl.MeshShape, tuple[int, ...], Layout]]:
+    return drawn(_laid_out(partial=True), 500)
 
 
 @pytest.mark.parametrize("corner", CORNERS)
 def test_layouts_reach_every_corner_often(corner: str):
-    assert len([case for case in _thousand_layouts() if CORNERS[corner](*case)]) >= 10
+    assert len([case for case in _many_layouts() if CORNERS[corner](*case)]) >= 5
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_rules_for_any_module_resolve_and_can_be_run(name: str):
     """A plan is refused before anything runs; what `shard_model` refuses beyond it is a fused dim over two axes, and an
     uneven one whose axes stand in another order than the mesh's."""
     model, _ = MODELS[name]
-    for mesh, rules in drawn(_ruled(name), 150):
+    for mesh, rules in drawn(_ruled(name), 60):
         for row in sl.plan(model, mesh, rules).rows:
             layout = row.compute.with_axes_dropped([axis for axis in mesh.names if mesh[axis] == 1])
             assert all(len(dim.axes) <= 1 for dim in layout.dims if dim.fused)
@@ -215,10 +215,10 @@ def _in_order(axes: tuple[str, ...], mesh: sl.MeshShape) -> bool:
 
 def test_rules_name_axes_of_a_dim_in_any_order_where_they_divide_it():
     """Of an activation they divide what each data rank has: of four rows, two."""
-    found = drawn(strategies.rule_sets(nn.Linear(4, 8), "tp=2,sp=2", torch.ones(8, 4)), 300)
+    found = drawn(strategies.rule_sets(nn.Linear(4, 8), "tp=2,sp=2", torch.ones(8, 4)), 100)
     assert any("@(sp,tp)" in str(rules.rules) for rules in found)
     assert any("@(sp,tp)" in str(rules.activations) for rules in found)
-    shared = drawn(strategies.rule_sets(nn.Linear(3, 3), "tp=2,sp=2,dp=2", torch.ones(4, 3)), 300)
+    shared = drawn(strategies.rule_sets(nn.Linear(3, 3), "tp=2,sp=2,dp=2", torch.ones(4, 3)), 100)
     assert not any("@(sp,tp)" in str(rules.activations) for rules in shared)
 
 
@@ -232,9 +232,9 @@ def test_rules_name_every_parameter_buffer_and_border_that_can_be_laid_out():
     split: set[str] = set()
     borders: set[tuple[str, str]] = set()
     for mesh, rules in _rules_of_the_awkward():
-        plan = sl.plan(model, mesh, rules)
-        split |= {row.name for row in plan.rows if row.compute.axes}
-        borders |= {(b.module, b.side) for b in plan.borders if b.rule and b.layout.axes}
+        found = rules.resolve(model, mesh)
+        split |= {name for name, tensor in found.tensors.items() if tensor.layout.axes}
+        borders |= {place for place, border in found.borders.items() if border.rule and border.layout.axes}
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     assert split == {name for name, tensor in tensors.items() if tensor.ndim}
     called = {name for name, _ in model.named_modules() if name not in ("blocks", "more", "more.3", "unused")}
@@ -331,7 +331,7 @@ def test_what_is_left_out_is_what_is_refused(ranks):
     ],
 )
 def test_factories_reach_every_feature_and_travel(strategy: st.SearchStrategy[ModelFactory], arguments: dict[str, Any]):
-    factories = drawn(strategy, 400)
+    factories = drawn(strategy, 250)
     for factory in factories[:50]:
         assert pickle.loads(pickle.dumps(factory)) == factory
         model = factory()
@@ -462,7 +462,7 @@ def _model() -> nn.Module:
 
 
 def test_cases_of_a_model_of_ones_own():
-    found = drawn(strategies.cases(_model, Numbers((6, 6)), max_world=4), 600)
+    found = drawn(strategies.cases(_model, Numbers((6, 6)), max_world=4), 200)
     assert {case.model for case in found} == {_model}
     assert {math.prod(case.mesh[axis] for axis in case.mesh.data_axes) for case in found} == {1, 2, 3}
     assert any(case.rules.activations for case in found)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.engine._torch import pytree
+from shardlib.engine._torch import pytree, seed_all
 from shardlib.rules.dims import ModuleDims, dims_of
 from shardlib.rules.patterns import compile_pattern
 from shardlib.testing.equivalence.case import as_call
@@ -77,7 +77,7 @@ def facts_of(model: nn.Module, batch: Any) -> Facts:
 @lru_cache(maxsize=256)
 def facts(model: Callable[[], nn.Module], batch: Callable[[int], Any]) -> Facts:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        seed_all(0)
         return facts_of(model(), batch(0))
 
 
