@@ -29,6 +29,7 @@ from shardlib.engine.held import held_of, local_of
 from shardlib.errors import PlanError, ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
+from shardlib.testing.strategies import ModelFactory
 from tests.engine.host import elsewhere
 from tests.engine.low_precision import Trained, train
 from tests.engine.tiny import GPT, Lamb
@@ -408,11 +409,14 @@ def _sent(ops: list[dist.P2POp]) -> None:
     assert all(op.tensor.device.type == AWAY for op in ops)
 
 
+ONE_LAYER = ModelFactory(Transformer, (("vocab", 7), ("heads", 2), ("head", 4), ("tied", True), ("bias", False)))
+
+
 def _devices(
     transforms: tuple[Any, ...], make: Callable[[Any], torch.optim.Optimizer], *, large: bool = False
 ) -> dict[str, set[str]]:
     """Two steps of rank 0 on a device without values, and where what there is between steps lies."""
-    model = nn.Embedding(1000, 300) if large else GPT()
+    model = nn.Embedding(1000, 300) if large else ONE_LAYER()
     plan = sl.plan(model, "dp=2", {"**": None} if large else rules_for(model), transforms=transforms)
     device = torch.device(AWAY)
     with (

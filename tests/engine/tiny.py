@@ -14,7 +14,7 @@ __all__ = ["GPT", "Lamb"]
 # A dim that no rank count divides, a tied head, a fused qkv, heads split over tp; keys have no bias, whose gradient is
 # zero in exact arithmetic, so that an optimizer that divides by it makes noise.
 GPT = ModelFactory(
-    Transformer, (("vocab", 7), ("heads", 2), ("head", 4), ("layers", 3), ("tied", True), ("bias", False))
+    Transformer, (("vocab", 7), ("heads", 2), ("head", 4), ("layers", 2), ("tied", True), ("bias", False))
 )
 
 
