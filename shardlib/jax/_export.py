@@ -112,6 +112,9 @@ class Around(nn.Module):
         return self.function(self.around, *args, **kwargs)
 
 
+_AROUND = f"{Around.__module__}.{Around.__qualname__}"  # as torch.export notes the class
+
+
 def named(name: str) -> str:
     """A name as the model has it, whether or not the model was exported inside of a function."""
     return "" if name == "around" else name.removeprefix("around.")
@@ -129,8 +132,9 @@ def without_gradient(node: torch.fx.Node) -> bool:
 
 
 def module_path(node: torch.fx.Node) -> tuple[str, ...]:
-    """The names of the modules that a node runs in, outermost first."""
-    return tuple(named(name) for name, _ in (node.meta.get("nn_module_stack") or {}).values())
+    """The names of the modules that a node runs in, outermost first; none of what a function does around the model."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return tuple(named(name) for name, kind in stack if kind != _AROUND)
 
 
 def _read(program: torch.export.ExportedProgram) -> Graph:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
-from shardlib import fsdp, layouts, zero
+from shardlib import Rules, fsdp, layouts, zero
 from shardlib.errors import InputError, ShardlibError
 from shardlib.testing import NotEquivalentError, assert_equivalent, equivalent, models
 from tests.jax.refusals import raised
@@ -141,3 +141,8 @@ def test_what_jax_has_not_is_refused(case: str):
     assert text.startswith(("InputError", "PlanError")), text
     assert all(word in text for word in words), text
     assert issubclass(InputError, ShardlibError)
+
+
+def test_what_the_model_returns_is_laid_out_and_the_loss_that_is_computed_of_it_is_not():
+    rules = Rules({}, activations={"^output": "_ features@tp"}, unmatched="replicate")
+    assert equivalent(lambda: models.MLP(outs=4), rows, "tp=2", rules, engine="jax", steps=1)
