@@ -336,6 +336,8 @@ class _InPlace:
         y = x.clone()
         before, strides = y[..., :1] if y.ndim else y.view(1), y.stride()
         self.fn(y, *args, **kwargs)
+        if y.numel() != x.numel():
+            raise ValueError("torch has resized what it should have refused: no broadcast makes an operand larger")
         return (y, before * 1) if (y.shape, y.stride()) == (x.shape, strides) else y
 
 

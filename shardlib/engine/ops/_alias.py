@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from shardlib.engine._torch import DTensorSpec, local_of, pytree, set_local, spec_of
 from shardlib.engine.ops._operands import Operands, redistributed, spec_like, whole
 from shardlib.engine.ops._rows import Op
+from shardlib.errors import ShardingError
 
-__all__ = ["WatchedSpec", "after_write", "catch_up", "link_views", "watched"]
+__all__ = ["WatchedSpec", "after_write", "catch_up", "has_other_shape", "link_views", "refuse_write", "watched"]
 
 
 class WatchedSpec(DTensorSpec):
@@ -59,11 +60,15 @@ class _Link:
 
 @dataclass
 class _Family:
-    """A watched tensor's own link, its views, and the version that all copies were last brought to."""
+    """A watched tensor's own link, its views, and the version that all copies were last brought to.
+
+    `reshaped` names the op that has changed its shape since, in place: its views were taken of another shape.
+    """
 
     link: _Link | None = None
     views: list[weakref.ref[DTensor]] = field(default_factory=list)
     version: int | None = None
+    reshaped: Op | None = None
 
 
 def watched(tensor: torch.Tensor) -> bool:
@@ -83,6 +88,32 @@ def link_views(operands: Operands, result: Any, *, copied: bool) -> None:
         _family(source).views.append(weakref.ref(view))
 
 
+def has_other_shape(tensor: DTensor, op: Op) -> None:
+    """A tensor's shape was changed in place. If it is watched, nothing is copied for that: the values are the same."""
+    if "_shardlib_family" in tensor.__dict__:
+        family, version = _family(tensor), _version(tensor)
+        family.reshaped, family.version = op, None if version is None else version + 1  # counted once the op is over
+        _watch(tensor)
+
+
+def refuse_write(tensor: DTensor) -> None:
+    """Refuse to write to a watched tensor that has had another shape, or to a view of one: how to tell the others?
+
+    Raises:
+        ShardingError: say to call the op that changed the shape out of place.
+    """
+    family = _family(tensor)
+    while family.reshaped is None and family.link is not None:
+        family = _family(family.link.source)
+    if family.reshaped is not None:
+        name = family.reshaped.overloadpacket.__name__
+        raise ShardingError(
+            f"A tensor of shape {tuple(tensor.shape)} is written to, after {name}() has changed its shape in place and "
+            "a view of it was taken that lies otherwise on the mesh. Such a view is a copy, which the write would not "
+            f"reach. Change the shape out of place, as in y = x.{name.rstrip('_')}(...)."
+        )
+
+
 def after_write(tensors: Sequence[DTensor]) -> None:
     """Bring the bases and all their views to what one op wrote to some of them."""
     for root in {id(root): root for root in map(_written_up, tensors)}.values():
@@ -95,7 +126,10 @@ def catch_up(tensor: DTensor) -> None:
     while (link := _family(root).link) is not None:
         root = link.source
     version = _version(root)
-    if version is None or version != _family(root).version:
+    if _family(root).reshaped is not None:
+        if version != _family(root).version:
+            refuse_write(tensor)
+    elif version is None or version != _family(root).version:
         _refresh(root, _values(root))
         _family(root).version = version
 
@@ -143,6 +177,10 @@ def _family(tensor: DTensor) -> _Family:
     family = tensor.__dict__.get("_shardlib_family")
     if family is None:
         family = tensor.__dict__["_shardlib_family"] = _Family()
-        spec = spec_of(tensor)
-        set_local(tensor, local_of(tensor), WatchedSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta))
+        _watch(tensor)
     return family
+
+
+def _watch(tensor: DTensor) -> None:
+    spec = spec_of(tensor)
+    set_local(tensor, local_of(tensor), WatchedSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta))

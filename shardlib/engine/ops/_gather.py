@@ -136,8 +136,12 @@ def finished(operands: Operands, result: Any, *, moved: bool) -> Any:
     `moved`: some operand was redistributed, so that views of it are copies.
     """
     written = [tensor for i in sorted(operands.written) if isinstance(tensor := operands.tensors[i], DTensor)]
-    _alias.after_write([tensor for tensor in written if _alias.watched(tensor)])
     op = operands.op
+    if torch.Tag.inplace_view in op.tags:
+        for tensor in written:
+            _alias.has_other_shape(tensor, op)
+    else:
+        _alias.after_write([tensor for tensor in written if _alias.watched(tensor)])
     if any(r.alias_info is not None and r.alias_info.is_write for r in schema_of(op).returns):
         return _written_results(operands, result)
     if is_view(op) and operands.viewed:
