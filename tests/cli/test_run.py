@@ -83,6 +83,7 @@ def _shardlib_run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
 
 
+@pytest.mark.deep  # the next one joins ranks of two hosts, and exit statuses are those of programs that fail below
 def test_ranks_of_one_machine_join_and_a_failure_is_the_exit_status(tmp_path: Path, port: int):
     (tmp_path / "joins.py").write_text(JOINS)
     run = _shardlib_run("--nproc_per_node", 2, "joins.py", ".", port, 3, "--lr", "a b", "-m", cwd=tmp_path)

@@ -6,8 +6,6 @@ import functools
 import inspect
 import math
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -475,11 +473,6 @@ def test_dropout_is_drawn_on_every_kind_of_mesh_exact_where_data_ranks_draw_each
     assert len(on_data_ranks) >= 5
     assert {case.rng for case in on_data_ranks} == {"exact"}
     assert {case.rng for case in with_dropout} == {"exact", "fast"}
-
-
-def test_importing_the_testing_package_does_not_import_hypothesis():
-    probe = "import sys, shardlib.testing, shardlib.testing.models; assert 'hypothesis' not in sys.modules"
-    subprocess.run([sys.executable, "-c", probe], check=True)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
