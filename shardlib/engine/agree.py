@@ -17,9 +17,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine._torch import pytree
-from shardlib.errors import InputError, PlanError, ShardingError
+from shardlib.errors import CheckpointError, InputError, PlanError, ShardingError
 
-__all__ = ["all_tensors", "batches_agree", "draws_agree", "exchange", "fingerprint", "plans_agree", "weights_agree"]
+__all__ = [
+    "all_tensors",
+    "batches_agree",
+    "checkpoints_agree",
+    "draws_agree",
+    "exchange",
+    "fingerprint",
+    "plans_agree",
+    "weights_agree",
+]
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
@@ -66,6 +75,15 @@ def draws_agree(prints: Mapping[str, int], group: dist.ProcessGroup | None) -> N
         f'The ranks drew different initial values for "{name}", each from its own random state. Seed every rank alike '
         "before shard_model (torch.manual_seed(0)), and let init= not depend on the rank."
     )
+
+
+def checkpoints_agree(marks: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
+    """Raise `CheckpointError` where ranks read different checkpoints, by what is written beside each."""
+    if _gather(list(marks.values()), group) is not None:
+        raise CheckpointError(
+            f"The ranks read different checkpoints from {', '.join(map(repr, marks))}: one was replaced while they "
+            "read, or each host has its own there. Shard again, from the same files on all hosts."
+        )
 
 
 def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup | None, axes: str) -> None:

@@ -418,6 +418,8 @@ class _Build:
             values = materialize.initial_values(self.model, init, cut)
         if check:
             agree.draws_agree(drawn, self._group(self.shape.names))
+            if marks := materialize.checkpoints(init):
+                agree.checkpoints_agree(marks, self._group(self.shape.names))
         if self.kept is None:
             return values
         return {self.kept[name]: value for name, value in values.items() if name in self.kept}

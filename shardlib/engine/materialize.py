@@ -8,7 +8,9 @@ initialised in parts: the initialiser runs on DTensors, of which each rank has i
 from __future__ import annotations
 
 import json
+import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -25,7 +27,7 @@ from shardlib.engine.ops import ShardlibGatherWarning
 from shardlib.engine.plain import plain
 from shardlib.errors import CheckpointError, ShardingError, nearest
 
-__all__ = ["Source", "initial_values"]
+__all__ = ["Source", "checkpoints", "initial_values"]
 
 Init = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], Any]
 # What makes a tensor without values for the tensor of that name, whole or in parts.
@@ -44,8 +46,9 @@ class Source:
     """
 
     def __init__(self, init: str | Path | Mapping[str, torch.Tensor], model: nn.Module | None = None) -> None:
-        self._model = model
+        self._model, self._described = model, _described(init)
         self._stack = ExitStack()
+        self._opened: dict[Path, tuple[int, ...]] = {}
         self.tensors: dict[str, Callable[[], Any]] = (
             {name: partial(_itself, tensor) for name, tensor in init.items()}
             if isinstance(init, Mapping)
@@ -58,9 +61,15 @@ class Source:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
+    def refuse_another(self) -> None:
+        """Raise `CheckpointError` if other files stand by now where those were that are open."""
+        if any(_which(file) != which for file, which in self._opened.items()):
+            raise CheckpointError(f"The checkpoint {self._described} was replaced while it was read. Load it again.")
+
     def _open(self, path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
         slices: dict[str, Callable[[], Any]] = {}
         for file in _files(path):
+            self._opened[file] = _which(file)
             handle = self._stack.enter_context(safe_open(str(file), framework="pt"))
             slices |= {name: partial(handle.get_slice, name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
         shapes = {name: tuple(get().get_shape()) for name, get in slices.items()}
@@ -159,11 +168,38 @@ def _from_checkpoint(
                 f'{example}"; it holds {len(source.tensors)} others.{nearest(example, source.tensors)} '
                 "Load a checkpoint of this model, with its parameter names."
             )
-        for name in found:
-            whole = source.tensors[name]()
-            _check_shape(name, missing[name], whole, init)
-            values[name] = cut(name, whole).to(missing[name].dtype)
+        try:
+            for name in found:
+                whole = source.tensors[name]()
+                _check_shape(name, missing[name], whole, init)
+                values[name] = cut(name, whole).to(missing[name].dtype)
+        finally:
+            source.refuse_another()
     return values
+
+
+def checkpoints(init: Any) -> dict[str, int]:
+    """A checksum of what is written beside each checkpoint of an `init`: its index, and our manifest, which has
+    checksums of all values."""
+    sources = init if isinstance(init, tuple) else (init,)
+    paths = [Path(source) for source in sources if isinstance(source, str | os.PathLike) and source != RESET]
+    return {str(path): _beside(path if path.is_dir() else path.parent) for path in paths}
+
+
+def _beside(folder: Path) -> int:
+    mark = 0
+    for file in sorted({*folder.glob("*.safetensors.index.json"), *folder.glob("shardlib.json")}):
+        mark = zlib.crc32(file.read_bytes(), mark)
+    return mark
+
+
+def _which(file: Path) -> tuple[int, ...]:
+    """What tells a file from another that is put in its place; nothing where there is none."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _check_shape(name: str, expected: torch.Tensor, whole: Any, init: Any) -> None:

@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+import shardlib as sl
 from shardlib import checkpoint
 from shardlib.checkpoint import _files, _load, _where
+from shardlib.engine import materialize
 from shardlib.errors import CheckpointError
 
 SAID = "was replaced while it was read. Load it again."
@@ -178,3 +181,42 @@ def test_ranks_do_not_read_different_ones(tmp_path: Path, manifest: bool, when: 
         else:
             assert SAID in said
             assert held == {UNTOUCHED} or when == "read"
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(2, 2)
+
+
+def test_a_model_is_not_sharded_with_values_of_two_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of two files, the second is put in its place after the first has been opened."""
+    path, new = tmp_path / "saved", tmp_path / "new"
+    _save_files(path, OLD)
+    _save_files(new, NEW)
+    opened: list[str] = []
+
+    def opening(file: str, **options: Any) -> Any:
+        opened.append(file)
+        if len(opened) == 2:
+            for each in new.iterdir():
+                os.replace(each, path / each.name)
+        return safe_open(file, **options)
+
+    monkeypatch.setattr(materialize, "safe_open", opening)
+    with pytest.raises(CheckpointError, match=SAID):
+        sl.shard_model(_on_meta(), "dp=1", {"**": None}, init=path)
+    model = sl.shard_model(_on_meta(), "dp=1", {"**": None}, init=path)
+    assert len(opened) == 4 and {float(v) for tensor in model.state_dict().values() for v in tensor.flatten()} == {NEW}
+
+
+def _sharded_from(paths: list[str]) -> None:
+    sl.shard_model(_on_meta(), "tp=2", {"^": "colwise"}, init=paths[dist.get_rank()])
+
+
+def test_ranks_that_read_different_checkpoints_hear_of_it(tmp_path: Path, ranks: Any):
+    paths = [str(tmp_path / name) for name in ("old", "new")]
+    for path, value in zip(paths, (OLD, NEW), strict=True):
+        checkpoint.save(path, _filled(value), weights="huggingface")
+    ranks(2).run(_sharded_from, [paths[0], paths[0]])
+    with pytest.raises(CheckpointError, match="The ranks read different checkpoints from"):
+        ranks(2).run(_sharded_from, paths)

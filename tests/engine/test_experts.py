@@ -74,7 +74,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Options]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+_IN_OTHERS = "unevenly", "in stages", "each split over tp"  # cases that others contain
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.deep if case in _IN_OTHERS else ()) for case in CASES]
+)
 def test_training_gives_the_numbers_of_one_device(case: str):
     model, mesh, options = CASES[case]
     options = {"batch": batch, "rules": RULES, **options}

@@ -81,7 +81,7 @@ def test_updated_parameters_may_arrive_while_the_next_forward_runs(mesh, options
 
 @pytest.mark.compiled
 def test_updated_parameters_may_arrive_while_compiled_blocks_run():
-    _prove("dp=2,tp=2", sl.zero(1, overlap=True), sl.replicate("blocks.1"), steps=3, compile="auto")
+    _prove("dp=2", sl.zero(1, overlap=True), sl.replicate("blocks.1"), compile="aot_eager")
 
 
 def _pending(model: nn.Module) -> list[str]:

@@ -74,14 +74,17 @@ def _forget() -> None:
         del sys.modules[name]
 
 
+@pytest.mark.parametrize(
+    ("tests", "count"), [("our_layout or bfloat16", 2), pytest.param("any_layout", 1, marks=pytest.mark.deep)]
+)
 def test_the_ci_of_a_users_repository_passes(
-    repository: Path, at_home: Callable[[Path], None], pytester: pytest.Pytester, ranks: Ranks
+    tests: str, count: int, repository: Path, at_home: Callable[[Path], None], pytester: pytest.Pytester, ranks: Ranks
 ):
     at_home(repository)
     ranks(4).run(_forget)
-    run = pytester.runpytest_inprocess("-p", "no:cacheprovider", f"--rootdir={repository}", repository)
+    run = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", tests, f"--rootdir={repository}", repository)
     ranks(4).run(_forget)
-    run.assert_outcomes(passed=3)
+    run.assert_outcomes(passed=count, deselected=3 - count)
 
 
 def test_its_layout_is_checked(repository: Path, at_home: Callable[[Path], None], capsys: pytest.CaptureFixture[str]):

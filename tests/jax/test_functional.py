@@ -20,7 +20,7 @@ from tests.house.source import ROOT
 def _both(folder: Path, *options: str) -> dict[str, list[float]]:
     result = folder / "losses.json"
     command = [sys.executable, "examples/two_engines.py", "--steps", "3", *options, "--json", str(result)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests/at_start{os.pathsep}{ROOT}"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     torchs, jaxs = (run.stdout.partition(f" on {engine}:\n")[2].splitlines()[:9] for engine in ("torch", "jax"))

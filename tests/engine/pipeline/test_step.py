@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib._plan.schedules import bubble, timeline
+from shardlib.engine import lost
 from shardlib.engine.apply import record_of
 from shardlib.engine.pipeline.transport import Channels
 from shardlib.errors import InputError, LostRankError, PlanError, ShardingError, StageError
@@ -393,8 +395,10 @@ def _fails_on(bad: tuple[int, ...], mesh: str, rules: Any, transforms: Any) -> t
     sl.pipeline_step(model, good, lambda y, x: y.mean(), microbatches=2)
     tired.tired = dist.get_rank() in bad
     start = time.monotonic()
+    patience = 2.0 if len(bad) == 1 else lost._TOGETHER  # one alone waits all of it
     try:
-        sl.pipeline_step(model, good, lambda y, x: y.mean(), microbatches=2)
+        with mock.patch.object(lost, "_TOGETHER", patience):
+            sl.pipeline_step(model, good, lambda y, x: y.mean(), microbatches=2)
     except (StageError, LostRankError) as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "nothing was raised", 0.0
