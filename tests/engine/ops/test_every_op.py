@@ -66,7 +66,11 @@ def test_functions_in_many_placements(ranks: Callable, names: list[str], shape: 
 # Numbers stand for slices of the database, which takes seconds to import.
 _PARTS = 40
 # By form and name, what is said where we refuse what a plain tensor does.
-_REFUSED = {"in place": {"nn.functional.dropout3d|": "ShardingError: A tensor of shape (1, 5, 5, 5, 5) is written to"}}
+_REFUSED = {
+    "in place": {"nn.functional.dropout3d|": "ShardingError: A tensor of shape (1, 5, 5, 5, 5) is written to"},
+    # Autograd's backward of what unsqueeze_() makes of a slice of a DTensor.
+    "view": {"nn.functional.dropout3d|": "RuntimeError: "},
+}
 
 
 def _reshaped_beside_a_view() -> tuple[bool, list[str]]:
