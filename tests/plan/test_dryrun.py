@@ -68,7 +68,9 @@ def test_collectives_gathered_ops_and_memory_are_predicted(ranks, case: str, sha
 
 @pytest.mark.covering
 @pytest.mark.parametrize("shape", ["dp=2", "dp=2,tp=2"])
-@pytest.mark.parametrize("transform", [zero(1), zero(2), zero(3), fsdp()], ids=repr)
+@pytest.mark.parametrize(
+    "transform", [zero(1), pytest.param(zero(2), marks=pytest.mark.deep), zero(3), fsdp()], ids=repr
+)
 def test_what_parts_send_is_predicted(ranks, transform: Transform, shape: str):
     """Over gloo parts travel by sends; a dry run on CPU predicts those."""
     model, rules, args = CASES["gpt"]()

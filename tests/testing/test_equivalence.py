@@ -137,8 +137,10 @@ def _scale_parameter_gradient(name: str, model: nn.Module) -> None:
 
 
 IN_BLOCKS = ["norm1", "attn", "attn.qkv", "attn.proj", "norm2", "mlp", "mlp.up", "mlp.down"]
-LATER = [pytest.param(f"blocks.1.{name}", marks=pytest.mark.deep) for name in IN_BLOCKS[:-1]]
-BELOW = ["norm", "head", *(f"blocks.0.{name}" for name in IN_BLOCKS), "blocks.1.mlp.down", *LATER]
+ALIKE = [f"blocks.0.{name}" for name in ("attn.proj", "norm2", "mlp", "mlp.down")]  # as one that is left
+NAMES = ["norm", "head", *(f"blocks.{i}.{name}" for i in (0, 1) for name in IN_BLOCKS)]
+DEEP = [name for name in NAMES if name in ALIKE or (name.startswith("blocks.1.") and name != "blocks.1.mlp.down")]
+BELOW = [pytest.param(name, marks=pytest.mark.deep) if name in DEEP else name for name in NAMES]
 
 
 @pytest.mark.covering

@@ -439,8 +439,23 @@ def test_who_waits_for_whom():
 
 PARENT = """
 import os, signal, sys, time
+from pathlib import Path
 import torch.distributed as dist
 from shardlib.testing._pool import ranks, shared_pool
+
+def stat(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except FileNotFoundError:
+        return ["Z"]
+
+def end_the_server(pool):  # the ranks end too, and others are there for the next call
+    pids = pool.run(os.getpid)
+    os.kill(int(stat(pids[0])[1]), signal.SIGKILL)
+    while any(stat(pid)[0] != "Z" for pid in pids):
+        time.sleep(0.05)
+    time.sleep(0.5)  # the pipes of a process close with its last thread
+    print("ended", pool.run(dist.get_rank, timeout=100.0), flush=True)
 
 def stay(path):
     with open(path, "a") as file:
@@ -450,6 +465,7 @@ def stay(path):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with SIGINT ignored
     pool = ranks(2) if "own" in sys.argv else shared_pool(2)
+    end_the_server(pool) if "server" in sys.argv else None
     try:
         pool.run(lambda: (stay(sys.argv[1]), None)[1]) if "lambda" in sys.argv else pool.run(stay, sys.argv[1])
     except KeyboardInterrupt:
@@ -523,14 +539,15 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks processes
 @needs_proc
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)])
 def test_a_parent_that_is_ended(start: Callable[..., Any], folder: Path, sent: signal.Signals):
-    process, pids = start("wait")
+    """Once its fork server was ended before it."""
+    process, pids = start("wait", *(["server"] if sent is signal.SIGINT else []))
     _wait_for(lambda: len(_both(pids)) == 2)
     process.send_signal(sent)
     out, err = process.communicate(timeout=_PATIENT)
     _wait_for(lambda: not any(map(_alive, _both(pids))))
     assert process.returncode == -sent
     if sent is signal.SIGINT:
-        assert "interrupted" in out and "KeyboardInterrupt" in err
+        assert "ended [0, 1]" in out and "interrupted" in out and "KeyboardInterrupt" in err
     assert _left(folder) == []
 
 
@@ -556,16 +573,6 @@ def test_a_parent_that_ends(start: Callable[..., Any], folder: Path, pool: str, 
 def _left(folder: Path) -> list[Path]:
     """Files in the system's temporary folder, but for Python's own socket of a fork server that was killed."""
     return [f for f in (folder / "tmp").rglob("*") if f.is_file() or not f.name.startswith(("pymp-", "listener-"))]
-
-
-@needs_proc
-def test_ranks_end_with_their_fork_server(own: Ranks):
-    pids = own(2).run(os.getpid)
-    server = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    os.kill(server, signal.SIGKILL)
-    _wait_for(lambda: not any(map(_alive, pids)))
-    time.sleep(0.5)  # the pipes of a process close with its last thread
-    assert own(2).run(dist.get_rank, timeout=100.0) == [0, 1]
 
 
 def test_two_pools_at_the_same_time_do_not_meet(ranks: Ranks, own: Ranks):

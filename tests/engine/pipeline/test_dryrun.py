@@ -62,7 +62,10 @@ def _gathered(rank: DryRun) -> int:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=pytest.mark.deep) if name in ("zero 2", "interleaved") else name for name in CASES],
+    [
+        pytest.param(name, marks=pytest.mark.deep) if name in ("zero 2", "zero 3", "interleaved") else name
+        for name in CASES
+    ],
 )
 def test_collectives_messages_memory_and_operations_are_predicted(ranks, case: str):
     mesh, transforms, stages = CASES[case]
