@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch-size", type=int, default=64, help="images of a step, over all ranks")
     p.add_argument("--lr", type=float, default=0.05)
     p.add_argument("--size", type=int, default=16, help="to which images of 8 by 8 pixels are enlarged")
-    p.add_argument("--images", type=int, help="to train on, of 1437")
+    p.add_argument("--images", type=int, help="to train on and to try it on, of 1437 and 360")
     p.add_argument("-c", "--checkpoint", type=Path, default=Path("checkpoint"), help="a folder that all ranks see")
     p.add_argument("-i", "--interval", type=int, default=0, help="save each so many epochs; 0 is never")
     p.add_argument("-r", "--resume", type=int, default=0, help="the epoch whose checkpoint to go on from")
@@ -81,7 +81,7 @@ def images(size: int, count: int | None, dtype: torch.dtype) -> tuple[TensorData
         return TensorDataset(large.to(dtype).expand(-1, 3, -1, -1), labels[:count])
 
     train, test = digits()
-    return enlarged(train, count), enlarged(test, None)
+    return enlarged(train, count), enlarged(test, count)
 
 
 def loaders(plugin: Plugin, args: argparse.Namespace) -> tuple[DataLoader, DataLoader]:

@@ -62,9 +62,9 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
         if isinstance(tensor, DTensor) and _alias.watched(tensor):
             _alias.catch_up(tensor)
     if operands.written and torch.Tag.inplace_view not in op.tags:
-        for i in operands.written:
-            if _alias.watched(operands.tensors[i]):
-                _alias.refuse_write(operands.tensors[i])
+        for tensor in [operands.tensors[i] for i in operands.written]:
+            if isinstance(tensor, DTensor) and _alias.watched(tensor):
+                _alias.refuse_write(tensor)
     if _draw_by is not None and is_random(op) and (drawn := _draw_by(op, args, kwargs)) is not NotImplemented:
         return drawn
     if _is_random(operands):
