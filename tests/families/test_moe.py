@@ -77,12 +77,11 @@ _ONE_LAYER = {"num_hidden_layers": 1}
 # Every family, and every transform, with two layers once.
 CASES = [
     Case("Mixtral", "dp=2,ep=2", "zero(3)"),
-    Case("Mixtral", "ep=2,tp=2", "", "batched_mm", settings=_ONE_LAYER),
+    Case("Mixtral", "ep=2,tp=2", "zero(1)", "batched_mm", settings=_ONE_LAYER),
     Case("Qwen2Moe", "ep=2"),
     Case("Qwen3Moe", "ep=4", settings=_ONE_LAYER),
     Case("DeepseekV3", "ep=2,tp=2", "zero(2)"),
     Case("Mixtral", "ep=2,tp=2", mode="sequence", settings=_ONE_LAYER),
-    Case("DeepseekV3", "dp=2,tp=2", "zero(1)", mode="sequence"),
 ]
 SWEEP = [
     Case(family, mesh, transforms, experts)
@@ -97,6 +96,8 @@ SWEEP = [
 ]
 SWEEP += [
     Case("Mixtral", "dp=2,ep=2", "zero(1)"),
+    Case("Mixtral", "ep=2,tp=2", "", "batched_mm"),
+    Case("DeepseekV3", "dp=2,tp=2", "zero(1)", mode="sequence"),
     Case("Mixtral", "ep=2"),
     Case("DeepseekV3", "dp=2,tp=2"),
     Case("Qwen3Moe", "tp=2", mode="sequence"),

@@ -154,7 +154,7 @@ class Suite:
         return [test for test in self.tests if test.attrib["classname"].startswith(file)]
 
 
-_IN_TURN = [("-n", "1"), pytest.param(("-p", "no:xdist"), marks=pytest.mark.deep)]
+_IN_TURN = [("-p", "no:xdist"), pytest.param(("-n", "1"), marks=pytest.mark.deep)]
 _AT_ONCE = pytest.param(("-n", "2"), marks=pytest.mark.deep)
 
 
