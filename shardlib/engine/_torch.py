@@ -335,16 +335,19 @@ def exchanged(
     return wait
 
 
-@cached_by_mesh
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """The one-axis mesh over several axes of a mesh, in any order, so that one collective spans them all."""
+    """The one-axis mesh over several axes of a mesh, in any order, so that one collective spans them all.
+
+    This very mesh remembers it, since an equal one may stand for other process groups.
+    """
+    known: dict[tuple[str, ...], DeviceMesh] = mesh.__dict__.setdefault("_shardlib_flattened", {})
     axes = tuple(name for name in mesh.mesh_dim_names or () if name in axes)
-    with unset_fake_temporarily():  # a mesh is a tensor of ranks
-        if len(axes) == 1:
-            return mesh[axes[0]]
-        flat = mesh[axes]._flatten()
-        set_timeouts(flat)
-        return flat
+    if axes not in known:
+        with unset_fake_temporarily():  # a mesh is a tensor of ranks
+            known[axes] = mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten()
+            if len(axes) > 1:
+                set_timeouts(known[axes])
+    return known[axes]
 
 
 def set_timeouts(mesh: DeviceMesh) -> None:
