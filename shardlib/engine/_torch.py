@@ -149,6 +149,7 @@ __all__ = [
     "wait_for",
     "with_values",
     "wrap",
+    "written_to",
 ]
 
 Op = torch._ops.OpOverload
@@ -563,6 +564,19 @@ def schema_of(op: Op) -> Any:
     return op._schema
 
 
+def written_to(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of an op changes."""
+    values = (args[i] if i < len(args) else kwargs.get(name) for i, name in _changed_arguments(op))
+    return [leaf for value in values for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@functools.cache
+def _changed_arguments(op: Op) -> tuple[tuple[int, str], ...]:
+    """The place and the name of each."""
+    given = enumerate(schema_of(op).arguments)
+    return tuple((i, each.name) for i, each in given if each.alias_info is not None and each.alias_info.is_write)
+
+
 def is_view(op: Op) -> bool:
     """Whether the op's result shares the storage of an operand."""
     return op._schema._is_view_op()
@@ -889,38 +903,24 @@ class _Remembered(FakeTensor):
             known = mode.known(_call_key(func, args, kwargs or {}))
             if known is not None:
                 return known
-        _refuse_lost_values(func, args, kwargs or {}, is_imagined)
+        _refuse_lost_values(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
-def _refuse_lost_values(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_lost: Callable[[torch.Tensor], bool]
-) -> None:
+def _refuse_lost_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse to write what has no values into a tensor that has some: it would keep its old ones, and say nothing.
 
     Raises:
         PlanError: for an op in place, or one with `out=`.
     """
-    places = _written(op)
-    if not places:
-        return
-    into = pytree.tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
-    kept = [leaf for leaf in into if isinstance(leaf, torch.Tensor) and not is_lost(leaf)]
-    given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    if kept and any(map(is_lost, given)):
+    kept = [tensor for tensor in written_to(op, args, kwargs) if not is_imagined(tensor)]
+    if kept and any(map(is_imagined, _fakes((args, kwargs)))):
         raise PlanError(
             f"forward writes a tensor of another stage into one of shape {tuple(kept[0].shape)} that this stage has "
             f"made ({op}), outside of the stages' modules: only what the first module of a stage is given comes from "
             "the stage before it. Cut the model elsewhere, name the modules that make both on one stage, or pass the "
             "tensor through the modules between them."
         )
-
-
-@functools.cache
-def _written(op: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of the arguments that an op changes."""
-    given = enumerate(op._schema.arguments)
-    return tuple((i, each.name) for i, each in given if each.alias_info is not None and each.alias_info.is_write)
 
 
 _NOTHING = None, None, None
@@ -981,7 +981,7 @@ class _Marking(TorchDispatchMode):
         if any(issubclass(t, DTensor) or t is AsyncTensor for t in types):
             return NotImplemented
         if not self.depth:
-            _refuse_lost_values(op, args, kwargs or {}, is_imagined)
+            _refuse_lost_values(op, args, kwargs or {})
         made = op(*args, **(kwargs or {}))
         if self.depth or any(is_imagined(leaf) for leaf in _fakes((args, kwargs))):
             for leaf in _fakes(made):

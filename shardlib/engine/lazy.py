@@ -144,7 +144,7 @@ class _Tape:
 
     def record(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Put an operation at the end, unless it only looks at memory."""
-        written = [one for one in _written(op, args, kwargs) if _torch.is_imagined(one)]
+        written = [one for one in _torch.written_to(op, args, kwargs) if _torch.is_imagined(one)]
         read: set[int] = set()
 
         def placed(tensor: torch.Tensor) -> Any:
@@ -305,14 +305,6 @@ class _Tape:
                 torch.set_rng_state(before)
 
 
-def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operation writes to."""
-    schema = _torch.schema_of(op).arguments
-    given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
-    changed = (given.get(arg.name) for arg in schema if arg.alias_info is not None and arg.alias_info.is_write)
-    return [leaf for value in changed for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def _writes_out(op: Any) -> bool:
     return any(argument.is_out for argument in _torch.schema_of(op).arguments)
 
@@ -350,7 +342,9 @@ class _Recorder:
         """Run an operation on values, and put what comes of it on the tape."""
         real_args, real_kwargs = self.tape.read((args, kwargs))
         result = _torch.with_values(lambda: op(*real_args, **_on_cpu(op, real_kwargs, None)))
-        written = list(zip(_written(op, args, kwargs), _written(op, real_args, real_kwargs), strict=True))
+        written = list(
+            zip(_torch.written_to(op, args, kwargs), _torch.written_to(op, real_args, real_kwargs), strict=True)
+        )
         for target, real in written:
             self(aten.copy_.default, (target, real), {})
         back = {id(real): target for target, real in written}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardlib.engine._torch import TorchDispatchMode, _StridedShard, pytree, schema_of, seed_all
+from shardlib.engine._torch import TorchDispatchMode, _StridedShard, pytree, schema_of, seed_all, written_to
 from shardlib.engine.ops._choose import _candidates, _holds
 from shardlib.engine.ops._dispatch import is_random
 from shardlib.engine.ops._rows import ANY, RING_AXIS, Call, Local, Meta, Op, Row, rule_of
@@ -186,23 +186,14 @@ def _compare(claim: Claim, pieces: list[list[Any]]) -> str | None:
 
 def _results(result: Any, args: Any, kwargs: Any, call: AtenCall) -> list[Any]:
     """What the op returns and what it wrote to."""
-    return [*pytree.tree_leaves(result, is_leaf=lambda x: x is None), *_written(call.op, args, kwargs)]
-
-
-def _written(op: Op, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    found = []
-    for i, a in enumerate(schema_of(op).arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(a.name)
-            found += [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-    return found
+    return [*pytree.tree_leaves(result, is_leaf=lambda x: x is None), *written_to(call.op, args, kwargs)]
 
 
 def _result_places(claim: Claim) -> list[Any]:
     args, kwargs = claim.call.args, claim.call.kwargs
     if torch.Tag.inplace_view in claim.call.op.tags:
         return [*claim.row.outs, *claim.row.outs]
-    written = {id(t) for t in _written(claim.call.op, args, kwargs)}
+    written = {id(t) for t in written_to(claim.call.op, args, kwargs)}
     places = [p for t, p in zip(claim.call.tensors, claim.row.ins, strict=True) if id(t) in written]
     return [*claim.row.outs, *places]
 

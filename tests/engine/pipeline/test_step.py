@@ -459,12 +459,8 @@ class Skipping(nn.Module):
         return self.blocks[3](self.blocks[2](self.blocks[1](first)) + first)
 
 
-class AddingInPlace(nn.Module):
+class AddingInPlace(Skipping):
     """As `Skipping` from one block to the next, where the sum is written into what the block has returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -474,12 +470,8 @@ class AddingInPlace(nn.Module):
         return x
 
 
-class Collecting(nn.Module):
+class Collecting(Skipping):
     """Each block adds its part to one number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(len(x))
