@@ -17,7 +17,7 @@ from tests.torchvision_on_cpu import import_torchvision
 
 
 def run_script(script: Path, *options: str, processes: int) -> str:
-    """Return what the script prints on all ranks. Its ranks meet as it says, at a port that is free here."""
+    """Return what the script prints on all ranks, to stderr too. They meet as it says, at a port that is free here."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -33,7 +33,7 @@ def _as_main(script: str, options: tuple[str, ...], port: int) -> str:
     sys.argv = [script, *options]
     sys.path.insert(0, str(Path(script).parent))
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             runpy.run_path(script, run_name="__main__")
     finally:
         sys.argv = before

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import shardlib as sl
 from shardlib import checkpoint
 from shardlib.engine.held import held_of, local_of
-from shardlib.testing.equivalence.measure import distance, scale_of
+from shardlib.testing.equivalence.measure import distance, scale_of, size
 from shardlib.testing.strategies import Case
 
 # Sums reordered by another mesh differ by roundings; `shardlib.testing.equivalence.measure` says how far.
@@ -92,7 +92,7 @@ def spread(output: torch.Tensor) -> torch.Tensor:
 def differences(got: State, want: State) -> dict[str, float]:
     """What differs by more than rounding."""
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
-    found = {name: distance(got[name], want[name], scale_of(want[name], 1.0)) for name in want}
+    found = {name: distance(got[name], want[name], scale_of(size(want[name]), 1.0)) for name in want}
     return {name: off for name, off in found.items() if not off <= TOLERANCE}
 
 

@@ -21,7 +21,7 @@ from shardlib.engine.held import held_of, local_of
 from shardlib.errors import ShardingError
 from shardlib.testing import strategies
 from shardlib.testing.equivalence import assert_equivalent
-from shardlib.testing.equivalence.measure import distance, scale_of
+from shardlib.testing.equivalence.measure import distance, scale_of, size
 from shardlib.testing.models import MLP, Transformer, batch_for, rules_for
 from shardlib.transforms import Transform, fsdp, replicate, zero
 
@@ -40,7 +40,7 @@ def _rows(batch: torch.Tensor, mesh: Any) -> torch.Tensor:
 
 
 def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return distance(found, wanted, scale_of(wanted, 1.0))
+    return distance(found, wanted, scale_of(size(wanted), 1.0))
 
 
 def _trained(shape: str, transform: Transform, **changes: Any) -> tuple[nn.Module, nn.Module]:

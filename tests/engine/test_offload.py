@@ -451,7 +451,13 @@ def _devices(
         }
 
 
-CASES = [(_adamw, "replicate"), (_adamw, "zero(2)"), (_adamw, "zero(3)"), (_lamb, "zero(1)"), (_muon, "zero(3)")]
+CASES = [
+    (_adamw, "replicate"),
+    (_adamw, "zero(2)"),
+    (_lamb, "zero(1)"),
+    (_muon, "zero(3)"),
+    pytest.param(_adamw, "zero(3)", marks=pytest.mark.deep),
+]
 
 
 @pytest.mark.parametrize("make, stage", CASES, ids=lambda case: getattr(case, "__name__", case))

@@ -12,10 +12,10 @@ CASES = [
     Case("example_gpt", BOTH, transform="zero(3)"),
     Case("gpt2", BOTH, transform="zero(1)"),
     Case("llama", BOTH),
-    Case("bert", BOTH, transform="fsdp()"),
     Case("mixtral", BOTH, transform="zero(2)"),
 ]
 MORE = [
+    Case("bert", BOTH, transform="fsdp()"),
     *(Case(family, BOTH) for family in ("vit", "t5", "resnet")),
     *(Case(family, TP8) for family in FAMILIES),
     *(Case(family, "dp=4,tp=2", transform=f"zero({stage})") for family in FAMILIES for stage in (1, 3)),

@@ -137,10 +137,10 @@ def _scale_parameter_gradient(name: str, model: nn.Module) -> None:
 
 
 IN_BLOCKS = ["norm1", "attn", "attn.qkv", "attn.proj", "norm2", "mlp", "mlp.up", "mlp.down"]
-ALIKE = [f"blocks.0.{name}" for name in ("attn.proj", "norm2", "mlp", "mlp.down")]  # as one that is left
 NAMES = ["norm", "head", *(f"blocks.{i}.{name}" for i in (0, 1) for name in IN_BLOCKS)]
-DEEP = [name for name in NAMES if name in ALIKE or (name.startswith("blocks.1.") and name != "blocks.1.mlp.down")]
-BELOW = [pytest.param(name, marks=pytest.mark.deep) if name in DEEP else name for name in NAMES]
+# One of each kind: what adds to the residual stream and what does not, a module of modules, columns and rows.
+SOME = ["norm", "head", "blocks.0.attn", "blocks.0.attn.qkv", "blocks.1.mlp.down"]
+BELOW = [name if name in SOME else pytest.param(name, marks=pytest.mark.deep) for name in NAMES]
 
 
 @pytest.mark.covering
@@ -169,7 +169,12 @@ def test_the_module_whose_gradient_is_spoilt_is_named(ranks, name: str, mesh: st
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
 @pytest.mark.parametrize(
     "name",
-    ["embed.weight", "position.weight", "blocks.1.norm1.bias", "blocks.0.attn.qkv.bias", "blocks.1.mlp.up.weight"],
+    [
+        "embed.weight",
+        "position.weight",
+        "blocks.0.attn.qkv.bias",
+        *(pytest.param(f"blocks.1.{name}", marks=pytest.mark.deep) for name in ("norm1.bias", "mlp.up.weight")),
+    ],
 )
 def test_the_parameter_whose_gradient_is_spoilt_is_named(ranks, name: str, mesh: str):
     spoil = after_sharding(functools.partial(_scale_parameter_gradient, name))

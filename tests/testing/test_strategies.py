@@ -424,6 +424,7 @@ def test_a_case_is_a_value_and_the_arguments_of_equivalent(case: Case):
     sl.plan(case.model(), case.mesh, case.rules, transforms=case.transforms)
 
 
+@pytest.mark.deep
 def test_a_minimal_case_is_one_axis_nothing_split_and_a_small_model():
     case = shrunk(strategies.cases(), lambda case: True)
     assert repr(case) == (
@@ -455,7 +456,8 @@ def _forgets_a_sum(case: Case) -> bool:
 def test_a_minimal_case_of_data_ranks_has_no_model_axis():
     case = shrunk(strategies.cases(), _forgets_a_sum)
     assert str(case.mesh) == "dp=2"
-    assert not case.rules.rules
+    assert repr(case.model) == "ModelFactory(MLP(ins=1, width=1, outs=1))"
+    assert (case.rules.rules, case.transforms, case.clip, case.rng) == ({}, (), None, "exact")
 
 
 def _model() -> nn.Module:

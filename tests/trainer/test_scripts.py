@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.booster.script import NET_AND_IMAGES
-from tests.house.source import ROOT
+from tests.main_on_ranks import run_script
 
 IMPORTS = """
 import shardlib.trainer as colossalai
@@ -147,12 +145,8 @@ def test_a_script_of_the_older_kind_runs_with_only_its_imports_changed(tmp_path:
     script = tmp_path / "train.py"
     script.write_text(IMPORTS + SCRIPT.replace("# what is trained", NET_AND_IMAGES))
     (tmp_path / config).write_text(PLANS[config])
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     options = ["--from_torch", "--config", str(tmp_path / config), "--checkpoint", str(tmp_path / "checkpoints")]
-    run = subprocess.run(
-        [sys.executable, *launcher, str(script), *options], capture_output=True, text=True, cwd=ROOT, timeout=300
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("accuracy ") == 1 and "3 checkpoints" in run.stdout
-    lines = [line for line in run.stderr.splitlines() if "/ Test]: Loss = " in line]
+    printed = run_script(script, *options, processes=2)
+    assert printed.count("accuracy ") == 1 and "3 checkpoints" in printed
+    lines = [line for line in printed.splitlines() if "/ Test]: Loss = " in line]
     assert len(lines) == 3 and all("rank 0 of 2" in line and "Accuracy = " in line for line in lines)

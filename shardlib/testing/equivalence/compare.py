@@ -153,7 +153,7 @@ class _Notes:
         sharded = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
         if sharded.is_floating_point():
             want = values[-2].item()
-            scale = measure.scale_of(values[-2].detach(), self._largest_output())
+            scale = measure.scale_of(measure.size(values[-2].detach()), self._largest_output())
             self.measured.units[key] = torch.finfo(single.dtype).eps
             self.means[key] = (sharded.item(), want, scale)
             self.prints[key] = (self.place.data[0], agree.fingerprint(sharded))
@@ -179,7 +179,8 @@ class _Notes:
     ) -> None:
         sharded = others[-1]
         truth = others[0] if len(others) > 1 else single
-        largest = max((measure.size(t.detach()) for t in truth.values() if t is not None), default=0.0)
+        sizes = {name: measure.size(t.detach()) for name, t in truth.items() if t is not None}
+        largest = max(sizes.values(), default=0.0)
         for name, want in truth.items():
             key = (step, kind, name)
             if name.split(": ")[0] in self.elsewhere:
@@ -190,7 +191,7 @@ class _Notes:
             if want is None or got is None:
                 self.measured.errors[key] = 0.0 if want is got else math.inf
                 continue
-            scale = measure.scale_of(want.detach(), largest)
+            scale = measure.scale_of(sizes[name], largest)
             mine, part = parts.pair(got, want, self.place)
             low = single[name]
             if low is not None and low.is_floating_point():

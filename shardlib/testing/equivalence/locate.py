@@ -150,7 +150,7 @@ class _Watched:
                 due = self._due(whole, got[where]) if want is self.want.gradients else whole
                 if due is None or (shared and not due.ndim):
                     continue  # a mean over each rank's own rows
-                scale = measure.scale_of(due, largest if want is self.want.gradients else 0.0)
+                scale = measure.scale_of(measure.size(due), largest if want is self.want.gradients else 0.0)
                 mine, part = parts.pair(got[where], due, self.both.place)
                 if part is None and shared:
                     continue  # as many rows as a rank's data make: tokens that are routed to an expert

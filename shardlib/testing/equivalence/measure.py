@@ -85,9 +85,9 @@ def _same_infinities(got: torch.Tensor, want: torch.Tensor) -> float:
     return distance(got[finite], want[finite], size(want[finite]))
 
 
-def scale_of(want: torch.Tensor, largest: float) -> float:
-    """What differences of a tensor are divided by; `largest` is the largest value among tensors of its kind."""
-    return max(size(want), _NOISE * largest)
+def scale_of(size: float, largest: float) -> float:
+    """What differences of a tensor are divided by, given its size and the largest size among tensors of its kind."""
+    return max(size, _NOISE * largest)
 
 
 def limits_beside(errors: Mapping[K, float], units: Mapping[K, float], *, together: bool = False) -> dict[K, float]:

@@ -49,16 +49,16 @@ def pair(got: torch.Tensor, want: torch.Tensor, place: Place) -> tuple[torch.Ten
 
     Collective where `got` is a DTensor with partial sums, which are reduced first.
     """
-    got, want = got.detach(), want.detach()
+    whole = _matching(want.detach(), tuple(got.shape), place)
     if not isinstance(got, DTensor):
-        return got, _matching(want, tuple(got.shape), place)
-    whole = _matching(want, tuple(got.shape), place)
+        return got.detach(), whole
     if any(p.is_partial() for p in got.placements):
-        got = got.redistribute(placements=[Replicate() if p.is_partial() else p for p in got.placements])
+        with torch.no_grad():
+            got = got.redistribute(placements=[Replicate() if p.is_partial() else p for p in got.placements])
     if whole is None:
-        return _torch.local_of(got), None
+        return local(got), None
     layout, mesh, coordinate = layout_of(got)
-    return _torch.local_of(got), layout.take(whole, mesh, coordinate)
+    return local(got), layout.take(whole, mesh, coordinate)
 
 
 def layout_of(tensor: DTensor) -> tuple[Layout, MeshShape, dict[str, int]]:
