@@ -19,7 +19,7 @@ _TIMELESS: dict[str, Any] = {
 settings.register_profile("default", derandomize=True, max_examples=25, database=None, **_TIMELESS)
 # One failure is enough there: it need not be small.
 settings.register_profile("mutate", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate])
-settings.register_profile("deep", max_examples=1000, print_blob=True, **_TIMELESS)
+settings.register_profile("deep", max_examples=300, print_blob=True, **_TIMELESS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

@@ -57,9 +57,11 @@ def test_functions_in_some_placements(ranks: Callable, names: list[str]):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("names", _BATCHES, ids=lambda names: f"{names[0]} to {names[-1]}")
-@pytest.mark.parametrize(("shape", "tries"), [((2,), 48), ((3,), 48), ((2, 2), 16), ((2, 3), 8)], ids=str)
+@pytest.mark.parametrize(("shape", "tries"), [((2,), 48), ((3,), 16), ((2, 2), 8), ((2, 3), 4)], ids=str)
 def test_functions_in_many_placements(ranks: Callable, names: list[str], shape: tuple[int, ...], tries: int):
-    """Each axis takes a row of a rule by itself, and each row is proved in `test_rules.py`: fewer tries over two."""
+    """Each axis takes a row of a rule by itself, and each row is proved in `test_rules.py`: fewer tries over two, and
+    on three ranks, which differ from two in what they divide.
+    """
     assert _bad(ranks, names, shape, tries) == []
 
 
@@ -118,7 +120,7 @@ def test_some_of_pytorchs_ops(form: str):
 # On three ranks, which divide few sizes, and over two axes ops take turns: what an op does there its rows do, which
 # are proved for each op in `test_rules.py`.
 @pytest.mark.deep
-@pytest.mark.parametrize(("shape", "every"), [((2,), 1), ((3,), 3), ((2, 2), 3)], ids=str)
+@pytest.mark.parametrize(("shape", "every"), [((2,), 1), ((3,), 8), ((2, 2), 8)], ids=str)
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_each_of_pytorchs_ops(part: int, shape: tuple[int, ...], every: int):
     assert _bad_ops(part * every + shape[0] % every, _PARTS * every, shape) == {}
@@ -128,7 +130,7 @@ def test_each_of_pytorchs_ops(part: int, shape: tuple[int, ...], every: int):
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_each_of_pytorchs_ops_that_writes(part: int, form: str):
-    assert _bad_ops(part, _PARTS, form=form) == {}
+    assert _bad_ops(part, _PARTS, tries=8, form=form) == {}
 
 
 @pytest.mark.deep
