@@ -206,6 +206,11 @@ class _Worker:
             return f"its process was ended by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code}"
 
+    def stack(self) -> str:
+        """What faulthandler wrote of its threads: when it was asked to, or when the process crashed."""
+        self.stacks.seek(0)
+        return str(self.stacks.read().decode(errors="replace"))
+
 
 @dataclass
 class _Workers:
@@ -393,9 +398,7 @@ class _Round:
         if silent:
             time.sleep(0.5)
         for rank in silent:
-            file = self.workers[rank].stacks
-            file.seek(0)
-            self.standing[rank] = Standing(rank, "silent", stack=file.read().decode(errors="replace"))
+            self.standing[rank] = Standing(rank, "silent", stack=self.workers[rank].stack())
 
     def _let_go(self) -> None:
         """Let ranks that failed close their connections, and those that fail from now on."""
@@ -422,7 +425,7 @@ class _Round:
             answer = _carry.load(worker.calls.recv_bytes())
         except (EOFError, OSError):
             said = worker.end()
-            answer = Failure(rank, 0.0, said, None, Standing(rank, "died", said=said), died=True)
+            answer = Failure(rank, 0.0, said, None, Standing(rank, "died", said=said, stack=worker.stack()), died=True)
         if isinstance(answer, bytes):
             self.answers[rank] = answer
             return
@@ -479,7 +482,8 @@ class _Round:
             raise error
         if cause.died:
             head = f"rank {cause.rank} died in {name}: {cause.text}; new processes are started."
-            raise RankDied("\n".join([head, *self._told()]), self.standings())
+            crashed = [f"\nrank {cause.rank} when it died:\n{cause.standing.stack}"] if cause.standing.stack else []
+            raise RankDied("\n".join([head, *self._told(), *crashed]), self.standings())
         raise RankError(
             "\n".join([f"rank {cause.rank} raised in {name}:", cause.text, *self._told()]), self.standings()
         )

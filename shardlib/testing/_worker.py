@@ -61,9 +61,12 @@ class Failure:
 
 
 def serve(calls: Connection, questions: Connection, stacks: Connection, first: bool) -> None:
-    """The life of a rank. `stacks` is an open file without a name, for the stack of a process that cannot answer."""
+    """The life of a rank. `stacks` is an open file without a name, for the stack of a process that cannot answer or
+    that a signal such as SIGSEGV ends.
+    """
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable(file=stacks.fileno(), all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     os.environ.update(_OWN_ENVIRONMENT | os.environ)
     import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -407,6 +408,19 @@ def test_a_killed_rank_is_named_with_its_signal(warm: Ranks):
     states = {s.rank: s.state for s in caught.value.standing}
     assert states[1] == "died" and set(states) == {0, 1, 2, 3}
     assert warm.run(dist.get_rank) == [0, 1, 2, 3]
+
+
+def _crash(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.abort()
+    dist.barrier()
+
+
+def test_a_rank_that_crashes_is_named_with_its_stack(warm: Ranks):
+    with pytest.raises(RankDied, match=r"^rank 1 died in _crash: its process was ended by SIGABRT") as caught:
+        warm(2).run(_crash, 1)
+    assert re.search(r"^rank 1 when it died:\nFatal Python error: Aborted$", str(caught.value), re.MULTILINE)
+    assert f'File "{__file__}", line' in str(caught.value) and "in _crash" in str(caught.value)
 
 
 def test_a_rank_that_exits_is_named_with_its_code(warm: Ranks):
