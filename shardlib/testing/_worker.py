@@ -138,9 +138,9 @@ class _Rank:
     def _outcome(self, call: Call, work: bytes, after: contextlib.ExitStack) -> bytes | Failure:
         self.begun_ns, self.call = time.time_ns(), call
         try:
-            self.clean.seed()
             after.enter_context(self._process_group(call))
             fn, args, kwargs = _carry.load(work)
+            self.clean.seed()  # now: a module that this rank alone had to import may have drawn
             return _result(fn(*args, **kwargs), fn, call)
         except BaseException as error:
             standing = _standing.of_traceback(call.rank, error, self.begun_ns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import random
 import re
@@ -145,6 +146,16 @@ def test_nothing_of_one_call_reaches_the_next(ranks: Ranks, tmp_path: Path):
     changed = {key: (before[0][key], after[0][key]) for key in before[0] if after[0][key] != before[0][key]}
     assert changed == {}
     assert before[0]["drawn"] == before[1]["drawn"]
+
+
+def test_ranks_draw_alike_whichever_has_to_import_what_draws(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "draws.py").write_text("import torch\ntorch.rand(1)\ndef one():\n    return torch.rand(1).item()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    one = importlib.import_module("draws").one
+    drawn = ranks(2).run(one) + ranks(4).run(one)
+    assert drawn == [drawn[0]] * 6
 
 
 def _chosen() -> str | None:
