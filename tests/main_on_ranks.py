@@ -9,6 +9,7 @@ import runpy
 import socket
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -16,25 +17,32 @@ from shardlib.testing import shared_pool
 from tests.torchvision_on_cpu import import_torchvision
 
 
-def run_script(script: Path, *options: str, processes: int) -> str:
-    """Return what the script prints on all ranks, to stderr too. They meet as it says, at a port that is free here."""
+class Printed(NamedTuple):
+    """What all ranks printed, to stdout and to stderr."""
+
+    out: str
+    err: str
+
+
+def run_script(script: Path, *options: str, processes: int) -> Printed:
+    """Return what the script prints on all ranks. Its ranks meet as it says, at a port that is free here."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     printed = shared_pool(processes).run(_as_main, str(script), options, port)
-    return "".join(printed)
+    return Printed(*map("".join, zip(*printed, strict=True)))
 
 
-def _as_main(script: str, options: tuple[str, ...], port: int) -> str:
+def _as_main(script: str, options: tuple[str, ...], port: int) -> Printed:
     import_torchvision()  # transformers imports it by the way
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    before, printed = sys.argv, io.StringIO()
+    before, out, err = sys.argv, io.StringIO(), io.StringIO()
     sys.argv = [script, *options]
     sys.path.insert(0, str(Path(script).parent))
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             runpy.run_path(script, run_name="__main__")
     finally:
         sys.argv = before
-    return printed.getvalue()
+    return Printed(out.getvalue(), err.getvalue())

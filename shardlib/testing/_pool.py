@@ -207,7 +207,7 @@ class _Worker:
         return f"its process ended with exit code {code}"
 
     def stack(self) -> str:
-        """What faulthandler wrote of its threads: when it was asked to, or when the process crashed."""
+        """Return what faulthandler wrote of its threads: when it was asked to, or when the process crashed."""
         self.stacks.seek(0)
         return str(self.stacks.read().decode(errors="replace"))
 

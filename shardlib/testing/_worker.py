@@ -61,8 +61,8 @@ class Failure:
 
 
 def serve(calls: Connection, questions: Connection, stacks: Connection, first: bool) -> None:
-    """The life of a rank. `stacks` is an open file without a name, for the stack of a process that cannot answer or
-    that a signal such as SIGSEGV ends.
+    """Answer calls until the parent ends. `stacks` is an open file without a name, for the stack of a process that
+    cannot answer or that crashes.
     """
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

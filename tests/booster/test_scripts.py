@@ -117,4 +117,4 @@ def test_a_script_of_every_plugin_runs_with_only_its_imports_changed(tmp_path: P
     script = tmp_path / "train.py"
     script.write_text(IMPORTS + SCRIPT.replace("# what is trained", NET_AND_IMAGES))
     printed = run_script(script, "-c", str(tmp_path / "checkpoints"), processes=processes)
-    assert printed.count("trained") == 7
+    assert printed.out.count("trained") == 7

@@ -47,7 +47,7 @@ def _as_a_script(folder: Path, script: str, *options: str) -> dict[str, Any]:
     result = folder / "result.json"
     given = [*_options(script), *options, "--json", str(result)]
     printed = run_script(ROOT / "examples" / f"{script}.py", *given, processes=2)
-    return json.loads(result.read_text()) | {"printed": printed}
+    return json.loads(result.read_text()) | {"printed": printed.out}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def _run_warm(script: str, *options: str, processes: int, folder: Path, small: s
     printed = run_script(
         ROOT / "examples" / script, *small.split(), *options, "--json", str(result), processes=processes
     )
-    return json.loads(result.read_text()) | {"printed": printed}
+    return json.loads(result.read_text()) | {"printed": printed.out}
 
 
 def _run(script: str, *options: str, folder: Path) -> dict:

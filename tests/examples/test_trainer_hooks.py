@@ -19,7 +19,7 @@ NEAR = 2e-2
 def _run(folder: Path, processes: int, *options: str) -> dict[str, Any]:
     result = folder / f"{processes}.json"
     printed = run_script(ROOT / "examples" / "trainer_hooks.py", *options, "--json", str(result), processes=processes)
-    return json.loads(result.read_text()) | {"printed": printed}
+    return json.loads(result.read_text()) | {"printed": printed.out}
 
 
 def test_digits_are_learned_and_the_numbers_are_those_of_one_device(tmp_path: Path):

@@ -147,6 +147,6 @@ def test_a_script_of_the_older_kind_runs_with_only_its_imports_changed(tmp_path:
     (tmp_path / config).write_text(PLANS[config])
     options = ["--from_torch", "--config", str(tmp_path / config), "--checkpoint", str(tmp_path / "checkpoints")]
     printed = run_script(script, *options, processes=2)
-    assert printed.count("accuracy ") == 1 and "3 checkpoints" in printed
-    lines = [line for line in printed.splitlines() if "/ Test]: Loss = " in line]
+    assert printed.out.count("accuracy ") == 1 and "3 checkpoints" in printed.out
+    lines = [line for line in printed.err.splitlines() if "/ Test]: Loss = " in line]
     assert len(lines) == 3 and all("rank 0 of 2" in line and "Accuracy = " in line for line in lines)

@@ -86,7 +86,7 @@ def _same_infinities(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def scale_of(size: float, largest: float) -> float:
-    """What differences of a tensor are divided by, given its size and the largest size among tensors of its kind."""
+    """Return what differences of a tensor of this size are divided by; `largest` is that of all tensors of its kind."""
     return max(size, _NOISE * largest)
 
 
