@@ -495,7 +495,7 @@ class _Round:
             return [f"All {len(standings)} ranks raised this."] if len(standings) > 1 else []
         lines = ["Where the ranks stood:", table(standings), explain(standings)]
         if stacks:
-            lines += [f"\nrank {s.rank}, innermost last:\n{s.stack.rstrip()}" for s in standings if s.stack]
+            lines += [f"\nrank {s.rank}:\n{s.stack.rstrip()}" for s in standings if s.stack]
         return [line for line in lines if line]
 
 

@@ -118,7 +118,8 @@ def _outer(frame: FrameType | None) -> _Frames:
 def _text(frames: _Frames) -> str:
     """The stack below the machinery that called the function."""
     inner = next((i for i in reversed(range(len(frames))) if frames[i][0].f_code.co_filename in _MACHINERY), -1)
-    return "".join(traceback.StackSummary.extract(iter(frames[inner + 1 :])).format())
+    lines = traceback.StackSummary.extract(iter(frames[inner + 1 :])).format()
+    return "".join(["Stack (most recent call last):\n", *lines])
 
 
 def _of_tb(tb: TracebackType | None) -> Iterator[tuple[FrameType, int]]:

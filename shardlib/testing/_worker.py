@@ -231,7 +231,7 @@ def _packed(error: BaseException) -> bytes | None:
 
 def _main_stack() -> str:
     frame = _current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame))
+    return "".join(["Stack (most recent call last):\n", *traceback.format_stack(frame)])
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:

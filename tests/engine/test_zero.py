@@ -512,24 +512,6 @@ def test_a_model_without_blocks_and_one_with_uneven_sizes():
         assert_equivalent(model, Numbers((6, 5)), mesh="dp=3", rules={"**": None}, transforms=(stage,), steps=2)
 
 
-class _Large(nn.Module):
-    """Each gradient is a bucket of its own, and none has room for what the last bucket of a pass tells."""
-
-    def __init__(self, width: int = 384) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return x
-
-
-@pytest.mark.parametrize("stage", ["zero(1)", "zero(2)", "zero(3)"])
-def test_a_model_of_large_tensors_only(stage):
-    assert_equivalent(_Large, Numbers((4, 384)), mesh="dp=2", rules={"**": None}, transforms=(STAGES[stage],), steps=2)
-
-
 def _what_can_be_planned_only() -> None:
     with pytest.raises(sl.errors.PlanError, match="over other data axes"):
         _model(sl.fsdp("fsdp"), sl.zero(1), mesh="dp=2,fsdp=2")
