@@ -402,4 +402,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message=".*fork", category=RuntimeWarning)
+    sys.path[0] = str(ROOT)  # Python puts this file's folder there, in which a `jax` is
     sys.exit(main())

@@ -49,30 +49,30 @@ def renamed(index: ModelIndex) -> tuple[dict[str, str], set[str]]:
     if not has_adapters(index.model):
         return {}, set()
     before: dict[str, str | None] = {}
-    inner: set[str] = set()
     for name in index.modules:
-        before[name], shares = _before(index, name, before)
-        inner |= {name} if shares else set()
+        before[name] = _before(index, name, before)
+    own = {name: plain for name, plain in before.items() if name and plain is not None}
+    inner = {name for name, plain in own.items() if plain == before[name.rpartition(".")[0]]}
     for name in index.leaf:
         owner, _, attribute = name.rpartition(".")
         before[name] = _joined(before[owner], attribute)
     return {name: plain for name, plain in before.items() if plain and plain != name}, inner
 
 
-def _before(index: ModelIndex, name: str, before: dict[str, str | None]) -> tuple[str | None, bool]:
-    """What a module was called, if it was there; and whether that is the name of the module that it is in."""
+def _before(index: ModelIndex, name: str, before: dict[str, str | None]) -> str | None:
+    """What a module was called, or rather the one in whose place it is; None of what peft has added."""
     wrapped = _is_a(index.model, _MODEL)
     if not name:
-        return (None if wrapped else ""), False
+        return None if wrapped else ""
     if wrapped and name == "base_model.model":
-        return "", False
+        return ""
     outer, _, last = name.rpartition(".")
     holder = index.modules[outer]
     if _is_a(holder, _ADAPTED):
-        return (before[outer], True) if last == "base_layer" else (None, False)
+        return before[outer] if last == "base_layer" else None
     if _is_a(holder, _COPIED) or (outer.endswith(f".{_COPIES}") and _is_a(_holder(index, outer), _COPIED)):
-        return before[outer], True
-    return _joined(before[outer], last), False
+        return before[outer]
+    return _joined(before[outer], last)
 
 
 def _holder(index: ModelIndex, name: str) -> nn.Module:
