@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import agree
+from shardlib.engine.updates import settle
 from shardlib.testing.equivalence import cause, measure, parts
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.cause import Evidence
@@ -105,6 +106,7 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
     for run in _two(both):
         run.clip()
         run.step()
+        settle(run.model.parameters())
     return _of_step(both, at_step, measured, before)
 
 

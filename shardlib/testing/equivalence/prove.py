@@ -79,7 +79,8 @@ def equivalent(
         split: a function (batch, index, count) -> batch, the part of one of `count` data ranks; rows of dim 0 by
             default.
         steps: how many training steps. All that a step starts from is compared after each: a second one, which starts
-            from what the first has changed, finds what many would.
+            from what the first has changed, finds what many would. With `zero(stage, overlap=True)` parameters are read
+            after the last step only, so that they arrive while the next forward runs, as in training.
         accumulate: backward passes per step; by default what the plan accumulates, with `sl.accumulate(n)` among the
             transforms.
         no_sync: run all but the last of them under `shardlib.no_sync`.

@@ -22,7 +22,6 @@ from shardlib.engine import _torch, clip_grad_norm_, exact, get_grad_norm, no_sy
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import is_sharded, record_of
 from shardlib.engine.exact import draw_exactly, exact_random
-from shardlib.engine.updates import settle
 from shardlib.errors import InputError, ShardlibError
 from shardlib.testing.equivalence.case import Case, default_loss, rows_of
 from shardlib.testing.equivalence.parts import Place
@@ -220,9 +219,7 @@ class Run:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self) -> None:
-        """The optimizer's, after which every parameter can be read."""
         self.optimizer.step()
-        settle(self.model.parameters())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: p.grad for name, p in named_tensors(self.model)[0].items()}
