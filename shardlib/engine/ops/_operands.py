@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -267,13 +268,24 @@ def _exchanged(local: torch.Tensor, spec: DTensorSpec, want: Placements, axis: i
 def in_order(local: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """A local tensor with its dims in memory in the order of the whole tensor's strides; a copy unless they are.
 
-    Kernels and views rely on that order: what is contiguous as a whole has to be so in every shard.
+    Kernels and views rely on that order: what is contiguous as a whole has to be so in every shard, by the strides of
+    dims with one element or none too. `view_as_complex` looks at these, and `is_contiguous` does not.
+
+    >>> in_order(torch.empty(2, 3, 4)[:0, :, :2], (6, 2, 1)).stride()
+    (6, 2, 1)
     """
-    if local.is_contiguous() and all(a >= b for a, b in itertools.pairwise(strides)):
-        return local
     order = sorted(range(local.ndim), key=lambda dim: (-strides[dim], dim))
     back = sorted(range(local.ndim), key=order.__getitem__)
-    return local.permute(order).contiguous().permute(back)
+    packed = _packed([local.shape[dim] for dim in order])
+    if local.stride() == tuple(packed[place] for place in back):
+        return local
+    return local.permute(order).contiguous().as_strided([local.shape[dim] for dim in order], packed).permute(back)
+
+
+def _packed(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor."""
+    strides = itertools.accumulate((max(size, 1) for size in reversed(shape[1:])), operator.mul, initial=1)
+    return tuple(strides)[::-1] if shape else ()
 
 
 # Types that some back ends do not send, and wider ones that hold all their values.
