@@ -103,13 +103,16 @@ def test_a_flipped_bit_anywhere(whole: Path, scratch: Path, at: float, which: in
 
 @settings(max_examples=_ALL)
 @given(at=st.floats(0, 1, exclude_max=True), which=st.integers(0, 99))
+@example(at=0.9999999999999998, which=2)
 def test_a_file_that_ends_early_anywhere(whole: Path, scratch: Path, at: float, which: int):
     copy = _copy(whole, scratch)
     file = _files(copy)[which % len(_files(copy))]
     data = file.read_bytes()
-    file.write_bytes(data[: int(at * len(data))])
+    left, lost = data[: int(at * len(data))], data[int(at * len(data)) :]
+    file.write_bytes(left)
     refused = _refused_or_harmless(copy, whole)
-    assert refused is not None and file.name in refused
+    if lost != b"\n":  # the last byte of the manifest, whose JSON is whole without it
+        assert refused is not None and file.name in refused
 
 
 @pytest.mark.parametrize("verify", ["read", "all", "none"])
