@@ -385,6 +385,49 @@ def test_an_exception_keeps_its_type_and_tells_of_the_others(warm: Ranks):
     assert warm.run(os.getpid) == pids  # no process was lost
 
 
+class Written(Exception):
+    """Writes a file when its message is asked for, which is after the pool has noted when it was raised."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def __str__(self) -> str:
+        self.path.touch()
+        return "the first"
+
+
+def _raise_after_another(path: Path) -> None:
+    if dist.get_rank() == 1:
+        raise Written(path)
+    while not path.exists():
+        time.sleep(0.01)
+    raise KeyError("the second")
+
+
+def test_of_two_exceptions_the_first_is_raised(warm: Ranks, tmp_path: Path):
+    with pytest.raises(Written):
+        warm(2).run(_raise_after_another, tmp_path / "raised")
+
+
+def _leave_and_raise(path: Path) -> None:
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        while not path.exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        raise LookupError("the cause")
+    try:
+        dist.all_reduce(torch.ones(3))
+    finally:
+        path.touch()
+
+
+def test_a_rank_that_lost_a_peer_is_not_the_cause_though_it_raised_first(warm: Ranks, tmp_path: Path):
+    with pytest.raises(LookupError, match="the cause"):
+        warm(2).run(_leave_and_raise, tmp_path / "lost")
+
+
 class Unpicklable(Exception):
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
