@@ -441,6 +441,7 @@ def _devices(
                 dryrun.run_step(model, (torch.zeros(4, 5, dtype=torch.int64, device=AWAY),), {})
                 sl.clip_grad_norm_(model, 1.0)
                 stepping.step()
+        assert model.to(device) is model  # there already, wherever what is on the host is kept
         params = [p for group in stepping.param_groups for p in group["params"]]
         return {
             "params": {p.device.type for p in params},
