@@ -18,7 +18,7 @@ _COUNT = re.compile(r"\[\S+ real mistakes\]")
 NAMES = [mutant.name for mutant in mutants.MUTANTS]
 
 
-@pytest.mark.parametrize("name", [*NAMES[::2], *(pytest.param(name, marks=pytest.mark.deep) for name in NAMES[1::2])])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_mistake_is_caught_and_its_module_named(name: str):
     verdict = mutants.verdict(name)
     assert verdict.clean
