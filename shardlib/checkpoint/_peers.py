@@ -216,12 +216,22 @@ _made: list[tuple[weakref.ref[Any], _Groups]] = []
 
 
 def peers(doing: str, timeout: float) -> Peers:
-    """The ranks of this job, or this process alone where there is no process group. Collective."""
+    """The ranks of this job, or this process alone where there is no process group. Collective.
+
+    Raises:
+        CheckpointError: not all of them called this within `timeout` seconds.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Peers(doing, timeout)
     world = dist.group.WORLD
     if not _made or _made[0][0]() is not world or _made[0][1].broken:
-        _made[:] = [(weakref.ref(world), _Groups(timeout))]
+        try:
+            _made[:] = [(weakref.ref(world), _Groups(timeout))]
+        except RuntimeError as error:  # of gloo: it waited in vain
+            raise CheckpointError(
+                f"{_capital(doing)} failed: not all {dist.get_world_size()} ranks came to it within {timeout:g} s "
+                f"({error}). A rank is lost, or does something else: look at its log; a timeout= may be longer."
+            ) from error
     return _Job(doing, timeout, _made[0][1])
 
 

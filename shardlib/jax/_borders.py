@@ -115,11 +115,11 @@ def _axes_of(layout: Layout, ndim: int) -> list[tuple[str, ...]] | None:
 
 
 def _place_leaving(graph: Graph, border: Border, into: Constraints) -> None:
-    """At every node of the module that something outside of it reads."""
+    """At every node of the module that something outside of it reads; the new values of buffers leave no module."""
     inside = {node for node in graph.nodes if border.module in module_path(node)}
     results = {id(node) for node in graph.results}
     for node in inside:
-        if id(node) in results or any(user not in inside for user in node.users):
+        if id(node) in results or any(user not in inside and user.op != "output" for user in node.users):
             into.leaving.setdefault(node, []).append(border)
 
 

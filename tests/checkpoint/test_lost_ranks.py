@@ -146,3 +146,20 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path):
     where = tmp_path / ".checkpoint.writing" / "pieces-00001-000.safetensors"
     message = f"Saving \"{tmp_path / 'checkpoint'}\" failed (on rank 1): [Errno 28] No space left on device: '{where}'"
     assert told == [message] * 3
+
+
+def _only_rank_0_saves(folder: Path) -> str:
+    if dist.get_rank():
+        while not (folder / "gave up").exists():
+            time.sleep(0.01)
+        return ""
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(folder / "saved", nn.Linear(2, 2), timeout=0.5)
+    (folder / "gave up").touch()
+    assert not (folder / "saved").exists()
+    return str(caught.value)
+
+
+def test_a_first_checkpoint_that_not_all_ranks_come_to(ranks, tmp_path: Path):
+    said, _ = ranks(2).run(_only_rank_0_saves, tmp_path)
+    assert said.startswith(f'Saving "{tmp_path}/saved" failed: not all 2 ranks came to it within 0.5 s (')

@@ -228,7 +228,7 @@ _RESUMED = [
 
 
 def _goes_on(case: Case, folder: str, done: int) -> training.State:
-    run = training.Run(case, seed=5)
+    run = training.Run(case, seed=5 if done else 0)  # weights that loading has to replace
     if done:
         checkpoint.Checkpoints(folder).load(run.model, run.optimizer, lr_scheduler=run.scheduler)
     return run.train(range(done, _END)).state()

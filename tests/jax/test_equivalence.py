@@ -146,3 +146,9 @@ def test_what_jax_has_not_is_refused(case: str):
 def test_what_the_model_returns_is_laid_out_and_the_loss_that_is_computed_of_it_is_not():
     rules = Rules({}, activations={"^output": "_ features@tp"}, unmatched="replicate")
     assert equivalent(lambda: models.MLP(outs=4), rows, "tp=2", rules, engine="jax", steps=1)
+
+
+def test_new_values_of_buffers_are_not_what_a_module_returns():
+    rules = Rules({}, activations={"^output": "_ _", "norm.output": "_ channels@tp _ _"}, unmatched="replicate")
+    images = models.Numbers((4, 3, 6, 6))
+    assert equivalent(models.ConvNet, images, "tp=2", rules, engine="jax", steps=1)
