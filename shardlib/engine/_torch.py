@@ -1170,11 +1170,10 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
 
 def op_database() -> list[Any]:
     """PyTorch's own samples of some six hundred ops, for the checker only (needs the package `expecttest`)."""
-    frozen = torch.backends.flags_frozen()
-    from torch.testing._internal.common_methods_invocations import op_db
+    # The import forbids the process to set flags such as `torch.backends.cudnn.benchmark`; leaving this undoes it.
+    with torch.backends.__allow_nonbracketed_mutation():
+        from torch.testing._internal.common_methods_invocations import op_db
 
-    # This import forbids the whole process to set flags of back ends, such as `torch.backends.cudnn.benchmark`.
-    torch.backends.__allow_nonbracketed_mutation_flag = not frozen
     return list(op_db)
 
 

@@ -55,6 +55,13 @@ def test_functions_in_some_placements(ranks: Callable, names: list[str]):
     assert _bad(ranks, names, (2,), 2) == []
 
 
+def test_the_database_leaves_flags_of_back_ends_free():
+    """Importing it forbids a whole process to set them, the trainer's `cudnn_benchmark` too."""
+    free = not torch.backends.flags_frozen()
+    database()
+    assert torch.backends.flags_frozen() is not free
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("names", _BATCHES, ids=lambda names: f"{names[0]} to {names[-1]}")
 @pytest.mark.parametrize(("shape", "tries"), [((2,), 48), ((3,), 16), ((2, 2), 8), ((2, 3), 4)], ids=str)
