@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
 import random
 import signal
@@ -264,6 +265,7 @@ class _Clean:
         from shardlib.engine._torch import forget_global_hooks
 
         forget_global_hooks()
+        logging.disable(logging.NOTSET)
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 
@@ -104,7 +103,6 @@ def test_dtensor_computes_the_same_local_shape_and_offset(case: Case):
 
 def shards_of_dtensor(texts: list[str], global_shape: tuple[int, ...], spec: str) -> list[tuple[bool, ...]]:
     """On one rank, for each layout: are the shards of DTensor ours, and does it gather them back?"""
-    logging.disable(logging.WARNING)  # that several axes are gathered one after another
     shape = MeshShape(spec)
     mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
     full = numbered(global_shape).double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import random
 import re
@@ -115,6 +116,7 @@ def _leave_everything_behind(folder: str) -> None:
     os.chdir(folder)
     sys.path.insert(0, folder)
     warnings.simplefilter("error")
+    logging.disable(logging.CRITICAL)
 
 
 def _state() -> dict[str, Any]:
@@ -136,6 +138,7 @@ def _state() -> dict[str, Any]:
         "cwd": os.getcwd(),
         "path": list(sys.path),
         "filters": [repr(f) for f in warnings.filters],
+        "logging": logging.root.manager.disable,
     }
 
 
