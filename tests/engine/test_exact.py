@@ -366,7 +366,8 @@ _CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bernoulli": torch.bernoulli,
     "native_dropout": lambda t: torch.native_dropout(t, 0.4, True)[0],
 }
-_ADDS_A_CONSTANT = ("alpha_dropout", "feature_alpha_dropout")
+# n partial sums each hold an nth of the constant that is added, or of what `erfinv_` writes back in place.
+_DIVIDES_A_SUM = ("alpha_dropout", "feature_alpha_dropout", "trunc_normal_")
 
 
 @st.composite
@@ -415,8 +416,8 @@ def _as_on_one_device(mesh_sizes: tuple[int, ...], shape: tuple[int, ...], place
         kept = [a == b or a.is_partial() for a, b in zip(placements, found.placements, strict=True)]
         assert all(kept), f"{placements} became {found.placements}"
     mine, part = found.to_local(), _torch.shard(wanted, mesh, found.placements)
-    if in_parts and call in _ADDS_A_CONSTANT:
-        # To n parts it is added as n of its nth: each is rounded, and so are their n - 1 sums, all below 4 here.
+    if in_parts and call in _DIVIDES_A_SUM:
+        # Each nth is rounded, and so are their n - 1 sums, all below 4 here.
         torch.testing.assert_close(mine, part, rtol=0.0, atol=4 * mesh.size() * torch.finfo(wanted.dtype).eps)
     else:
         assert torch.equal(mine, part)
@@ -429,6 +430,7 @@ def _as_on_one_device(mesh_sizes: tuple[int, ...], shape: tuple[int, ...], place
 @example(case=((3,), (2, 3), (Shard(0),)), call="trunc_normal_")
 @example(case=((2,), (4,), (Partial(),)), call="uniform_")
 @example(case=((3,), (3, 3), (Partial(),)), call="alpha_dropout")
+@example(case=((3,), (2,), (Partial(),)), call="trunc_normal_")
 def test_a_dtensor_gets_its_part_of_what_one_device_draws(ranks, case, call: str):
     ranks(math.prod(case[0])).run(_as_on_one_device, *case, call)
 
