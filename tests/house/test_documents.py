@@ -42,7 +42,8 @@ _OF_ONE_PROCESS = ("docs/jax.md",)  # its meshes are of one process's devices: f
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_title)
-def test_python_blocks_run_on_four_ranks(document: Path, ranks):
+def test_python_blocks_run_on_four_ranks(document: Path, ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # where ranks run too: paths in the documents are relative
     blocks = _BLOCK.findall(document.read_text())
     if blocks:
         ranks(1 if _title(document) in _OF_ONE_PROCESS else 4).run(_run, _title(document), blocks)
