@@ -17,12 +17,17 @@ def _new(cls: type[Transformer], *_args: Any, **_kwargs: Any) -> Transformer:
     return made
 
 
-def models_alive() -> int:
-    """How many `Transformer`s something refers to, of those made, copies too, since this was first asked here.
+def count_models() -> None:
+    """Count the `Transformer`s that are made from now on, copies too, and forget those counted before.
 
     To look for them in all that a rank has imported would take seconds.
     """
+    MADE.clear()
     Transformer.__new__ = _new  # type: ignore[method-assign]
+
+
+def models_alive() -> int:
+    """How many of the counted ones something refers to."""
     if len(MADE):
         gc.unfreeze()  # the pool freezes what a call leaves
         while gc.collect():
