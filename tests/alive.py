@@ -27,7 +27,7 @@ def count_models() -> None:
 
 
 def models_alive() -> int:
-    """How many of the counted ones something refers to."""
+    """Return how many of the models that were counted something still refers to."""
     if len(MADE):
         gc.unfreeze()  # the pool freezes what a call leaves
         while gc.collect():

@@ -417,7 +417,8 @@ def _as_on_one_device(mesh_sizes: tuple[int, ...], shape: tuple[int, ...], place
         assert all(kept), f"{placements} became {found.placements}"
     mine, part = found.to_local(), _torch.shard(wanted, mesh, found.placements)
     if in_parts and call in _DIVIDES_A_SUM:
-        # Each nth is rounded, and so are their n - 1 sums, all below 4 here.
+        # A constant below 4: each nth is rounded, and so are their n - 1 sums. Truncated normals, at most 2, are
+        # divided after `erfinv_`, scaled, summed for `clamp_`, divided and summed again: (2 n + 2) eps.
         torch.testing.assert_close(mine, part, rtol=0.0, atol=4 * mesh.size() * torch.finfo(wanted.dtype).eps)
     else:
         assert torch.equal(mine, part)

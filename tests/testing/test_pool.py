@@ -174,16 +174,16 @@ def test_ranks_have_the_environment_of_their_caller(ranks: Ranks, monkeypatch: p
     assert ranks(2).run(_chosen) == [None, None]
 
 
-def _use_a_mesh(dim: int, axis: str = "a") -> list[float]:
+def _use_a_mesh(axis: str = "a") -> list[float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(axis, "b"))
-    x = distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, [Shard(dim), Replicate()])
-    return (x @ x.redistribute(mesh, [Replicate(), Shard(1 - dim)])).full_tensor().sum(0).tolist()
+    x = distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, [Shard(0), Replicate()])
+    return (x @ x.redistribute(mesh, [Replicate(), Shard(1)])).full_tensor().sum(0).tolist()
 
 
 def test_equal_meshes_of_several_calls_do_no_harm(ranks: Ranks):
     x = torch.arange(16.0).reshape(4, 4)
     whole = (x @ x).sum(0).tolist()
-    assert [ranks(4).run(_use_a_mesh, 0) for _ in range(3)] == [[whole] * 4] * 3
+    assert [ranks(4).run(_use_a_mesh) for _ in range(3)] == [[whole] * 4] * 3
 
 
 def _leave_groups(destroyed: bool) -> int:
@@ -209,13 +209,13 @@ def _threads() -> int:
 def test_groups_that_are_gone_leave_no_threads(ranks: Ranks):
     def fewest() -> list[int]:
         """Groups end beside the next calls."""
-        ranks(4).run(_use_a_mesh, 0)
+        ranks(4).run(_use_a_mesh)
         time.sleep(0.5)
         return ranks(4).run(_threads)
 
     before = fewest()
     for axis in "cdefg":  # DTensor's caches would keep each of these meshes, and a mesh keeps its groups
-        ranks(4).run(_use_a_mesh, 0, axis)
+        ranks(4).run(_use_a_mesh, axis)
     _wait_for(lambda: all(now <= then for now, then in zip(fewest(), before, strict=True)))
 
 
