@@ -12,10 +12,12 @@ PYTHON ?= python3
 VENV := .venv
 CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
-# One thread a process: several ranks share the cores.
-RUN := OMP_NUM_THREADS=1 $(BIN)/python
+# One thread a process: several ranks share the cores. Each process would compile shardlib again where bytecode is not
+# written, as in many containers.
+RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python
 TORCHRUN := $(RUN) -m torch.distributed.run --standalone --nproc_per_node
-PYTEST := $(RUN) -m pytest -n 2
+# worksteal: each process takes one half of the files, and with that half of what they import.
+PYTEST := $(RUN) -m pytest -n 2 --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 PEERS_PIP := $(PIP:$(BIN)%=.venv-peers/bin%)
 

@@ -74,7 +74,7 @@ def _transform(node: ast.expr, text: str) -> Transform:
 
 def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., Any]]) -> Any:
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    name = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
+    name = ast.unparse(call.func)
     if name not in known:
         raise _unread(text, f'"{name}" is no transform', nearest(name, known))
     if any(isinstance(each, ast.Starred) for each in call.args) or any(word.arg is None for word in call.keywords):

@@ -63,6 +63,10 @@ def test_text_in_canonical_form_is_given_back(text: str):
     assert str(Layout.parse(text)) == text
 
 
+def test_axes_of_one_operator_are_written_in_order():
+    assert str(Layout.parse("a + sum@(tp,dp) + max@cp")) == "a + max@cp + sum@(dp,tp)"
+
+
 def test_spaces_do_not_matter():
     assert str(Layout.parse(" vocab@( fsdp , tp )  (a  b) +sum@dp:host")) == "vocab@(fsdp,tp) (a b) + sum@dp : host"
 
@@ -245,6 +249,7 @@ def test_views_of_a_layout():
     assert (layout.axes_of(0), layout.axes_of(1), layout.ndim) == (("fsdp", "tp"), ("dp",), 2)
     assert str(layout.with_axes_dropped(["fsdp", "cp"])) == "vocab@tp (a b@dp)"
     assert layout.with_axes_dropped(["pp"]) is layout
+    assert Layout.parse("vocab@tp embed@dp").uneven_dims((50257, 768), "dp=2,tp=4") == (0,)
     assert Layout.parse("... a").ndim is None and Layout.parse("... a@tp").axes_of(0) == ()
 
 

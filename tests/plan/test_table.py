@@ -180,6 +180,15 @@ def test_a_wrong_argument_is_named(arguments, error, message):
     assert str(raised.value) == message
 
 
+@pytest.mark.parametrize("model", ["gpt2", nn.Linear])
+def test_a_model_is_a_module_and_not_its_name_or_class(model):
+    with pytest.raises(PlanError) as raised:
+        plan(model, "dp=2")
+    assert str(raised.value) == (
+        f"A model was given as {type(model).__name__}; give a torch.nn.Module, on any device or meta."
+    )
+
+
 def test_a_transform_that_returns_no_plan_is_named():
     def forgets_to_return(_made):
         pass

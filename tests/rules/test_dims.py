@@ -58,6 +58,7 @@ def test_every_own_tensor_of_torchs_modules_has_its_dims_named(build: tuple) -> 
         (nn.ConvTranspose2d(4, 8, 3, groups=2), "in out_per_group _ _", None, ()),
         (nn.LayerNorm((3, 4)), "_ embed", None, ()),
         (nn.BatchNorm2d(4), "channel", "channel", ()),
+        (nn.GroupNorm(2, 4), "channel", "channel", ()),
     ],
     ids=str,
 )
@@ -93,6 +94,15 @@ def test_dims_may_depend_on_the_module() -> None:
 
     register_dims(Either, lambda module: ModuleDims({"weight": f"out in{module.in_features}"}))
     assert dims_of(Either(4, 6)).tensors == {"weight": "out in4"}
+
+
+def test_a_norm_is_known_by_its_name_and_its_own_parameters() -> None:
+    class WeightNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.inner = nn.Parameter(torch.ones(4)), nn.Linear(4, 6)
+
+    assert dims_of(WeightNorm()).tensors == {"weight": "embed"}
 
 
 def test_a_call_may_run_again_with_its_function_defined_anew() -> None:

@@ -78,6 +78,13 @@ def test_a_module_without_parameters_of_its_own() -> None:
     )
 
 
+def test_the_root_has_no_parameters_of_its_own() -> None:
+    assert message(lambda: Rules({"^": "colwise"}).resolve(nn.ModuleDict({"m": nn.Linear(2, 4)}), "tp=2")) == (
+        'Rule "^": "colwise" names module "" (ModuleDict), which has no parameters of its own; inside it are '
+        '"m.weight" (4, 2), "m.bias" (4,). Name what is inside; "^.**" names all of it.'
+    )
+
+
 def test_parameters_without_a_rule() -> None:
     rules = Rules({"embed": None, "attn.*": None, "mlp.down": None})
     assert message(lambda: rules.resolve(on_meta(Tiny), "tp=2")) == (

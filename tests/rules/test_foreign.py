@@ -132,11 +132,16 @@ STYLES: list[tuple[str, nn.Module, str, dict[str, str], dict[tuple[str, str], st
 ]
 
 
+# Of what a module gives, or of who computes it, but not of how its parameters lie.
+NO_RULE = {"all_reduce", "moe_tp_experts", "ep_dispatch_experts", "local_params"}
+
+
 @pytest.mark.parametrize(("style", "module", "key", "layouts", "borders"), STYLES, ids=lambda each: str(each)[:24])
 def test_styles(style: str, module: nn.Module, key: str, layouts: dict, borders: dict) -> None:
     model = carrying({key: style}, m=module)
-    found = layouts_of(model)
-    assert {name: found[name] for name in layouts} == layouts
+    tensors = Rules.from_tp_plan(model).resolve(model, "tp=2").tensors
+    assert {name: str(tensors[name].layout) for name in layouts} == layouts
+    assert all((tensors[name].rule is None) is (style in NO_RULE) for name in layouts)
     assert borders_of(Rules.from_tp_plan(model), model) == borders
 
 

@@ -100,6 +100,12 @@ def test_coverage_counts_every_byte_once() -> None:
     )
 
 
+def test_bytes_of_a_large_table_are_readable() -> None:
+    table = nn.ModuleDict({"table": on_meta(nn.Embedding, 2**28, 1024)})
+    total = str(Rules({"table": "replicate"}).coverage(table)).splitlines()[-1]
+    assert total.split() == ["total", "1", "1.0", "TiB", "0", "B", "1.0", "TiB"]
+
+
 def test_coverage_shows_what_resolving_would_refuse() -> None:
     rules = Rules({"mlp.up": "colwise", "nothing": "rowwise"})
     rows = {row.rule: (row.tensors, row.bytes) for row in rules.coverage(on_meta(Tiny)).rows}

@@ -256,6 +256,12 @@ def test_a_stage_without_parameters_and_a_module_named_twice_on_one():
     )
 
 
+def test_a_module_that_is_shared_may_be_named_by_its_other_name():
+    shared = nn.Linear(1, 1)
+    model = nn.ModuleDict({"a": shared, "b": nn.Linear(1, 1), "c": shared})
+    assert modules("b, c", model, 1) == ["b c"]
+
+
 def test_counts_that_are_none():
     for count in (True, 1.0, "2"):
         assert refusal(lambda count=count: sl.Balanced([count])).startswith(f"Balanced was given the count {count!r};")

@@ -90,11 +90,28 @@ def test_experts_are_split_inside() -> None:
     )
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config)
-    resolution = suggest(model).resolve(model, "tp=2")
+    rules = suggest(model)
+    resolution = rules.resolve(model, "tp=2")
     experts = "model.layers.0.mlp.experts"
     assert str(resolution.tensors[f"{experts}.gate_up_proj"].layout) == "expert (gate_up ff@tp) embed"
     assert str(resolution.tensors[f"{experts}.down_proj"].layout) == "expert embed ff@tp"
     assert str(resolution.borders[experts, "output"].layout) == "..."
+    assert "# guess: what the experts add up to is whole again here\n" in rules.to_toml()
+
+
+class Filters(nn.Module):
+    """Raw parameters, which widen and narrow as those of experts do, but say nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"slow": (2, 4, 6), "fast": (2, 6, 4), "down": (6,)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+
+def test_raw_parameters_that_nothing_tells_from_others_are_left_whole() -> None:
+    rules = suggest(nn.ModuleDict({"filters": Filters()}))
+    assert {value.name for value in rules.rules.values()} == {"replicate"} and not rules.activations
 
 
 def test_attention_of_torch() -> None:

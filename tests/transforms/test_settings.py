@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +120,32 @@ def test_the_settings_of_the_step_are_printed_compared_and_kept_apart():
     assert "~ step: recompute none -> ^blocks.{0-1} x2" in laid_out().diff(made).splitlines()
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "reason"),
+    [
+        ("fp32", {"autocast": True}, 'it is for "bf16", "fp16" and "fp8"'),
+        ("fp16_naive", {"autocast": True}, 'it is for "bf16", "fp16" and "fp8"'),
+        ("fp32", {"scaler": LossScale()}, "gradients of float32 need none"),
+        ("bf16", {"linears": "mlp"}, 'they are what "fp8" is about'),
+        ("fp32", {"scaling": "delayed"}, 'it is for "fp8"'),
+        ("bf16", {"history": 8}, 'it is for scaling="delayed"'),
+        ("fp8", {"history": 8}, 'it is for scaling="delayed"'),
+    ],
+)
+def test_an_argument_that_a_precision_has_no_use_for_is_refused(name: str, given: dict[str, Any], reason: str):
+    with pytest.raises(PlanError) as raised:
+        precision(name, **given)
+    named = "autocast=True" if "autocast" in given else next(iter(given))
+    assert str(raised.value).endswith(
+        f"): {named} contradicts the rest: {reason}. Leave it out, or choose another name."
+    )
+
+
+def test_all_of_fp8_goes_together():
+    made = laid_out() | precision("fp8", linears="mlp", scaling="delayed", history=1, autocast=True)
+    assert (made.step.fp8, made.step.fp8_history) == (("mlp",), 1)
+
+
 def _double() -> Plan:
     return plan(nn.Linear(4, 4, dtype=torch.float64), "dp=2", {"weight": None, "bias": None})
 
@@ -152,6 +179,21 @@ def _double() -> Plan:
             lambda: precision("bf16", autocast=True, keep="norm"),
             'precision("bf16", autocast=True, keep="norm"): keep contradicts the rest: every parameter stays float32. '
             "Leave it out, or choose another name.",
+        ),
+        (
+            lambda: precision("fp8", scaling="dealyed"),
+            'precision("fp8", scaling="dealyed"): scaling is "current" or "delayed". Did you mean "delayed"?',
+        ),
+        *[
+            (
+                lambda history=history: precision("fp8", scaling="delayed", history=history),
+                f'precision("fp8", scaling="delayed", history={history!r}): history is a number of steps, from 1 up.',
+            )
+            for history in (0, True, 2.5)
+        ],
+        (
+            lambda: precision("fp16", scaler=1024.0),
+            'precision("fp16", scaler=1024.0): scaler is a float; give a LossScale, or nothing.',
         ),
         (
             lambda: _double() | precision("bf16"),

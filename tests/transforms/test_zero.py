@@ -29,6 +29,11 @@ def test_each_stage_splits_its_phases(stage: int, split: set[str]):
         assert _layouts(made, name) == {phase: parted if phase in split else whole for phase in phases}
 
 
+def test_updates_overlap_where_they_are_told_to():
+    assert not (laid_out("dp=2") | zero(1)).step.overlap
+    assert (laid_out("dp=2") | zero(1, overlap=True)).step.overlap
+
+
 def test_frozen_parameters_are_split_in_stage_three_alone_and_buffers_never():
     plain = laid_out("dp=2")
     for stage in (1, 2):
@@ -123,7 +128,7 @@ def test_replicate_takes_splits_away_where_it_is_told_to():
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=1,tp=2"])
 def test_without_data_ranks_nothing_changes_and_the_plan_says_so(mesh: str):
     plain = laid_out(mesh)
-    made = plain | zero(3) | fsdp()
+    made = plain | zero(3) | zero(3) | fsdp()
     assert made.rows == plain.rows
     why = f'divides nothing: no such data axis of "{mesh}" has more than one rank.'
     assert made.notes == (f"zero(3) {why}", f"fsdp() {why}")
