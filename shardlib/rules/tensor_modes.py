@@ -94,7 +94,7 @@ class TensorMode:
             )
         for letter in open_letters:
             rest = ranks // math.prod(known.get(each, 1) for each in parts.values())
-            known[letter] = max(1, round(rest ** (1 / list(parts.values()).count(letter))))
+            known[letter] = round(rest ** (1 / list(parts.values()).count(letter)))
         found = {axis: known[letter] for axis, letter in parts.items()}
         if math.prod(found.values()) != ranks or any(found[axis] != size for axis, size in sizes.items()):
             given = "".join(f", {axis}={size}" for axis, size in sizes.items())

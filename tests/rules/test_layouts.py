@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardlib import layouts
-from shardlib.errors import RuleError
+from shardlib.errors import MeshError, RuleError
 from shardlib.rules import Rules, registered_tensor_modes, suggest, tensor_mode
 from tests.families.transformer_models import small, transformers
 from tests.rules.zoo import Tiny, on_meta
@@ -28,6 +28,30 @@ def test_every_file_of_modes_is_a_tensor_mode_with_its_description() -> None:
     names = {path.stem for path in (FOLDER / "modes").glob("*.toml")}
     assert {"2d", "2.5d", "3d"} <= names <= registered_tensor_modes().keys()
     assert all(tensor_mode(name).description for name in names)
+
+
+def test_a_tensor_mode_that_nobody_registered_is_answered_with_the_nearest() -> None:
+    with pytest.raises(RuleError) as caught:
+        tensor_mode("2.5")
+    assert str(caught.value) == (
+        f'No tensor mode is called "2.5"; there are {", ".join(map(repr, registered_tensor_modes()))}. Register one '
+        "with @shardlib.register_tensor_mode('2.5'), in a module that is imported before. Did you mean \"2.5d\"?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "said"),
+    [
+        (2, {"depth": 8}, "and 2 ranks, depth=8 do not make them up; 8 or 32 or 72 would."),
+        (8, {"depth": 3}, "and 8 ranks, depth=3 do not make them up; 3 or 12 or 27 would."),
+        (8, {}, "8 ranks alone do not say how long each is. Give the size of one, as in depth=2."),
+        (8, {"deep": 2}, 'a size for axis "deep"; its axes are "depth=d,row=q,col=q". Did you mean "depth"?'),
+    ],
+)
+def test_axes_of_a_tensor_mode_that_ranks_do_not_make_up(ranks: int, sizes: dict[str, int], said: str) -> None:
+    with pytest.raises(MeshError) as caught:
+        tensor_mode("2.5d").mesh_shape(ranks, **sizes)
+    assert str(caught.value).endswith(said)
 
 
 def test_load_by_name_and_by_path(tmp_path: Path) -> None:

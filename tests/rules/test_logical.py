@@ -120,6 +120,11 @@ class _Box:
     value = torch.empty(2, 3)
 
 
+def _all_fused(layers: int) -> Any:
+    rules = sl.Rules({"weight": "(qkv heads@tp head) embed", "bias": None}, sizes={"qkv": 3, "heads": 4})
+    return rules.to_logical_axes(nn.Sequential(*(nn.Linear(4, 24) for _ in range(layers))), "tp=2")
+
+
 def _fused() -> Any:
     rules = sl.Rules({"weight": "(qkv heads@tp head) embed", "bias": "replicate"}, sizes={"qkv": 3, "heads": 4})
     return rules.to_logical_axes(nn.Linear(4, 24), "tp=2")
@@ -157,6 +162,8 @@ def _fused() -> Any:
             "A rule for logical axes was given as ('mlp', ('tp', 'tp')); give a pair of a logical name and a mesh axis",
         ),
         (lambda: sl.Rules.from_logical_axes({}, [("mlp", 3)]), "A rule for logical axes was given as ('mlp', 3)"),
+        (lambda: _all_fused(8), '\n  "7.weight": "(qkv heads@tp head) embed"\nSplit the dim as a whole'),
+        (lambda: _all_fused(10), '\n  "7.weight": "(qkv heads@tp head) embed"\n  and 2 more\nSplit'),
         (_fused, '1 tensors have a fused dim that is split inside, which a logical axis, a whole dim, cannot say:\n'),
     ],
 )  # fmt: skip

@@ -610,16 +610,16 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks processes
 @needs_proc
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)])
 def test_a_parent_that_is_ended(start: Callable[..., Any], folder: Path, sent: signal.Signals):
-    """Once its fork server was ended before it; once the temporary folder's name has no room for a socket's."""
-    temporary = "tmp" if sent is signal.SIGINT else "long" * 30
-    process, pids = start("wait", *(["server"] if sent is signal.SIGINT else []), temporary=temporary)
+    """Once its fork server was ended before it; otherwise the temporary folder's name has no room for a socket's."""
+    temporary = "tmp" if sent is signal.SIGTERM else "long" * 30
+    process, pids = start("wait", *(["server"] if sent is signal.SIGTERM else []), temporary=temporary)
     _wait_for(lambda: len(_both(pids)) == 2)
     process.send_signal(sent)
     out, err = process.communicate(timeout=_PATIENT)
     _wait_for(lambda: not any(map(_alive, _both(pids))))
     assert process.returncode == -sent
-    if sent is signal.SIGINT:
-        assert "ended [0, 1]" in out and "interrupted" in out and "KeyboardInterrupt" in err
+    assert ("ended [0, 1]" in out) is (sent is signal.SIGTERM)
+    assert ("interrupted" in out and "KeyboardInterrupt" in err) is (sent is signal.SIGINT)
     assert _left(folder / temporary) == []
 
 
