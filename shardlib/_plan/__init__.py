@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from shardlib._plan.borrowed import ALONE_BYTES, lets_go
+from shardlib._plan.borrowed import ALONE_BYTES
 from shardlib._plan.experts import expert_rows
 from shardlib._plan.make import RulesLike, Transform, as_rules, plan
 from shardlib._plan.memory import Blocks, Memory
+from shardlib._plan.movements import Movement, Traffic, lets_go
 from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
 from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.step import LossScale, Step
 from shardlib._plan.table import Plan
-from shardlib._plan.traffic import Traffic
 from shardlib._plan.units import join_small, unit_of
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Gathered",
     "LossScale",
     "Memory",
+    "Movement",
     "Phase",
     "Plan",
     "Recorded",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardlib._mesh import MeshShape
 from shardlib._plan.borrowed import borrowed_bytes
+from shardlib._plan.movements import movements_of
 from shardlib._plan.rows import Phase, Row
 from shardlib._plan.schedules import default_schedule, rank_of_stage
 from shardlib._plan.step import Step
@@ -80,11 +81,15 @@ def largest_rank(
     """
     return max(
         (
-            replace(_sum(stage, mesh, state_tensors), buckets=borrowed_bytes(stage, mesh, units, step))
+            replace(_sum(stage, mesh, state_tensors), buckets=_borrowed(stage, mesh, units, step))
             for stage in of_ranks(rows, mesh, blocks, named, step)
         ),
         key=lambda memory: memory.total,
     )
+
+
+def _borrowed(rows: Sequence[Row], mesh: MeshShape, units: Sequence[str], step: Step) -> int:
+    return borrowed_bytes(list(movements_of(rows, mesh, units, step)), mesh, units, step)
 
 
 def of_ranks(
@@ -109,11 +114,11 @@ def stages(rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None) -> list[
     """Rows by pipeline stage: equal runs of blocks, what precedes them on the first stage, what follows on the last.
 
     A tied tensor is on every stage that one of its names puts it on. Where blocks do not divide, the first and the
-    last stage, which hold embedding and head, get one block less.
+    last stage, which hold embedding and head, get one block less. A model without blocks is on every stage.
     """
     count = mesh.only(mesh.pipeline_axes).world_size if mesh.pipeline_axes else 1
     if count == 1 or blocks is None:
-        return [list(rows)]
+        return [list(rows)] * count
     stage_of_block = [stage for stage, n in enumerate(_blocks_per_stage(blocks.count, count)) for _ in range(n)]
     places: list[list[Row]] = [[] for _ in range(count)]
     for row in rows:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardlib._mesh import MeshShape
 from shardlib._plan import changes, page, pictures, saved, text
-from shardlib._plan.memory import Blocks, Memory, largest_rank
+from shardlib._plan.memory import Blocks, Memory, largest_rank, of_ranks
+from shardlib._plan.movements import Movement, Traffic, movements_of, sum_up
 from shardlib._plan.report import DryRun
 from shardlib._plan.rows import Phase, Row
 from shardlib._plan.step import Step
-from shardlib._plan.traffic import Traffic, data_traffic
 from shardlib._plan.units import unit_of
 from shardlib.errors import PlanError, nearest
 from shardlib.rules import Border, Rules, Stage
@@ -135,8 +135,36 @@ class Plan:
             state_tensors=state_tensors,
         )
 
+    def movements(self, *, pipeline_rank: int | None = None) -> tuple[Movement, ...]:
+        """What a training step moves over data axes and between memories, tensor by tensor, in the order of the rows.
+
+        Args:
+            pipeline_rank: whose tensors, on a mesh with a pipeline axis; by default those of all.
+
+        Raises:
+            PlanError: the mesh has no such rank on its pipeline axis.
+
+        >>> import shardlib as sl
+        >>> from torch import nn
+        >>> made = sl.plan(nn.Linear(64, 64, bias=False), "dp=4", {"weight": "out in"}) | sl.zero(1)
+        >>> for each in made.movements():
+        ...     print(f"{each.name}, {each.purpose}: {each.source} -> {each.target}, {each.ready} .. {each.needed}")
+        weight, gradients: out in + sum@dp : float32 -> out@dp in : float32, gradient .. step ends
+        weight, updated parameters: out@dp in : float32 -> out in : float32, optimizer .. step ends
+        """
+        ranks = of_ranks(self.rows, self.mesh, self.blocks, self.stages, self.step)
+        if pipeline_rank is not None and not 0 <= pipeline_rank < len(ranks):
+            raise PlanError(
+                f'movements(pipeline_rank={pipeline_rank}) was asked of a plan on mesh "{self.mesh}", whose pipeline '
+                f"has {len(ranks)} ranks: give 0 to {len(ranks) - 1}, or leave it out for all."
+            )
+        rows = self.rows if pipeline_rank is None else ranks[pipeline_rank]
+        return tuple(movements_of(rows, self.mesh, self.units, self.step))
+
     def traffic(self) -> tuple[Traffic, ...]:
-        """What one rank sends in a training step over the data axes, by purpose and collective.
+        """What one rank sends in a training step over the data axes, by purpose and collective: `movements`, summed up.
+
+        On a mesh with a pipeline axis it is the rank of that axis which sends most.
 
         >>> import shardlib as sl
         >>> from torch import nn
@@ -144,7 +172,9 @@ class Plan:
         >>> [(each.what, each.kind, each.bytes) for each in made.traffic()]
         [('gradients', 'reduce_scatter', 12288), ('updated parameters', 'all_gather', 12288)]
         """
-        return data_traffic(self.rows, self.mesh, self.blocks, self.stages, self.step)
+        ranks = of_ranks(self.rows, self.mesh, self.blocks, self.stages, self.step)
+        every = (self.movements(pipeline_rank=rank) for rank in range(len(ranks)))
+        return sum_up(max(every, key=lambda movements: sum(each.bytes for each in movements)))
 
     def timeline(self) -> str:
         """What each rank of a pipeline does when, a line for each: an empty text without stages.

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from shardlib._mesh import MeshShape
 from shardlib._plan import pictures
-from shardlib._plan.borrowed import lets_go
 from shardlib._plan.fold import Folded
 from shardlib._plan.fold import fold as fold_items
+from shardlib._plan.movements import lets_go
 from shardlib._plan.report import DryRun, Gathered, Recorded
 from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.schedules import splits_backward

@@ -1,4 +1,4 @@
-"""What a step sends over data axes: the transitions between phases, and when they happen."""
+"""What a step moves: the transitions between phases, when they happen, and what they send over data axes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardlib._plan import Plan, Traffic, plan
+import shardlib as sl
+from shardlib._plan import Movement, Plan, Traffic, plan
+from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from tests.plan.cases import MLP_RULES, gpt_plan, mlp
 
@@ -17,6 +19,91 @@ def _split(made: Plan, **phases: str) -> Plan:
 
 def _weight(mesh: str, **phases: str) -> Plan:
     return _split(plan(nn.Linear(6, 10, bias=False), mesh, {"weight": "out in"}), **phases)
+
+
+def _listed(made: Plan) -> list[str]:
+    return [
+        f"{one.name}, {one.purpose}: {one.source} -> {one.target}, {one.ready} .. {one.needed} of {one.unit!r}, "
+        f"{one.times}x " + ", ".join(f"{each.kind}({','.join(each.axes)})" for each in one.collectives)
+        for one in made.movements()
+    ]
+
+
+def _two_layers(*transforms: sl.Transform) -> Plan:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    return plan(model, "dp=2", {"*.weight": "out in"}, transforms=transforms)
+
+
+def test_whole_parameters_are_reduced_once_a_step():
+    assert _listed(_two_layers(sl.accumulate(3))) == [
+        f"{name}, gradients: out in + sum@dp : float32 -> out in : float32, gradient .. step ends of {name[0]!r}, "
+        "1x all_reduce(dp)"
+        for name in ("0.weight", "1.weight")
+    ]
+
+
+def test_shards_are_gathered_for_each_unit_and_reduced_after_each_pass():
+    whole, shard = "out in : float32", "out@dp in : float32"
+    assert _listed(_two_layers(sl.zero(3), sl.accumulate(3)))[3:] == [
+        f"1.weight, parameters, forward: {shard} -> {whole}, step begins .. forward of '1', 3x all_gather(dp)",
+        f"1.weight, parameters, backward: {shard} -> {whole}, step begins .. backward of '1', 3x all_gather(dp)",
+        f"1.weight, gradients: out in + sum@dp : float32 -> {shard}, gradient .. pass ends of '1', "
+        "3x reduce_scatter(dp)",
+    ]
+
+
+@pytest.mark.parametrize(("overlap", "needed"), [(False, "step ends"), (True, "forward")])
+def test_updates_are_needed_when_the_step_ends_or_in_the_next_forward(overlap: bool, needed: str):
+    made = _two_layers(sl.zero(2))
+    made = made.replace(step=made.step.replace(overlap=overlap))
+    updates = [one for one in made.movements() if one.purpose == "updated parameters"]
+    assert [(one.name, one.ready, one.needed) for one in updates] == [
+        ("0.weight", "optimizer", needed),
+        ("1.weight", "optimizer", needed),
+    ]
+
+
+def test_copies_between_memories_stand_at_the_borders_of_phases():
+    def copies(made: Plan) -> dict[str, list[str]]:
+        return {one.purpose: [each.kind for each in one.collectives] for one in made.movements()}
+
+    assert copies(_two_layers(sl.offload())) == {
+        "gradients": ["all_reduce"],
+        "gradients, step": ["copy"],
+        "updated parameters": ["copy"],
+    }
+    assert copies(_two_layers(sl.zero(1), sl.offload()))["updated parameters"] == ["copy", "all_gather"]
+    assert copies(_two_layers(sl.zero(3), sl.offload("all"))) == {
+        "parameters, forward": ["copy", "all_gather"],
+        "parameters, backward": ["copy", "all_gather"],
+        "gradients": ["reduce_scatter", "copy"],
+    }
+
+
+def test_a_copy_on_one_rank_is_a_movement_that_sends_nothing():
+    made = plan(nn.Linear(4, 4, bias=False), "dp=1", {"weight": "out in"}, transforms=[sl.offload()])
+    assert [(one.purpose, one.bytes) for one in made.movements()] == [
+        ("gradients, step", 0),
+        ("updated parameters", 0),
+    ]
+    assert made.traffic() == ()
+
+
+def test_each_rank_of_a_pipeline_moves_its_own():
+    made = gpt_plan("pp=2,dp=2", tied=False)
+
+    def moved(rank: int | None) -> set[Movement]:
+        return set(made.movements(pipeline_rank=rank))
+
+    assert moved(0) | moved(1) == moved(None)
+    assert not moved(0) & moved(1)
+    assert all(moved(rank) for rank in (0, 1))
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_a_pipeline_does_not_have_is_refused(rank: int):
+    with pytest.raises(PlanError, match=f"pipeline_rank={rank}.*has 2 ranks: give 0 to 1, or leave it out"):
+        gpt_plan("pp=2,dp=2", tied=False).movements(pipeline_rank=rank)
 
 
 def test_whole_tensors_are_all_reduced_over_all_data_axes():
