@@ -52,6 +52,12 @@ def test_shards_are_gathered_for_each_unit_and_reduced_after_each_pass():
     ]
 
 
+def test_what_stays_whole_until_backward_is_gathered_once():
+    made = _two_layers(sl.zero(3)).map_rows(lambda row: row.replace(reshard=row.name == "0.weight"))
+    again = [one.name for one in made.movements() if one.purpose == "parameters, backward"]
+    assert again == ["0.weight"]
+
+
 @pytest.mark.parametrize(("overlap", "needed"), [(False, "step ends"), (True, "forward")])
 def test_updates_are_needed_when_the_step_ends_or_in_the_next_forward(overlap: bool, needed: str):
     made = _two_layers(sl.zero(2))
