@@ -144,8 +144,9 @@ class _Rank:
             self.clean.seed()  # now: a module that this rank alone had to import may have drawn
             return _result(fn(*args, **kwargs), fn, call)
         except BaseException as error:
+            when = time.monotonic()  # before its message is asked for, which may take as long as it likes
             standing = _standing.of_traceback(call.rank, error, self.begun_ns)
-            return Failure(call.rank, time.monotonic(), traceback.format_exc(), _packed(error), standing)
+            return Failure(call.rank, when, traceback.format_exc(), _packed(error), standing)
 
     @contextlib.contextmanager
     def _process_group(self, call: Call) -> Iterator[None]:

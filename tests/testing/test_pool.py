@@ -398,6 +398,7 @@ class Written(Exception):
 
     def __str__(self) -> str:
         self.path.touch()
+        time.sleep(0.1)  # the other rank raises meanwhile
         return "the first"
 
 
