@@ -38,10 +38,10 @@ from shardlib.engine import (
     ops,
     optimizer,
     state,
+    transport,
 )
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
 from shardlib.engine.conversion import refuse_conversions
-from shardlib.engine.exchange import Peers, Scratch
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, local_of, remember
 from shardlib.engine.linear import compute_locally, is_linear
@@ -50,6 +50,7 @@ from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute, recompute
 from shardlib.engine.region import Casting, Root, install_region
 from shardlib.engine.regions import find_regions, inside
+from shardlib.engine.transport import Transport, Workspace
 from shardlib.engine.units import Units, install, lend
 from shardlib.engine.updates import Updates, update_in_parts, wait_in_modules
 from shardlib.errors import InputError, PlanError, ShardingError
@@ -360,7 +361,10 @@ class _Build:
 
     def check_ranks_agree(self) -> None:
         group = self._group(self.shape.names)
-        agree.plans_agree([*self.plan.lines(), *(['rng="exact"'] if self.exact_random else [])], group)
+        said = ['rng="exact"'] if self.exact_random else []
+        if (chosen := transport.chosen()) is not None:
+            said.append(f'{transport.VARIABLE}="{chosen}"')
+        agree.plans_agree([*self.plan.lines(), *said], group)
         agree.weights_agree(agree.all_tensors(self.model), group)
         lost.meet(group)
 
@@ -457,8 +461,8 @@ class _Build:
         if global_batch_norm and self.data_axes:
             self._install_batch_norm(undo)
         held = self._held()
-        bucket_bytes, scratch = int(self.plan.step.bucket_mb * 2**20), Scratch()
-        units = self.units = self._lend(held, scratch, bucket_bytes)
+        bucket_bytes, workspace = int(self.plan.step.bucket_mb * 2**20), Workspace()
+        units = self.units = self._lend(held, workspace, bucket_bytes)
         reducer = GradientReducer(
             held,
             self.mesh,
@@ -466,7 +470,7 @@ class _Build:
             bucket_bytes=bucket_bytes,
             passes=self.plan.step.accumulate,
             dtype=self.plan.step.reduce_dtype,
-            scratch=scratch,
+            workspace=workspace,
         )
         undo.callback(reducer.remove)
         scaled = self.plan.step.scaler is not None
@@ -475,7 +479,7 @@ class _Build:
         if self.model_axes or self.data_axes or asked_of_optimizers or self.kept is not None:
             optimizer.look_after(self.model.parameters(), self.shape.data_ranks, reducer, scaled=scaled)
         late = self.plan.repeated if self.plan.step.overlap else ()
-        self.updates = update_in_parts(held, scratch, bucket_bytes=bucket_bytes, late=late)
+        self.updates = update_in_parts(held, workspace, bucket_bytes=bucket_bytes, late=late)
         if units is not None:
             reducer.at_the_end.append(units.let_go)
         root = Root(reducer, self._input_check(check), units, self.casting())
@@ -501,7 +505,7 @@ class _Build:
             remember(one)
         return held
 
-    def _lend(self, held: list[Held], scratch: Scratch, bucket_bytes: int) -> Units | None:
+    def _lend(self, held: list[Held], workspace: Workspace, bucket_bytes: int) -> Units | None:
         """Where parameters are stored in parts, memory in which they are whole while modules compute with them."""
         if not any(one.stage == 3 for one in held):
             return None
@@ -510,7 +514,7 @@ class _Build:
             held,
             self.plan.units,
             lambda name: not lets_go(self.rows[name], self.plan.step),
-            scratch,
+            workspace,
             bucket_bytes=bucket_bytes,
         )
 
@@ -528,8 +532,8 @@ class _Build:
             spec = _torch.spec(compute_mesh, places, tuple(row.global_shape), param.dtype)
         layout = self._on_active_axes(state)
         stage = self._stage(row) if division is not None else 0
-        peers = self._peers(axes) if axes else None
-        held = Held(row.tied, param, param, axes, division, compute, layout, self.mesh, room, stage, peers, spec)
+        over = self._transports(axes) if axes else None
+        held = Held(row.tied, param, param, axes, division, compute, layout, self.mesh, room, stage, over, spec)
         held.device, held.hosted = self.device, offload.hosted(row, self.device)
         if row.state is not None and row.has_master:
             held.master_dtype = row.state.dtype or row.dtype
@@ -537,8 +541,8 @@ class _Build:
         return held
 
     @functools.cached_property
-    def _peers(self) -> Callable[[tuple[str, ...]], Peers]:
-        return functools.cache(lambda axes: Peers(_torch.flattened(self.mesh, axes).get_group(), self.device))
+    def _transports(self) -> Callable[[tuple[str, ...]], Transport]:
+        return functools.cache(lambda axes: transport.over(_torch.flattened(self.mesh, axes).get_group(), self.device))
 
     def _stage(self, row: Row) -> int:
         """Of ZeRO: which of state, gradient and stored parameter are split over data axes."""
@@ -683,7 +687,7 @@ class _Build:
         if row.state is not None and row.has_master:
             stored, state = self._on_active_axes(row.stored), self._on_active_axes(row.state)
             parts = cut(stored, state, row.global_shape, self.shape, self.coordinate)
-            part = wide if parts is None else parts.take(wide, self._peers(self._added(stored, state)).index)
+            part = wide if parts is None else parts.take(wide, self._transports(self._added(stored, state)).index)
             away = "state" in offload.hosted(row, self.device)
             home = offload.HOST if away else part.device
             self._masters[name] = part.to(home, row.state.dtype or row.dtype, copy=True)

@@ -1,28 +1,22 @@
-"""Tensors that are cut alike move together: parts are summed at the ranks that own them, and gathered again.
+"""Tensors that are cut alike move together: shards are summed at the ranks that own them, and gathered again.
 
-Which collective is cheapest depends on the back end. NCCL has a real reduce-scatter and all-gather. Over gloo a
-reduce-scatter sends as much as an all-reduce, and an all-gather takes twice the time that its bytes need; there every
-rank sends each part straight to its owner, and the owner adds up. Either way a rank sends (n-1)/n of the elements
-(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7).
-
-A large tensor whose parts are runs of its memory moves by itself, from and to where it lies. Small ones are packed.
+A large tensor whose shards are runs of its memory moves by itself, from and to where it lies. Small ones are packed.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from shardlib._plan import ALONE_BYTES
 from shardlib.engine import _torch
+from shardlib.engine.transport import Transport, Travelling, Workspace
 from shardlib.layout import Cut
 
-__all__ = ["Bundle", "Peers", "Scratch", "goes_alone", "in_batches"]
+__all__ = ["Bundle", "goes_alone", "in_batches"]
 
 T = TypeVar("T")
 
@@ -54,93 +48,39 @@ def in_batches(
     return batches + list(pending.values())
 
 
-class Peers:
-    """The ranks that a bundle's parts lie on: those of some mesh axes.
-
-    A dry run does what its device's own back end would do.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
-        self.ranks = dist.get_process_group_ranks(group)
-        self.index = dist.get_rank(group)
-        self.count = len(self.ranks)
-        backend = dist.get_backend(group)
-        self.direct = backend == dist.Backend.GLOO or (backend == dist.Backend.FAKE and device.type == "cpu")
-
-    def others(self) -> list[int]:
-        """Places in the group of all others, the next one first, so that not all send to the same rank at once."""
-        return [(self.index + step) % self.count for step in range(1, self.count)]
-
-    def send(self, tensor: torch.Tensor, to: int) -> dist.Work | None:
-        return dist.isend(tensor, self.ranks[to], group=self.group) if tensor.numel() else None
-
-    def receive(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
-        return dist.irecv(tensor, self.ranks[source], group=self.group) if tensor.numel() else None
-
-
-class Scratch:
-    """Memory that transitions borrow and give back: few large buffers, since freeing many small ones leaves a process
-    as large as if they were still there."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat tensor of at least so many elements, of any content."""
-        free = self._free.setdefault((dtype, device), [])
-        fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]
-        if fitting:
-            return free.pop(min(fitting, key=lambda i: free[i].numel()))
-        if free:
-            free.pop()  # one that has become too small
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        self._free.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-
-
-@dataclass(eq=False)
-class _Moving:
-    """A transition under way: what it waits for, and the memory it uses until then."""
-
-    works: list[dist.Work]
-    borrowed: list[torch.Tensor]
-    blocks: list[torch.Tensor]
-    group: dist.ProcessGroup
-
-    def wait(self) -> None:
-        _torch.wait_for(self.works, _torch.limit_of(self.group))
-
-
 class Bundle:
     """Tensors of one dtype whose parts lie on the same ranks, and that move together.
 
     Args:
         cuts: how each is divided.
-        peers: among whom.
+        transport: among which ranks, and how.
         dtype: in which they travel.
         device: of all of them.
-        scratch: where memory for the transitions comes from.
+        workspace: memory that movements borrow.
     """
 
     def __init__(
-        self, cuts: Sequence[Cut], peers: Peers | None, dtype: torch.dtype, device: torch.device, scratch: Scratch
+        self,
+        cuts: Sequence[Cut],
+        transport: Transport | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        workspace: Workspace,
     ) -> None:
-        assert peers is not None, "what is cut is cut among peers"
-        self.cuts, self.peers, self.dtype, self.device, self.scratch = cuts, peers, dtype, device, scratch
-        self.sizes = [sum(cut.numels[rank] for cut in cuts) for rank in range(peers.count)]
-        self.alone = len(cuts) == 1 and cuts[0].in_runs and (peers.direct or cuts[0].even)
+        assert transport is not None, "what is cut is cut among ranks"
+        self.cuts, self.transport, self.dtype, self.device, self.workspace = cuts, transport, dtype, device, workspace
+        self.sizes = [sum(cut.numels[rank] for cut in cuts) for rank in range(transport.count)]
+        self.alone = len(cuts) == 1 and cuts[0].in_runs and (transport.takes_uneven or cuts[0].even)
         # In a bucket, every rank's block has room for the largest one.
         self.pitch = max(self.sizes)
-        self.starts = list(cuts[0].starts) if self.alone else [rank * self.pitch for rank in range(peers.count)]
-        self.total = sum(self.sizes) if self.alone else self.pitch * peers.count
+        self.starts = list(cuts[0].starts) if self.alone else [rank * self.pitch for rank in range(transport.count)]
+        self.total = sum(self.sizes) if self.alone else self.pitch * transport.count
         self._rows_of: dict[int, list[torch.Tensor]] = {}  # by address of a borrowed buffer
 
     @property
     def arriving_bytes(self) -> int:
         """What summing borrows for the parts of others, as a number that all ranks share."""
-        return self.pitch * (self.peers.count - 1) * self.dtype.itemsize
+        return self.pitch * (self.transport.count - 1) * self.dtype.itemsize
 
     @property
     def packed_bytes(self) -> int:
@@ -150,21 +90,21 @@ class Bundle:
     @property
     def own(self) -> int:
         """Elements of this rank's parts."""
-        return self.sizes[self.peers.index]
+        return self.sizes[self.transport.index]
 
     def block_of_own(self, packed: torch.Tensor) -> torch.Tensor:
         """This rank's block of a buffer, or of a tensor that moves alone."""
-        start = self.starts[self.peers.index]
+        start = self.starts[self.transport.index]
         return packed[start : start + self.own]
 
     def _blocks(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """What of a buffer is each rank's; a real collective takes the padding along."""
-        sizes = self.sizes if self.peers.direct else [self.pitch] * self.peers.count
+        """What of a buffer is each rank's, with its padding where a transport needs that."""
+        sizes = self.sizes if self.transport.takes_uneven else [self.pitch] * self.transport.count
         return [packed[start : start + size] for start, size in zip(self.starts, sizes, strict=True)]
 
     def parts_in(self, flat: torch.Tensor, rank: int | None = None) -> list[torch.Tensor]:
         """The parts of one rank, by default this one, as views of a flat tensor that holds them all."""
-        rank = self.peers.index if rank is None else rank
+        rank = self.transport.index if rank is None else rank
         sizes = [cut.numels[rank] for cut in self.cuts]
         views = flat[: sum(sizes)].split(sizes)
         return [view.view(cut.part_shape(rank)) for view, cut in zip(views, self.cuts, strict=True)]
@@ -180,7 +120,7 @@ class Bundle:
         if rows is None:
             rows, at = [], packed.storage_offset()
             for cut in self.cuts:
-                rows.append(packed.as_strided((self.peers.count, cut.numels[0]), (self.pitch, 1), at))
+                rows.append(packed.as_strided((self.transport.count, cut.numels[0]), (self.pitch, 1), at))
                 at += cut.numels[0]
             self._rows_of = {packed.data_ptr(): rows}
         return rows
@@ -188,12 +128,12 @@ class Bundle:
     def rows_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Whole tensors as rows of the ranks' runs; none where they do not lie so."""
         fits = self._in_rows and all(tensor.is_contiguous() for tensor in tensors)
-        return [tensor.view(self.peers.count, -1) for tensor in tensors] if fits else []
+        return [tensor.view(self.transport.count, -1) for tensor in tensors] if fits else []
 
     # --- summing ------------------------------------------------------------------------------------------------------
 
-    def reduce(self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> _Moving:
-        """Begin to sum tensors over the peers; each gets the sum of its parts from `sum_into`.
+    def reduce(self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> Travelling:
+        """Begin to sum tensors over the ranks; each gets the sum of its parts from `sum_into`.
 
         A tensor that moves alone must be left as it is until then. Others are packed into a borrowed buffer, or `into`
         a flat one of `total` elements.
@@ -205,12 +145,12 @@ class Bundle:
         elif self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
             packed = tensors[0].view(-1)
         else:
-            packed = self.scratch.take(self.total, self.dtype, self.device)
+            packed = self.workspace.take(self.total, self.dtype, self.device)
             borrowed.append(packed)
             self._pack(tensors, packed)
-        if self.peers.direct:
-            return self._send_to_owners(self._blocks(packed), borrowed)
-        return self._reduce_scatter(packed, borrowed)
+        moving = self.transport.reduce_scatter(self._blocks(packed), self.workspace)
+        moving.borrowed += borrowed
+        return moving
 
     def _pack(self, tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
         if rows := self.rows_of(tensors):
@@ -222,27 +162,7 @@ class Bundle:
             sources += [cut.take(tensor, rank) for cut, tensor in zip(self.cuts, tensors, strict=True)]
         _torch.copy_all(targets, sources)
 
-    def _send_to_owners(self, blocks: list[torch.Tensor], borrowed: list[torch.Tensor]) -> _Moving:
-        peers = self.peers
-        inbox = self.scratch.take(self.own * (peers.count - 1), self.dtype, self.device)
-        arriving = list(inbox[: self.own * (peers.count - 1)].split(self.own)) if self.own else []
-        works = []
-        found = {peers.index: blocks[peers.index]}
-        for slot, other in enumerate(peers.others()):
-            works.append(peers.send(blocks[other], other))
-            if self.own:
-                found[other] = arriving[slot]
-                works.append(peers.receive(arriving[slot], other))
-        in_order = [found[rank] for rank in sorted(found)] if self.own else []
-        return _Moving([w for w in works if w is not None], [*borrowed, inbox], in_order, peers.group)
-
-    def _reduce_scatter(self, packed: torch.Tensor, borrowed: list[torch.Tensor]) -> _Moving:
-        mine = self.scratch.take(self.pitch, self.dtype, self.device)
-        out = mine[: self.pitch]
-        work = dist.reduce_scatter_single(out, packed[: self.total], group=self.peers.group, async_op=True)
-        return _Moving([work], [*borrowed, mine], [out[: self.own]], self.peers.group)
-
-    def sum_into(self, moving: _Moving, out: torch.Tensor, scale: float) -> None:
+    def sum_into(self, moving: Travelling, out: torch.Tensor, scale: float) -> None:
         """Wait, and write the sum of this rank's parts times `scale` into a flat tensor.
 
         Summed in the order of ranks, so that the result does not depend on where in a buffer an element lies. `out` may
@@ -250,13 +170,13 @@ class Bundle:
         """
         moving.wait()
         if self.own:
-            _scaled_sum(moving.blocks, scale, out, own=self.peers.index)
+            _scaled_sum([block[: self.own] for block in moving.blocks], scale, out, own=self.transport.index)
         for buffer in moving.borrowed:
-            self.scratch.give(buffer)
+            self.workspace.give(buffer)
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
-    def gather(self, mine: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _Moving:
+    def gather(self, mine: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Travelling:
         """Begin to gather every rank's parts, flat as in `parts_in`, into whole tensors; `unpack` ends it.
 
         Where a tensor moves alone, `mine` may be this rank's part of it.
@@ -265,21 +185,19 @@ class Bundle:
         if self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
             packed = tensors[0].view(-1)
         else:
-            packed = self.scratch.take(self.total, self.dtype, self.device)
+            packed = self.workspace.take(self.total, self.dtype, self.device)
             borrowed.append(packed)
         blocks = self._blocks(packed)
-        here = blocks[self.peers.index]
+        here = blocks[self.transport.index]
         if self.own and here.data_ptr() != mine.data_ptr():
             here[: self.own].copy_(mine)
-        if not self.peers.direct:
-            work = dist.all_gather_single(packed[: self.total], here.clone(), group=self.peers.group, async_op=True)
-            return _Moving([work], borrowed, blocks, self.peers.group)
-        works = []
-        for other in self.peers.others():
-            works += [self.peers.send(here, other), self.peers.receive(blocks[other], other)]
-        return _Moving([w for w in works if w is not None], borrowed, blocks, self.peers.group)
+        moving = self.transport.all_gather(blocks)
+        moving.borrowed += borrowed
+        return moving
 
-    def unpack(self, moving: _Moving, tensors: Sequence[torch.Tensor], rows: list[torch.Tensor] | None = None) -> None:
+    def unpack(
+        self, moving: Travelling, tensors: Sequence[torch.Tensor], rows: list[torch.Tensor] | None = None
+    ) -> None:
         """Wait for a gathering, and put what came into its places; `rows_of` them, where the caller knows."""
         moving.wait()
         if moving.borrowed and (rows := self.rows_of(tensors) if rows is None else rows):
@@ -293,7 +211,7 @@ class Bundle:
                         sources.append(part.narrow(cut.dim, chosen.start, chosen.stop - chosen.start))
             _torch.copy_all(targets, sources)
         for buffer in moving.borrowed:
-            self.scratch.give(buffer)
+            self.workspace.give(buffer)
 
 
 _CACHED = 1 << 16  # elements that stay in a core's cache between an addition and the next

@@ -27,11 +27,12 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
-from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
+from shardlib.engine.exchange import Bundle, goes_alone, in_batches
 from shardlib.engine.held import Axes, Held, local_of
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.offload import Downloads
 from shardlib.engine.plain import plain
+from shardlib.engine.transport import Workspace
 from shardlib.errors import ShardingError
 from shardlib.layout import Cut
 
@@ -104,9 +105,9 @@ class _Slot:
                 held.param.grad = held.wrap(prior)  # type: ignore[assignment]
             return
         if prior is not None:
-            assert held.cut is not None and held.peers is not None
-            factor = passes * held.peers.count / _summands(own)
-            for place, chosen in held.cut.places(local_of(own), held.peers.index):
+            assert held.cut is not None and held.transport is not None
+            factor = passes * held.transport.count / _summands(own)
+            for place, chosen in held.cut.places(local_of(own), held.transport.index):
                 mine = prior.narrow(held.cut.dim, chosen.start, chosen.stop - chosen.start)
                 place.add_(mine.to(place.device), alpha=factor)
         if held.leaf is not held.param:
@@ -323,13 +324,13 @@ class _Scattered(_Bucket):
 
     def allocate(self, like: Held) -> None:
         """`like`: a parameter that is cut as those of this bucket are."""
-        peers = like.peers
-        assert peers is not None
+        transport = like.transport
+        assert transport is not None
         cuts = [slot.held.cut for slot in self.slots if slot.held.cut is not None]
         if self.last:
-            cuts.append(Cut((peers.count,), 0, tuple((slice(r, r + 1),) for r in range(peers.count))))
+            cuts.append(Cut((transport.count,), 0, tuple((slice(r, r + 1),) for r in range(transport.count))))
         dtype, device = self.owner.dtype_of(self), self.owner.device
-        self.bundle = Bundle(cuts, peers, dtype, device, self.owner.scratch)
+        self.bundle = Bundle(cuts, transport, dtype, device, self.owner.workspace)
         self.rest = tuple(axis for axis in self.axes if axis not in like.axes)
         if self.slots and self.slots[0].held.stage == 1 and not self.bundle.alone:
             self.flat = torch.zeros(self.bundle.total, dtype=dtype, device=device)
@@ -349,7 +350,7 @@ class _Scattered(_Bucket):
         self.sent = [_dense(grad, slot.held) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
         if self.last:
             count, bundle = self.owner.lacking(), self.bundle
-            self.sent.append(torch.full((bundle.peers.count,), count, dtype=bundle.dtype, device=bundle.device))
+            self.sent.append(torch.full((bundle.transport.count,), count, dtype=bundle.dtype, device=bundle.device))
         self.moving = self.bundle.reduce(self.sent, self.flat)
         for slot in self.slots:
             slot.held.leaf.grad = None
@@ -427,7 +428,7 @@ class GradientReducer:
         bucket_bytes: how much one bucket carries; a larger one has fewer latencies, a smaller one overlaps more.
         passes: backward passes that make one step; the gradient is that of their mean.
         dtype: in which gradients travel; by default their own.
-        scratch: memory that transitions borrow.
+        workspace: memory that movements borrow.
     """
 
     def __init__(
@@ -439,10 +440,10 @@ class GradientReducer:
         bucket_bytes: int = 25 << 20,
         passes: int = 1,
         dtype: torch.dtype | None = None,
-        scratch: Scratch,
+        workspace: Workspace,
     ) -> None:
         self.mesh, self.data_axes, self.bucket_bytes, self.passes = mesh, data_axes, bucket_bytes, passes
-        self.dtype, self.scratch, self.downloads = dtype, scratch, Downloads()
+        self.dtype, self.workspace, self.downloads = dtype, workspace, Downloads()
         self.enabled = True
         self.reduction: Callable[[Any], Any] | None = None  # the user's own, for whole gradients
         self.everyone: dist.ProcessGroup | None = None  # of all stages, where this model is one of a pipeline's

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardlib._mesh import MeshShape
 from shardlib.engine import _torch, offload
-from shardlib.engine.exchange import Bundle, Peers, Scratch
+from shardlib.engine.exchange import Bundle
 from shardlib.engine.plain import plain
+from shardlib.engine.transport import Transport, Workspace
 from shardlib.errors import ShardingError
 from shardlib.layout import Cut, Layout
 
@@ -45,7 +46,7 @@ class Held:
         room: elements of the largest rank's compute tensor.
         stage: of ZeRO: 0 where nothing is split, 1 where a gradient keeps its whole memory, 2 where only this rank's
             part of it stays, 3 where the parameter is stored in parts too.
-        peers: the ranks among which `cut` divides.
+        transport: the ranks among which `cut` divides.
         compute_spec: of the whole parameter on the model axes, where it is a DTensor there.
         whole: local memory of `leaf`, where that is lent.
         master_dtype: of the copy of the parameter that the optimizer steps on, laid out as its state; None where it
@@ -70,7 +71,7 @@ class Held:
     mesh: DeviceMesh
     room: int
     stage: int = 0
-    peers: Peers | None = None
+    transport: Transport | None = None
     compute_spec: Any = None
     whole: torch.Tensor | None = None
     master_dtype: torch.dtype | None = None
@@ -188,9 +189,9 @@ class Held:
         Collective over the axes that split it, data axes and model axes.
         """
         if self.cut is not None:
-            assert self.peers is not None
+            assert self.transport is not None
             part = part.to(self.device)
-            bundle = Bundle([self.cut], self.peers, part.dtype, part.device, Scratch())
+            bundle = Bundle([self.cut], self.transport, part.dtype, part.device, Workspace())
             whole = torch.empty(self.cut.shape, dtype=part.dtype, device=part.device)
             bundle.unpack(bundle.gather(part.reshape(-1), [whole]), [whole])
             part = whole

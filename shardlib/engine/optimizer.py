@@ -474,8 +474,8 @@ def _own_part(held: Held) -> torch.Tensor:
     local = local_of(held.param)
     if held.cut is None or held.stage == 3:
         return local
-    assert held.peers is not None
-    return held.cut.take(local, held.peers.index)
+    assert held.transport is not None
+    return held.cut.take(local, held.transport.index)
 
 
 def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:

@@ -27,9 +27,10 @@ from torch import nn
 from shardlib._plan import ALONE_BYTES, join_small, unit_of
 from shardlib.engine import _torch, offload
 from shardlib.engine._torch import pytree
-from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
+from shardlib.engine.exchange import Bundle, goes_alone, in_batches
 from shardlib.engine.held import Held, local_of
 from shardlib.engine.lost import naming_lost_ranks_in_backward
+from shardlib.engine.transport import Workspace
 from shardlib.errors import ShardingError
 
 __all__ = ["Units", "install", "lend"]
@@ -305,7 +306,7 @@ def lend(
     held: Iterable[Held],
     units: Sequence[str],
     kept: Callable[[str], bool],
-    scratch: Scratch,
+    workspace: Workspace,
     *,
     bucket_bytes: int,
 ) -> Units:
@@ -316,7 +317,7 @@ def lend(
         held: all parameters; those below stage 3 are left alone.
         units: names of modules that are units.
         kept: whether the parameters of a name stay whole until backward has ended.
-        scratch: memory that gathering borrows.
+        workspace: memory that movements borrow.
         bucket_bytes: small units are gathered as one until they have so much, or what a tensor has that moves alone.
     """
     stored = [one for one in held if one.stage == 3 and one.cut is not None]
@@ -338,7 +339,12 @@ def lend(
             memory = _memory_for([group])
         _give_leaves(group, memory.flat)
         unit = _Unit(
-            ", ".join(names), group, _places(model, group), memory, _bundles(group, scratch), kept=not let_go[names[0]]
+            ", ".join(names),
+            group,
+            _places(model, group),
+            memory,
+            _bundles(group, workspace),
+            kept=not let_go[names[0]],
         )
         made |= dict.fromkeys(names, unit)
     return Units(made)
@@ -421,7 +427,7 @@ _ASKING = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex",
 _VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 
 
-def _bundles(group: list[Held], scratch: Scratch) -> list[tuple[Bundle, list[Held]]]:
+def _bundles(group: list[Held], workspace: Workspace) -> list[tuple[Bundle, list[Held]]]:
     """Large parameters by themselves, the others together."""
     batches = in_batches(
         group,
@@ -430,12 +436,12 @@ def _bundles(group: list[Held], scratch: Scratch) -> list[tuple[Bundle, list[Hel
         size=lambda one: local_of(one.leaf).nbytes,
         limit=math.inf,
     )
-    return [(_bundle(batch, scratch), batch) for batch in batches]
+    return [(_bundle(batch, workspace), batch) for batch in batches]
 
 
-def _bundle(batch: list[Held], scratch: Scratch) -> Bundle:
+def _bundle(batch: list[Held], workspace: Workspace) -> Bundle:
     cuts = [held.cut for held in batch if held.cut is not None]
-    return Bundle(cuts, batch[0].peers, batch[0].dtype, batch[0].device, scratch)
+    return Bundle(cuts, batch[0].transport, batch[0].dtype, batch[0].device, workspace)
 
 
 def install(units: Units, model: nn.Module) -> Callable[[], None]:

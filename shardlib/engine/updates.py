@@ -19,25 +19,26 @@ from torch.distributed.tensor import DTensor
 
 from shardlib._plan import unit_of
 from shardlib.engine import _torch
-from shardlib.engine.exchange import Bundle, Scratch, goes_alone, in_batches
+from shardlib.engine.exchange import Bundle, goes_alone, in_batches
 from shardlib.engine.held import Held, held_of, local_of
+from shardlib.engine.transport import Workspace
 
 __all__ = ["Updates", "settle", "update_in_parts", "updates_of", "wait_in_modules"]
 
 
 def update_in_parts(
-    held: Sequence[Held], scratch: Scratch, *, bucket_bytes: int, late: Sequence[str] = ()
+    held: Sequence[Held], workspace: Workspace, *, bucket_bytes: int, late: Sequence[str] = ()
 ) -> Updates | None:
     """Let optimizers step on this rank's parts of those parameters whose state is split and that are not stored so.
 
     Args:
         held: all parameters of a model.
-        scratch: memory that gathering borrows.
+        workspace: memory that movements borrow.
         bucket_bytes: how much a bucket carries.
         late: modules that wait for their own parameters when they run (`wait_in_modules`).
     """
     ours = [one for one in held if one.cut is not None and one.stage < 3]
-    updates = Updates(ours, scratch, bucket_bytes=bucket_bytes, late=late)
+    updates = Updates(ours, workspace, bucket_bytes=bucket_bytes, late=late)
     for one in ours:
         one.updates = updates
     return updates if ours else None
@@ -76,13 +77,15 @@ class Updates:
 
     Args:
         held: the parameters.
-        scratch: memory that gathering borrows.
+        workspace: memory that movements borrow.
         bucket_bytes: how much a bucket carries.
         late: modules whose parameters may arrive when they run; others are there when a step ends, or, if there are
             such modules at all, when the model runs.
     """
 
-    def __init__(self, held: Iterable[Held], scratch: Scratch, *, bucket_bytes: int, late: Sequence[str] = ()) -> None:
+    def __init__(
+        self, held: Iterable[Held], workspace: Workspace, *, bucket_bytes: int, late: Sequence[str] = ()
+    ) -> None:
         self._late = list(late)
         batches = in_batches(
             held,
@@ -91,7 +94,7 @@ class Updates:
             size=lambda one: local_of(one.param).nbytes,
             limit=bucket_bytes,
         )
-        self._buckets = [_Bucket(batch, scratch, self._late) for batch in batches]
+        self._buckets = [_Bucket(batch, workspace, self._late) for batch in batches]
         self._under_way: list[tuple[_Bucket, Any]] = []
         self._home = {id(one.param): (bucket, i) for bucket in self._buckets for i, one in enumerate(bucket.held)}
 
@@ -137,12 +140,12 @@ class Updates:
 class _Bucket:
     """Parameters that are gathered together, and this rank's parts of them."""
 
-    def __init__(self, held: list[Held], scratch: Scratch, late: Sequence[str]) -> None:
+    def __init__(self, held: list[Held], workspace: Workspace, late: Sequence[str]) -> None:
         self.held, self.ids = held, {id(one.param) for one in held}
         self.units = {unit_of(one.names, late) for one in held}
         first = local_of(held[0].param)
         cuts = [one.cut for one in held if one.cut is not None]
-        self.bundle = Bundle(cuts, held[0].peers, first.dtype, first.device, scratch)
+        self.bundle = Bundle(cuts, held[0].transport, first.dtype, first.device, workspace)
         if self.bundle.alone and first.is_contiguous():
             self.mine = self.bundle.block_of_own(first.view(-1))
         else:
@@ -168,7 +171,7 @@ class _Bucket:
             self._rows = self.bundle.rows_of(self._known)
             self._loaded, self._sources = [], []
             for cut, local, part in zip(self.bundle.cuts, self._known, self.parts, strict=True):
-                for place, chosen in cut.places(local, self.bundle.peers.index):
+                for place, chosen in cut.places(local, self.bundle.transport.index):
                     self._sources.append(place)
                     self._loaded.append(part.narrow(cut.dim, chosen.start, chosen.stop - chosen.start))
         return self._known

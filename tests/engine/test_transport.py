@@ -1,0 +1,119 @@
+"""Both transports bring the same to every rank, and training over either is that of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardlib as sl
+from shardlib.engine import transport
+from shardlib.engine.exchange import Bundle
+from shardlib.engine.transport import CollectiveTransport, PointToPointTransport, Workspace
+from shardlib.layout import Layout, cut
+from shardlib.testing import assert_equivalent
+from shardlib.testing.models import Tokens, Transformer, rules_for
+from shardlib.transforms import Transform
+
+BOTH = [CollectiveTransport, PointToPointTransport]
+
+
+def _counted(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(1.0, torch.Size(shape).numel() + 1).reshape(shape)
+
+
+def _moved(kind: type[transport.Transport], shapes: list[tuple[int, ...]], dim: int) -> list[torch.Tensor]:
+    """Tensors gathered of the shards that were summed at their owners, twice each. All hold whole numbers."""
+    group = dist.group.WORLD
+    assert group is not None
+    over = kind(group)
+    mesh = sl.MeshShape(f"dp={over.count}")
+    whole, shard = Layout.parse("a b"), Layout.parse(["a@dp b", "a b@dp"][dim])
+    cuts = [cut(whole, shard, shape, mesh, {"dp": over.index}) for shape in shapes]
+    bundle = Bundle(cuts, over, torch.float32, torch.device("cpu"), Workspace())
+    given = [_counted(shape) * (over.index + 1) for shape in shapes]
+    mine = torch.empty(bundle.own)
+    bundle.sum_into(bundle.reduce(given), mine, 2.0)
+    wholes = [torch.empty(shape) for shape in shapes]
+    bundle.unpack(bundle.gather(mine, wholes), wholes)
+    return wholes
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("shapes", [[(6, 6)], [(4, 5)], [(6, 2), (3, 3)], [(1, 1), (4, 4)]], ids=str)
+def test_what_is_summed_and_gathered_is_whole(ranks, kind: Any, dim: int, count: int, shapes: list[tuple[int, ...]]):
+    summed = [2 * sum(range(1, count + 1)) * _counted(shape) for shape in shapes]
+    for wholes in ranks(count).run(_moved, kind, shapes, dim):
+        assert all(map(torch.equal, wholes, summed))
+
+
+@pytest.fixture
+def collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have the environment of the test that calls them."""
+    monkeypatch.setenv(transport.VARIABLE, CollectiveTransport.name)
+
+
+TRAINED: list[tuple[str, tuple[Transform, ...]]] = [
+    ("dp=2", (sl.zero(1),)),
+    ("dp=2,tp=2", (sl.zero(2), sl.accumulate(2))),
+    ("dp=3", (sl.fsdp(),)),
+    ("dp=2,fsdp=2", (sl.hsdp(shard="fsdp", replicate="dp"),)),
+    ("dp=2,tp=2", (sl.zero(3),)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "transforms"), TRAINED, ids=str)
+def test_training_by_collectives_is_that_of_one_device(collectives, mesh: str, transforms: tuple[Transform, ...]):
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return Transformer(vocab=7, heads=2, head=4, layers=2, bias=True)
+
+    assert_equivalent(build, Tokens(12, 4, 7), mesh, rules_for(build()), transforms=transforms, steps=3)
+
+
+def _kinds(transform: Transform) -> set[str]:
+    """Collectives over dp in the second step."""
+    model = Transformer(vocab=7, heads=2, head=4, layers=2, bias=True)
+    made = sl.shard_model(model, "dp=2", rules_for(model), transforms=(transform,), compile=None)
+    optimizer = torch.optim.AdamW(made.parameters())
+
+    def step() -> None:
+        made(torch.ones(2, 5, dtype=torch.int64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with sl.engine.record_collectives(made, mesh=sl.mesh("dp=2")) as log:
+        step()
+    return {one.kind for one in log.collectives if one.axes == ("dp",)}
+
+
+@pytest.mark.parametrize("transform", [sl.zero(1), sl.zero(2), sl.fsdp()], ids=repr)
+def test_the_variable_chooses(ranks, collectives, transform: Transform):
+    assert ranks(2).run(_kinds, transform) == [{"reduce_scatter", "all_gather"}] * 2
+
+
+def _with_another(variable: str) -> str:
+    import os
+
+    if dist.get_rank() == 1:
+        os.environ[variable] = PointToPointTransport.name
+    with pytest.raises(sl.errors.PlanError) as caught:
+        sl.shard_model(torch.nn.Linear(4, 4), "dp=2", {"**": None})
+    return str(caught.value)
+
+
+def test_ranks_that_were_told_different_transports_are_refused(ranks, collectives):
+    for said in ranks(2).run(_with_another, transport.VARIABLE):
+        assert 'SHARDLIB_TRANSPORT="collectives"' in said
+        assert 'SHARDLIB_TRANSPORT="point-to-point"' in said
+
+
+def test_a_name_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(transport.VARIABLE, "nccl")
+    with pytest.raises(sl.errors.InputError, match='"nccl" names no transport; set "collectives" or "point-to-point"'):
+        transport.chosen()
