@@ -1,7 +1,8 @@
 """Memory that a training step borrows beside parameters, gradients and state, from the table alone.
 
-An upper bound for back ends that send parts straight to their owners, which is what the engine does over gloo; with a
-real reduce-scatter it is less. Activations are not in it: `Plan.report` has those of a dry run.
+An upper bound for both ways in which shards travel (`engine/transport.py`). Where they are sent straight to their
+owners, those of all ranks arrive one beside the other. Collectives add them up under way, but take a large tensor from
+where it lies only if all its shards are of one size. Activations are not in it: `Plan.report` has those of a dry run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _lent(movements: Iterable[Movement], mesh: MeshShape, units: Sequence[str], 
         if one.purpose == "parameters, forward":
             size = _bytes(one.target, one, mesh)
             sizes[one.unit] = sizes.get(one.unit, 0) + size
-            small[one.unit] = small.get(one.unit, 0) + (size if size < ALONE_BYTES else 0)
+            small[one.unit] = small.get(one.unit, 0) + (0 if _goes_alone(size, one.source, one, mesh) else size)
     ordered = {unit: sizes[unit] for unit in units if unit in sizes}
     joined = join_small(ordered, let_go.__contains__, min(ALONE_BYTES, int(step.bucket_mb * 2**20)))
     turns = [sum(sizes[unit] for unit in one) for one in joined if one[0] in let_go]
@@ -57,7 +58,7 @@ def _gradients(movements: Iterable[Movement], mesh: MeshShape, step: Step) -> in
             continue
         size, kept = _bytes(one.source, one, mesh), one.needed == "step ends"
         if size >= ALONE_BYTES:
-            costs.append(size * (count - 1) // count)
+            costs.append(size * (count - 1) // count + (0 if _goes_alone(size, one.target, one, mesh) else size))
         else:
             small[count, kept] = small.get((count, kept), 0) + size
     for (count, kept), total in small.items():
@@ -69,8 +70,15 @@ def _gradients(movements: Iterable[Movement], mesh: MeshShape, step: Step) -> in
 def _updates(movements: Iterable[Movement], mesh: MeshShape) -> Iterator[int]:
     """Small parameters in parts, and what they are gathered in; large ones are gathered where they lie."""
     for one in movements:
-        if one.purpose == "updated parameters" and (size := _bytes(one.target, one, mesh)) < ALONE_BYTES:
-            yield size + size // _shards(one.source, one.target, mesh)
+        if one.purpose == "updated parameters":
+            size = _bytes(one.target, one, mesh)
+            if not _goes_alone(size, one.source, one, mesh):
+                yield size + size // _shards(one.source, one.target, mesh)
+
+
+def _goes_alone(size: int, shards: Layout, movement: Movement, mesh: MeshShape) -> bool:
+    """Whether a tensor of so many bytes moves from and to where it lies, whatever moves it."""
+    return size >= ALONE_BYTES and not shards.uneven_dims(movement.global_shape, mesh)
 
 
 def _shards(layout: Layout, unsharded: Layout, mesh: MeshShape) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from shardlib._plan import ALONE_BYTES
 from shardlib.engine import _torch
-from shardlib.engine.transport import Transport, Travelling, Workspace
+from shardlib.engine.transport import Transport, Handle, Workspace
 from shardlib.layout import Cut
 
 __all__ = ["Bundle", "goes_alone", "in_batches"]
@@ -132,7 +132,7 @@ class Bundle:
 
     # --- summing ------------------------------------------------------------------------------------------------------
 
-    def reduce(self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> Travelling:
+    def reduce(self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> Handle:
         """Begin to sum tensors over the ranks; each gets the sum of its parts from `sum_into`.
 
         A tensor that moves alone must be left as it is until then. Others are packed into a borrowed buffer, or `into`
@@ -162,7 +162,7 @@ class Bundle:
             sources += [cut.take(tensor, rank) for cut, tensor in zip(self.cuts, tensors, strict=True)]
         _torch.copy_all(targets, sources)
 
-    def sum_into(self, moving: Travelling, out: torch.Tensor, scale: float) -> None:
+    def sum_into(self, moving: Handle, out: torch.Tensor, scale: float) -> None:
         """Wait, and write the sum of this rank's parts times `scale` into a flat tensor.
 
         Summed in the order of ranks, so that the result does not depend on where in a buffer an element lies. `out` may
@@ -176,7 +176,7 @@ class Bundle:
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
-    def gather(self, mine: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Travelling:
+    def gather(self, mine: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Handle:
         """Begin to gather every rank's parts, flat as in `parts_in`, into whole tensors; `unpack` ends it.
 
         Where a tensor moves alone, `mine` may be this rank's part of it.
@@ -196,7 +196,7 @@ class Bundle:
         return moving
 
     def unpack(
-        self, moving: Travelling, tensors: Sequence[torch.Tensor], rows: list[torch.Tensor] | None = None
+        self, moving: Handle, tensors: Sequence[torch.Tensor], rows: list[torch.Tensor] | None = None
     ) -> None:
         """Wait for a gathering, and put what came into its places; `rows_of` them, where the caller knows."""
         moving.wait()

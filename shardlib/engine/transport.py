@@ -27,7 +27,7 @@ __all__ = [
     "CollectiveTransport",
     "PointToPointTransport",
     "Transport",
-    "Travelling",
+    "Handle",
     "Workspace",
     "chosen",
     "over",
@@ -59,7 +59,7 @@ class Workspace:
 
 
 @dataclass(eq=False)
-class Travelling:
+class Handle:
     """Blocks under way.
 
     Attributes:
@@ -98,7 +98,7 @@ class Transport(ABC):
         self.count = len(self.ranks)
 
     @abstractmethod
-    def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Travelling:
+    def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
         """Begin to sum blocks over all ranks, each at the rank that it is of.
 
         Args:
@@ -112,7 +112,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, blocks: Sequence[torch.Tensor]) -> Travelling:
+    def all_gather(self, blocks: Sequence[torch.Tensor]) -> Handle:
         """Begin to give every rank's block to all.
 
         Args:
@@ -126,17 +126,17 @@ class CollectiveTransport(Transport):
     name = "collectives"
     takes_uneven = False
 
-    def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Travelling:
+    def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
         size = blocks[0].numel()
         buffer = workspace.take(size, blocks[0].dtype, blocks[0].device)
         mine = buffer[:size]
         work = dist.reduce_scatter_single(mine, _joined(blocks), group=self.group, async_op=True)
-        return Travelling([mine] if size else [], [buffer], [work], self.group)
+        return Handle([mine] if size else [], [buffer], [work], self.group)
 
-    def all_gather(self, blocks: Sequence[torch.Tensor]) -> Travelling:
+    def all_gather(self, blocks: Sequence[torch.Tensor]) -> Handle:
         own = blocks[self.index].clone()
         work = dist.all_gather_single(_joined(blocks), own, group=self.group, async_op=True)
-        return Travelling(list(blocks), [], [work], self.group)
+        return Handle(list(blocks), [], [work], self.group)
 
 
 class PointToPointTransport(Transport):
@@ -145,7 +145,7 @@ class PointToPointTransport(Transport):
     name = "point-to-point"
     takes_uneven = True
 
-    def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Travelling:
+    def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
         mine = blocks[self.index]
         size = mine.numel()
         inbox = workspace.take(size * (self.count - 1), mine.dtype, mine.device)
@@ -154,13 +154,13 @@ class PointToPointTransport(Transport):
             summands[other] = inbox[place * size : (place + 1) * size]
             works += self._send(blocks[other], other) + self._receive(summands[other], other)
         in_order = [summands[rank] for rank in range(self.count)] if size else []
-        return Travelling(in_order, [inbox], works, self.group)
+        return Handle(in_order, [inbox], works, self.group)
 
-    def all_gather(self, blocks: Sequence[torch.Tensor]) -> Travelling:
+    def all_gather(self, blocks: Sequence[torch.Tensor]) -> Handle:
         works: list[dist.Work] = []
         for other in self._others():
             works += self._send(blocks[self.index], other) + self._receive(blocks[other], other)
-        return Travelling(list(blocks), [], works, self.group)
+        return Handle(list(blocks), [], works, self.group)
 
     def _others(self) -> list[int]:
         """Places in the group of all others, the next one first, so that not all send to the same rank at once."""

@@ -47,9 +47,11 @@ def _borrowed(mesh: str, transform: Transform) -> tuple[int, int]:
 
 
 @pytest.mark.covering
+@pytest.mark.parametrize("transport", ["point-to-point", "collectives"])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3", "dp=2,tp=2"])
 @pytest.mark.parametrize("transform", [sl.replicate(), sl.zero(1), sl.zero(2), sl.zero(3), sl.fsdp()], ids=repr)
-def test_a_step_borrows_what_the_plan_says(ranks, transform: Transform, mesh: str):
+def test_a_step_borrows_what_the_plan_says(ranks, monkeypatch, transform: Transform, mesh: str, transport: str):
+    monkeypatch.setenv("SHARDLIB_TRANSPORT", transport)
     slack = 64 << 10  # small tensors that nobody owns: counters, constants, ids
     for beside, planned in ranks(sl.MeshShape(mesh).world_size).run(_borrowed, mesh, transform):
         assert beside <= planned + slack

@@ -60,14 +60,18 @@ def test_what_is_sent_is_what_the_plan_says(ranks, transform: Transform, mesh: s
     _check_bytes(ranks, transform, mesh, sizes, bucket_mb=1e-3)
 
 
+@pytest.mark.parametrize("transport", ["point-to-point", "collectives"])
 @pytest.mark.parametrize("transform", TRANSFORMS[1:], ids=repr)
-def test_one_bucket_sends_as_much(ranks, transform: Transform):
-    _check_bytes(ranks, transform, "dp=2,tp=2", UNEVEN, bucket_mb=25)
+def test_one_bucket_sends_as_much(ranks, monkeypatch, transform: Transform, transport: str):
+    """By collectives too, which pad what is uneven."""
+    monkeypatch.setenv("SHARDLIB_TRANSPORT", transport)
+    sizes = SIZES if transport == "collectives" else UNEVEN
+    _check_bytes(ranks, transform, "dp=2,tp=2", sizes, bucket_mb=25)
 
 
 def _check_bytes(ranks, transform: Transform, mesh: str, sizes: dict[str, Any], *, bucket_mb: float) -> None:
-    """Over gloo parts go straight to their owners, and uneven ones are not padded; what is reduced whole has as much
-    room on every rank as on the one that has most of it.
+    """Uneven shards that go straight to their owners are not padded; what is reduced whole has as much room on every
+    rank as on the one that has most of it.
 
     Ranks' parts differ in size: the plan gives the mean over ranks, each tensor's rounded up to whole bytes.
     """

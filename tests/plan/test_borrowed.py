@@ -45,6 +45,12 @@ def test_from_a_mebibyte_on_a_tensor_travels_where_it_lies(stage: int):
     assert _borrowed("dp=2", 512, 4, sl.zero(stage)) == 4 * MIB // 2
 
 
+def test_a_large_tensor_of_uneven_shards_is_packed_like_a_small_one():
+    gradient = 4 * MIB * 2 // 3 + 4 * MIB
+    update = 4 * MIB + 4 * MIB // 3
+    assert _borrowed("dp=3", 1024, 1, sl.zero(1)) == gradient + update
+
+
 @pytest.mark.parametrize(("bucket_mb", "expected"), [(0.25, MIB // 2), (1.5, 3 * MIB // 2), (25, 2 * MIB)])
 def test_as_much_is_under_way_as_a_bucket_holds_or_the_largest_tensor_needs(bucket_mb: float, expected: int):
     assert _borrowed("dp=2", 512, 4, sl.zero(1), bucket_mb=bucket_mb) == expected
