@@ -23,7 +23,7 @@ __all__ = ["chosen", "is_this_machine", "run_on"]
 
 # What makes the same program run alike elsewhere. No others travel: a command line can be read by all users of a host.
 _TRAVEL = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
-_TRAVEL_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "UCX_")
+_TRAVEL_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "UCX_", "SHARDLIB_")
 _SSH_FAILED = 255
 # torchrun gives its ranks half a minute, and the far side's watcher a little more.
 _PATIENCE = 45.0

@@ -13,7 +13,7 @@ import torch
 
 from shardlib._plan import ALONE_BYTES
 from shardlib.engine import _torch
-from shardlib.engine.transport import Transport, Handle, Workspace
+from shardlib.engine.transport import Handle, Transport, Workspace
 from shardlib.layout import Cut
 
 __all__ = ["Bundle", "goes_alone", "in_batches"]
@@ -195,9 +195,7 @@ class Bundle:
         moving.borrowed += borrowed
         return moving
 
-    def unpack(
-        self, moving: Handle, tensors: Sequence[torch.Tensor], rows: list[torch.Tensor] | None = None
-    ) -> None:
+    def unpack(self, moving: Handle, tensors: Sequence[torch.Tensor], rows: list[torch.Tensor] | None = None) -> None:
         """Wait for a gathering, and put what came into its places; `rows_of` them, where the caller knows."""
         moving.wait()
         if moving.borrowed and (rows := self.rows_of(tensors) if rows is None else rows):

@@ -25,9 +25,9 @@ from shardlib.errors import InputError
 __all__ = [
     "VARIABLE",
     "CollectiveTransport",
+    "Handle",
     "PointToPointTransport",
     "Transport",
-    "Handle",
     "Workspace",
     "chosen",
     "over",

@@ -140,11 +140,12 @@ def test_a_host_that_ssh_does_not_reach_is_named(tmp_path: Path, ssh: Path, capf
 
 
 def test_only_what_makes_a_program_run_alike_travels(tmp_path: Path, ssh: Path, capfd, monkeypatch):
-    for name in ("NCCL_DEBUG", "OMP_NUM_THREADS", "MY_TOKEN"):
+    for name in ("NCCL_DEBUG", "SHARDLIB_TRANSPORT", "OMP_NUM_THREADS", "MY_TOKEN"):
         monkeypatch.setenv(name, "two words")
     assert hosts.run_on(["one"], [_python("import sys; print('hello')")], None) == 0
     call = ssh.read_text()
     assert "'NCCL_DEBUG=two words' " in call
+    assert "'SHARDLIB_TRANSPORT=two words' " in call
     assert "'OMP_NUM_THREADS=two words' " in call
     assert "MY_TOKEN" not in call
 
