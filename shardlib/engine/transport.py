@@ -5,7 +5,8 @@ reduce-scatter sends as much as an all-reduce, and an all-gather takes twice the
 rank sends each block straight to its owner, and the owner adds up. Either way a rank sends (n-1)/n of the elements
 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7).
 
-Nothing else asks which back end there is. SHARDLIB_TRANSPORT chooses another implementation than the back end's own.
+Nothing else that moves shards asks which back end there is. SHARDLIB_TRANSPORT chooses another implementation than the
+back end's own.
 """
 
 from __future__ import annotations

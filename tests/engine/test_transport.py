@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -98,8 +99,6 @@ def test_the_variable_chooses(ranks, collectives, transform: Transform):
 
 
 def _with_another(variable: str) -> str:
-    import os
-
     if dist.get_rank() == 1:
         os.environ[variable] = PointToPointTransport.name
     with pytest.raises(sl.errors.PlanError) as caught:
