@@ -89,7 +89,7 @@ class Fault:
                 lambda _module, _args, output: output.register_hook(self.strike) and None
             )
         elif self.where == "exchange":
-            exchange.Peers.send = gradients._Reduced.collect = self.strike
+            exchange.Bundle.reduce = gradients._Reduced.collect = self.strike
         elif self.where == "update":
             run.optimizer.register_step_post_hook(self.strike)
         else:
