@@ -6,6 +6,7 @@ versions that shardlib runs on.
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import json
@@ -51,6 +52,7 @@ from shardlib.errors import PlanError
 
 __all__ = [
     "AsyncTensor",
+    "BatchNorm",
     "DTensorSpec",
     "Op",
     "OpInfo",
@@ -67,17 +69,24 @@ __all__ = [
     "backward_of_weights",
     "cached_by_mesh",
     "call_below_subclass",
+    "call_eagerly",
+    "check_input_dim",
     "clamp_all",
     "clear_propagation_cache",
     "collective_name",
+    "compile_errors",
+    "compiled_call",
+    "compiler_is_off",
     "copy_all",
     "default_store",
     "dispatcher",
     "drawn_by_tracker",
     "exchanged",
+    "fake_attributes",
     "fake_tensor_errors",
     "fake_tensors",
     "fake_world",
+    "find_weights_again",
     "flattened",
     "flop_formulas",
     "forget_global_hooks",
@@ -87,10 +96,12 @@ __all__ = [
     "give_fused_splits_real_offsets",
     "global_metas",
     "go_around",
+    "go_through",
     "graph_backend",
     "graph_breaks_raise",
     "group_to_sum_over",
     "has_values",
+    "hooks_of",
     "imagined_in",
     "imagining",
     "implicit_replication",
@@ -104,17 +115,23 @@ __all__ = [
     "is_view",
     "joined",
     "keep_compiler_out_of",
+    "leaves_of",
+    "limit_of",
     "local_of",
     "local_shape_and_offset",
+    "make_hooks",
+    "memory_of",
     "move_handlers",
     "moved",
     "multiply_all",
     "named_arguments",
     "new_group",
     "next_node_number",
+    "no_modes",
     "norms_of",
     "op_database",
     "op_names",
+    "own_tensors",
     "part",
     "place_of_group",
     "process_groups",
@@ -123,6 +140,7 @@ __all__ = [
     "ranks_of_mesh",
     "rebind_checkpointed",
     "recorded_collectives",
+    "recording_imagined",
     "redistribute_local",
     "replace_conversion",
     "replace_kernels",
@@ -135,6 +153,7 @@ __all__ = [
     "scaled_product",
     "schema_of",
     "seed_all",
+    "set_compiled_call",
     "set_implicit_replication",
     "set_local",
     "set_timeouts",
@@ -145,8 +164,11 @@ __all__ = [
     "spec_with",
     "splits",
     "step_without_hooks",
+    "sum_scattered",
     "told_by_meta",
     "wait_for",
+    "watch_new_buffers",
+    "watch_new_parameters",
     "with_values",
     "wrap",
     "written_to",
@@ -484,6 +506,22 @@ def backward_id() -> int:
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """A step of an optimizer's own code: what `Optimizer.profile_hook_step` has wrapped (2.13.0)."""
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+
+
+_OPTIMIZER_HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post")
+_OPTIMIZER_HOOKS += ("load_state_dict_pre", "load_state_dict_post")
+
+
+def make_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Make what `Optimizer.register_..._hook` fill, for a subclass that does not call `__init__` (2.13.0, 2.14.1)."""
+    for when in _OPTIMIZER_HOOKS:
+        setattr(optimizer, f"_optimizer_{when}_hooks", collections.OrderedDict())
+
+
+def hooks_of(optimizer: torch.optim.Optimizer, when: str) -> list[Callable[..., Any]]:
+    """Hooks that a user has registered, in order: those of "step_pre" and so on."""
+    assert when in _OPTIMIZER_HOOKS
+    return list(getattr(optimizer, f"_optimizer_{when}_hooks").values())
 
 
 def forget_meshes() -> None:

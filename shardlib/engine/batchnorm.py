@@ -47,7 +47,10 @@ def _uses_batch_statistics(module: BatchNorm) -> bool:
 def _normalise(module: BatchNorm, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     dims = [d for d in range(x.ndim) if d != 1]
     shape = [1, -1] + [1] * (x.ndim - 2)
-    count = _total(x.new_tensor(x.numel() // x.shape[1]), group)
+    dtype = x.dtype
+    if dtype in (torch.float16, torch.bfloat16):  # sums are made in float32, as torch makes them
+        x = x.float()
+    count = _sum(torch.tensor(x.numel() // x.shape[1], device=x.device), group)
     mean = _total(x.sum(dims), group) / count
     centred = x - mean.view(shape)
     var = _total(centred.square().sum(dims), group) / count
@@ -55,7 +58,7 @@ def _normalise(module: BatchNorm, x: torch.Tensor, group: dist.ProcessGroup) -> 
     out = centred * torch.rsqrt(var + module.eps).view(shape)
     if module.affine:
         out = out * module.weight.view(shape) + module.bias.view(shape)
-    return out
+    return out.to(dtype)
 
 
 @torch.no_grad()

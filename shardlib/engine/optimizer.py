@@ -90,7 +90,7 @@ class _ByParameter(Generic[T]):
         return held[1] if held is not None and held[0]() is param else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Keeper:
     """What a step has to know of a parameter's model: how many data ranks it trains on, what reduces its gradients, and
     whether its loss is scaled."""
@@ -590,8 +590,9 @@ def _master(held: Held, memory: torch.Tensor, state: dict[str, Any]) -> torch.Te
     if known is None:
         return memory.to(held.master_dtype, copy=True)
     known = known.to(memory.device)
-    changed = known.to(memory.dtype) != memory
-    return torch.where(changed, memory.to(known.dtype), known) if changed.any() else known
+    unchanged = known.to(memory.dtype) == memory
+    # In place, and without asking whether any has changed: an accelerator would be waited for.
+    return torch.where(unchanged, known, memory.to(known.dtype), out=known)
 
 
 def _own_gradient(param: torch.Tensor, held: Held | None) -> torch.Tensor:

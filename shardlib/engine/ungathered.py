@@ -22,22 +22,22 @@ class Ungathered(torch.Tensor):
     """A plain tensor of which each rank holds a shard until an op reads it.
 
     Attributes:
-        split: the DTensor.
+        _dtensor: what the region gave. Public names are those of `Tensor` alone.
     """
 
-    split: DTensor  # type: ignore[assignment]
+    _dtensor: DTensor
     _whole: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, split: DTensor) -> Ungathered:
         shell = wrapper_subclass(cls, split.shape, strides=split.stride(), dtype=split.dtype, device=split.device)
-        shell.split, shell._whole = split, None
+        shell._dtensor, shell._whole = split, None
         return shell
 
     def whole(self) -> torch.Tensor:
         """The plain tensor. Every rank must call it, or none."""
         if self._whole is None:
-            self._whole = self.split.full_tensor()
+            self._whole = self._dtensor.full_tensor()
         return self._whole
 
     # Subclasses are not kept: what an op makes of it is a plain tensor.
@@ -49,4 +49,4 @@ class Ungathered(torch.Tensor):
         return func(*args, **kwargs)
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
-        return f"Ungathered(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self.split.placements})"
+        return f"Ungathered(shape={tuple(self.shape)}, dtype={self.dtype}, placements={self._dtensor.placements})"

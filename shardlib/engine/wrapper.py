@@ -59,6 +59,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def __init__(self, inner: Any, model: nn.Module, **options: Any) -> None:
         self._record: Sharded = record_of(model)
+        _torch.make_hooks(self)
         if not isinstance(inner, torch.optim.Optimizer):
             if not callable(inner):
                 raise ShardingError(
@@ -183,8 +184,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         total.backward()
 
     def backward_by_another(self) -> float:
-        """Somebody else runs the backward passes of this step, of losses that are means: what to multiply these "
-        "with."""
+        """Let somebody else run the backward passes of this step, of losses that are means; returns their factor."""
         if self._counted:
             raise InputError(
                 "Some losses of this step came with a count, and a pipeline's have theirs divided already."
@@ -232,9 +232,20 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self.step_was_skipped = self.scaler.overflowed
             self.scaler.update()
         if not self.step_was_skipped:
+            self._call_step_hooks("step_pre")
             with optimizer.stepping_through_wrapper():
                 self.inner.step()
+            self._call_step_hooks("step_post")
         self._forget()
+
+    def _call_step_hooks(self, when: str) -> None:
+        """Hooks of steps that are taken. Gradients are those of the mean loss, as after `clip_grad_norm_`."""
+        for hook in _torch.hooks_of(self, when):
+            if hook(self, (self,), {}) is not None and when == "step_pre":
+                raise InputError(
+                    f"The hook {hook!r} gave new arguments for a step. An OptimizerWrapper calls its hooks after the "
+                    "closure, when no argument is left; let the hook return None."
+                )
 
     def follow(self, scheduler: Any) -> Any:
         """Let a learning rate scheduler take only the steps that this optimizer takes; returns it.
@@ -308,6 +319,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
         Tensors are the optimizer's own, not copies. The loss scale is under "scaler", what delayed scales of float8 are
         chosen by under "fp8_history".
         """
+        for hook in _torch.hooks_of(self, "state_dict_pre"):
+            hook(self)
         state = {self._names[id(p)]: dict(self.inner.state[p]) for p in self._params() if self.inner.state.get(p)}
         groups = [
             {**group, "params": [self._names[id(p)] for p in group["params"]]} for group in self.inner.param_groups
@@ -317,6 +330,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
             made["scaler"] = self.scaler.state_dict()
         if self.fp8_history is not None:
             made["fp8_history"] = self.fp8_history.state_dict()
+        for hook in _torch.hooks_of(self, "state_dict_post"):
+            made = made if (other := hook(self, made)) is None else other
         return made
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -328,6 +343,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
             CheckpointError: names or groups that are not this optimizer's.
         """
         given = dict(state_dict)
+        for hook in _torch.hooks_of(self, "load_state_dict_pre"):
+            given = given if (other := hook(self, given)) is None else dict(other)
         scaler, history = given.pop("scaler", None), given.pop("fp8_history", None)
         groups, state = given.get("param_groups"), given.get("state")
         if not isinstance(groups, list) or not isinstance(state, Mapping):
@@ -364,6 +381,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self.scaler.load_state_dict(scaler)
         if history is not None and self.fp8_history is not None:
             self.fp8_history.load_state_dict(history)
+        for hook in _torch.hooks_of(self, "load_state_dict_post"):
+            hook(self)
 
 
 def _sum_and_count(loss: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -103,6 +103,11 @@ class Rules:
         )
         check_modes(self)
 
+    def __hash__(self) -> int:
+        """Hash keys and names alone: values may be dicts and lists."""
+        keys = (frozenset(each) for each in (self.rules, self.activations, self.axes, self.sizes, self.modes))
+        return hash((*keys, self.optional, self.override, self.models, self.axis, self.unmatched))
+
     def __repr__(self) -> str:
         """
         >>> Rules({"mlp.up": "colwise"}, optional=["mlp.up"])

@@ -372,6 +372,39 @@ def test_optimizer_state_is_global_outside_and_loads_from_one_device(ranks):
     ranks(4).run(_optimizer_state)
 
 
+def _first_step_without_the_model() -> torch.Tensor:
+    model = sl.shard_model(_mlp(), "dp=2", RULES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(_rows(0)).square().mean().backward()
+    first = optimizer.param_groups[0]["params"][0]
+    wanted = first.detach() - first.grad
+    del model
+    gc.collect()
+    optimizer.step()
+    return (first.detach() - wanted).abs().max()
+
+
+def test_an_optimizer_steps_first_when_its_model_is_gone(ranks):
+    assert ranks(2).run(_first_step_without_the_model) == [0, 0]
+
+
+def _batch_norm(dtype: torch.dtype) -> tuple[float, float]:
+    torch.manual_seed(0)
+    alone = nn.BatchNorm2d(3).to(dtype)
+    x = torch.randn(8, 3, 128, 128).to(dtype)  # of each channel twice as many values as float16 can count
+    sharded = sl.shard_model(copy.deepcopy(alone), "dp=2", {"**": None})
+    rank = dist.get_rank()
+    ours, one = sharded(x[4 * rank : 4 * rank + 4]), alone(x)[4 * rank : 4 * rank + 4]
+    assert ours.dtype == dtype
+    return (ours - one).abs().max().item(), (sharded.running_var - alone.running_var).abs().max().item()
+
+
+def test_batch_norm_counts_more_examples_than_half_precision_can(ranks):
+    (largest, variance), _ = ranks(2).run(_batch_norm, torch.float16)
+    # Both sides sum in float32. Outputs below 8 lie 2**-8 apart in float16, and the running variance, near 1, 2**-10.
+    assert largest <= 2**-8 and variance <= 2**-10
+
+
 class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()

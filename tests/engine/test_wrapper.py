@@ -193,6 +193,43 @@ def test_state_loads_from_one_device_and_by_name(ranks, stage):
         assert max(ranks(sl.MeshShape(mesh).world_size).run(_state_goes_from_one_device_and_back, mesh, stage)) < 1e-10
 
 
+def _hooks() -> None:
+    model = sl.shard_model(MLP(), "dp=2", {"**": None}, transforms=[sl.zero(2)])
+    optimizer = sl.OptimizerWrapper(torch.optim.SGD, model, lr=1.0)
+    told: list[Any] = []
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    def look(given: Any, args: Any, kwargs: Any) -> None:
+        assert given is optimizer and args == (optimizer,) and not kwargs
+        told.append((torch.equal(before[name], param), float(param.grad.full_tensor().sum())))  # type: ignore[operator]
+
+    name, param = next(iter(model.named_parameters()))
+    optimizer.register_step_pre_hook(look)
+    last = optimizer.register_step_post_hook(look)
+    optimizer.backward((model(torch.ones(2, model.ins)).sum(), 2))
+    optimizer.clip_grad_norm_(1e9)
+    grad = float(param.grad.full_tensor().sum())  # type: ignore[operator]
+    optimizer.step()
+    assert told == [(True, grad), (False, grad)]
+    last.remove()
+    optimizer.register_state_dict_pre_hook(lambda _: told.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda _, made: {**made, "more": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, given: {k: v for k, v in given.items() if k != "junk"})
+    optimizer.register_load_state_dict_pre_hook(lambda _, given: given["param_groups"][0].update(lr=0.5))
+    optimizer.register_load_state_dict_post_hook(lambda _: told.append("loaded"))
+    saved = optimizer.state_dict()
+    assert saved["more"] == 1
+    optimizer.load_state_dict(saved)
+    assert told[2:] == ["saving", "loaded"] and optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.register_step_pre_hook(lambda *_: ((), {}))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="gave new arguments"):
+        optimizer.step()
+
+
+def test_hooks_of_the_wrapper_are_called_with_it(ranks):
+    ranks(2).run(_hooks)
+
+
 def _refusals() -> None:
     model = sl.shard_model(MLP(), "dp=2", {"**": None}, transforms=[sl.zero(1)])
     other = nn.Linear(2, 2)

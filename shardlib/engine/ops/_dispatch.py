@@ -139,6 +139,7 @@ class _Decision:
 
 
 _DECISIONS: dict[Any, _Decision | str] = {}
+_MOST_DECISIONS = 1 << 14  # batches of ever other shapes would fill any memory; beyond, all are decided anew
 
 
 @forget_with_meshes
@@ -155,6 +156,8 @@ def _decide(operands: Operands, schema: OpSchema) -> _Decision | str:
     except TypeError:  # symbolic sizes cannot be hashed
         return _decided(operands, schema)
     if known is None:
+        if len(_DECISIONS) >= _MOST_DECISIONS:
+            _DECISIONS.clear()
         known = _DECISIONS[key] = _decided(operands, schema)
     return known
 
