@@ -235,6 +235,7 @@ def _unread_weights(case: Case) -> None:
     (weights,) = seen
     assert isinstance(weights, Ungathered) and weights.shape == (4, 4, 10, 10) and weights.requires_grad
     assert repr(weights) == "Ungathered(shape=(4, 4, 10, 10), dtype=torch.float64, placements=(Shard(dim=1),))"
+    assert [tuple(half.shape) for half in weights.split(2, dim=1)] == [(4, 2, 10, 10)] * 2  # a method of Tensor
     assert type(weights * 2) is torch.Tensor
 
 

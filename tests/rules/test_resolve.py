@@ -387,6 +387,12 @@ def test_without_overrides_the_order_of_rules_does_not_matter(keys: list[str], m
     assert outcome(Rules({key: values[key] for key in keys}), mesh) == outcome(Rules(values), mesh)
 
 
+def test_rules_are_keys_of_a_dict_in_any_order():
+    one = Rules({"a.0": "(heads out)@tp in", "a.1": Shard(1)}, sizes={"heads": 2})
+    other = Rules({"a.1": Shard(1), "a.0": "(heads out)@tp in"}, sizes={"heads": 2})
+    assert {one: "found"}[other] == "found" and hash(one) != hash(Rules({"a.0": "colwise"}))
+
+
 @given(st.sampled_from([0, 1, -1, -2]), MESHES)
 def test_a_placement_is_the_text_that_splits_that_dim(dim: int, mesh: str) -> None:
     text = "out@tp in" if dim % 2 == 0 else "out in@tp"

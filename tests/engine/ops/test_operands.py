@@ -1,13 +1,19 @@
-"""Local tensors lie in memory in the order of the whole tensor's dims."""
+"""Operands of ops: local tensors lie in memory in the order of the whole tensor's dims; what is decided is bounded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import shardlib as sl
+from shardlib.engine import ops
+from shardlib.engine.ops import _dispatch
 from shardlib.engine.ops._operands import in_order
 
 
@@ -28,3 +34,14 @@ def test_a_part_lies_as_the_whole_does(data: st.DataObject):
     found = in_order(part, whole.stride())
     assert torch.equal(found, part) and found.stride() == _lying(part.shape, order).stride()
     assert in_order(found, whole.stride()) is found
+
+
+def test_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    """A run whose batches all have other shapes keeps no more of them than that."""
+    monkeypatch.setattr(_dispatch, "_MOST_DECISIONS", 3)
+    mesh = sl.mesh("tp=1")
+    ops.enable(mesh)
+    for size in range(1, 9):
+        rows = distribute_tensor(torch.ones(size, 2), mesh, [Replicate()])
+        assert (rows + rows).full_tensor().equal(torch.full((size, 2), 2.0))
+        assert 0 < len(_dispatch._DECISIONS) <= 3
