@@ -508,8 +508,14 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
-_OPTIMIZER_HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post")
-_OPTIMIZER_HOOKS += ("load_state_dict_pre", "load_state_dict_post")
+_OPTIMIZER_HOOKS = (
+    "step_pre",
+    "step_post",
+    "state_dict_pre",
+    "state_dict_post",
+    "load_state_dict_pre",
+    "load_state_dict_post",
+)
 
 
 def make_hooks(optimizer: torch.optim.Optimizer) -> None:

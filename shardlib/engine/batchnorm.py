@@ -54,7 +54,7 @@ def _normalise(module: BatchNorm, x: torch.Tensor, group: dist.ProcessGroup) -> 
     mean = _total(x.sum(dims), group) / count
     centred = x - mean.view(shape)
     var = _total(centred.square().sum(dims), group) / count
-    _update_running(module, mean.detach(), (var * (count / (count - 1))).detach())
+    _update_running(module, mean.detach(), (var * count / (count - 1)).detach())  # integers alone divide in float32
     out = centred * torch.rsqrt(var + module.eps).view(shape)
     if module.affine:
         out = out * module.weight.view(shape) + module.bias.view(shape)

@@ -388,8 +388,8 @@ def test_without_overrides_the_order_of_rules_does_not_matter(keys: list[str], m
 
 
 def test_rules_are_keys_of_a_dict_in_any_order():
-    one = Rules({"a.0": "(heads out)@tp in", "a.1": Shard(1)}, sizes={"heads": 2})
-    other = Rules({"a.1": Shard(1), "a.0": "(heads out)@tp in"}, sizes={"heads": 2})
+    one = Rules({"a.0": "(heads@tp out) in", "a.1": Shard(1)}, sizes={"heads": 2})
+    other = Rules({"a.1": Shard(1), "a.0": "(heads@tp out) in"}, sizes={"heads": 2})
     assert {one: "found"}[other] == "found" and hash(one) != hash(Rules({"a.0": "colwise"}))
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import shardlib as sl
