@@ -6,7 +6,7 @@ from shardlib._plan.borrowed import ALONE_BYTES
 from shardlib._plan.experts import expert_rows
 from shardlib._plan.make import RulesLike, Transform, as_rules, plan
 from shardlib._plan.memory import Blocks, Memory
-from shardlib._plan.movements import Movement, Traffic, lets_go
+from shardlib._plan.movements import Movement, Purpose, Traffic, lets_go
 from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
 from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.step import LossScale, Step
@@ -24,6 +24,7 @@ __all__ = [
     "Movement",
     "Phase",
     "Plan",
+    "Purpose",
     "Recorded",
     "Row",
     "RulesLike",

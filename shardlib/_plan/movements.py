@@ -23,7 +23,7 @@ from shardlib._plan.step import Step
 from shardlib._plan.units import unit_of
 from shardlib.layout import Collective, Layout, cost, transition
 
-__all__ = ["Movement", "Traffic", "lets_go", "movements_of", "sum_up"]
+__all__ = ["Movement", "Purpose", "Traffic", "lets_go", "movements_of", "sum_up"]
 
 Purpose: TypeAlias = Literal[
     "parameters, forward", "parameters, backward", "gradients", "gradients, step", "updated parameters"

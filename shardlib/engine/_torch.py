@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import inspect
 import json
 import math
 import os
@@ -62,14 +63,17 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "_StridedShard",
+    "accumulation_of",
     "all_reduced",
     "all_to_all",
+    "asks_for_gradient",
     "backward_id",
     "backward_of_inputs",
     "backward_of_weights",
     "cached_by_mesh",
     "call_below_subclass",
     "call_eagerly",
+    "calls_step_of_base",
     "check_input_dim",
     "clamp_all",
     "clear_propagation_cache",
@@ -79,6 +83,7 @@ __all__ = [
     "compiler_is_off",
     "copy_all",
     "default_store",
+    "depth_of_step",
     "dispatcher",
     "drawn_by_tracker",
     "exchanged",
@@ -100,7 +105,9 @@ __all__ = [
     "graph_backend",
     "graph_breaks_raise",
     "group_to_sum_over",
+    "has_gradient_hooks",
     "has_values",
+    "hook_around_step",
     "hooks_of",
     "imagined_in",
     "imagining",
@@ -301,7 +308,7 @@ def backward_of_inputs(
     outputs: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.nn.Parameter],
+    weights: Sequence[torch.Tensor],
 ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
     """The half of a backward pass that another stage waits for, as `torch.distributed.pipelining` does it (2.13.0).
 
@@ -309,14 +316,14 @@ def backward_of_inputs(
     """
     from torch.distributed.pipelining import _backward
 
-    return _backward.stage_backward_input(list(outputs), list(gradients), list(inputs), iter(weights))
+    return _backward.stage_backward_input(list(outputs), list(gradients), list(inputs), iter(weights))  # type: ignore[arg-type]
 
 
-def backward_of_weights(weights: Sequence[torch.nn.Parameter], rest: Any) -> None:
+def backward_of_weights(weights: Sequence[torch.Tensor], rest: Any) -> None:
     """The other half: gradients are added to those of the weights."""
     from torch.distributed.pipelining import _backward
 
-    _backward.stage_backward_weight(iter(weights), rest)
+    _backward.stage_backward_weight(iter(weights), rest)  # type: ignore[arg-type]
 
 
 def all_reduced(tensor: torch.Tensor, group: str) -> torch.Tensor:
@@ -501,6 +508,67 @@ def run_at_end_of_backward(callback: Callable[[], None]) -> None:
 def backward_id() -> int:
     """A number for the backward pass in progress, -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+def accumulation_of(param: torch.Tensor) -> Any:
+    """The AccumulateGrad node of a parameter."""
+    return torch.autograd.graph.get_gradient_edge(param).node
+
+
+def asks_for_gradient(node: Any) -> bool | None:
+    """Whether the backward pass in progress adds a gradient to the parameter of an AccumulateGrad node; None where it
+    gives it to the caller of `autograd.grad` instead."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+
+
+def has_gradient_hooks(param: torch.Tensor) -> bool:
+    """Whether somebody has registered hooks on a parameter's gradient."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+def depth_of_step(optimizer: torch.optim.Optimizer) -> int:
+    """How many calls of an optimizer's step are running, its own and those of its base classes: asked by a hook.
+
+    Told by the stack, since a step that raises calls no hook. All steps share the code of `profile_hook_step`.
+    """
+    code = _HOOKED_STEP
+    frame = inspect.currentframe()
+    depth = 0
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is optimizer:
+            depth += 1
+        frame = frame.f_back
+    return depth
+
+
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__  # type: ignore[attr-defined]
+
+
+def hook_around_step(
+    optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """Register hooks, the last before and the first after each step that runs, those of base classes included.
+
+    torch lets a class call hooks when the first optimizer of exactly that class is made.
+    """
+    for kind in type(optimizer).__mro__:
+        step = vars(kind).get("step")
+        if step is not None and kind is not torch.optim.Optimizer and not hasattr(step, "hooked"):
+            kind.step = torch.optim.Optimizer.profile_hook_step(step)  # type: ignore[attr-defined]
+            kind.step.hooked = True  # type: ignore[attr-defined]
+    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)  # type: ignore[attr-defined]
+    return handles
+
+
+@functools.cache
+def calls_step_of_base(kind: type) -> bool:
+    """Whether the code of a class's step calls that of a base class, as far as its names tell."""
+    code = getattr(inspect.unwrap(vars(kind)["step"]), "__code__", None)
+    return code is not None and ("__class__" in code.co_freevars or "step" in code.co_names)
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, device_here, mesh
-from shardlib._plan import Phase, Plan, Row, lets_go, plan
+from shardlib._plan import Movement, Plan, Purpose, Row, lets_go, plan
 from shardlib.engine import (
     _torch,
     agree,
@@ -42,6 +42,8 @@ from shardlib.engine import (
 )
 from shardlib.engine.compile import CompileReport, check_backend, compile_blocks
 from shardlib.engine.conversion import refuse_conversions
+from shardlib.engine.executor import Executor
+from shardlib.engine.executor.gather import update_buckets
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, local_of, remember
 from shardlib.engine.linear import compute_locally, is_linear
@@ -50,9 +52,8 @@ from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute, recompute
 from shardlib.engine.region import Casting, Root, install_region
 from shardlib.engine.regions import find_regions, inside
-from shardlib.engine.transport import Transport, Workspace
+from shardlib.engine.schedule import Updates, wait_in_modules
 from shardlib.engine.units import Units, install, lend
-from shardlib.engine.updates import Updates, update_in_parts, wait_in_modules
 from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.layout import Dim, Layout, cut
 from shardlib.rules import Rules
@@ -179,10 +180,11 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Backward passes inside only accumulate; the first one outside reduces the sum over the data axes.
+    """Let backward passes inside only accumulate; the first one outside reduces the sum over the data axes.
 
-    Until then `p.grad` is that of this rank's own examples, as large as the unsharded parameter at every stage of ZeRO:
-    a DTensor that is partial over the data axes where the parameter is stored in parts. `zero_grad()` clears it.
+    Until then `p.grad` is that of this rank's own examples, as large as the unsharded parameter. Where the plan stores
+    a parameter in shards (stage 3 of ZeRO, FSDP), a full gradient has no place to stay: it is reduced in each pass,
+    inside too, and `p.grad` is the mean over data ranks. `zero_grad()` clears either.
 
     >>> with no_sync(model):  # doctest: +SKIP
     ...     loss_fn(model(first), targets).backward()
@@ -245,6 +247,7 @@ class _Build:
         self.compute_axes = tuple(axis for axis in self.shape.names if axis in self.model_axes + self.expert_axes)
         self.expert_mesh = device_mesh[self.compute_axes] if self.expert_axes else None
         self.device = device_here(device_mesh.device_type)
+        self.executor = Executor(device_mesh, self.device)
         self.coordinate = self.shape.at(_position(device_mesh))
         self.rows = {name: row for row in plan_.rows for name in (row.name, *row.tied)}
         self.regions = self._find_regions()
@@ -461,16 +464,17 @@ class _Build:
         if global_batch_norm and self.data_axes:
             self._install_batch_norm(undo)
         held = self._held()
-        bucket_bytes, workspace = int(self.plan.step.bucket_mb * 2**20), Workspace()
-        units = self.units = self._lend(held, workspace, bucket_bytes)
+        if any(one.cut is not None for one in held):
+            ops.read_global_values(self.mesh)  # as in `float(p.grad.norm())`
+        bucket_bytes = int(self.plan.step.bucket_mb * 2**20)
+        units = self.units = self._lend(held, bucket_bytes)
         reducer = GradientReducer(
             held,
-            self.mesh,
+            self.executor,
             self.data_axes,
             bucket_bytes=bucket_bytes,
             passes=self.plan.step.accumulate,
             dtype=self.plan.step.reduce_dtype,
-            workspace=workspace,
         )
         undo.callback(reducer.remove)
         scaled = self.plan.step.scaler is not None
@@ -479,8 +483,9 @@ class _Build:
         if self.model_axes or self.data_axes or asked_of_optimizers or self.kept is not None:
             optimizer.look_after(self.model.parameters(), self.shape.data_ranks, reducer, scaled=scaled)
         late = self.plan.repeated if self.plan.step.overlap else ()
-        self.updates = update_in_parts(held, workspace, bucket_bytes=bucket_bytes, late=late)
+        self.updates = self._update(held, bucket_bytes, late)
         if units is not None:
+            units.give_gradients_to(reducer)
             reducer.at_the_end.append(units.let_go)
         root = Root(reducer, self._input_check(check), units, self.casting())
         place = self.place()
@@ -505,16 +510,24 @@ class _Build:
             remember(one)
         return held
 
-    def _lend(self, held: list[Held], workspace: Workspace, bucket_bytes: int) -> Units | None:
+    def _update(self, held: list[Held], bucket_bytes: int, late: Sequence[str]) -> Updates | None:
+        """Let optimizers step on this rank's shards of parameters whose state is split and that are not stored so."""
+        buckets = update_buckets(self.executor, held, bucket_bytes=bucket_bytes, late=late)
+        updates = Updates(buckets, late)
+        for one in (one for bucket in buckets for one in bucket.held):
+            one.updates = updates
+        return updates if buckets else None
+
+    def _lend(self, held: list[Held], bucket_bytes: int) -> Units | None:
         """Where parameters are stored in parts, memory in which they are whole while modules compute with them."""
-        if not any(one.stage == 3 for one in held):
+        if not any(one.is_stored_in_parts for one in held):
             return None
         return lend(
             self.model,
             held,
             self.plan.units,
             lambda name: not lets_go(self.rows[name], self.plan.step),
-            workspace,
+            self.executor,
             bucket_bytes=bucket_bytes,
         )
 
@@ -531,9 +544,9 @@ class _Build:
             places = tuple(compute.placements(compute_mesh))
             spec = _torch.spec(compute_mesh, places, tuple(row.global_shape), param.dtype)
         layout = self._on_active_axes(state)
-        stage = self._stage(row) if division is not None else 0
-        over = self._transports(axes) if axes else None
-        held = Held(row.tied, param, param, axes, division, compute, layout, self.mesh, room, stage, over, spec)
+        movements = self._movements.get(row.name, {})
+        over = self.executor.transport(axes) if axes else None
+        held = Held(row.tied, param, axes, division, compute, layout, self.mesh, room, movements, over, spec)
         held.device, held.hosted = self.device, offload.hosted(row, self.device)
         if row.state is not None and row.has_master:
             held.master_dtype = row.state.dtype or row.dtype
@@ -541,14 +554,14 @@ class _Build:
         return held
 
     @functools.cached_property
-    def _transports(self) -> Callable[[tuple[str, ...]], Transport]:
-        return functools.cache(lambda axes: transport.over(_torch.flattened(self.mesh, axes).get_group(), self.device))
-
-    def _stage(self, row: Row) -> int:
-        """Of ZeRO: which of state, gradient and stored parameter are split over data axes."""
-        phases: tuple[tuple[int, Phase], ...] = ((3, "stored"), (2, "grad"), (1, "state"))
-        split = (stage for stage, phase in phases if row.added(phase) & {*self.data_axes})
-        return next(split, 0)
+    def _movements(self) -> dict[str, dict[Purpose, Movement]]:
+        """What a step moves of each row, by purpose."""
+        found: dict[str, dict[Purpose, Movement]] = {}
+        with _torch.no_modes():  # a dry run has no values, and sizes are counted with tensors
+            movements = self.plan.movements()
+        for one in movements:
+            found.setdefault(one.name, {})[one.purpose] = one
+        return found
 
     def casting(self) -> Casting:
         """In which dtypes the model computes."""
@@ -687,7 +700,9 @@ class _Build:
         if row.state is not None and row.has_master:
             stored, state = self._on_active_axes(row.stored), self._on_active_axes(row.state)
             parts = cut(stored, state, row.global_shape, self.shape, self.coordinate)
-            part = wide if parts is None else parts.take(wide, self._transports(self._added(stored, state)).index)
+            part = (
+                wide if parts is None else parts.take(wide, self.executor.transport(self._added(stored, state)).index)
+            )
             away = "state" in offload.hosted(row, self.device)
             home = offload.HOST if away else part.device
             self._masters[name] = part.to(home, row.state.dtype or row.dtype, copy=True)

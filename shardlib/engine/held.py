@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,18 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 from shardlib._mesh import MeshShape
+from shardlib._plan import Movement, Purpose
 from shardlib.engine import _torch, offload
-from shardlib.engine.exchange import Bundle
+from shardlib.engine.executor.bucket import Bucket
 from shardlib.engine.plain import plain
 from shardlib.engine.transport import Transport, Workspace
 from shardlib.errors import ShardingError
 from shardlib.layout import Cut, Layout
 
 if TYPE_CHECKING:
-    from shardlib.engine.updates import Updates
+    from shardlib.engine.schedule import Updates
 
 __all__ = ["Axes", "Held", "held_of", "local_of", "remember"]
 
@@ -35,20 +37,19 @@ class Held:
 
     Attributes:
         names: all its names, the first one first.
-        param: what the model shows its user: `model.get_parameter(name)`.
-        leaf: what is computed with and what autograd gives gradients: `param` itself, unless parameters are stored in
-            parts; whole over the data axes.
+        param: `model.get_parameter(name)`, to which autograd gives gradients.
         axes: the data axes that split gradient and state.
         cut: how a local compute tensor is divided over them; None where they split nothing.
-        compute: layout of `leaf`, on the whole mesh.
+        compute: layout of what is computed with, on the whole mesh.
         layout: of gradient and state, on the whole mesh.
         mesh: the whole mesh.
         room: elements of the largest rank's compute tensor.
-        stage: of ZeRO: 0 where nothing is split, 1 where a gradient keeps its whole memory, 2 where only this rank's
-            part of it stays, 3 where the parameter is stored in parts too.
+        movements: what the plan moves of it in a step, by purpose.
         transport: the ranks among which `cut` divides.
         compute_spec: of the whole parameter on the model axes, where it is a DTensor there.
-        whole: local memory of `leaf`, where that is lent.
+        unsharded: local memory of what is computed with, where the parameter is stored in parts.
+        leaf: during a step of a pipeline, what is computed with in all of its microbatches: autograd adds up the
+            gradients of such a parameter there.
         master_dtype: of the copy of the parameter that the optimizer steps on, laid out as its state; None where it
             steps on the parameter.
         first_master: that copy, until the first step.
@@ -63,17 +64,17 @@ class Held:
 
     names: tuple[str, ...]
     param: nn.Parameter
-    leaf: nn.Parameter
     axes: Axes
     cut: Cut | None
     compute: Layout
     layout: Layout
     mesh: DeviceMesh
     room: int
-    stage: int = 0
+    movements: Mapping[Purpose, Movement] = field(default_factory=dict)
     transport: Transport | None = None
     compute_spec: Any = None
-    whole: torch.Tensor | None = None
+    unsharded: torch.Tensor | None = None
+    leaf: torch.Tensor | None = None
     master_dtype: torch.dtype | None = None
     first_master: torch.Tensor | None = None
     updates: Updates | None = None
@@ -87,40 +88,20 @@ class Held:
     def name(self) -> str:
         return self.names[0]
 
-    def make_leaf(self, local: torch.Tensor) -> nn.Parameter:
-        """A parameter to compute with, over this local memory."""
-        value = local if self.compute_spec is None else _torch.wrap(local, self.compute_spec)
-        return nn.Parameter(value, requires_grad=self.param.requires_grad)
+    def to_compute_with(self) -> torch.Tensor:
+        """A new tensor over the unsharded memory, apart from autograd, which counts its writes by itself: a gathering
+        must not be taken for a change of what autograd saved."""
+        assert self.unsharded is not None
+        local = self.unsharded.data
+        return local if self.compute_spec is None else _torch.wrap(local, self.compute_spec)
 
     def wrap(self, part: torch.Tensor) -> DTensor:
         """This rank's part of gradient or state as a DTensor of global shape."""
         spec = self._specs.get(part.dtype)
         if spec is None:
-            spec = _torch.spec(self.mesh, self._placements, tuple(self.leaf.shape), part.dtype)
+            spec = _torch.spec(self.mesh, self._placements, tuple(self.param.shape), part.dtype)
             self._specs[part.dtype] = spec
         return _torch.wrap(part, spec)
-
-    def wrap_own(self, grad: torch.Tensor, data_axes: Axes) -> DTensor:
-        """Show a gradient of this rank's examples alone, which is as large as the leaf, where `param` is a shard.
-
-        It has the parameter's global shape, and is partial over `data_axes`. It shares the gradient's memory, except
-        where parameters are stored on the host: torch keeps a gradient on the device of its parameter.
-        """
-        places: dict[str, Placement] = dict.fromkeys(data_axes, Partial("avg"))
-        if isinstance(grad, DTensor):
-            places.update(zip(grad.device_mesh.mesh_dim_names or (), grad.placements, strict=True))
-        placements = tuple(places.get(axis, Replicate()) for axis in self.mesh.mesh_dim_names or ())
-        spec = _torch.spec(self.mesh, placements, tuple(self.leaf.shape), grad.dtype)
-        return _torch.wrap(local_of(grad).to(self.param.device), spec)
-
-    def unwrap_own(self, shown: torch.Tensor) -> torch.Tensor:
-        """Lay a gradient that `wrap_own` shows as the leaf's gradient, in the same memory."""
-        local = local_of(shown).to(self.device)
-        if self.compute_spec is None or not isinstance(shown, DTensor):
-            return local
-        places = dict(zip(shown.device_mesh.mesh_dim_names or (), shown.placements, strict=True))
-        axes = self.compute_spec.mesh.mesh_dim_names
-        return _torch.wrap(local, _torch.spec_with(self.compute_spec, tuple(places[axis] for axis in axes)))
 
     @cached_property
     def _specs(self) -> dict[torch.dtype, Any]:
@@ -132,13 +113,26 @@ class Held:
 
     @property
     def memory(self) -> torch.Tensor:
-        """What this rank holds of the leaf, for looking at its shape: autograd is not kept away."""
-        return _torch.local_of(self.leaf) if isinstance(self.leaf, DTensor) else self.leaf
+        """This rank's memory of what is computed with. Autograd is not kept away."""
+        if self.unsharded is not None:
+            return self.unsharded
+        return _torch.local_of(self.param) if isinstance(self.param, DTensor) else self.param
+
+    @property
+    def is_stored_in_parts(self) -> bool:
+        """Whether ranks hold different parts of the parameter between the runs of its unit."""
+        return self.cut is not None and "parameters, forward" in self.movements
+
+    @property
+    def keeps_gradient(self) -> bool:
+        """Whether its gradient has its own memory until the step ends, as large as what is computed with, though this
+        rank reduces its part alone."""
+        return self.updated_in_parts and self.movements["gradients"].needed == "step ends"
 
     @property
     def updated_in_parts(self) -> bool:
         """Whether gradient and state lie otherwise than the parameter does."""
-        return self.cut is not None and self.stage < 3
+        return self.cut is not None and not self.is_stored_in_parts
 
     @property
     def is_split(self) -> bool:
@@ -158,7 +152,7 @@ class Held:
     @property
     def home(self) -> Layout:
         """How the parameter lies between steps."""
-        return self.layout if self.stage == 3 else self.compute
+        return self.layout if self.is_stored_in_parts else self.compute
 
     @property
     def grad_layout(self) -> Layout:
@@ -173,7 +167,7 @@ class Held:
     @cached_property
     def part_shape(self) -> tuple[int, ...]:
         """Local shape of this rank's part of gradient and state."""
-        return self.layout.local_shape(tuple(self.leaf.shape), MeshShape.of(self.mesh), self._place)
+        return self.layout.local_shape(tuple(self.param.shape), MeshShape.of(self.mesh), self._place)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor of global shape."""
@@ -191,9 +185,9 @@ class Held:
         if self.cut is not None:
             assert self.transport is not None
             part = part.to(self.device)
-            bundle = Bundle([self.cut], self.transport, part.dtype, part.device, Workspace())
+            bucket = Bucket([self.cut], self.transport, part.dtype, part.device, Workspace())
             whole = torch.empty(self.cut.shape, dtype=part.dtype, device=part.device)
-            bundle.unpack(bundle.gather(part.reshape(-1), [whole]), [whole])
+            bucket.unpack(bucket.gather(part.reshape(-1), [whole]), [whole])
             part = whole
         return part if self.compute_spec is None else plain(_torch.wrap(part, self.compute_spec))
 
@@ -201,7 +195,7 @@ class Held:
         """Its gradient is about to be used, and must not be that of this rank's examples alone."""
         grad = self.param.grad
         partial = isinstance(grad, DTensor) and any(place.is_partial() for place in grad.placements)
-        if self.cut is not None and not self.is_part(grad) and (self.stage < 3 or partial):
+        if self.cut is not None and not self.is_part(grad) and (self.updated_in_parts or partial):
             raise ShardingError(
                 f'"{self.name}" has a gradient of this rank\'s examples alone: the plan splits its gradient or state '
                 f"over {', '.join(self.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Run "

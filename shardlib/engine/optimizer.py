@@ -4,8 +4,11 @@ Element-wise optimizers compute every element of the update from the same elemen
 stepping on local shards is exact. While such an optimizer steps, its parameters and state are the local tensors;
 before and after, they are DTensors with global shapes. Where the plan splits state over data axes, each rank steps on
 its part of a parameter, and the parts are gathered afterwards. An optimizer that is not known to be element-wise
-steps on DTensors, and on whole gradients. Both hooks are installed in every optimizer when the first model is
-sharded, through torch's public door for that, and look only at parameters that shardlib made.
+steps on DTensors, and on whole gradients.
+
+Only a step that torch defines, or that is registered here, sees this. A user's own hooks, and a subclass that edits
+gradients and then calls `super().step()`, see the parameters of the model. One hook, the first of all, looks at each
+optimizer that steps; it leaves one that has no parameter of a sharded model as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -27,11 +30,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardlib.engine import _torch, offload
 from shardlib.engine.borders import moved
-from shardlib.engine.exchange import in_batches
+from shardlib.engine.executor.bucket import in_batches
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, held_of, local_of
 from shardlib.engine.lost import naming_lost_ranks
-from shardlib.engine.updates import Updates, settle, updates_of
+from shardlib.engine.schedule import Updates, updates_of, wait_for_updates
 from shardlib.engine.whole import WholeStep
 from shardlib.errors import ShardingError
 
@@ -103,7 +106,7 @@ class _Keeper:
 _local_leaf: _ByParameter[torch.Tensor] = _ByParameter()  # of a sharded parameter: a plain leaf over its local memory
 _replaced: _ByParameter[str] = _ByParameter()  # of a parameter that was replaced in sharding: its name
 _ours: _ByParameter[_Keeper] = _ByParameter()  # of each parameter of a sharded model
-_looked_at: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizers that have stepped
+_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of optimizers that have stepped on such parameters
 _stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> _Saved
 
 
@@ -157,6 +160,11 @@ def register_in_pieces(optimizer: type[torch.optim.Optimizer]) -> type[torch.opt
 
 def adopt(name: str, before: nn.Parameter, after: nn.Parameter) -> None:
     """Tell the hooks that the parameter `before` was replaced by `after`, a DTensor or a plain one elsewhere."""
+    if _torch.has_gradient_hooks(before):
+        raise ShardingError(
+            f'"{name}" has hooks on its gradient (register_hook), and sharding puts another parameter in its place. '
+            "Register them after shard_model."
+        )
     _replaced.put(before, name)
     if isinstance(after, DTensor):
         _local_leaf.put(after, _torch.local_of(after).detach())
@@ -194,58 +202,105 @@ _watching: list[Any] = []
 
 
 def watch_optimizers() -> None:
-    """Install both hooks, once; again where somebody has cleared the hooks of all optimizers since."""
+    """Look at all optimizers that step, once; again where somebody has cleared the hooks of all optimizers since."""
     for handle in _watching:
         handle.remove()
     _watching[:] = [
-        torch_optimizer.register_optimizer_step_pre_hook(_before_step),
-        torch_optimizer.register_optimizer_step_post_hook(_after_step),
+        torch_optimizer.register_optimizer_step_pre_hook(_meet),
     ]
+
+
+def _meet(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The first hook of every step in this process."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if (outermost := _torch.depth_of_step(optimizer) == 1) and optimizer in _stepping:
+        _put_back(optimizer)  # the step before has raised
+    if outermost:
+        _refuse_replaced(params)
+    keepers = {keeper for p in params if (keeper := _ours.get(p)) is not None}
+    if not keepers:
+        return
+    if outermost:
+        if optimizer not in _hooks:
+            _warn_of_strangers(params)
+        _refuse_half_a_step(keepers, params)
+    for handle in _hooks.get(optimizer, ()):
+        handle.remove()
+    _hooks[optimizer] = _torch.hook_around_step(optimizer, _before_step, _after_step)
 
 
 @naming_lost_ranks("step")
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    _put_back(optimizer)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    _refuse_replaced(params)
-    if optimizer not in _looked_at:
-        _looked_at[optimizer] = True
-        _warn_of_strangers(params)
-    keepers = {keeper for p in params if (keeper := _ours.get(p)) is not None}
-    if not keepers:
+    """The last hook before a step of an optimizer that has parameters of a sharded model."""
+    depth = _torch.depth_of_step(optimizer)
+    begin = _way_of(optimizer, depth)
+    if begin is None or optimizer in _stepping:
         return None
-    _refuse_half_a_step(keepers)
-    begin = _way_of(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
     if closure is None or begin is _step_on_gathered_gradients:
-        begin(optimizer, params)
+        _begin(begin, optimizer, params, depth)
         return None
     # These optimizers call their closure first and once: the loss and its gradients are made before the parameters are
     # replaced by their parts.
     with torch.enable_grad():
         loss = closure()
-    begin(optimizer, params)
+    _begin(begin, optimizer, params, depth)
     return (args[0], lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}
 
 
-def _way_of(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer, list[torch.Tensor]], None]:
-    if type(optimizer) in _ELEMENTWISE:
+_Way: TypeAlias = Callable[[torch.optim.Optimizer, list[torch.Tensor]], None]
+
+
+def _begin(begin: _Way, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], depth: int) -> None:
+    begin(optimizer, params)
+    if (saved := _stepping.get(optimizer)) is not None:
+        saved.depth = depth
+
+
+def _way_of(optimizer: torch.optim.Optimizer, depth: int) -> _Way | None:
+    """How the step runs that is about to, the `depth`th of nested ones; None where it goes on to one that is known."""
+    kind = _kind_of(type(optimizer), depth)
+    if kind is None:
+        return None
+    if kind in _ELEMENTWISE:
         return _step_on_local_tensors
-    return _step_on_owned_tensors if type(optimizer) in _PER_TENSOR else _step_on_gathered_gradients
+    return _step_on_owned_tensors if kind in _PER_TENSOR else _step_on_gathered_gradients
+
+
+def _kind_of(optimizer: type[torch.optim.Optimizer], depth: int) -> type | None:
+    """The class that says what a step needs, the `depth`th of nested ones; None where it is one that it calls."""
+    known = _ELEMENTWISE | _PER_TENSOR
+    stepping = [kind for kind in optimizer.__mro__ if "step" in vars(kind)]
+    here, below = stepping[depth - 1], stepping[depth:]
+    if any(kind in known for kind in below) and _torch.calls_step_of_base(here):
+        return None
+    if depth == 1 and optimizer in known:
+        return optimizer
+    return here if here in known and not _changes_more(optimizer, here) else optimizer
+
+
+def _changes_more(optimizer: type, base: type) -> bool:
+    """Whether a subclass changes what a step of its base calls."""
+    between = optimizer.__mro__[: optimizer.__mro__.index(base)]
+    own = {name for kind in between if kind not in _ELEMENTWISE | _PER_TENSOR for name in vars(kind)}
+    return any(name in vars(base) for name in own if name != "step" and not name.startswith("__"))
 
 
 @naming_lost_ranks("step")
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The first hook after it."""
     saved = _stepping.get(optimizer)
+    if saved is None or saved.depth != _torch.depth_of_step(optimizer):
+        return
     inner = optimizer.state
     _put_back(optimizer)
-    if saved is not None and saved.whole is not None:
+    if saved.whole is not None:
         _take_whole_step(saved, inner)
-    if saved is not None:
-        for updates in saved.updates:
-            updates.end(saved.params)
+    for updates in saved.updates:
+        updates.begin(saved.params)
 
 
 def _take_whole_step(saved: _Saved, inner: Any) -> None:
@@ -271,9 +326,15 @@ def _refuse_replaced(params: list[torch.Tensor]) -> None:
         )
 
 
-def _refuse_half_a_step(keepers: set[_Keeper]) -> None:
+def _refuse_half_a_step(keepers: set[_Keeper], params: list[torch.Tensor]) -> None:
     for keeper in keepers:
         reducer = keeper.reducer()
+        if reducer is not None and (name := next(reducer.pending(params), None)) is not None:
+            raise ShardingError(
+                f'An optimizer stepped while a backward pass runs, and the gradient of "{name}" is not reduced yet: it '
+                "is when backward() returns. Step then; or let the plan store parameters in parts, as zero(3) and "
+                "fsdp() do, whose gradients are reduced before hooks see them."
+            )
         if keeper.scaled and not _through_wrapper:
             raise ShardingError(
                 "The plan scales the loss (precision), and this optimizer does not know of it. Wrap it: "
@@ -315,6 +376,7 @@ class _Saved:
         written: how many of them have been.
         whole: the step on whole tensors that is under way.
         all_groups: the list of groups, of which some may be left out: those without tensors that this rank steps.
+        depth: which of nested steps it is.
     """
 
     groups: list[dict[str, Any]]
@@ -327,6 +389,7 @@ class _Saved:
     written: int = 0
     whole: WholeStep | None = None
     all_groups: list[dict[str, Any]] | None = None
+    depth: int = 1
 
 
 def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
@@ -356,7 +419,7 @@ def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved, groups: 
     """Let leaves stand for parameters. Those that step on the host have done so when this returns, where that is known
     to be the same as stepping with all others."""
     params = saved.params
-    parts = {key: part for updates in saved.updates for key, part in updates.begin(params).items()}
+    parts = {key: part for updates in saved.updates for key, part in updates.local_shards(params).items()}
     pieces = [_Piece(each, parts) for each in _in_pieces(params)]
     stepped: set[int] = set()
     for piece in pieces:
@@ -443,7 +506,7 @@ def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
     held = [one for _, one in known]
     if not any(one.is_split or one.master_dtype is not None or one.hosted for one in held):
         return
-    settle(params)
+    wait_for_updates(params)
     outer = optimizer.state
     saved = _Saved([dict(group) for group in optimizer.param_groups], outer, params)
     saved.all_groups = optimizer.param_groups
@@ -472,16 +535,18 @@ def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
 def _own_part(held: Held) -> torch.Tensor:
     """This rank's part, as the state lies, of what is stored."""
     local = local_of(held.param)
-    if held.cut is None or held.stage == 3:
+    if not held.updated_in_parts:
         return local
-    assert held.transport is not None
+    assert held.cut is not None and held.transport is not None
     return held.cut.take(local, held.transport.index)
 
 
 def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
     """Nothing is known of this optimizer: it gets whole gradients, and every rank makes the same step."""
     every = [one for p in params if (one := held_of(p)) is not None]
-    hard = next((o for o in every if o.master_dtype is not None or o.hosted or (o.stage == 3 and o.is_split)), None)
+    hard = next(
+        (o for o in every if o.master_dtype is not None or o.hosted or (o.is_stored_in_parts and o.is_split)), None
+    )
     if hard is not None:
         name = type(optimizer).__qualname__
         raise ShardingError(
@@ -492,8 +557,8 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[t
         )
     saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params)
     for updates in updates_of(params):
-        updates.settle()
-        for param, grad in updates.whole_gradients(params):
+        updates.wait()
+        for param, grad in updates.full_gradients(params):
             saved.gradients[param], param.grad = param.grad, grad
     if saved.gradients:
         _stepping[optimizer] = saved

@@ -47,7 +47,7 @@ def reduce_gradients_by(model: nn.Module, reduction: Reduction | None) -> None:
         )
     if reduction is not None and not callable(reduction):
         raise PlanError(f"reduce_gradients_by was given {reduction!r}; give a function that takes a GradientBucket.")
-    reducer.reduction = reduction
+    reducer.reductions.reduction = reduction
 
 
 def _first_in_parts(reducer: GradientReducer) -> str | None:

@@ -58,7 +58,7 @@ def _whole(value: Any, param: torch.Tensor | None, *, cpu: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     held = None if param is None else held_of(param)
-    if held is not None and held.stage == 3:
+    if held is not None and held.is_stored_in_parts:
         whole = held.gathered(local_of(held.param))
     else:
         whole = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
@@ -88,6 +88,6 @@ def _cut(name: str, tensor: DTensor, given: torch.Tensor) -> DTensor:
             "dict of the same model: whole tensors, or DTensors."
         )
     held = held_of(tensor)
-    if held is not None and held.stage == 3:
+    if held is not None and held.is_stored_in_parts:
         return held.wrap(held.take(given).to(local_of(tensor).device))
     return _torch.wrap(_torch.shard(given, tensor.device_mesh, tensor.placements), _torch.spec_of(tensor))

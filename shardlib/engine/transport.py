@@ -6,20 +6,22 @@ rank sends each block straight to its owner, and the owner adds up. Either way a
 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7).
 
 Nothing else that moves shards asks which back end there is. SHARDLIB_TRANSPORT chooses another implementation than the
-back end's own.
+back end's own. Each call names the movements of the plan that it carries, so that what a step sends can be compared
+with what the plan lists.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from shardlib._plan import Movement
 from shardlib.engine import _torch
 from shardlib.errors import InputError
 
@@ -28,9 +30,11 @@ __all__ = [
     "CollectiveTransport",
     "Handle",
     "PointToPointTransport",
+    "Sent",
     "Transport",
     "Workspace",
     "chosen",
+    "exchange",
     "over",
 ]
 
@@ -66,16 +70,32 @@ class Handle:
     Attributes:
         blocks: where what arrives lies, once `wait` has returned.
         borrowed: memory to give back when nobody reads the blocks any more.
+        group: whose time limit holds, where the back end has none of its own.
     """
 
     blocks: list[torch.Tensor]
     borrowed: list[torch.Tensor]
     works: list[dist.Work]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None = None
 
     def wait(self) -> None:
         """Return when all has arrived; on an accelerator, let its current stream do so."""
-        _torch.wait_for(self.works, _torch.limit_of(self.group))
+        _torch.wait_for(self.works, None if self.group is None else _torch.limit_of(self.group))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One call of a transport.
+
+    Attributes:
+        kind: "all_reduce", "reduce_scatter" or "all_gather", as in `shardlib.layout.Collective`.
+        axes: the mesh axes whose ranks take part.
+        carries: the movements of the plan that it is a part of.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    carries: tuple[Movement, ...]
 
 
 class Transport(ABC):
@@ -83,6 +103,8 @@ class Transport(ABC):
 
     Attributes:
         group: the process group.
+        axes: the mesh axes that it lies along.
+        log: where each call is noted, while somebody records them.
         ranks: its global ranks, in order.
         index: this rank's place among them.
         count: how many they are.
@@ -92,11 +114,20 @@ class Transport(ABC):
     name: ClassVar[str]
     takes_uneven: ClassVar[bool]
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, axes: tuple[str, ...] = ()) -> None:
+        self.group, self.axes = group, axes
+        self.log: list[Sent] | None = None
         self.ranks = dist.get_process_group_ranks(group)
         self.index = dist.get_rank(group)
         self.count = len(self.ranks)
+
+    def note(self, kind: str, carries: Iterable[Movement]) -> None:
+        if self.log is not None:
+            self.log.append(Sent(kind, self.axes, tuple(carries)))
+
+    def all_reduce(self, buffer: torch.Tensor) -> Handle:
+        """Begin to sum a buffer over all ranks, in place."""
+        return Handle([buffer], [], [dist.all_reduce(buffer, group=self.group, async_op=True)])
 
     @abstractmethod
     def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
@@ -179,7 +210,7 @@ class PointToPointTransport(Transport):
 _KNOWN: dict[str, type[Transport]] = {kind.name: kind for kind in (CollectiveTransport, PointToPointTransport)}
 
 
-def over(group: dist.ProcessGroup, device: torch.device) -> Transport:
+def over(group: dist.ProcessGroup, device: torch.device, axes: tuple[str, ...] = ()) -> Transport:
     """What is cheapest over the back end of a group, or what SHARDLIB_TRANSPORT says.
 
     A dry run does what its device's own back end would do.
@@ -191,8 +222,8 @@ def over(group: dist.ProcessGroup, device: torch.device) -> Transport:
     if name is None:
         backend = dist.get_backend(group)
         over_gloo = backend == dist.Backend.GLOO or (backend == dist.Backend.FAKE and device.type == "cpu")
-        return (PointToPointTransport if over_gloo else CollectiveTransport)(group)
-    return _KNOWN[name](group)
+        return (PointToPointTransport if over_gloo else CollectiveTransport)(group, axes)
+    return _KNOWN[name](group, axes)
 
 
 def chosen() -> str | None:
@@ -201,6 +232,24 @@ def chosen() -> str | None:
     if name is not None and name not in _KNOWN:
         raise InputError(f'{VARIABLE}="{name}" names no transport; set "collectives" or "point-to-point".')
     return name
+
+
+def exchange(
+    sends: Iterable[tuple[torch.Tensor, int]], receives: Iterable[tuple[torch.Tensor, int]], group: dist.ProcessGroup
+) -> Handle:
+    """Begin to send whole tensors to single ranks of a group, and to receive others.
+
+    Args:
+        sends: contiguous tensors, each with the place in the group of the rank that it goes to.
+        receives: contiguous memory, each with the place of the rank that sends it.
+        group: of all of them; two ranks that exchange several tensors name them in the same order.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    ops = [dist.P2POp(dist.isend, tensor, ranks[to], group=group) for tensor, to in sends]
+    memory = [*receives]
+    ops += [dist.P2POp(dist.irecv, tensor, ranks[source], group=group) for tensor, source in memory]
+    works = dist.batch_isend_irecv(ops) if ops else []
+    return Handle([tensor for tensor, _ in memory], [], works, group)
 
 
 def _joined(blocks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Parameters that are stored in parts are whole while they are computed with: a unit at a time.
 
 A unit is a module whose parameters are gathered together, such as a block, or several small ones. While its forward
-runs, its modules show whole parameters in the place of the stored ones; autograd gives these their gradients. The
+runs, its modules show unsharded tensors in the place of the stored parameters. An autograd function makes these of
+those: its backward gets the gradients of a whole unit at once, and gives each parameter its shard of their mean. The
 memory of whole parameters is lent: units take turns in two buffers, one for the unit that computes and one for the unit
 that comes next, which is gathered meanwhile. What autograd has saved of a parameter is this memory, so that before a
 unit's backward its parameters are gathered into the same place once more (Rajbhandari et al., "ZeRO", section 5.3; Zhao
@@ -14,24 +15,27 @@ when the model is entered, and stays until backward has ended.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from shardlib._plan import ALONE_BYTES, join_small, unit_of
-from shardlib.engine import _torch, offload
+from shardlib._plan import ALONE_BYTES, Purpose, join_small, unit_of
+from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
-from shardlib.engine.exchange import Bundle, goes_alone, in_batches
-from shardlib.engine.held import Held, local_of
+from shardlib.engine.executor import Executor
+from shardlib.engine.executor.gather import UnshardBucket, unshard_buckets
+from shardlib.engine.held import Held
 from shardlib.engine.lost import naming_lost_ranks_in_backward
-from shardlib.engine.transport import Workspace
+from shardlib.engine.schedule import RunOrder
 from shardlib.errors import ShardingError
+
+if TYPE_CHECKING:
+    from shardlib.engine.gradients import GradientReducer
 
 __all__ = ["Units", "install", "lend"]
 
@@ -61,6 +65,8 @@ class _Unit:
         places: where modules keep them: the dict of a module's parameters, the key, the parameter, and what stands
             there while the model runs but not this unit.
         kept: whether they stay whole until backward has ended.
+        shown: what its modules compute with while the model runs, by the identity of what is known of a parameter. All
+            forwards of a unit share these, so that their gradients come together.
         depth: how many forwards of its modules are running.
         awaited: a backward pass will ask for it.
     """
@@ -69,11 +75,11 @@ class _Unit:
     held: list[Held]
     places: list[tuple[dict[str, Any], str, Held, torch.Tensor]]
     memory: Lending
-    bundles: list[tuple[Bundle, list[Held]]]
+    buckets: list[UnshardBucket]
     kept: bool
+    shown: dict[int, torch.Tensor] = field(default_factory=dict)
     depth: int = 0
     awaited: bool = False
-    under_way: list[Any] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
@@ -92,14 +98,14 @@ class _Unit:
         if self.memory.holder is not None:
             self.memory.holder.finish_gathering()  # what it asked for comes into this memory
         self.memory.holder = self
-        for bundle, held in self.bundles:
-            self.under_way.append(_begin(bundle, held))
+        purpose: Purpose = "parameters, forward" if _torch.backward_id() == -1 else "parameters, backward"
+        for bucket in self.buckets:
+            bucket.begin(purpose)
 
     @naming_lost_ranks_in_backward
     def finish_gathering(self) -> None:
-        for moving, (bundle, held) in zip(self.under_way, self.bundles, strict=False):
-            bundle.unpack(moving, _wholes(held))
-        self.under_way = []
+        for bucket in self.buckets:
+            bucket.wait()
 
     def release(self) -> None:
         """Forward is over; what stays for backward stays."""
@@ -107,30 +113,95 @@ class _Unit:
             self.finish_gathering()
             self.memory.holder = None
 
-    def show(self) -> None:
+    def show(self, reducer: weakref.ref[GradientReducer], *, in_step: bool) -> None:
+        """Let its modules compute with unsharded tensors; in a step of a pipeline, with the same ones throughout."""
+        if in_step:
+            self.shown = {id(held): _leaf(held) for held in self.held}
+        learning = torch.is_grad_enabled() and any(held.param.requires_grad for held in self.held)
+        if not self.shown or (learning and not any(tensor.requires_grad for tensor in self.shown.values())):
+            self.shown = _unsharded(self.held, reducer)
         for owner, key, held, _ in self.places:
-            owner[key] = held.leaf
+            owner[key] = self.shown[id(held)]
+
+    def refuse_replaced(self) -> None:
+        """Raise if modules have other tensors now than the parameters that were sharded."""
+        for owner, key, held, _ in self.places:
+            if owner.get(key) is not held.param:
+                raise ShardingError(
+                    f'"{held.name}" is stored in shards, and another tensor stands in its place since (assigned, tied, '
+                    "parametrized, or given to torch.func.functional_call). Replace it before shard_model; copy "
+                    "values into it by load_state_dict; or do not shard it between steps: zero(2), or only= patterns "
+                    "without it."
+                )
 
     def guard(self) -> None:
         for owner, key, _, guard in self.places:
             owner[key] = guard
 
     def hide(self) -> None:
+        self.shown = {}  # it keeps a graph, through which the collector sees no cycle
         for owner, key, held, _ in self.places:
             owner[key] = held.param
 
 
-def _begin(bundle: Bundle, held: Sequence[Held]) -> Any:
-    """Ask for every rank's parts; own ones that lie on the host are copied first, beside what is computed."""
-    mine = [local_of(one.param).reshape(-1) for one in held]
-    if "stored" not in held[0].hosted:
-        return bundle.gather(mine[0] if len(mine) == 1 else torch.cat(mine), _wholes(held))
-    with offload.beside(bundle.device):
-        return bundle.gather(offload.joined(mine, bundle.device), _wholes(held))
+def _leaf(held: Held) -> torch.Tensor:
+    if held.leaf is None:
+        if held.param.requires_grad and _torch.has_gradient_hooks(held.param):
+            raise ShardingError(
+                f'"{held.name}" is stored in shards and has hooks on its gradient, which pipeline steps do not call: '
+                "they add up the gradients of all microbatches. Remove the hooks, or use zero(2) at most."
+            )
+        held.leaf = held.to_compute_with().requires_grad_(held.param.requires_grad)
+    return held.leaf
 
 
-def _wholes(held: Iterable[Held]) -> list[torch.Tensor]:
-    return [one.whole for one in held if one.whole is not None]
+def _unsharded(held: Sequence[Held], reducer: weakref.ref[GradientReducer]) -> dict[int, torch.Tensor]:
+    """What modules compute with in the place of parameters; autograd leads gradients from there to the parameters."""
+    shown = {id(one): one.to_compute_with() for one in held}
+    trained = [one for one in held if one.param.requires_grad]
+    if torch.is_grad_enabled() and trained:
+        made = _Unshard.apply(reducer, trained, [shown[id(one)] for one in trained], *(one.param for one in trained))
+        shown.update(zip(map(id, trained), made, strict=True))
+    return shown
+
+
+class _Unshard(torch.autograd.Function):
+    """Parameters of a unit as they are stored -> as they are computed with; gradients go the other way, to the mean.
+
+    Gathering has happened before, and reducing goes on until the backward pass has ended: `p.grad` gets its shard then.
+    At once it is there only for what autograd gives to others too: hooks of the parameter, `autograd.grad`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, reducer: Any, held: Sequence[Held], made: Sequence[torch.Tensor], *_params: Any) -> Any:  # type: ignore[override]
+        ctx.reducer, ctx.held = reducer, held
+        ctx.set_materialize_grads(False)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                f'A backward pass with create_graph=True reached "{ctx.held[0].name}", which is stored in shards: its '
+                "second derivatives cannot be computed. Do not shard it between steps: zero(2), or only= patterns "
+                "without it. Gradients of gradients of inputs can be computed at every stage."
+            )
+        nodes = [node for node, _ in ctx.next_functions]
+        wanted = [_torch.asks_for_gradient(node) for node in nodes]
+        at_once = [
+            want is not True or _torch.has_gradient_hooks(one.param) for want, one in zip(wanted, ctx.held, strict=True)
+        ]
+        reducer = ctx.reducer()
+        if reducer is None:
+            raise ShardingError("A backward pass has come to a sharded model that is gone. Keep the model until then.")
+        chosen = [i for i, want in enumerate(wanted) if want is not False]
+        found = reducer.take_unsharded(
+            [ctx.held[i] for i in chosen], [grads[i] for i in chosen], [at_once[i] for i in chosen]
+        )
+        results: list[torch.Tensor | None] = [None] * len(grads)
+        for i, result in zip(chosen, found, strict=True):
+            results[i] = result
+        return (None, None, None, *results)
 
 
 class Units:
@@ -138,11 +209,15 @@ class Units:
 
     def __init__(self, units: Mapping[str, _Unit]) -> None:
         self.units = units
+        self._reducer: weakref.ref[GradientReducer] | None = None
         self._each = list({id(unit): unit for unit in units.values()}.values())
-        self._order: list[_Unit] = []  # in which units ran in the last forward
-        self._running: list[_Unit] = []
+        self._order: RunOrder[_Unit] = RunOrder()
         self._inside = 0  # forwards of the whole model that are running
         self._in_step = False
+
+    def give_gradients_to(self, reducer: GradientReducer) -> None:
+        """Let this reduce the gradients of all parameters."""
+        self._reducer = weakref.ref(reducer)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -150,15 +225,13 @@ class Units:
         """A forward of the whole model begins: parts may have changed since the last one."""
         if _torch.backward_id() == -1:
             self.let_go()
-            for unit in self._each:
-                for held in unit.held:
-                    if held.leaf.requires_grad != held.param.requires_grad:
-                        held.leaf.requires_grad_(held.param.requires_grad)
-            self._order, self._running = self._running, []
+            self._order.restart()
+        idle = [unit for unit in self._each if not unit.depth]
+        for unit in idle if not self._inside else ():
+            unit.refuse_replaced()
         self._inside += 1
-        for unit in self._each:
-            if not unit.depth:
-                unit.guard()
+        for unit in idle:
+            unit.guard()
         if (rest := self.units.get("")) is not None:
             self._enter(rest)
 
@@ -199,9 +272,8 @@ class Units:
     def _enter(self, unit: _Unit) -> None:
         self._show(unit)
         if _torch.backward_id() == -1:
-            if self._running[-1:] != [unit]:
-                self._running.append(unit)
-            self._prefetch(unit, 1)
+            self._order.runs(unit)
+            self._prefetch(self._order.after_forward_of(unit), unit)
 
     def _leave(self, unit: _Unit, output: Any) -> Any:
         self._hide(unit)
@@ -216,10 +288,13 @@ class Units:
         return output
 
     def _show(self, unit: _Unit) -> None:
+        if not (self._inside or unit.depth):
+            unit.refuse_replaced()
         self._make_whole(unit)
         unit.memory.busy += 1
         unit.depth += 1
-        unit.show()
+        assert self._reducer is not None
+        unit.show(self._reducer, in_step=self._in_step)
 
     def _hide(self, unit: _Unit) -> None:
         unit.memory.busy -= 1
@@ -234,7 +309,7 @@ class Units:
     def before_backward(self, unit: _Unit) -> None:
         """Autograd is about to compute with what it has saved of a unit's parameters."""
         self._make_whole(unit)
-        self._prefetch(unit, -1)
+        self._prefetch(self._order.after_backward_of(unit), unit)
 
     def call_again(self, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A module computes again in backward, when no forward has its unit shown; in forward, a plain call."""
@@ -259,13 +334,18 @@ class Units:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Several passes through the model, between which no parameter changes: those kept whole stay so throughout."""
+        """Several passes through the model, between which no parameter changes: those kept whole stay so throughout.
+
+        Gradients of all passes add up, and are handed to the reducer in the end.
+        """
         self.let_go()
         self._in_step = True
         try:
             yield
         finally:
             self._in_step = False
+            if self._reducer is not None and (reducer := self._reducer()) is not None:
+                reducer.take_from_leaves()
         self.let_go()  # what has raised may be a rank that is gone, on which this would wait
 
     # --- both ---------------------------------------------------------------------------------------------------------
@@ -275,19 +355,12 @@ class Units:
             unit.begin_to_gather()
         unit.finish_gathering()
 
-    def _prefetch(self, unit: _Unit, step: int) -> None:
-        """The unit that computes next is gathered while this one computes, as far as the last forward tells."""
-        order = self._order if step > 0 else self._running
-        at = len(self._running) - 1 if step > 0 else _last_index(order, unit)
-        if at is None or not 0 <= at + step < len(order) or order[at] is not unit:
+    def _prefetch(self, following: _Unit | None, unit: _Unit) -> None:
+        """Begin to gather the unit that computes next, while this one computes in other memory."""
+        if following is None or following.is_whole:
             return
-        following = order[at + step]
-        if not following.is_whole and following.memory is not unit.memory and not following.memory.busy:
+        if following.memory is not unit.memory and not following.memory.busy:
             following.begin_to_gather()
-
-
-def _last_index(order: Sequence[_Unit], unit: _Unit) -> int | None:
-    return next((i for i in reversed(range(len(order))) if order[i] is unit), None)
 
 
 def _before_backward(units: weakref.ref[Units], unit: weakref.ref[_Unit]) -> Callable[[torch.Tensor], None]:
@@ -306,21 +379,21 @@ def lend(
     held: Iterable[Held],
     units: Sequence[str],
     kept: Callable[[str], bool],
-    workspace: Workspace,
+    executor: Executor,
     *,
     bucket_bytes: int,
 ) -> Units:
-    """Give every parameter that is stored in parts a whole one over lent memory, as its `leaf`.
+    """Give every parameter that is stored in parts lent memory to be computed with in.
 
     Args:
         model: that they are parameters of.
-        held: all parameters; those below stage 3 are left alone.
+        held: all parameters; those that are not stored in parts are left alone.
         units: names of modules that are units.
         kept: whether the parameters of a name stay whole until backward has ended.
-        workspace: memory that movements borrow.
+        executor: gathers them.
         bucket_bytes: small units are gathered as one until they have so much, or what a tensor has that moves alone.
     """
-    stored = [one for one in held if one.stage == 3 and one.cut is not None]
+    stored = [one for one in held if one.is_stored_in_parts]
     groups: dict[str, list[Held]] = {}
     for one in stored:
         groups.setdefault(unit_of(one.names, units), []).append(one)
@@ -337,13 +410,13 @@ def lend(
             memory, turn = rings[turn], 1 - turn
         else:
             memory = _memory_for([group])
-        _give_leaves(group, memory.flat)
+        _give_memory(group, memory.flat)
         unit = _Unit(
             ", ".join(names),
             group,
             _places(model, group),
             memory,
-            _bundles(group, workspace),
+            unshard_buckets(executor, group),
             kept=not let_go[names[0]],
         )
         made |= dict.fromkeys(names, unit)
@@ -367,15 +440,13 @@ def _room(held: Held) -> int:
     return -(-bytes_ // _ALIGNMENT) * _ALIGNMENT
 
 
-def _give_leaves(group: list[Held], flat: torch.Tensor) -> None:
+def _give_memory(group: list[Held], flat: torch.Tensor) -> None:
     at = 0
     for held in group:
         assert held.cut is not None
         numel = sum(held.cut.numels)
         view = flat[at : at + numel * held.dtype.itemsize].view(held.dtype).view(held.cut.shape)
-        # Aliases that count writes apart: autograd must not take a gathering for a change of what it saved.
-        held.whole = view.data
-        held.leaf = held.make_leaf(view.data)
+        held.unsharded = view.data
         at += _room(held)
 
 
@@ -401,8 +472,8 @@ class _Guard(torch.Tensor):
 
     @staticmethod
     def of(held: Held) -> torch.Tensor:
-        assert held.whole is not None
-        dtype, device, shape = held.dtype, held.whole.device, held.leaf.shape
+        assert held.unsharded is not None
+        dtype, device, shape = held.dtype, held.unsharded.device, held.param.shape
         guard = _torch.with_values(
             lambda: torch.empty((), dtype=dtype, device=device).expand(shape).as_subclass(_Guard)
         )
@@ -425,23 +496,6 @@ class _Guard(torch.Tensor):
 _ASKING = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride", "__len__"}
 # Properties that are tensors: what they give would be computed with.
 _VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
-
-
-def _bundles(group: list[Held], workspace: Workspace) -> list[tuple[Bundle, list[Held]]]:
-    """Large parameters by themselves, the others together."""
-    batches = in_batches(
-        group,
-        alone=lambda one: goes_alone(local_of(one.leaf), one.cut),
-        key=lambda one: (one.axes, one.dtype, "stored" in one.hosted),
-        size=lambda one: local_of(one.leaf).nbytes,
-        limit=math.inf,
-    )
-    return [(_bundle(batch, workspace), batch) for batch in batches]
-
-
-def _bundle(batch: list[Held], workspace: Workspace) -> Bundle:
-    cuts = [held.cut for held in batch if held.cut is not None]
-    return Bundle(cuts, batch[0].transport, batch[0].dtype, batch[0].device, workspace)
 
 
 def install(units: Units, model: nn.Module) -> Callable[[], None]:

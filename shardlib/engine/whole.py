@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardlib._mesh import MeshShape
 from shardlib.engine import _torch, agree, offload
 from shardlib.engine.held import Held, local_of
+from shardlib.engine.transport import exchange
 from shardlib.layout import Layout
 
 __all__ = ["WholeStep"]
@@ -53,8 +54,8 @@ class WholeStep:
         axes = tuple(axis for axis, size in self.shape.items() if size > 1)
         self.group = _torch.flattened(self.mesh, axes).get_group() if axes else None
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
-        self.ranks = [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
-        self.tensors = [_Owned(one, owner) for one, owner in zip(held, _owners(held, len(self.ranks)), strict=True)]
+        self.count = 1 if self.group is None else dist.get_world_size(self.group)
+        self.tensors = [_Owned(one, owner) for one, owner in zip(held, _owners(held, self.count), strict=True)]
 
     @property
     def own(self) -> list[_Owned]:
@@ -130,7 +131,7 @@ class WholeStep:
                 if shape is None:
                     made.setdefault(param, {})[key] = value
                     continue
-                split = shape == tuple(one.held.leaf.shape) and len(shape) > 0
+                split = shape == tuple(one.held.param.shape) and len(shape) > 0
                 layout = one.held.layout if split else Layout.replicate(len(shape))
                 place = self.shape.at(self.rank)
                 size = layout.local_shape(shape, self.shape, place)
@@ -155,10 +156,10 @@ class WholeStep:
         return made
 
     def _send_to_owners(self, jobs: Iterable[tuple[Any, Layout, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
-        ops, arriving, made = [], [], []
+        sends, receives, arriving, made = [], [], [], []
         for key, layout, stored in jobs:
             one = _owned(key)
-            shape, local = tuple(one.held.leaf.shape), offload.on_device(stored, one.held.device)
+            shape, local = tuple(one.held.param.shape), offload.on_device(stored, one.held.device)
             if one.owner == self.rank:
                 whole = torch.empty(shape, dtype=local.dtype, device=local.device)
                 made.append((key, whole))
@@ -170,11 +171,11 @@ class WholeStep:
                 if one.owner == self.rank:
                     part = local if rank == self.rank else torch.empty(size, dtype=local.dtype, device=local.device)
                     if rank != self.rank:
-                        ops.append(self._op(dist.irecv, part, rank))
+                        receives.append((part, rank))
                     arriving.append((whole, layout, place, part))
                 elif rank == self.rank:
-                    ops.append(self._op(dist.isend, local.contiguous(), one.owner))
-        _wait_for(ops)
+                    sends.append((local.contiguous(), one.owner))
+        self._exchange(sends, receives)
         for whole, layout, place, part in arriving:
             _put(whole, layout, self.shape, place, part)
         return made
@@ -185,34 +186,35 @@ class WholeStep:
             self._send_from_owners(wave)
 
     def _send_from_owners(self, jobs: Iterable[tuple[_Owned, Layout, torch.Tensor | None, torch.Tensor]]) -> None:
-        ops, arriving = [], []
+        sends, receives, arriving = [], [], []
         for one, layout, whole, memory in jobs:
             device = one.held.device
             if one.owner == self.rank:
                 assert whole is not None
-                for rank in range(len(self.ranks)):
+                for rank in range(self.count):
                     part = layout.take(whole.detach(), self.shape, self.shape.at(rank))
                     if rank == self.rank:
                         memory.copy_(part)
                     elif part.numel():
                         sent = offload.on_device(part.to(memory.dtype), device).contiguous()
-                        ops.append(self._op(dist.isend, sent, rank))
+                        sends.append((sent, rank))
             elif memory.numel():
                 fit = memory.is_contiguous() and memory.device == device
                 target = memory if fit else torch.empty(memory.shape, dtype=memory.dtype, device=device)
-                ops.append(self._op(dist.irecv, target, one.owner))
+                receives.append((target, one.owner))
                 arriving.append((memory, target))
-        _wait_for(ops)
+        self._exchange(sends, receives)
         for memory, target in arriving:
             if target is not memory:
                 memory.copy_(target)
 
-    def _op(self, kind: Any, tensor: torch.Tensor, rank: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self.ranks[rank], group=self.group)
+    def _exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
+        if self.group is not None:
+            exchange(sends, receives, self.group).wait()
 
     def _first_holders(self, layout: Layout) -> list[int]:
         whole = [axis for axis in self.shape.names if axis not in layout.axes]
-        return [r for r in range(len(self.ranks)) if not any(self.shape.at(r)[axis] for axis in whole)]
+        return [r for r in range(self.count) if not any(self.shape.at(r)[axis] for axis in whole)]
 
 
 def _owned(key: Any) -> _Owned:
@@ -235,9 +237,9 @@ def _waves(jobs: Iterable[Any]) -> Iterator[list[Any]]:
 def _owners(held: Sequence[Held], ranks: int) -> list[int]:
     """Whose each tensor is: the largest first, to the rank that has least so far."""
     load, owner = [0] * ranks, {}
-    for i in sorted(range(len(held)), key=lambda i: (-held[i].leaf.numel(), i)):
+    for i in sorted(range(len(held)), key=lambda i: (-held[i].param.numel(), i)):
         owner[i] = min(range(ranks), key=lambda rank: (load[rank], rank))
-        load[owner[i]] += held[i].leaf.numel()
+        load[owner[i]] += held[i].param.numel()
     return [owner[i] for i in range(len(held))]
 
 
@@ -263,8 +265,3 @@ def _put(whole: torch.Tensor, layout: Layout, mesh: MeshShape, place: dict[str, 
             at += size
         target, done = pieces, sources
     _torch.copy_all(target, done)
-
-
-def _wait_for(ops: list[dist.P2POp]) -> None:
-    if ops:
-        _torch.wait_for(dist.batch_isend_irecv(ops), _torch.limit_of(ops[0].group))

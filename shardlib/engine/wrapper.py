@@ -284,7 +284,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         if factor != 1.0:
             _torch.multiply_all(grads, factor)
         if self.scaler is not None:
-            self.scaler.look_at(grads, self._record.reducer.group_of_all(), self._record.reducer.device)
+            self.scaler.look_at(grads, self._record.reducer.group_of_all(), self._record.reducer.executor.device)
 
     # --- clipping -----------------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class Engine:
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
-        return self._reducer.device
+        return self._reducer.executor.device
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:

@@ -26,7 +26,9 @@ from torch import nn
 import shardlib as sl
 from shardlib import MeshShape, checkpoint
 from shardlib.checkpoint import _save
-from shardlib.engine import _torch, exchange, gradients, lost
+from shardlib.engine import _torch, lost
+from shardlib.engine.executor.bucket import Bucket
+from shardlib.engine.executor.reduce import AllReduceBucket
 from shardlib.errors import CheckpointError, LostRankError, MeshError
 from shardlib.testing import shared_pool
 from shardlib.testing.models import Transformer, batch_for, rules_for
@@ -89,9 +91,9 @@ class Fault:
                 lambda _module, _args, output: output.register_hook(self.strike) and None
             )
         elif self.where == "exchange":
-            exchange.Bundle.reduce = gradients._Reduced.collect = self.strike
+            Bucket.reduce = AllReduceBucket.wait = self.strike
         elif self.where == "update":
-            run.optimizer.register_step_post_hook(self.strike)
+            run.optimizer.register_step_pre_hook(self.strike)
         else:
             _save.write_tensors = self.strike
 

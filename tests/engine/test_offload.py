@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
-from shardlib.engine import _torch, apply, dryrun, offload, units, whole
+from shardlib.engine import _torch, apply, dryrun, offload, optimizer, units, whole
 from shardlib.engine._torch import TorchDispatchMode, pytree
 from shardlib.engine.held import held_of, local_of
 from shardlib.errors import PlanError, ShardingError
@@ -195,7 +195,7 @@ def _lies_apart(what: str, *transforms: Any) -> None:
         _backward(model, step)
         stepping.step()
     params = list(model.parameters())
-    leaves = [held_of(p).leaf for p in params]
+    leaves = [held_of(p).memory for p in params]
     grads = [p.grad for p in params]
     state = _state_of(stepping)
     for param in params:
@@ -354,13 +354,14 @@ def test_what_torch_would_have_elsewhere_is_refused(ranks):
 
 
 def _unknown_optimizer() -> None:
-    class Unknown(Lamb):
-        pass
+    class Unknown(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            raise AssertionError
 
     model = _model(sl.offload("state"))
     _backward(model)
     with pytest.raises(ShardingError, match="or whose state is on the host"):
-        Unknown(model.parameters()).step()
+        Unknown(model.parameters(), {}).step()
 
 
 def test_an_optimizer_that_nothing_is_known_of_is_refused(ranks):
@@ -405,8 +406,9 @@ def _stepped_on(stepping: torch.optim.Optimizer) -> set[str]:
     return {p.device.type for group in stepping.param_groups for p in group["params"]}
 
 
-def _sent(ops: list[dist.P2POp]) -> None:
-    assert all(op.tensor.device.type == AWAY for op in ops)
+def _sent(sends: Any, receives: Any, group: dist.ProcessGroup) -> mock.Mock:
+    assert all(tensor.device.type == AWAY for tensor, _ in (*sends, *receives))
+    return mock.Mock()
 
 
 ONE_LAYER = ModelFactory(Transformer, (("vocab", 7), ("heads", 2), ("head", 4), ("tied", True), ("bias", False)))
@@ -422,8 +424,10 @@ def _devices(
     with (
         mock.patch.object(torch, AWAY, AWAY_MODULE, create=True),
         mock.patch.object(apply, "device_here", lambda _mesh: device),
-        mock.patch.object(units._Guard, "of", lambda held: held.leaf),  # has memory of the device, which has none
-        mock.patch.multiple(whole, _wait_for=_sent, _owners=lambda held, _ranks: [0] * len(held)),
+        mock.patch.object(
+            units._Guard, "of", lambda held: held.to_compute_with()
+        ),  # has memory of the device, which has none
+        mock.patch.multiple(whole, exchange=_sent, _owners=lambda held, _ranks: [0] * len(held)),
         mock.patch.object(whole.agree, "exchange", lambda mine, _group: [mine]),
         dryrun._imagined(plan, AWAY) as mesh,
     ):
@@ -431,12 +435,14 @@ def _devices(
         apply.apply_plan(model, plan, mesh, check=False)
         stepping = make(model.parameters())
         steps: set[str] = set()
-        stepping.register_step_pre_hook(lambda *_: steps.update(_stepped_on(stepping)))
-        bare = _torch.step_without_hooks
+        bare, begin = _torch.step_without_hooks, optimizer._begin
+        beginning = mock.patch.object(
+            optimizer, "_begin", lambda *args: (begin(*args), steps.update(_stepped_on(stepping)))
+        )
         counting = mock.patch.object(
             _torch, "step_without_hooks", lambda one: (steps.update(_stepped_on(one)), bare(one))
         )
-        with counting, _NothingOnTheHostIsSent():
+        with counting, beginning, _NothingOnTheHostIsSent():
             for _ in range(2):
                 dryrun.run_step(model, (torch.zeros(4, 5, dtype=torch.int64, device=AWAY),), {})
                 sl.clip_grad_norm_(model, 1.0)
@@ -445,7 +451,7 @@ def _devices(
         params = [p for group in stepping.param_groups for p in group["params"]]
         return {
             "params": {p.device.type for p in params},
-            "leaves": {held_of(p).leaf.device.type for p in params},
+            "leaves": {held_of(p).memory.device.type for p in params},
             "grads": {p.grad.device.type for p in params},
             "state": {t.device.type for t in _state_of(stepping)},
             "steps": steps,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shardlib as sl
+from shardlib.engine.apply import record_of
 from shardlib.testing.models import Transformer, rules_for
-from shardlib.transforms import Transform, fsdp, replicate, zero
+from shardlib.transforms import Transform, fsdp, hsdp, replicate, zero
 
 SIZES: dict[str, Any] = {"vocab": 8, "heads": 2, "head": 4, "layers": 3, "bias": True}
 UNEVEN = {**SIZES, "vocab": 7}
@@ -95,3 +99,70 @@ def _padding(plan: sl.Plan) -> Fraction:
     whole = (row.dtype.itemsize * math.prod(row.global_shape) for row in plan.rows if row.compute.axes)
     largest = (row.local_bytes(plan.mesh, phase="compute") for row in plan.rows if row.compute.axes)
     return sum(largest) - Fraction(sum(whole), tp)
+
+
+# --- one to one -------------------------------------------------------------------------------------------------------
+
+Sent = Counter[tuple[str, str, str, tuple[str, ...]]]
+
+
+def _planned(plan: sl.Plan) -> Sent:
+    """Each collective of each movement, as often as a step has it."""
+    return Counter(
+        {
+            (one.name, one.purpose, each.kind, each.axes): one.times
+            for one in plan.movements()
+            for each in one.collectives
+            if each.kind not in ("slice", "copy")
+        }
+    )
+
+
+def _recorded(
+    mesh: str, transforms: tuple[Transform, ...], sizes: dict[str, Any], bucket_mb: float, pipelined: bool
+) -> tuple[Sent, Sent]:
+    """What the plan of this rank lists, and which of it the transports carried in a step, after a first one."""
+    torch.manual_seed(0)
+    model = Transformer(**sizes)
+    made = sl.shard_model(model, mesh, rules_for(model), transforms=transforms, compile=None, bucket_mb=bucket_mb)
+    optimizer = torch.optim.AdamW(made.parameters())
+    ids = torch.randint(6, (4, 5), generator=torch.Generator().manual_seed(0))
+    record = record_of(made)
+
+    def step() -> None:
+        for _ in range(record.plan.step.accumulate):
+            if pipelined:
+                sl.pipeline_step(made, (ids,), lambda out: out.square().mean())
+            else:
+                made(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with record.reducer.executor.recording() as log:
+        step()
+    sent = Counter((one.name, one.purpose, each.kind, each.axes) for each in log for one in each.carries)
+    return _planned(record.plan), sent
+
+
+ALL: tuple[Transform, ...] = (*TRANSFORMS, zero(1, overlap=True), zero(2, only="blocks.*"), zero(3, only="*.mlp.*"))
+MESHES: dict[str, tuple[Transform, ...]] = {
+    **dict.fromkeys(("dp=2", "dp=3", "dp=4", "dp=2,tp=2", "tp=2,dp=2"), ALL),
+    "dp=2,fsdp=2": (*ALL, hsdp(shard="fsdp", replicate="dp"), zero(2, axis="fsdp")),
+}
+
+
+@given(data=st.data())
+def test_each_movement_is_sent_once_for_each_time_that_the_plan_lists_it(ranks, data: st.DataObject):
+    """The transports name what they carry; nothing is sent twice, or besides."""
+    mesh = data.draw(st.sampled_from(sorted(MESHES)), "mesh")
+    transforms = [data.draw(st.sampled_from(MESHES[mesh]), "transform")]
+    if (passes := data.draw(st.integers(1, 3), "passes")) > 1:
+        transforms.append(sl.accumulate(passes))
+    if data.draw(st.booleans(), "low precision"):
+        transforms.append(sl.precision("bf16", reduce=data.draw(st.sampled_from(["float32", "bfloat16"]), "reduce")))
+    sizes = {**data.draw(st.sampled_from([SIZES, UNEVEN]), "sizes"), "tied": data.draw(st.booleans(), "tied")}
+    bucket_mb = data.draw(st.sampled_from([1e-4, 1e-3, 25]), "bucket_mb")
+    found = ranks(sl.MeshShape(mesh).world_size).run(_recorded, mesh, tuple(transforms), sizes, bucket_mb, False)
+    for planned, sent in found:
+        assert sent == planned

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import shardlib as sl
 from shardlib.engine import transport
-from shardlib.engine.exchange import Bundle
+from shardlib.engine.executor.bucket import Bucket
 from shardlib.engine.transport import CollectiveTransport, PointToPointTransport, Workspace
 from shardlib.layout import Layout, cut
 from shardlib.testing import assert_equivalent
@@ -33,12 +33,12 @@ def _moved(kind: type[transport.Transport], shapes: list[tuple[int, ...]], dim: 
     mesh = sl.MeshShape(f"dp={over.count}")
     whole, shard = Layout.parse("a b"), Layout.parse(["a@dp b", "a b@dp"][dim])
     cuts = [cut(whole, shard, shape, mesh, {"dp": over.index}) for shape in shapes]
-    bundle = Bundle(cuts, over, torch.float32, torch.device("cpu"), Workspace())
+    bucket = Bucket(cuts, over, torch.float32, torch.device("cpu"), Workspace())
     given = [_counted(shape) * (over.index + 1) for shape in shapes]
-    mine = torch.empty(bundle.own)
-    bundle.sum_into(bundle.reduce(given), mine, 2.0)
+    mine = torch.empty(bucket.own)
+    bucket.sum_into(bucket.reduce(given), mine, 2.0)
     wholes = [torch.empty(shape) for shape in shapes]
-    bundle.unpack(bundle.gather(mine, wholes), wholes)
+    bucket.unpack(bucket.gather(mine, wholes), wholes)
     return wholes
 
 

@@ -87,7 +87,7 @@ def test_updated_parameters_may_arrive_while_compiled_blocks_run():
 def _pending(model: nn.Module) -> list[str]:
     """Modules whose parameters have not arrived."""
     updates = held_of(next(model.parameters())).updates
-    return sorted({unit for bucket, _ in updates._under_way for unit in bucket.units})
+    return sorted({unit for bucket in updates._under_way for unit in bucket.units})
 
 
 def _trained_with(overlap: bool) -> tuple[list[torch.Tensor], list[list[str]]]:
@@ -280,7 +280,7 @@ def test_a_stored_parameter_is_never_computed_with(ranks):
 
 
 def _steps_on_local_gradients() -> None:
-    for stage in (1, 2, 3):
+    for stage in (1, 2):
         model = _model(sl.zero(stage))
         optimizer = torch.optim.AdamW(model.parameters())
         with sl.no_sync(model):
@@ -465,17 +465,20 @@ def test_gradients_may_be_reduced_and_not_in_turn_and_scaled_in_between(ranks, t
 
 
 def _unknown_optimizer() -> None:
-    class Unknown(Lamb):
-        pass
+    class Unknown(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.sub_(p.grad, alpha=0.1)
 
     model = _model(sl.zero(2))
     _backward(model)
     with pytest.warns(UserWarning, match="register_per_tensor"):
-        Unknown(model.parameters()).step()
+        Unknown(model.parameters(), {}).step()
     model = _model(sl.zero(3))
     _backward(model)
     with pytest.raises(ShardingError, match="register_elementwise"):
-        Unknown(model.parameters()).step()
+        Unknown(model.parameters(), {}).step()
 
 
 def test_an_optimizer_that_nothing_is_known_of_is_asked_for(ranks):

@@ -36,6 +36,7 @@ __all__ = [
     "drawing_by",
     "enable",
     "enabled",
+    "read_global_values",
     "record",
     "restored",
     "row",
@@ -44,6 +45,7 @@ __all__ = [
 
 assert _rules
 _MESHES: set[DeviceMesh] = set()
+_READ: set[DeviceMesh] = set()  # on which only reading one value is ours
 _UNDO: list[Callable[[], Any]] = []
 _HANDLED = (
     torch.ops.aten.convolution.default,
@@ -61,9 +63,20 @@ def enable(mesh: DeviceMesh) -> None:
     """
     if mesh in _MESHES:
         return
-    if not _MESHES:
+    if not (_MESHES or _READ):
         _install()
     _MESHES.add(mesh)
+    _forget()
+
+
+def read_global_values(mesh: DeviceMesh) -> None:
+    """From now on `float(x)` and `x.item()` of a DTensor of this mesh give the global value, as of a sum of all ranks'.
+
+    PyTorch's own give what this rank has. All other ops stay as they are. All ranks of the mesh read, or none.
+    """
+    if not (_MESHES or _READ):
+        _install()
+    _READ.add(mesh)
     _forget()
 
 
@@ -71,7 +84,8 @@ def disable(mesh: DeviceMesh | None = None) -> None:
     """Give a mesh (all meshes) back to PyTorch's own rules."""
     meshes = set(_MESHES) if mesh is None else {mesh}
     _MESHES.difference_update(meshes)
-    if not _MESHES:
+    _READ.difference_update(meshes if mesh is not None else set(_READ))
+    if not (_MESHES or _READ):
         _uninstall()
     _forget()
 
@@ -79,11 +93,11 @@ def disable(mesh: DeviceMesh | None = None) -> None:
 @contextmanager
 def restored() -> Iterator[None]:
     """What is enabled inside the block is given back after it; what was enabled before stays so."""
-    before = set(_MESHES)
+    before = _MESHES | _READ
     try:
         yield
     finally:
-        for mesh in _MESHES - before:
+        for mesh in (_MESHES | _READ) - before:
             disable(mesh)
 
 
@@ -111,6 +125,8 @@ def _install() -> None:
     handlers = move_handlers(_HANDLED)
 
     def ours(original: Any, op: Op, args: Any, kwargs: Any, info: OpInfo, try_cache: bool) -> Any:
+        if op is torch.ops.aten._local_scalar_dense.default and info.compute_mesh in _READ:
+            return op(args[0].full_tensor())
         if info.compute_mesh in _MESHES:
             return policy(op, args, kwargs, info)
         if op in handlers:

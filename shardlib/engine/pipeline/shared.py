@@ -37,11 +37,6 @@ class Shared:
     prior: Any = None
     summed: bool = False
 
-    @property
-    def has_gradient(self) -> bool:
-        """In this step, before it is reduced."""
-        return self.held is not None and self.held.param.grad is not None
-
     def put_prior_aside(self) -> None:
         """What earlier steps have summed already must not be summed again."""
         if self.held is None:

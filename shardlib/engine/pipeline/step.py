@@ -232,7 +232,7 @@ class _Step:
 
     def __init__(self, model: nn.Module, record: Sharded, standing: _Standing, *, train: bool) -> None:
         self.model, self.record, self.pipeline, self.train = model, record, record.pipeline, train
-        self.standing, self.device = standing, record.reducer.device
+        self.standing, self.device = standing, record.reducer.executor.device
         self.before: list[Aside] = []
 
     @property
@@ -374,7 +374,7 @@ class _Step:
             shared.put_prior_aside()
         self.before = reducer.put_gradients_aside() if self.train else []
         units = self.record.units
-        with reducer.no_sync() if self.train else nullcontext(), units.step() if units is not None else nullcontext():
+        with reducer.keep() if self.train else nullcontext(), units.step() if units is not None else nullcontext():
             try:
                 run.carry_out(self._actions(run))
             except Exception as error:
@@ -418,7 +418,8 @@ class _Step:
         speaks = losses.counted is not None and self.standing.speaks
         mine = [float(run.failure is not None), float(losses.counted is True), float(speaks)]
         mine += [1.0, 1.0] if self.standing.is_dry else losses.sums() if speaks else [0.0, 0.0]
-        mine += [float(each.has_gradient) for each in shared]
+        reducer = self.record.reducer
+        mine += [float(each.held is not None and reducer.has_gradient(each.held)) for each in shared]
         every = self._asked(mine)()
         if any(row[0] for row in every):
             self._give_up()
@@ -440,13 +441,8 @@ class _Step:
         reducer = self.record.reducer
         if scale != 1.0:
             reducer.multiply_gradients(scale)
-        if not self.reducing:
-            reducer.add_gradients(self.before)
-            for shared in self._shared():
-                shared.put_prior_back()
-            return
         reducer.reduce_now(self.before)
-        between = reducer.is_between_passes()
+        between = not self.reducing or reducer.is_between_passes()
         for shared, somewhere in zip(self._shared(), present, strict=True):
             if somewhere and not between:
                 shared.sum_up()

@@ -20,7 +20,7 @@ from shardlib._mesh import MeshShape
 from shardlib.engine import agree, ops, plan_of
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import is_sharded
-from shardlib.engine.updates import settle
+from shardlib.engine.schedule import wait_for_updates
 from shardlib.errors import InputError
 from shardlib.layout import Layout
 from shardlib.testing.equivalence import measure, parts
@@ -131,7 +131,7 @@ class _Notes:
     def tensors(self, step: int) -> None:
         both = self.both
         for run in both.runs:
-            settle(run.model.parameters())
+            wait_for_updates(run.model.parameters())
         trees = [named_tensors(run.model) for run in both.runs]
         if step == START:
             self.measured.tensors = len(trees[0][0]) + len(trees[0][1])

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import agree
-from shardlib.engine.updates import settle
+from shardlib.engine.schedule import wait_for_updates
 from shardlib.testing.equivalence import cause, measure, parts
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.cause import Evidence
@@ -106,7 +106,7 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
     for run in _two(both):
         run.clip()
         run.step()
-        settle(run.model.parameters())
+        wait_for_updates(run.model.parameters())
     return _of_step(both, at_step, measured, before)
 
 

@@ -16,13 +16,13 @@ from shardlib.engine import (
     batchnorm,
     borders,
     exact,
-    exchange,
     gradients,
     linear,
     optimizer,
     region,
-    updates,
+    schedule,
 )
+from shardlib.engine.executor import bucket, reduce
 from shardlib.layout import Dim, Layout
 from shardlib.rules import Rules
 from shardlib.testing import models
@@ -118,8 +118,8 @@ def _handed_out(change: Callable[[nn.Parameter, torch.Tensor], None]) -> Callabl
     """Gradients are changed when they come out of their bucket."""
 
     def make(original: Any) -> Any:
-        def hand_out(self: Any) -> None:
-            original(self)
+        def hand_out(self: Any, is_used: Any) -> None:
+            original(self, is_used)
             for slot in self.slots:
                 if slot.held.param.grad is not None:
                     change(slot.held.param, slot.held.param.grad)
@@ -148,8 +148,8 @@ def _moving_average(original: Any) -> Any:
     def begin(self: Any) -> None:
         if self.enabled and not self.is_running:
             for slot in self._slots:
-                if slot.held.leaf.grad is not None:
-                    slot.held.leaf.grad.mul_(0.5)
+                if slot.held.param.grad is not None:
+                    slot.held.param.grad.mul_(0.5)
         original(self)
 
     return begin
@@ -346,13 +346,13 @@ ENGINE = (
     Mutant(
         "data reduction", "gradients never leave their rank",
         "NVIDIA-NeMo/Automodel#1260", r"\(every module\)",
-        lambda: transformer("dp=2"), replaced(gradients.GradientReducer, "_launch", _not_sent),
+        lambda: transformer("dp=2"), replaced(schedule.Reductions, "_begin", _not_sent),
     ),
     Mutant(
         "tied twice", "the gradient of a tied weight is reduced once for each of its names",
         "pytorch/pytorch#176076", r"embed",
         lambda: transformer("dp=2", tied=True),
-        replaced(gradients._Reduced, "hand_out", _handed_out(_embedding_twice)),
+        replaced(reduce.AllReduceBucket, "hand_out", _handed_out(_embedding_twice)),
     ),
     Mutant(
         "uneven last rank", "the last, smaller shard of an uneven weight is never updated",
@@ -378,12 +378,12 @@ ENGINE = (
     Mutant(
         "a part left out", "under ZeRO an owner adds up one rank's part too few",
         "NVIDIA-NeMo/Automodel#1260; deepspeedai/DeepSpeed#5583", r"\(every module\)",
-        lambda: transformer("dp=4", transforms=(zero(2),)), replaced(exchange, "_scaled_sum", _one_part_left_out),
+        lambda: transformer("dp=4", transforms=(zero(2),)), replaced(bucket, "_scaled_sum", _one_part_left_out),
     ),
     Mutant(
         "parts not gathered", "after the step each rank keeps its own part of the parameters new and the others' old",
         "facebookresearch/fairscale#601", r"\(every module\)",
-        lambda: transformer("dp=2", transforms=(zero(1),)), replaced(updates.Updates, "end", _never_gathered),
+        lambda: transformer("dp=2", transforms=(zero(1),)), replaced(schedule.Updates, "begin", _never_gathered),
     ),
     Mutant(
         "batch statistics", "BatchNorm normalises with each rank's own examples",

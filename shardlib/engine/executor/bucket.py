@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import torch
 
-from shardlib._plan import ALONE_BYTES
+from shardlib._plan import ALONE_BYTES, Movement
 from shardlib.engine import _torch
 from shardlib.engine.transport import Handle, Transport, Workspace
 from shardlib.layout import Cut
 
-__all__ = ["Bundle", "goes_alone", "in_batches"]
+__all__ = ["Bucket", "goes_alone", "in_batches"]
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def in_batches(
     return batches + list(pending.values())
 
 
-class Bundle:
+class Bucket:
     """Tensors of one dtype whose parts lie on the same ranks, and that move together.
 
     Args:
@@ -132,7 +132,9 @@ class Bundle:
 
     # --- summing ------------------------------------------------------------------------------------------------------
 
-    def reduce(self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> Handle:
+    def reduce(
+        self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None, carries: Iterable[Movement] = ()
+    ) -> Handle:
         """Begin to sum tensors over the ranks; each gets the sum of its parts from `sum_into`.
 
         A tensor that moves alone must be left as it is until then. Others are packed into a borrowed buffer, or `into`
@@ -148,6 +150,7 @@ class Bundle:
             packed = self.workspace.take(self.total, self.dtype, self.device)
             borrowed.append(packed)
             self._pack(tensors, packed)
+        self.transport.note("reduce_scatter", carries)
         moving = self.transport.reduce_scatter(self._blocks(packed), self.workspace)
         moving.borrowed += borrowed
         return moving
@@ -176,7 +179,7 @@ class Bundle:
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
-    def gather(self, mine: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Handle:
+    def gather(self, mine: torch.Tensor, tensors: Sequence[torch.Tensor], carries: Iterable[Movement] = ()) -> Handle:
         """Begin to gather every rank's parts, flat as in `parts_in`, into whole tensors; `unpack` ends it.
 
         Where a tensor moves alone, `mine` may be this rank's part of it.
@@ -191,6 +194,7 @@ class Bundle:
         here = blocks[self.transport.index]
         if self.own and here.data_ptr() != mine.data_ptr():
             here[: self.own].copy_(mine)
+        self.transport.note("all_gather", carries)
         moving = self.transport.all_gather(blocks)
         moving.borrowed += borrowed
         return moving
