@@ -74,7 +74,7 @@ class LostRankError(ShardlibError):
 
 
 class VersionError(ShardlibError, ImportError):
-    """A torch that is too old for this shardlib."""
+    """A torch that is too old for this shardlib, or that lacks a private name which shardlib uses."""
 
 
 class StageError(ShardlibError):

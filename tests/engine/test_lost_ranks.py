@@ -325,7 +325,7 @@ def test_which_errors_are_about_other_ranks(error: Exception):
 def _timeouts(chosen: float | timedelta) -> set[float]:
     mesh = sl.mesh("dp=2,fsdp=2,tp=1", timeout=chosen)
     sl.shard_model(nn.Linear(4, 4), str(MeshShape.of(mesh)), {"**": None}, transforms=[sl.zero(1, axis="dp")])
-    limits = [_torch._timeout_of(group) for group in _torch.process_groups()]
+    limits = [_torch.timeout_of(group) for group in _torch.process_groups()]
     return {limit.total_seconds() for limit in limits if limit is not None}
 
 

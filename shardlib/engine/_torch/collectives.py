@@ -1,0 +1,214 @@
+"""Collectives on local tensors, and moves of a DTensor from one layout to another."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib.engine._torch._private import private
+from shardlib.engine._torch.meshes import cached_by_mesh, forget_with_meshes
+from shardlib.engine._torch.tensor import DTensorSpec, _StridedShard
+
+private(
+    "torch._C._AutoDispatchBelowAutograd",
+    "torch.ops._c10d_functional.all_reduce",
+    "torch.ops._c10d_functional.all_to_all_single",
+    "torch.ops._c10d_functional.wait_tensor",
+    why="to issue a collective without a word to autograd, which costs as much again",
+    without="a small step would take noticeably longer",
+)
+private(
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    why="to wait for what DTensor's placements return",
+    without="a kernel could read a result before it is there",
+)
+private(
+    "torch.distributed.tensor.Partial._reduce_value",
+    "torch.distributed.tensor.Partial._partition_value",
+    "torch.distributed.tensor.Shard._to_replicate_tensor",
+    "torch.distributed.tensor.Shard._reduce_shard_tensor",
+    why="to move one mesh axis at a time, where DTensor's own way is wrong for a fused split",
+    without="a fused split beside another axis cannot be redistributed",
+)
+private(
+    "torch.distributed.tensor._redistribute.redistribute_local_tensor",
+    why="to move local tensors, and to put the moves of fused splits right in redistribute() and full_tensor()",
+    without="operands stay where they lie, and a fused split beside another axis comes back with its rows mixed up",
+)
+private(
+    "torch.distributed.tensor._redistribute._gen_transform_infos",
+    "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache",
+    why="to drop what DTensor remembers of moves on meshes whose process groups are gone",
+    without="an equal mesh of the next job would use the old groups",
+)
+private(
+    "torch.distributed.tensor._redistribute._optimize_transform_infos",
+    why="to keep DTensor from gathering two axes at once that split a dim unevenly",
+    without="torch is taken to gather one axis after the other",
+    optional=True,
+)
+
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import Partial, Placement, Shard, _redistribute
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    clear_redistribute_planner_cache,
+    redistribute_local_tensor,
+)
+
+__all__ = [
+    "AsyncTensor",
+    "all_reduced",
+    "all_to_all",
+    "exchanged",
+    "gather_uneven_splits_in_turn",
+    "group_to_sum_over",
+    "intercept_redistribution",
+    "joined",
+    "part",
+    "redistribute_local",
+    "sum_scattered",
+]
+
+forget_with_meshes(clear_redistribute_planner_cache)
+forget_with_meshes(_gen_transform_infos.cache_clear)
+
+AsyncTensor = AsyncCollectiveTensor
+
+
+@cached_by_mesh
+def group_to_sum_over(mesh: DeviceMesh, now: tuple[Placement, ...], want: tuple[Placement, ...]) -> str | None:
+    """Return the name of the one group whose all-reduce makes partial sums whole, if nothing else differs."""
+    changing = [axis for axis, (a, b) in enumerate(zip(now, want, strict=True)) if a != b]
+    if len(changing) == 1 and now[changing[0]].is_partial("sum") and want[changing[0]].is_replicate():
+        return mesh.get_group(changing[0]).group_name
+    return None
+
+
+def all_reduced(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the sum over a group, by DTensor's own op but below autograd, which costs as much again."""
+    collective = torch.ops._c10d_functional
+    with torch._C._AutoDispatchBelowAutograd():
+        return collective.wait_tensor.default(collective.all_reduce.default(tensor, "sum", group))
+
+
+def all_to_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange rows with the ranks of a group: row i of the result is rank i's row for this rank."""
+    collective = torch.ops._c10d_functional
+    ones = [1] * len(tensor)
+    with torch._C._AutoDispatchBelowAutograd():
+        return collective.wait_tensor.default(
+            collective.all_to_all_single.default(tensor, ones, ones, group.group_name)
+        )
+
+
+def exchanged(
+    tensor: torch.Tensor, group: dist.ProcessGroup, to: int, source: int, shape: Sequence[int]
+) -> Callable[[], torch.Tensor]:
+    """Send a tensor to rank `to` of a group, and return what waits for `source`'s tensor, of local shape `shape`.
+
+    Every rank of the group calls it. It is an all-to-all with pieces for one rank only, as `permute_tensor` of
+    functional collectives, which takes one shape.
+    """
+    collective = torch.ops._c10d_functional
+    size, shape = dist.get_world_size(group), tuple(shape)
+    sent = [tensor.numel() if i == to else 0 for i in range(size)]
+    received = [math.prod(shape) if i == source else 0 for i in range(size)]
+    with torch._C._AutoDispatchBelowAutograd():
+        flat = tensor.contiguous().flatten()
+        coming = collective.all_to_all_single.default(flat, received, sent, group.group_name)
+
+    def wait() -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return collective.wait_tensor.default(coming).reshape(shape)
+
+    return wait
+
+
+def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    """Move the local tensor of `source` to the placements of `target`, by collectives."""
+    if source.placements == target.placements:
+        return local
+    return redistribute_local_tensor(local, source, target)
+
+
+def joined(local: torch.Tensor, mesh: DeviceMesh, axis: int, now: Any, shape: Sequence[int]) -> torch.Tensor:
+    """Join what the ranks of one mesh axis hold: their shards side by side, or their sum.
+
+    `shape` is that of the result. A fused split has to be even.
+    """
+    if isinstance(now, Partial):
+        found = now._reduce_value(local, mesh, axis)
+    elif isinstance(now, Shard | _StridedShard):
+        found = Shard(now.dim)._to_replicate_tensor(local.contiguous(), mesh, axis, shape)
+    else:
+        return local
+    found = _arrived(found)
+    if isinstance(now, _StridedShard):
+        turns = found.unflatten(now.dim, (mesh.size(axis), int(now.split_factor), -1))
+        found = turns.transpose(now.dim, now.dim + 1).flatten(now.dim, now.dim + 2)
+    return found
+
+
+def sum_scattered(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int) -> torch.Tensor:
+    """Reduce-scatter over one mesh axis: return this rank's chunk of the sum, along `dim`."""
+    return _arrived(Shard(dim)._reduce_shard_tensor(local, mesh, "sum", axis))
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def part(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, want: Any) -> torch.Tensor:
+    """Return this rank's part, along one mesh axis, of a tensor that all ranks of the axis hold alike."""
+    if isinstance(want, Partial):
+        return want._partition_value(tensor, mesh, axis)
+    if not isinstance(want, Shard | _StridedShard):
+        return tensor
+    factor = int(want.split_factor) if isinstance(want, _StridedShard) else 1
+    turns = tensor.unflatten(want.dim, (factor, -1)) if factor > 1 else tensor.unsqueeze(want.dim)
+    size = turns.shape[want.dim + 1]
+    chunk = -(-size // mesh.size(axis))
+    start = min(chunk * mesh.get_local_rank(axis), size)
+    return turns.narrow(want.dim + 1, start, min(chunk, size - start)).clone().flatten(want.dim, want.dim + 1)
+
+
+def intercept_redistribution(ours: Callable[..., Any]) -> Callable[[], None]:
+    """Have `DTensor.redistribute` and `full_tensor` ask `ours(original, local, source, target, **options)`.
+
+    Returns a function that undoes it.
+    """
+    original = _redistribute.redistribute_local_tensor
+    _redistribute.redistribute_local_tensor = functools.partial(ours, original)  # type: ignore[assignment]
+    return lambda: setattr(_redistribute, "redistribute_local_tensor", original)
+
+
+@functools.cache
+def gather_uneven_splits_in_turn() -> None:
+    """Have DTensor gather a dim that two axes split unevenly one axis after the other, as it split it.
+
+    Where a mesh has a flattened form, PyTorch (2.13.0) makes one all-gather of the two. Nine rows on 2 x 2 ranks are
+    3, 2, 2, 2, but flattened they would be 3, 3, 3, 0, and the wrong rows come back as padding.
+    `tests/engine/test_properties.py` shows it.
+    """
+    merged = getattr(_redistribute, "_optimize_transform_infos", None)
+    if merged is None:
+        return
+
+    def merge(infos: list[Any], mesh: DeviceMesh, *placements: Any) -> list[Any]:
+        return infos if any(_is_uneven_gather(info, mesh) for info in infos) else merged(infos, mesh, *placements)
+
+    _redistribute._optimize_transform_infos = merge  # type: ignore[assignment]
+
+
+def _is_uneven_gather(info: Any, mesh: DeviceMesh) -> bool:
+    source, target = info.src_dst_placements
+    if not target.is_replicate() or not isinstance(source, Shard | _StridedShard):
+        return False
+    return isinstance(source, _StridedShard) or info.logical_shape[source.dim] % mesh.size(info.mesh_dim) != 0

@@ -1,0 +1,115 @@
+"""Torch's compiler."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardlib.engine._torch._private import private_when_used
+from shardlib.engine._torch.ops import Op
+
+_graphs = private_when_used(
+    "torch._dynamo.backends.common.aot_autograd",
+    "torch._dynamo.backends.debugging.boxed_nop",
+    "torch._C._AutoDispatchBelowAutograd",
+    why="to run the traced graphs of a block below autograd",
+    without='compile="aot_eager" does not work; pass compile="inductor" or None to shard_model',
+)
+_inductor = private_when_used(
+    "torch._inductor.compile_fx.compile_fx",
+    "torch._inductor.decomposition.select_decomp_table",
+    why="to give inductor decompositions that draw random numbers by element",
+    without='compile="inductor" does not work with exact_random; pass compile="aot_eager" or None to shard_model',
+)
+_dynamo = private_when_used(
+    "torch._dynamo.trace_rules.add",
+    "torch._dynamo.exc.TorchDynamoException",
+    "torch._dynamo.exc.FailOnRecompileLimitHit",
+    "torch._dynamo.error_on_graph_break",
+    why="to keep the compiler out of sharding decisions, and to run a block eagerly that it cannot compile",
+    without="blocks cannot be compiled; pass compile=None to shard_model",
+)
+
+__all__ = [
+    "compile_errors",
+    "compiler_is_off",
+    "graph_backend",
+    "graph_breaks_raise",
+    "inductor_backend",
+    "keep_compiler_out_of",
+]
+
+
+def graph_backend(decompositions: Mapping[Op, Callable[..., Any]] | None = None) -> Any:
+    """Make the backend "aot_eager" for `torch.compile`: the traced graphs run op by op, in Python, below autograd.
+
+    Autograd has no part in the graphs. Its kernels, and the Python that stands in their place for collectives, cost
+    more than the ops of a small model. `decompositions` replace their ops in the graph.
+    """
+    _graphs()
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        call = boxed_nop(graph, inputs)
+
+        @functools.wraps(call)  # and so marked as one that empties the list of its arguments
+        def run(args: list[Any]) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return call(args)
+
+        return run
+
+    return aot_autograd(
+        fw_compiler=keep,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+        decompositions=dict(decompositions or {}),
+    )
+
+
+def inductor_backend(decompositions: Mapping[Op, Callable[..., Any]]) -> Any:
+    """Make the backend "inductor" for `torch.compile`, with other decompositions for some ops."""
+    _inductor()
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.decomposition import select_decomp_table
+
+        return compile_fx(graph, inputs, decompositions={**select_decomp_table(), **decompositions})
+
+    return compile_graph
+
+
+def keep_compiler_out_of(package: str) -> None:
+    """Keep dynamo from compiling the functions of a package by themselves, where a model calls them eagerly."""
+    _dynamo()
+    torch._dynamo.trace_rules.add(package)
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """Return what dynamo raises when it or its backend cannot compile. This imports the compiler."""
+    _dynamo()
+    return (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
+def compiler_is_off() -> bool:
+    """Tell whether the environment switches `torch.compile` off.
+
+    Dynamo reads TORCHDYNAMO_DISABLE when it is called and TORCH_COMPILE_DISABLE when it is imported (2.13, 2.14).
+    """
+    return any(os.environ.get(name) == "1" for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"))
+
+
+def graph_breaks_raise() -> Any:
+    """Make a context in which what dynamo cannot trace raises, where it would otherwise run between two graphs.
+
+    `fullgraph=True` would raise too where dynamo leaves a block alone, as under a mode of dispatch (2.13.0).
+    """
+    _dynamo()
+    return torch._dynamo.error_on_graph_break(True)

@@ -1,0 +1,86 @@
+"""Device meshes, and what is remembered for them."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib.engine._torch._private import private
+
+private(
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
+    why="to find the mesh that a sub-mesh was sliced from",
+    without="a checkpoint does not know which ranks hold a tensor, nor a recorded collective the names of its axes",
+)
+private(
+    "torch._subclasses.fake_tensor.unset_fake_temporarily",
+    why="to read the ranks of a mesh in a dry run",
+    without="a mesh, which is a tensor of ranks, has no values there",
+)
+private(
+    "torch.distributed.tensor._collective_utils.MeshTopoInfo.build_from_mesh",
+    why="to drop what DTensor remembers of a mesh whose process groups are gone",
+    without="an equal mesh of the next job would use the old groups",
+)
+
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+
+__all__ = [
+    "cached_by_mesh",
+    "forget_specs",
+    "forget_with_meshes",
+    "live_meshes",
+    "ranks_of_mesh",
+    "root_mesh",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_BY_MESH: list[Callable[[], None]] = [MeshTopoInfo.build_from_mesh.cache_clear]
+
+
+def forget_with_meshes(clear: Callable[[], None]) -> Callable[[], None]:
+    """Have a cache that holds meshes cleared whenever an equal mesh may stand for other process groups."""
+    _BY_MESH.append(clear)
+    return clear
+
+
+def cached_by_mesh(fn: Callable[P, R]) -> Callable[P, R]:
+    """Remember results by arguments that hold a mesh, until the mesh may stand for other process groups.
+
+    Meshes are equal when their ranks and names are, whatever their groups: those of a world that is gone, or of a dry
+    run, must not be met again.
+    """
+    cached = functools.lru_cache(maxsize=4096)(fn)
+    forget_with_meshes(cached.cache_clear)
+    return cached  # type: ignore[return-value]
+
+
+def forget_specs() -> None:
+    """Clear every cache that is looked up by mesh and holds one: an equal mesh may have other process groups.
+
+    A mesh that is kept keeps its groups, each with threads of its own.
+    """
+    for clear in _BY_MESH:
+        clear()
+
+
+def live_meshes() -> list[DeviceMesh]:
+    """List every mesh of this process."""
+    return [each for each in gc.get_objects() if type(each) is DeviceMesh]
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that a sub-mesh was sliced from, or the mesh itself."""
+    return mesh._get_root_mesh()
+
+
+def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
+    """List the global ranks of a mesh, its last axis fastest."""
+    with unset_fake_temporarily():
+        return mesh.mesh.flatten().tolist()

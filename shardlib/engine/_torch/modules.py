@@ -1,0 +1,178 @@
+"""Modules and tensor subclasses: what a call goes through, what a module holds."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardlib.engine._torch._private import private
+
+private(
+    "torch.nn.Module._parameters",
+    "torch.nn.Module._buffers",
+    why="to put a sharded tensor in the place of a module's own, where setattr would register it anew",
+    without="a module cannot be sharded in place",
+)
+private(
+    "torch.nn.Module._compiled_call_impl",
+    "torch.nn.Module._call_impl",
+    why="to go around a module's call with its hooks, compiled or not",
+    without="units would not be unsharded before their hooks run, and compiled blocks could not fall back to eager",
+)
+private(
+    "torch.nn.Module._apply",
+    why="to take part in to(), half() and their like",
+    without="converting a sharded model would leave its shards behind",
+)
+private(
+    "torch.nn.modules.batchnorm._BatchNorm",
+    "torch.nn.modules.batchnorm._BatchNorm._check_input_dim",
+    why="to find every BatchNorm, and to complain of its input as it does itself",
+    without="statistics would be those of one rank's examples",
+)
+private(
+    "torch.Tensor._make_wrapper_subclass",
+    "torch._C._disabled_torch_function_impl",
+    why="to hand on an output that is gathered when it is read",
+    without="every output of a region would be gathered, read or not",
+)
+private(
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch.optim.optimizer._global_optimizer_pre_hooks",
+    why="to take hooks off every module and optimizer between two tests on the same ranks",
+    without="hooks of one test would run in the next",
+)
+
+__all__ = [
+    "BatchNorm",
+    "call_eagerly",
+    "check_input_dim",
+    "compiled_call",
+    "find_weights_again",
+    "forget_global_hooks",
+    "go_around",
+    "go_through",
+    "no_torch_function",
+    "own_tensors",
+    "replace_conversion",
+    "set_compiled_call",
+    "watch_new_buffers",
+    "watch_new_parameters",
+    "wrapper_subclass",
+]
+
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+# Call `register(hook)` of these: the hook gets each module, name and tensor when a module takes it in.
+watch_new_parameters = torch.nn.modules.module.register_module_parameter_registration_hook
+watch_new_buffers = torch.nn.modules.module.register_module_buffer_registration_hook
+
+
+def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dicts that hold a module's own parameters and buffers."""
+    return module._parameters, module._buffers
+
+
+def find_weights_again(module: torch.nn.Module) -> None:
+    """Bring the list of weights up to date that a recurrent module keeps beside its parameters."""
+    if isinstance(module, torch.nn.RNNBase):
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, name, weight)
+
+
+def check_input_dim(module: Any, x: torch.Tensor) -> None:
+    """Raise BatchNorm's own error for an input of another number of dims."""
+    module._check_input_dim(x)
+
+
+def compiled_call(module: torch.nn.Module) -> Any:
+    """Return what `module.compile()` made its calls go through, or None."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
+    """Let calls of a module go through `call`; None for its own forward and hooks."""
+    module._compiled_call_impl = call
+
+
+def call_eagerly(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, past what `compile` put before it."""
+    return module._call_impl(*args, **kwargs)
+
+
+def go_through(module: torch.nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Let calls of a module, compiled or not, go through `wrapper(call, *args, **kwargs)`.
+
+    Returns a function that undoes it.
+    """
+    before = module._compiled_call_impl
+    inner = before if before is not None else functools.partial(_call_if_there, weakref.ref(module))
+    module._compiled_call_impl = functools.partial(wrapper, inner)
+    return functools.partial(set_compiled_call, module, before)
+
+
+def _call_if_there(module: weakref.ref[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
+    here = module()
+    assert here is not None, "who calls it holds it"
+    return call_eagerly(here, *args, **kwargs)
+
+
+def go_around(module: torch.nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Let calls of a module go through `wrapper`, around all that its class does in `__call__`.
+
+    There the layers of transformers wrap themselves in activation checkpointing, which keeps the arguments that it is
+    given. Such a module gets a class of the same name. Returns a function that undoes it.
+    """
+    kind = type(module)
+    if kind.__call__ is torch.nn.Module.__call__:
+        return go_through(module, wrapper)
+    _calls[module] = functools.partial(wrapper, functools.partial(_call_as, kind, weakref.ref(module)))
+    module.__class__ = _calling(kind)  # type: ignore[arg-type]
+
+    def undo() -> None:
+        module.__class__ = kind
+        _calls.pop(module, None)
+
+    return undo
+
+
+_calls: weakref.WeakKeyDictionary[torch.nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+
+def _call_as(kind: Any, module: weakref.ref[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
+    return kind.__call__(module(), *args, **kwargs)
+
+
+@functools.cache
+def _calling(kind: Any) -> type:
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        around = _calls.get(self)
+        return kind.__call__(self, *args, **kwargs) if around is None else around(*args, **kwargs)  # type: ignore[operator]
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**names, "__call__": call})
+
+
+def replace_conversion(module: torch.nn.Module, convert: Callable[..., torch.nn.Module]) -> Callable[[], None]:
+    """Let `convert(module, function, recurse)` map `function` over the tensors of a module (2.13.0).
+
+    `to`, `cpu`, `half` and their like ask it of a module, and of the modules that hold it. Returns a function that
+    undoes it.
+    """
+    module._apply = types.MethodType(convert, module)  # type: ignore[method-assign]
+    return functools.partial(module.__dict__.pop, "_apply", None)
+
+
+def forget_global_hooks() -> None:
+    """Remove the hooks that run for every module and every optimizer of the process."""
+    for home in ("torch.nn.modules.module", "torch.optim.optimizer"):
+        for name, hooks in vars(sys.modules[home]).items():
+            if name.startswith("_global_") and isinstance(hooks, dict):
+                hooks.clear()
