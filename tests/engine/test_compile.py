@@ -14,6 +14,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.engine import compile as compiling
+from shardlib.engine.recording import record_collectives
 from shardlib.testing.models import MLP, Numbers, Tokens, Transformer, rules_for
 from tests.engine.whole import whole
 
@@ -80,6 +81,9 @@ def _lengths() -> tuple[list[str], tuple[str, ...]]:
     sharded = sl.shard_model(copy.deepcopy(reference), "tp=2", rules_for(reference))
     with mock.patch.object(compiling, "MAX_SHAPES", 2):
         said = _compare(reference, sharded, [Tokens(4, length, 15)(0) for length in (3, 4, 5, 3, 5)])
+    with record_collectives(sharded) as log:  # a mode of dispatch, under which dynamo leaves a block alone
+        _compare(reference, sharded, [Tokens(4, 3, 15)(0)])
+    assert log.collectives
     return said, sl.plan_of(sharded).notes
 
 
