@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlib.engine import full_state_dict
-from shardlib.engine.apply import is_sharded
+from shardlib.engine.sharded import is_sharded
 from shardlib.errors import CheckpointError, PlanError, ShardingError
 
 __all__ = ["add_lora", "save_lora"]

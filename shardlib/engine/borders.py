@@ -121,7 +121,7 @@ def _equal_pieces(placements: tuple[Placement, ...], mesh: DeviceMesh) -> dict[i
 
 
 def _refuse_uneven(tensor: torch.Tensor, pieces: dict[int, int], layout: Layout, mesh: DeviceMesh) -> None:
-    """See `_refuse_what_ops_cut_otherwise` in `apply.py`: of activations, sizes are known only here."""
+    """See `_refuse_what_ops_cut_otherwise` in `apply/check.py`: of activations, sizes are known only here."""
     for dim, count in pieces.items():
         if tensor.shape[dim] % count:
             raise InputError(

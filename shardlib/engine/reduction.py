@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from shardlib.engine.apply import record_of
 from shardlib.engine.gradients import GradientBucket, GradientReducer
+from shardlib.engine.sharded import record_of
 from shardlib.errors import PlanError
 
 __all__ = ["Reduction", "reduce_gradients_by"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -12,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine.held import held_of, local_of
+from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import CheckpointError
 
-__all__ = ["accept_plain_state", "full_state_dict", "join_stages"]
+__all__ = ["accept_plain_state", "full_state_dict"]
 
 
 def accept_plain_state(model: nn.Module) -> Any:
@@ -42,16 +42,8 @@ def full_state_dict(
     params = dict(model.named_parameters(remove_duplicate=False))
     wanted = {name: value for name, value in model.state_dict().items() if names is None or name in names}
     whole = {name: _whole(value, params.get(name), cpu=cpu) for name, value in wanted.items()}
-    join = _of_stages.get(model)
-    return whole if join is None else join(whole, names)
-
-
-_of_stages: WeakKeyDictionary[nn.Module, Callable[..., dict[str, torch.Tensor]]] = WeakKeyDictionary()
-
-
-def join_stages(model: nn.Module, join: Callable[..., dict[str, torch.Tensor]]) -> None:
-    """Let `full_state_dict` call this with what the rank's own stages hold, and with the names that are wanted."""
-    _of_stages[model] = join
+    pipeline = record_of(model).pipeline if is_sharded(model) else None
+    return whole if pipeline is None else pipeline.whole_state(whole, names)
 
 
 def _whole(value: Any, param: torch.Tensor | None, *, cpu: bool) -> Any:

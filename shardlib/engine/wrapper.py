@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch, optimizer
-from shardlib.engine.apply import Sharded, record_of
 from shardlib.engine.held import held_of, local_of
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.norms import clip_among, clip_grad_value_
 from shardlib.engine.scaler import LossScaler
+from shardlib.engine.sharded import Sharded, record_of
 from shardlib.errors import CheckpointError, InputError, ShardingError
 
 __all__ = ["OptimizerWrapper"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlib.booster import BoostedOptimizer
-from shardlib.engine.apply import record_of
+from shardlib.engine.sharded import record_of
 from shardlib.errors import InputError, PlanError
 from shardlib.trainer._handlers import BaseGradientHandler
 from shardlib.trainer._ophooks import BaseOpHook, install

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 import shardlib as sl
 from shardlib.engine import _torch, apply, dryrun, offload, optimizer, units, whole
 from shardlib.engine._torch import TorchDispatchMode, pytree
+from shardlib.engine.apply import rank_plan
 from shardlib.engine.held import held_of, local_of
 from shardlib.errors import PlanError, ShardingError
 from shardlib.testing import assert_equivalent
@@ -423,10 +424,8 @@ def _devices(
     device = torch.device(AWAY)
     with (
         mock.patch.object(torch, AWAY, AWAY_MODULE, create=True),
-        mock.patch.object(apply, "device_here", lambda _mesh: device),
-        mock.patch.object(
-            units._Guard, "of", lambda held: held.to_compute_with()
-        ),  # has memory of the device, which has none
+        mock.patch.object(rank_plan, "device_here", lambda _mesh: device),
+        mock.patch.object(units._Guard, "of", lambda held: held.to_compute_with()),  # memory that holds no values
         mock.patch.multiple(whole, exchange=_sent, _owners=lambda held, _ranks: [0] * len(held)),
         mock.patch.object(whole.agree, "exchange", lambda mine, _group: [mine]),
         dryrun._imagined(plan, AWAY) as mesh,

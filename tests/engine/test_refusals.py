@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardlib as sl
+from shardlib.engine import apply
 from shardlib.errors import CheckpointError, InputError, MeshError, PlanError, ShardingError
 from shardlib.testing import assert_equivalent
-from shardlib.testing.models import MLP, Numbers, rules_for
+from shardlib.testing.models import MLP, Numbers, Transformer, rules_for
 from tests.engine.whole import whole
 
 RULES = rules_for(MLP())
@@ -163,20 +164,80 @@ def test_state_dict_of_another_model(ranks):
     )
 
 
-def _unknown_backend() -> tuple[str, bool]:
-    model = _mlp()
-    before = [*model.parameters()], copy.copy(model._forward_hooks), copy.copy(model._forward_pre_hooks)
-    message = _message(ShardingError, lambda: sl.shard_model(model, "tp=2", RULES, compile="fast"))
-    after = [*model.parameters()], copy.copy(model._forward_hooks), copy.copy(model._forward_pre_hooks)
-    sl.shard_model(model, "tp=2", RULES)
-    return message, all(x is y for x, y in zip(before[0], after[0], strict=True)) and before[1:] == after[1:]
-
-
-def test_an_error_at_the_last_step_leaves_the_model_as_it_was(ranks):
-    assert ranks(2).run(_unknown_backend)[0] == (
-        'compile=\'fast\' was given; give "auto", "aot_eager", "inductor", or None for eager.',
-        True,
+def test_an_unknown_backend(ranks):
+    assert ranks(1).run(_message, ShardingError, lambda: sl.shard_model(_mlp(), "dp=1", RULES, compile="fast"))[0] == (
+        'compile=\'fast\' was given; give "auto", "aot_eager", "inductor", or None for eager.'
     )
+
+
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    """What a model and its modules have, by identity."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[f"{name}.__class__"] = type(module)
+        for key, value in vars(module).items():
+            if value is None:  # as a class may have it
+                continue
+            inside = {str(k): id(v) for k, v in value.items()} if isinstance(value, dict) else id(value)
+            found[f"{name}.{key}"] = inside
+    for name, param in model.named_parameters():
+        found[f"{name} hooks"] = len(param._backward_hooks or ()) + len(param._post_accumulate_grad_hooks or ())
+    return found
+
+
+_STEPS = (
+    "shard_tensors",
+    "install_modules",
+    "install_movers",
+    "compile_blocks",
+    "agree_on_random_state",
+    "stages.Whole.install",
+    "Sharded",
+)
+
+
+def _failing_after(mesh: str, transforms: tuple[Any, ...], **given: Any) -> list[str]:
+    """The steps whose error leaves something behind."""
+    torch.manual_seed(0)
+    model = Transformer(vocab=7, heads=2, head=4, layers=2, tied=True)
+    rules = rules_for(model)
+    rules = rules.with_stages("embed, position, blocks.0 | blocks.1, norm, head") if "pp" in mesh else rules
+    before, wrong = _state_of(model), []
+    for path in _STEPS:
+        owner, name = (apply, path) if "." not in path else (apply.stages.Whole, "install")
+        if (name == "install" and "pp" not in mesh) or (name == "agree_on_random_state" and "rng" in given):
+            continue  # there is no such step
+        step = getattr(owner, name)
+
+        def fail(*args: Any, step: Any = step, **kwargs: Any) -> None:
+            step(*args, **kwargs)
+            raise OSError
+
+        with mock.patch.object(owner, name, fail), pytest.raises(OSError):
+            sl.shard_model(model, mesh, rules, transforms=transforms, **given)
+        after = _state_of(model)
+        different = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+        wrong += [f"{path}: {', '.join(sorted(different))}"] if different else []
+    alone = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    alone.step()  # it is a model of one device
+    sl.shard_model(model, mesh, rules, transforms=transforms, **given)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("mesh", "transforms", "given"),
+    [
+        ("dp=2,tp=2", (sl.zero(3), sl.checkpoint_activations("blocks.*")), {}),
+        ("dp=2", (sl.zero(1, overlap=True), sl.precision("bf16")), {"compile": None, "rng": "exact"}),
+        ("dp=2,pp=2", (sl.zero(2),), {}),
+    ],
+)
+def test_an_error_in_any_step_leaves_the_model_as_it_was(
+    ranks, mesh: str, transforms: tuple[Any, ...], given: dict[str, Any]
+):
+    for wrong in ranks(sl.MeshShape(mesh).world_size).run(_failing_after, mesh, transforms, **given):
+        assert not wrong
 
 
 def _pipeline() -> str:

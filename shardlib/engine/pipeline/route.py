@@ -112,8 +112,6 @@ class Route:
         own: numbers of those that this rank runs.
         everywhere: modules without parameters, which any stage calls that has what they are given.
         casting: what inputs are cast to, and in which context forward runs.
-
-    Attributes:
         splits_backward: gradients of inputs and of parameters are computed apart.
         region: the mesh of the model axes where all of this rank's model computes on DTensors. Messages are plain.
     """
@@ -127,6 +125,9 @@ class Route:
         own: Sequence[int],
         everywhere: Sequence[str],
         casting: Any,
+        *,
+        splits_backward: bool = False,
+        region: DeviceMesh | None = None,
     ) -> None:
         self.skeleton, self.mode, self.stages, self.own, self.casting = skeleton, mode, stages, own, casting
         self._everywhere = frozenset(everywhere)
@@ -135,8 +136,7 @@ class Route:
         self._active: _Pass | None = None
         self._forward = _weakly(model.forward)
         self._name = type(model).__name__
-        self.splits_backward = False
-        self.region: DeviceMesh | None = None
+        self.splits_backward, self.region = splits_backward, region
 
     def install(self, model: nn.Module, undo: ExitStack) -> None:
         """Take calls of stages' modules, and the model's forward."""

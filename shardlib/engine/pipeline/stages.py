@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib._mesh import MeshShape, device_here
 from shardlib._plan import Plan
 from shardlib._plan.schedules import Action, order
-from shardlib.engine import _torch, agree, lost, state
-from shardlib.engine.gradients import GradientReducer
-from shardlib.engine.held import held_of
+from shardlib.engine import _torch
+from shardlib.engine.held import Held
 from shardlib.engine.pipeline.cut import Place, imagined_copy, mesh_with_stages, of_stages, remove_foreign
 from shardlib.engine.pipeline.route import Route
 from shardlib.engine.pipeline.shared import Shared
@@ -33,7 +32,7 @@ from shardlib.errors import PlanError
 __all__ = ["Pipeline", "has_pipeline", "names_here", "prepare"]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Pipeline:
     """What shardlib keeps of a model that is cut into stages.
 
@@ -45,7 +44,6 @@ class Pipeline:
         channels: to the ranks of other stages.
         shared: the tensors that several stages hold, the same list on all ranks.
         names: of this rank's tensors, what the whole model calls them first.
-        unchecked: no batch has been compared between ranks yet.
     """
 
     plan: Plan
@@ -55,7 +53,6 @@ class Pipeline:
     channels: Channels
     shared: Sequence[Shared]
     names: Mapping[str, str]
-    unchecked: bool = True
 
     @cached_property
     def timetable(self) -> Callable[[Sequence[Hashable], bool], Timetable]:
@@ -87,6 +84,33 @@ class Pipeline:
         here = set(self.names.values())
         return {name for row in self.plan.rows if row.name not in here for name in row.tied}
 
+    def whole_state(self, own: Mapping[str, torch.Tensor], names: Collection[str] | None) -> dict[str, torch.Tensor]:
+        """Return the state dict of the whole model: each tensor from the first rank of the pipeline that holds it.
+
+        Collective over the pipeline axis.
+
+        Args:
+            own: whole tensors of this rank's stages, by name.
+            names: of the entries that are wanted, the same on all ranks; None is all.
+        """
+        rows = {name: row for row in self.plan.rows for name in row.tied}
+        group, device = self.mesh[self.plan.mesh.pipeline_axes[0]].get_group(), device_here(self.mesh.device_type)
+        ranks = dist.get_process_group_ranks(group)
+        sent: dict[str, torch.Tensor] = {}
+        found = {}
+        for name in self.route.skeleton.state_dict():
+            if names is not None and name not in names:
+                continue
+            row = rows[name]
+            if row.name not in sent:
+                here = next((own[each] for each in row.tied if each in own), None)
+                value = torch.empty(row.global_shape, dtype=row.stored.dtype or row.dtype) if here is None else here
+                moving = value.to(device).contiguous()
+                dist.broadcast(moving, ranks[self.place.holders(row.tied)[0]], group=group)
+                sent[row.name] = moving.to(value.device)
+            found[name] = sent[row.name]
+        return found
+
 
 def names_here(model: nn.Module, pipeline: Pipeline | None) -> dict[str, str]:
     """Of the parameters that a rank has: what the whole model calls them first, and what they are called here."""
@@ -100,12 +124,11 @@ def has_pipeline(plan: Plan) -> bool:
     return any(plan.mesh[axis] > 1 for axis in plan.mesh.pipeline_axes)
 
 
-def prepare(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool, check: bool) -> Whole:
-    """Look at the model before it is cut; ranks agree on it.
+def prepare(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool) -> Whole:
+    """Look at the model before it is cut. Opens groups: collective over all ranks.
 
     Raises:
         PlanError: a plan without stages, or one that cannot be carried out on them.
-        ShardingError: ranks that start from different weights.
     """
     axis = plan.mesh.pipeline_axes[0]
     if not plan.stages:
@@ -119,19 +142,14 @@ def prepare(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: boo
             'rng="exact" draws in the order of one device, and the stages of a pipeline run at the same time. Use '
             'rng="fast" on a mesh with a pipeline axis.'
         )
-    whole = Whole(model, plan, mesh, check=check)
-    if check:
-        _torch.set_timeouts(whole.mesh)
-        agree.plans_agree(plan.lines(), whole.everyone)
-        agree.weights_agree(agree.all_tensors(model), whole.everyone)
-    return whole
+    return Whole(model, plan, mesh)
 
 
 class Whole:
     """A model on the way to its stages."""
 
-    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, check: bool) -> None:
-        self.plan, self.mesh, self.check = plan, mesh_with_stages(mesh), check
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+        self.plan, self.mesh = plan, mesh_with_stages(mesh)
         self.shape = MeshShape.of(self.mesh)
         self.axis = plan.mesh.pipeline_axes[0]
         self.place = Place(plan, self.mesh.get_local_rank(self.axis))
@@ -158,36 +176,59 @@ class Whole:
         first = {name: row.name for row in self.plan.rows for name in row.tied}
         return {row.name: first[row.name] for row in self.stage_plan.rows}
 
+    @cached_property
+    def names_here(self) -> dict[str, str]:
+        """Maps what the whole model calls this rank's tensors first to their names here."""
+        return {first: name for name, first in self.names.items()}
+
     def cut(self, model: nn.Module, undo: ExitStack) -> None:
         """Take out what other stages hold."""
         remove_foreign(model, self.place, self.mode, self.device, undo)
 
-    def install(self, model: nn.Module, reducer: GradientReducer, casting: Any, undo: ExitStack) -> Pipeline:
-        """After this rank's stages have been sharded: what runs them, and what sums over them."""
-        if self.check:
-            lost.meet(self.everyone)
-        group = self.mesh[self.axis].get_group()
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """This rank and those with its place in other stages."""
+        return self.mesh[self.axis].get_group()
+
+    @cached_property
+    def counted_elsewhere(self) -> frozenset[str]:
+        """Names of this rank's parameters that an earlier stage holds too, and counts in norms."""
+        here = self.names_here
+        params = (row for row in self.plan.rows if row.kind == "parameter" and row.name in here)
+        return frozenset(here[row.name] for row in params if self.place.holders(row.tied)[0] != self.place.index)
+
+    def install(
+        self, model: nn.Module, held: Mapping[str, Held], casting: Any, region: DeviceMesh | None, undo: ExitStack
+    ) -> Pipeline:
+        """Install what runs this rank's stages, once they are sharded. Opens groups: collective over all ranks.
+
+        Args:
+            model: with this rank's stages alone.
+            held: its parameters by name.
+            casting: in which dtypes it computes.
+            region: the mesh of the model axes where all of this rank's model computes on DTensors.
+            undo: takes everything away.
+        """
+        group = self.pipeline_group
         tagged = dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.FAKE)
         channels = Channels.open(group, [] if tagged else self.shape.groups((self.axis,)), tagged=tagged)
         route = Route(
-            model, self.skeleton, self.mode, self.place.stages, self.place.own, self.place.everywhere, casting
+            model,
+            self.skeleton,
+            self.mode,
+            self.place.stages,
+            self.place.own,
+            self.place.everywhere,
+            casting,
+            splits_backward=self.place.splits_backward,
+            region=region,
         )
-        route.splits_backward = self.place.splits_backward
         route.install(model, undo)
         undo.callback(model.register_load_state_dict_pre_hook(self._drop_foreign).remove)
-        reducer.everyone = self.everyone
-        state.join_stages(model, self._whole_state)
-        shared = self._shared(model)
-        counted_elsewhere = {id(each.held) for each in shared if not each.is_first}
-        for param in model.parameters():
-            held = held_of(param)
-            if held is not None:
-                held.beyond, held.counted = group, id(held) not in counted_elsewhere
-        return Pipeline(self.plan, self.mesh, self.place, route, channels, shared, self.names)
+        return Pipeline(self.plan, self.mesh, self.place, route, channels, self._shared(held), self.names)
 
-    def _shared(self, model: nn.Module) -> list[Shared]:
-        params = dict(model.named_parameters())
-        here = {first: name for name, first in self.names.items()}
+    def _shared(self, held: Mapping[str, Held]) -> list[Shared]:
+        here = self.names_here
         groups: dict[tuple[int, ...], Any] = {}
         made = []
         for row in self.plan.rows:
@@ -196,39 +237,20 @@ class Whole:
                 continue
             if holders not in groups:
                 groups[holders] = self._group_of(holders)
-            held = held_of(params[here[row.name]]) if row.name in here else None
-            made.append(Shared(row.tied, held, groups[holders], self.place.index == holders[0]))
+            mine = held[here[row.name]] if row.name in here else None
+            made.append(Shared(row.tied, mine, groups[holders], self.place.index == holders[0]))
         return made
 
     def _group_of(self, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The ranks at these places of this rank's line along the pipeline axis."""
         if len(holders) == self.place.ranks:
-            return self.mesh[self.axis].get_group()
+            return self.pipeline_group
         mine = None
         ranks = _torch.ranks_of_mesh(self.mesh)
         for line in self.shape.lines((self.axis,)):
             made = _torch.new_group([ranks[line[holder]] for holder in holders])
             mine = made if made is not None else mine
         return mine
-
-    def _whole_state(self, own: Mapping[str, torch.Tensor], names: Collection[str] | None) -> dict[str, torch.Tensor]:
-        """The state dict of the whole model: each tensor from the first rank of the pipeline that holds it."""
-        rows = {name: row for row in self.plan.rows for name in row.tied}
-        group, ranks = self.mesh[self.axis].get_group(), dist.get_process_group_ranks(self.mesh[self.axis].get_group())
-        sent: dict[str, torch.Tensor] = {}
-        found = {}
-        for name in self.skeleton.state_dict():
-            if names is not None and name not in names:
-                continue
-            row = rows[name]
-            if row.name not in sent:
-                here = next((own[each] for each in row.tied if each in own), None)
-                value = torch.empty(row.global_shape, dtype=row.stored.dtype or row.dtype) if here is None else here
-                moving = value.to(self.device).contiguous()
-                dist.broadcast(moving, ranks[self.place.holders(row.tied)[0]], group=group)
-                sent[row.name] = moving.to(value.device)
-            found[name] = sent[row.name]
-        return found
 
     def _drop_foreign(
         self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_unused: Any

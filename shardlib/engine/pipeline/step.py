@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,7 @@ from torch import nn
 from shardlib._mesh import MeshShape
 from shardlib._plan.schedules import Action
 from shardlib.engine import _torch, agree, lost
-from shardlib.engine.apply import Sharded, record_of
 from shardlib.engine.gradients import Aside
-from shardlib.engine.held import local_of
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.pipeline.batch import (
     Call,
@@ -36,6 +33,7 @@ from shardlib.engine.pipeline.batch import (
 from shardlib.engine.pipeline.route import Gate
 from shardlib.engine.pipeline.run import Criterion, Failure, Part, Run
 from shardlib.engine.pipeline.transport import Transport
+from shardlib.engine.sharded import Sharded, record_of
 from shardlib.engine.wrapper import OptimizerWrapper
 from shardlib.errors import InputError, ShardingError, StageError
 
@@ -134,7 +132,7 @@ def run_step(
 ) -> PipelineStep:
     """`pipeline_step`, each of whose actions runs inside of what `watched` gives for it."""
     record, train = record_of(model), not forward_only and torch.is_grad_enabled()
-    one = _Step(model, record, _standing(model, record), train=train)
+    one = _Step(model, record, train=train)
     parts, gates, failed = one.prepare(batch, microbatches, microbatch_size)
     meet = one.ask(parts, failed)
     if failed is not None:
@@ -176,63 +174,12 @@ def _data_places(shape: MeshShape) -> tuple[int, ...]:
     return tuple(shape.data_place(shape.coordinate(rank))[0] for rank in range(shape.world_size))
 
 
-@dataclass(frozen=True)
-class _Standing:
-    """Where this rank stands, whatever the step.
-
-    Attributes:
-        shape: of the whole mesh.
-        everyone: all ranks; None where there is one.
-        speaks: for the ranks that have the same loss.
-        mates: the global ranks that modules of this one's stages wait for, itself among them.
-        computes_early: whether the first forward of its first stage needs no other rank.
-        is_dry: tensors have no values, and other ranks are imagined.
-        number: among all models that this rank has stepped, as on its mates.
-        failures: counts them.
-    """
-
-    shape: MeshShape
-    everyone: dist.ProcessGroup | None
-    data_ranks: int
-    speaks: bool
-    mates: tuple[int, ...]
-    computes_early: bool
-    is_dry: bool
-    number: int = field(default_factory=itertools.count().__next__)
-    failures: Iterator[int] = field(default_factory=itertools.count)
-
-
-_standings: WeakKeyDictionary[Sharded, _Standing] = WeakKeyDictionary()
-
-
-def _standing(model: nn.Module, record: Sharded) -> _Standing:
-    """Looked for once, since a step that waits for Python keeps all other ranks waiting."""
-    if record not in _standings:
-        mesh = record.pipeline.mesh if record.pipeline is not None else record.mesh
-        shape = MeshShape.of(mesh)
-        coordinate = dict(zip(shape.names, mesh.get_coordinate() or (), strict=True))
-        param = next(iter(model.parameters()), None)
-        is_dry = param is not None and not _torch.has_values(local_of(param))
-        apart = (*shape.pipeline_axes, *(() if record.meets_in_modules else shape.data_axes))
-        mates = tuple(
-            rank
-            for place, rank in enumerate(_torch.ranks_of_mesh(mesh))
-            if all(shape.coordinate(place)[axis] == coordinate[axis] for axis in apart)
-        )
-        first = record.pipeline is not None and 0 in record.pipeline.place.own
-        speaks = all(coordinate[axis] == 0 for axis in shape.model_axes)
-        everyone = record.reducer.group_of_all()
-        early = first and len(mates) == 1
-        _standings[record] = _Standing(shape, everyone, shape.data_ranks, speaks, mates, early, is_dry)
-    return _standings[record]
-
-
 class _Step:
     """A step on this rank."""
 
-    def __init__(self, model: nn.Module, record: Sharded, standing: _Standing, *, train: bool) -> None:
+    def __init__(self, model: nn.Module, record: Sharded, *, train: bool) -> None:
         self.model, self.record, self.pipeline, self.train = model, record, record.pipeline, train
-        self.standing, self.device = standing, record.reducer.executor.device
+        self.standing, self.device = record.standing, record.reducer.executor.device
         self.before: list[Aside] = []
 
     @property
@@ -287,8 +234,8 @@ class _Step:
                 microbatches, where modules wait for all data ranks.
         """
         mark = _mark(tuple(part.key for part in parts))
-        if self.pipeline is not None and self.pipeline.unchecked and not self.standing.is_dry:
-            self.pipeline.unchecked = False
+        if self.pipeline is not None and not self.standing.compared and not self.standing.is_dry:
+            self.standing.compared = True
             mark = zlib.crc32(repr([_prints(part) for part in parts]).encode(), mark)
         numbers = [float(failed is not None), float(mark), float(sum(part.rows for part in parts)), float(len(parts))]
         answers = self._asked(numbers)

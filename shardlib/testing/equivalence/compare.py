@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardlib._mesh import MeshShape
 from shardlib.engine import agree, ops, plan_of
 from shardlib.engine._torch import pytree
-from shardlib.engine.apply import is_sharded
 from shardlib.engine.schedule import wait_for_updates
+from shardlib.engine.sharded import is_sharded
 from shardlib.errors import InputError
 from shardlib.layout import Layout
 from shardlib.testing.equivalence import measure, parts

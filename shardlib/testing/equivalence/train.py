@@ -20,8 +20,8 @@ from shardlib._mesh import mesh as make_mesh
 from shardlib._plan import Plan
 from shardlib.engine import _torch, clip_grad_norm_, exact, get_grad_norm, no_sync, pipeline_step, plan_of, shard_model
 from shardlib.engine._torch import pytree
-from shardlib.engine.apply import is_sharded, record_of
 from shardlib.engine.exact import draw_exactly, exact_random
+from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import InputError, ShardlibError
 from shardlib.testing.equivalence.case import Case, default_loss, rows_of
 from shardlib.testing.equivalence.parts import Place

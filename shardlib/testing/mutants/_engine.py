@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib.engine import (
     _torch,
-    apply,
     batchnorm,
     borders,
     exact,
@@ -22,6 +22,7 @@ from shardlib.engine import (
     region,
     schedule,
 )
+from shardlib.engine.apply import rank_plan, shard
 from shardlib.engine.executor import bucket, reduce
 from shardlib.layout import Dim, Layout
 from shardlib.rules import Rules
@@ -89,27 +90,23 @@ def _bias_on_every_rank(original: Any) -> Any:
 
 
 def _fused_cut_as_plain(original: Any) -> Any:
-    def cut(self: Any, name: str, whole: Any) -> torch.Tensor:
-        layout = self._on_compute_axes(self.rows[name].compute)
+    def cut(here: Any, name: str, whole: Any) -> torch.Tensor:
+        layout = here.on_compute_axes(here.rows[name].compute)
         if any(isinstance(dim, Dim) and dim.fused and dim.axes for dim in layout.dims):
             layout = Layout.replicate(whole.ndim).with_axes(0, tuple(layout.axes))
-            return layout.take(whole.detach(), self.shape, self.coordinate).clone()
-        result: torch.Tensor = original(self, name, whole)
+            return layout.take(whole.detach(), here.shape, here.coordinate).clone()
+        result: torch.Tensor = original(here, name, whole)
         return result
 
     return cut
 
 
 def _axes_in_the_wrong_order(original: Any) -> Any:
-    def cut(self: Any, name: str, whole: Any) -> torch.Tensor:
-        before = self.coordinate
-        swapped = {"tp": before["sp"], "sp": before["tp"]}
-        try:
-            self.coordinate = {**before, **swapped}
-            result: torch.Tensor = original(self, name, whole)
-            return result
-        finally:
-            self.coordinate = before
+    def cut(here: Any, name: str, whole: Any) -> torch.Tensor:
+        swapped = {"tp": here.coordinate["sp"], "sp": here.coordinate["tp"]}
+        elsewhere = dataclasses.replace(here, coordinate={**here.coordinate, **swapped})
+        result: torch.Tensor = original(elsewhere, name, whole)
+        return result
 
     return cut
 
@@ -327,7 +324,7 @@ ENGINE = (
     Mutant(
         "fused qkv", "q, k and v in one weight are cut like one dim",
         "pytorch/pytorch#140069; tenstorrent/tt-metal#52818", r"blocks\.0\.attn\.qkv",
-        lambda: transformer("tp=2"), replaced(apply._Build, "_cut", _fused_cut_as_plain),
+        lambda: transformer("tp=2"), replaced(shard, "local_shard", _fused_cut_as_plain),
     ),
     Mutant(
         "axis order", "a dim that two axes split is cut by the inner one first",
@@ -336,7 +333,7 @@ ENGINE = (
             "model": models.MLP, "batch": models.batch_for(models.MLP()), "mesh": "tp=2,sp=2",
             "rules": Rules({"up.weight": "out@(tp,sp) in"}, unmatched="replicate"), "steps": 1,
         },
-        replaced(apply._Build, "_cut", _axes_in_the_wrong_order),
+        replaced(shard, "local_shard", _axes_in_the_wrong_order),
     ),
     Mutant(
         "data sum", "gradients are summed over data ranks, not averaged",
@@ -423,7 +420,7 @@ ENGINE = (
     Mutant(
         "one mask for all", "all data ranks draw the same dropout mask for their different examples",
         "tenstorrent/tt-metal#55947; awslabs/slapo#21", r"blocks\.0\.(dropout1|attn)",
-        lambda: transformer("dp=2", dropout=0.5), replaced(apply._Build, "place", _one_place),
+        lambda: transformer("dp=2", dropout=0.5), replaced(rank_plan.RankPlan, "place", _one_place),
     ),
     Mutant(
         "a mask for each", "ranks of one tensor-parallel group draw different masks for what they all hold",

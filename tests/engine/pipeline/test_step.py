@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import time
 from collections.abc import Callable
@@ -18,8 +19,8 @@ from torch import nn
 import shardlib as sl
 from shardlib._plan.schedules import bubble, timeline
 from shardlib.engine import lost
-from shardlib.engine.apply import record_of
 from shardlib.engine.pipeline.transport import Channels
+from shardlib.engine.sharded import record_of
 from shardlib.errors import InputError, LostRankError, PlanError, ShardingError, StageError
 from shardlib.testing.models import Transformer
 from shardlib.transforms import LossScale
@@ -226,11 +227,11 @@ def _by_pairs() -> list[float]:
     """As on back ends without tags, each direction between two ranks has a group of its own."""
     single, batch = gpt(), tokens(6)
     mean(single(batch), batch).backward()
-    model = sharded("pp=2", sl.pipeline("interleaved", 4), stages=STAGES)
+    tagless = functools.partial(Channels.open, lines=[[0, 1]], tagged=False)
+    with mock.patch.object(Channels, "open", lambda group, _lines, *, tagged: tagless(group)):
+        model = sharded("pp=2", sl.pipeline("interleaved", 4), stages=STAGES)
     pipeline = record_of(model).pipeline
-    assert pipeline is not None
-    pipeline.channels = Channels.open(pipeline.channels.group, [[0, 1]], tagged=False)
-    assert len(pipeline.channels.pairs) == 2
+    assert pipeline is not None and len(pipeline.channels.pairs) == 2
     sl.pipeline_step(model, batch, mean)
     return differences(model, single)
 

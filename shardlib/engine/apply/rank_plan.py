@@ -1,0 +1,265 @@
+"""A plan as this rank carries it out: where the rank stands on the mesh, and what the plan means there.
+
+`RankPlan` is made once, before the model changes. Every later step is given it and changes nothing in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib._mesh import MeshShape, device_here
+from shardlib._plan import Movement, Plan, Purpose, Row
+from shardlib.engine import _torch, batchnorm, exact
+from shardlib.engine.executor import Executor
+from shardlib.engine.pipeline.stages import Whole
+from shardlib.engine.regions import find_regions, inside
+from shardlib.errors import ShardingError
+from shardlib.layout import Layout
+
+__all__ = ["RankPlan", "owner_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """What is fixed about a plan on this rank.
+
+    Attributes:
+        plan: on a pipeline, the part of it that this rank's stages carry out.
+        mesh: of the axes of `plan`.
+        coordinate: of this rank on each axis.
+        device: that this rank computes on.
+        regions: names of the modules that compute on DTensors (`regions.py`).
+        batch_norms: names of the modules that normalise by batch statistics.
+        exact_random: whether random numbers are drawn by global element.
+        pipeline_group: this rank and those with its place in other stages; None without a pipeline.
+        counted_elsewhere: names of parameters that an earlier stage holds too, and counts in norms.
+        streams_before: random streams of the stages before this rank's.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh
+    coordinate: dict[str, int]
+    device: torch.device
+    regions: tuple[str, ...]
+    batch_norms: frozenset[str]
+    exact_random: bool = False
+    pipeline_group: dist.ProcessGroup | None = None
+    counted_elsewhere: frozenset[str] = frozenset()
+    streams_before: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool = False) -> RankPlan:
+        """Return what a plan means on this rank.
+
+        Raises:
+            ShardingError: this rank is not part of the mesh.
+        """
+        shape, modules = MeshShape.of(mesh), model.named_modules(remove_duplicate=False)
+        return cls(
+            plan,
+            mesh,
+            shape.at(_position(mesh)),
+            device_here(mesh.device_type),
+            tuple(_regions(model, plan, _active(shape, shape.model_axes))),
+            frozenset(name for name, module in modules if batchnorm.is_batch_norm(module)),
+            exact_random,
+        )
+
+    @classmethod
+    def of_stages(cls, model: nn.Module, whole: Whole) -> RankPlan:
+        """Return what a plan means on this rank of a pipeline."""
+        one = cls.of(model, whole.stage_plan, whole.stage_mesh)
+        return dataclasses.replace(
+            one,
+            pipeline_group=whole.pipeline_group,
+            counted_elsewhere=whole.counted_elsewhere,
+            streams_before=whole.place.index * one.shape.data_ranks,
+        )
+
+    # --- axes and their groups ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def shape(self) -> MeshShape:
+        """The sizes of the mesh's axes."""
+        return MeshShape.of(self.mesh)
+
+    @cached_property
+    def model_axes(self) -> tuple[str, ...]:
+        """Model axes of more than one rank."""
+        return _active(self.shape, self.shape.model_axes)
+
+    @cached_property
+    def data_axes(self) -> tuple[str, ...]:
+        """Data axes of more than one rank."""
+        return _active(self.shape, self.shape.data_axes)
+
+    @cached_property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Data axes of more than one rank whose ranks may hold different experts."""
+        return _active(self.shape, self.shape.expert_axes)
+
+    @cached_property
+    def compute_axes(self) -> tuple[str, ...]:
+        """Axes that may split what is computed with, in the mesh's order."""
+        return tuple(axis for axis in self.shape.names if axis in self.model_axes + self.expert_axes)
+
+    @cached_property
+    def model_mesh(self) -> DeviceMesh | None:
+        """The mesh of the model axes, on which regions compute."""
+        return self.mesh[self.model_axes] if self.model_axes else None
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """The mesh on which experts are DTensors."""
+        return self.mesh[self.compute_axes] if self.expert_axes else None
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """Return the ranks that differ from this one on these axes alone; None where there are no others."""
+        axes = _active(self.shape, axes)
+        return _torch.flattened(self.mesh, axes).get_group() if axes else None
+
+    @cached_property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks of the mesh; None where there is one."""
+        return self.group(self.shape.names)
+
+    @cached_property
+    def executor(self) -> Executor:
+        """What carries out the movements of this rank."""
+        return Executor(self.mesh, self.device)
+
+    @cached_property
+    def movements(self) -> dict[str, dict[Purpose, Movement]]:
+        """What a step moves of each row, by purpose."""
+        found: dict[str, dict[Purpose, Movement]] = {}
+        with _torch.no_modes():  # a dry run has no values, and sizes are counted with tensors
+            movements = self.plan.movements()
+        for one in movements:
+            found.setdefault(one.name, {})[one.purpose] = one
+        return found
+
+    def place(self) -> exact.Place | None:
+        """Return this rank's place on the data axes, if random numbers are drawn by that."""
+        return exact.Place(*self.shape.data_place(self.coordinate)) if self.exact_random else None
+
+    # --- rows and layouts ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> dict[str, Row]:
+        """Rows of the plan by each name of their tensors."""
+        return {name: row for row in self.plan.rows for name in (row.name, *row.tied)}
+
+    def layout(self, name: str, tensor: torch.Tensor) -> Layout:
+        """Return the layout in which a tensor is computed with."""
+        row = self.rows.get(name)
+        return self.on_compute_axes(row.compute) if row is not None else Layout.replicate(tensor.ndim)
+
+    def on_compute_axes(self, layout: Layout) -> Layout:
+        """Return a layout without other axes than those that may split what is computed with."""
+        return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.compute_axes])
+
+    def on_model_axes(self, layout: Layout) -> Layout:
+        """Return a layout without other axes than model axes."""
+        return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.model_axes])
+
+    def on_active_axes(self, layout: Layout) -> Layout:
+        """Return a layout without axes of one rank."""
+        return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.model_axes + self.data_axes])
+
+    def added(self, src: Layout, dst: Layout) -> tuple[str, ...]:
+        """Return the data axes that split `dst` and not `src`."""
+        return tuple(axis for axis in self.data_axes if axis in dst.axes - src.axes)
+
+    def is_split(self, layout: Layout) -> bool:
+        """Return whether a layout splits a tensor over model axes."""
+        return any(axis in self.model_axes for axis in layout.axes)
+
+    def is_spread(self, name: str) -> bool:
+        """Return whether ranks have different experts of a tensor."""
+        return name in self.rows and not self.rows[name].compute.axes.isdisjoint(self.expert_axes)
+
+    def is_stored_in_parts(self, name: str) -> bool:
+        """Return whether data ranks store different shards of a tensor."""
+        return name in self.rows and bool(self.rows[name].added("stored") & {*self.data_axes})
+
+    def is_global(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a DTensor of the model axes.
+
+        In a region, parameters are, and buffers that are split or that BatchNorm updates from parameters' shards.
+        """
+        row = self.rows.get(name)
+        names = row.tied if row is not None and row.tied else (name,)
+        if not any(inside(owner_of(n), self.regions) for n in names):
+            return False
+        of_norm = owner_of(names[0]) in self.batch_norms and tensor.ndim > 0
+        return isinstance(tensor, nn.Parameter) or of_norm or self.is_split(self.layout(name, tensor))
+
+    def mesh_for(self, name: str, tensor: torch.Tensor) -> DeviceMesh | None:
+        """Return the mesh on which a tensor is computed with; None where it is plain there."""
+        if self.is_spread(name):
+            return self.expert_mesh
+        return self.model_mesh if self.model_mesh is not None and self.is_global(name, tensor) else None
+
+
+def owner_of(name: str) -> str:
+    """Return the name of the module that a tensor belongs to.
+
+    >>> owner_of("blocks.0.weight"), owner_of("weight")
+    ('blocks.0', '')
+    """
+    return name.rpartition(".")[0]
+
+
+def _regions(model: nn.Module, plan: Plan, axes: tuple[str, ...]) -> list[str]:
+    """Return the modules that compute on DTensors.
+
+    The plan's rows and borders say what is split over these model axes, and where it is summed.
+    """
+    if not axes:
+        return []
+    split = list(dict.fromkeys(owner_of(name) for name, row in _by_any_name(model, plan) if _splits(row.compute, axes)))
+    whole = {b.module for b in plan.borders if b.side == "output" and b.layout is not None}
+    laid_out = {b.module for b in plan.borders if b.layout is not None and _splits(b.layout, axes)}
+    tied = [[owner_of(name) for name in row.tied] for row in plan.rows if len(row.tied) > 1]
+    look_ups = [name for name in split if isinstance(model.get_submodule(name), nn.Embedding | nn.EmbeddingBag)]
+    asked = [b.module for b in plan.borders if b.layout is not None and b.rule is not None]
+    uncalled = {name for name, module in model.named_modules() if not _has_forward(module)}
+    return find_regions(split, whole, laid_out, tied, alone=look_ups, asked=asked, uncalled=uncalled)
+
+
+def _by_any_name(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Row]]:
+    rows = {name: row for row in plan.rows for name in (row.name, *row.tied)}
+    for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        if name in rows:
+            yield name, rows[name]
+
+
+def _splits(layout: Layout, axes: tuple[str, ...]) -> bool:
+    return not layout.axes.isdisjoint(axes)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _active(shape: MeshShape, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if shape[axis] > 1)
+
+
+def _position(mesh: DeviceMesh) -> int:
+    """Return this rank's place in the mesh, counted with the last axis fastest."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ShardingError(f"Rank {dist.get_rank()} is not part of the mesh {mesh}; call on its ranks only.")
+    position = 0
+    for index, size in zip(coordinate, mesh.shape, strict=True):
+        position = position * size + index
+    return position
