@@ -31,7 +31,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shardlib.engine import _torch, agree
 from shardlib.errors import LostRankError
@@ -97,12 +96,9 @@ def naming_lost_ranks_in_backward(function: Callable[P, R]) -> Callable[P, R]:
     return named
 
 
-def watch_forward(model: nn.Module) -> Callable[[], None]:
-    """Name ranks that are lost in a model's forward, where hooks see no errors; returns what undoes it."""
-    return _torch.go_through(model, naming_lost_ranks("forward")(_call))
-
-
-def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@naming_lost_ranks("forward")
+def watch_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a model, and name ranks that are lost meanwhile: hooks see no errors."""
     return forward(*args, **kwargs)
 
 

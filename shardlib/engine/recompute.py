@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlib.engine import _torch
 from shardlib.engine.units import Units
 from shardlib.errors import PlanError, nearest
 from shardlib.rules.patterns import compile_pattern
@@ -44,15 +42,12 @@ def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str
     return tuple(name for name in names if any(pattern.matches(name) for pattern in compiled.values()))
 
 
-def recompute(model: nn.Module, names: Sequence[str], units: Units | None = None) -> Callable[[], None]:
-    """Let these modules compute again in backward; returns what undoes it.
+def recompute(names: Sequence[str], units: Units | None = None) -> dict[str, Callable[..., Any]]:
+    """Return, by name, what stands around modules that compute again in backward.
 
     `units`: where parameters are stored in parts. A part of a unit needs the unit's, and any module those of none.
     """
-    undo = ExitStack()
-    for name in names:
-        undo.callback(_torch.go_through(model.get_submodule(name), functools.partial(_call, name, units)))
-    return undo.close
+    return {name: functools.partial(_call, name, units) for name in names}
 
 
 def _call(name: str, units: Units | None, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
-from shardlib.engine import _torch
 from shardlib.engine.executor.gather import UpdateBucket
 from shardlib.engine.executor.reduce import GradientBucket, ReduceBucket
 from shardlib.engine.held import held_of
 
-__all__ = ["Reductions", "RunOrder", "Updates", "updates_of", "wait_for_updates", "wait_in_modules"]
+__all__ = ["Reductions", "RunOrder", "Updates", "updates_of", "wait_for_updates", "wait_in_model", "wait_in_modules"]
 
 T = TypeVar("T")
 
@@ -186,17 +184,16 @@ def updates_of(params: Iterable[torch.Tensor]) -> list[Updates]:
     return list({id(updates): updates for updates in known if updates is not None}.values())
 
 
-def wait_in_modules(updates: Updates, model: nn.Module, late: Sequence[str]) -> Callable[[], None]:
-    """Let modules wait for their own parameters, and the model for all others; returns what undoes it."""
-    undo = ExitStack()
-    for name in late:
-        undo.callback(_torch.go_through(model.get_submodule(name), functools.partial(updates.call, name)))
-    handles = [
+def wait_in_modules(updates: Updates, late: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """Return, by name, what stands around modules that wait for their own parameters."""
+    return {name: functools.partial(updates.call, name) for name in late}
+
+
+def wait_in_model(updates: Updates, model: nn.Module) -> list[Any]:
+    """Let a model wait for the parameters outside of such modules; return the hooks' handles."""
+    return [
         model.register_forward_pre_hook(lambda *_: updates.wait("")),
         model.register_forward_hook(lambda *_: updates.wait(), always_call=True),
         model.register_state_dict_pre_hook(lambda *_: updates.wait()),
         model.register_load_state_dict_pre_hook(lambda *_: updates.wait()),
     ]
-    for handle in handles:
-        undo.callback(handle.remove)
-    return undo.close

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from shardlib.errors import ShardingError
 if TYPE_CHECKING:
     from shardlib.engine.gradients import GradientReducer
 
-__all__ = ["Units", "install", "lend"]
+__all__ = ["Units", "lend", "unshard_in_modules"]
 
 _ALIGNMENT = 64  # bytes; kernels are fastest there
 
@@ -498,10 +498,6 @@ _ASKING = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex",
 _VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 
 
-def install(units: Units, model: nn.Module) -> Callable[[], None]:
-    """Let the modules that are units run with whole parameters; returns what undoes it."""
-    undo = ExitStack()
-    for name, unit in units.units.items():
-        if name:
-            undo.callback(_torch.go_through(model.get_submodule(name), functools.partial(units.call, unit)))
-    return undo.close
+def unshard_in_modules(units: Units) -> dict[str, Callable[..., Any]]:
+    """Return, by name, what stands around the modules that are units, so that they run with whole parameters."""
+    return {name: functools.partial(units.call, unit) for name, unit in units.units.items() if name}

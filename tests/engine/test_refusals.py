@@ -189,9 +189,10 @@ _STEPS = (
     "shard_tensors",
     "install_modules",
     "install_movers",
-    "compile_blocks",
-    "agree_on_random_state",
+    "compile_calls",
     "stages.Whole.install",
+    "wrap_calls",
+    "agree_on_random_state",
     "Sharded",
 )
 

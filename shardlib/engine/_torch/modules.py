@@ -107,14 +107,16 @@ def call_eagerly(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def go_through(module: torch.nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
-    """Let calls of a module, compiled or not, go through `wrapper(call, *args, **kwargs)`.
+def go_through(module: torch.nn.Module, *wrappers: Callable[..., Any]) -> Callable[[], None]:
+    """Let calls of a module, compiled or not, go through each `wrapper(call, *args, **kwargs)`; the first is innermost.
 
-    Returns a function that undoes it.
+    Returns what undoes it.
     """
     before = module._compiled_call_impl
-    inner = before if before is not None else functools.partial(_call_if_there, weakref.ref(module))
-    module._compiled_call_impl = functools.partial(wrapper, inner)
+    call = before if before is not None else functools.partial(_call_if_there, weakref.ref(module))
+    for wrapper in wrappers:
+        call = functools.partial(wrapper, call)
+    module._compiled_call_impl = call
     return functools.partial(set_compiled_call, module, before)
 
 

@@ -4,11 +4,12 @@
 (`RankPlan`), and leaves its undo, so that an error in any of them leaves the model as it was:
 
     rank_plan.py    what the plan means on this rank
-    check.py        what is refused, and what ranks must agree on
+    check.py        what is refused, and what ranks must have alike
     initialize.py   the values that tensors on `meta` begin with
     shard.py        every tensor becomes this rank's local shard: parameters become DTensors
     install.py      hooks and forwards of modules: regions, borders, linears, experts, BatchNorm
     parameters.py   gradients, unsharded parameters, updates, optimizers
+    calls.py        what stands around the calls of modules
 
 What is kept of a sharded model is its record, `engine/sharded.py`.
 """
@@ -27,28 +28,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, device_here, mesh
 from shardlib._plan import Plan, plan
-from shardlib.engine import _torch, exact, fp8, lost
+from shardlib.engine import _torch, exact, fp8
+from shardlib.engine.apply.calls import compile_calls, wrap_calls
 from shardlib.engine.apply.check import ranks_agree, refuse_model, refuse_plan, warn_of_idle_axes
 from shardlib.engine.apply.initialize import initial_values
-from shardlib.engine.apply.install import install_modules, spread_experts
-from shardlib.engine.apply.parameters import casting, fp8_history, install_movers, tell_optimizers
+from shardlib.engine.apply.install import install_modules
+from shardlib.engine.apply.parameters import casting, install_fp8, install_movers, tell_optimizers
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.shard import shard_tensors
-from shardlib.engine.compile import check_backend, compile_blocks
+from shardlib.engine.compile import check_backend
 from shardlib.engine.held import local_of
 from shardlib.engine.pipeline import stages, weigh
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
-from shardlib.engine.recompute import modules_to_recompute, recompute
+from shardlib.engine.recompute import modules_to_recompute
 from shardlib.engine.sharded import Sharded, is_sharded, keep, record_of
-from shardlib.engine.units import install
-from shardlib.engine.updates import wait_in_modules
 from shardlib.errors import PlanError
 from shardlib.rules import Rules
 
 __all__ = ["Sharded", "apply_plan", "is_sharded", "names_here", "no_sync", "plan_of", "record_of", "shard_model"]
-
-
-_TRAVELLING = "how many tokens come to the experts of a rank is known when they do, and a graph has to know it before"
 
 
 def shard_model(
@@ -196,39 +193,25 @@ def apply_plan(
         replaced = shard_tensors(model, here, values, undo)
         install_modules(model, here, undo, global_batch_norm=global_batch_norm)
         movers = install_movers(model, here, replaced.masters, undo, everyone=everyone, check=check)
-        history = fp8_history(here, float8, movers.reducer)
-        undo.callback(fp8.install(model, float8, history))
-
-        mode = None if here.model_mesh is None or (whole is not None and whole.place.splits_backward) else compile
-        eager = dict.fromkeys(spread_experts(model, here), _TRAVELLING)
-        report, uncompile = compile_blocks(model, mode, here.place(), eager=eager)
-        undo.callback(uncompile)
-        if movers.units is not None:
-            undo.callback(install(movers.units, model))
-        if movers.updates is not None and here.plan.step.overlap:
-            undo.callback(wait_in_modules(movers.updates, model, here.plan.repeated))
-        undo.callback(recompute(model, recomputed, movers.units))
-        if check:
-            undo.callback(lost.watch_forward(model))
-
-        if check and not exact_random:
-            index, _ = here.shape.data_place(here.coordinate)
-            agree_on_random_state(here.group(here.model_axes), here.streams_before + index)
+        history = install_fp8(model, here, float8, movers.reducer, undo)
+        backend = None if whole is not None and whole.place.splits_backward else compile
+        compiled = compile_calls(model, here, backend, undo)
         pipeline = None
         if whole is not None:
-            region = here.model_mesh if "" in here.regions else None
-            pipeline = whole.install(model, movers.by_name(), casting(here), region, undo)
+            pipeline = whole.install(model, movers.by_name(), casting(here), here.root_mesh, undo)
+        wrap_calls(model, movers, recomputed, undo, route=None if pipeline is None else pipeline.route, check=check)
+        if check and not exact_random:
+            agree_on_random_state(here.group(here.model_axes), here.random_stream)
         record = Sharded(
             plan=dataclasses.replace(here.plan, notes=here.plan.notes + float8.notes()),
             mesh=here.mesh,
             model_mesh=here.model_mesh,
             reducer=movers.reducer,
-            compiled=report,
+            compiled=compiled,
             fp8_history=history,
             units=movers.units,
             pipeline=pipeline,
-            meets_in_modules=bool(here.batch_norms)
-            or any(row.stored.axes & {*here.data_axes} for row in here.plan.rows),
+            meets_in_modules=here.meets_in_modules,
             has_values=all(map(_torch.has_values, map(local_of, model.parameters()))),
         )
         undo.pop_all()

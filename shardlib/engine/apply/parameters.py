@@ -21,11 +21,11 @@ from shardlib.engine.executor.gather import update_buckets
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.held import Held, remember
 from shardlib.engine.region import Casting, Root
-from shardlib.engine.schedule import Updates
+from shardlib.engine.schedule import Updates, wait_in_model
 from shardlib.engine.units import Units, lend
 from shardlib.layout import cut
 
-__all__ = ["Movers", "casting", "fp8_history", "install_movers", "tell_optimizers"]
+__all__ = ["Movers", "casting", "install_fp8", "install_movers", "tell_optimizers"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +37,14 @@ class Movers:
         reducer: of gradients.
         units: parameters that are unsharded together; None where none is stored in shards.
         updates: what gathers parameters after a step; None where no state is split alone.
+        late: modules that wait for their own updated parameters when they run.
     """
 
     held: Sequence[Held]
     reducer: GradientReducer
     units: Units | None
     updates: Updates | None
+    late: tuple[str, ...]
 
     def by_name(self) -> dict[str, Held]:
         """Return each parameter by all its names."""
@@ -92,7 +94,10 @@ def install_movers(
     root = Root(reducer, input_check(here, compare=check), units, casting(here))
     for handle in root.install(model):
         undo.callback(handle.remove)
-    return Movers(held, reducer, units, updates)
+    if updates is not None and late:
+        for handle in wait_in_model(updates, model):
+            undo.callback(handle.remove)
+    return Movers(held, reducer, units, updates, late)
 
 
 def _held_one(here: RankPlan, name: str, param: nn.Parameter, master: torch.Tensor | None) -> Held:
@@ -160,13 +165,18 @@ def casting(here: RankPlan) -> Casting:
     return Casting(here.device.type, here.plan.step.autocast or mixed, None if mixed else inputs)
 
 
-def fp8_history(here: RankPlan, linears: fp8.Linears, reducer: GradientReducer) -> fp8.History | None:
-    """Return what float8 is scaled by, if by earlier steps. A step ends with its last backward pass."""
-    steps = here.plan.step.fp8_history
-    if not steps or not linears.names:
-        return None
-    history = fp8.History(linears, steps, here.device)
-    reducer.at_the_end_of_steps.append(functools.partial(history.end_step, here.everyone))
+def install_fp8(
+    model: nn.Module, here: RankPlan, linears: fp8.Linears, reducer: GradientReducer, undo: ExitStack
+) -> fp8.History | None:
+    """Let linear modules multiply in float8; return what they are scaled by, if by earlier steps.
+
+    A step ends with its last backward pass.
+    """
+    steps, history = here.plan.step.fp8_history, None
+    if steps and linears.names:
+        history = fp8.History(linears, steps, here.device)
+        reducer.at_the_end_of_steps.append(functools.partial(history.end_step, here.everyone))
+    undo.callback(fp8.install(model, linears, history))
     return history
 
 

@@ -116,6 +116,11 @@ class RankPlan:
         """The mesh of the model axes, on which regions compute."""
         return self.mesh[self.model_axes] if self.model_axes else None
 
+    @property
+    def root_mesh(self) -> DeviceMesh | None:
+        """The mesh on which the whole model computes on DTensors; None where parts of it do, or none."""
+        return self.model_mesh if "" in self.regions else None
+
     @cached_property
     def expert_mesh(self) -> DeviceMesh | None:
         """The mesh on which experts are DTensors."""
@@ -130,6 +135,11 @@ class RankPlan:
     def everyone(self) -> dist.ProcessGroup | None:
         """All ranks of the mesh; None where there is one."""
         return self.group(self.shape.names)
+
+    @property
+    def random_stream(self) -> int:
+        """Which stream of random numbers this rank draws from: one for each data rank of each stage."""
+        return self.streams_before + self.shape.data_place(self.coordinate)[0]
 
     @cached_property
     def executor(self) -> Executor:
@@ -156,6 +166,11 @@ class RankPlan:
     def rows(self) -> dict[str, Row]:
         """Rows of the plan by each name of their tensors."""
         return {name: row for row in self.plan.rows for name in (row.name, *row.tied)}
+
+    @property
+    def meets_in_modules(self) -> bool:
+        """Whether some modules wait for other data ranks while they compute."""
+        return bool(self.batch_norms) or any(row.stored.axes & {*self.data_axes} for row in self.plan.rows)
 
     def layout(self, name: str, tensor: torch.Tensor) -> Layout:
         """Return the layout in which a tensor is computed with."""

@@ -138,14 +138,16 @@ class Route:
         self._name = type(model).__name__
         self.splits_backward, self.region = splits_backward, region
 
-    def install(self, model: nn.Module, undo: ExitStack) -> None:
-        """Take calls of stages' modules, and the model's forward."""
+    def around_modules(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
+        """Return, by name, what stands around the modules of stages; a module of several names is there once."""
         by_module: dict[int, tuple[nn.Module, list[str]]] = {}
         for name in self._stage_of:
             module = model.get_submodule(name)
             by_module.setdefault(id(module), (module, []))[1].append(name)
-        for module, names in by_module.values():
-            undo.callback(_torch.go_around(module, functools.partial(self._call, tuple(names))))
+        return {names[0]: functools.partial(self._call, tuple(names)) for _, names in by_module.values()}
+
+    def install(self, model: nn.Module, undo: ExitStack) -> None:
+        """Take the model's forward."""
         model.__dict__["forward"] = self._run_forward
         undo.callback(model.__dict__.pop, "forward", None)
 
