@@ -102,6 +102,7 @@ def shard_model(
         CheckpointError: `init` does not fit the model.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
         >>> model = shard_model(model, "dp=1,tp=1", {"0": "colwise", "2": "rowwise"})
         >>> model(torch.zeros(2, 8)).shape
@@ -133,7 +134,7 @@ def plan_of(model: nn.Module) -> Plan:
     Raises:
         ShardingError: the model was not sharded by shardlib.
 
-    >>> model = shard_model(torch.nn.Linear(4, 8), "dp=1,tp=1", {"**": "colwise"})
+    >>> model = shard_model(nn.Linear(4, 8), "dp=1,tp=1", {"**": "colwise"})
     >>> plan_of(model).mesh
     MeshShape("dp=1,tp=1")
     """

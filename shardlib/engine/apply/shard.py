@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,8 +34,8 @@ class Replaced:
             took something away.
     """
 
-    parameters: dict[str, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
-    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: Mapping[str, tuple[nn.Parameter, nn.Parameter]]
+    masters: Mapping[str, torch.Tensor]
 
 
 def shard_tensors(model: nn.Module, here: RankPlan, values: Mapping[str, torch.Tensor], undo: ExitStack) -> Replaced:
@@ -47,19 +47,19 @@ def shard_tensors(model: nn.Module, here: RankPlan, values: Mapping[str, torch.T
         values: this rank's shards of the tensors on `meta`, by name.
         undo: puts the tensors back.
     """
-    before, replaced = named_tensors(model), Replaced()
     after: dict[int, torch.Tensor] = {}
-    for name, tensor in before.items():
-        new = _rounded(here, name, _placed(here, name, tensor, values.get(name)), replaced.masters)
+    parameters: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+    masters: dict[str, torch.Tensor] = {}
+    for name, tensor in named_tensors(model).items():
+        new = after[id(tensor)] = _rounded(here, name, _placed(here, name, tensor, values.get(name)), masters)
         if isinstance(tensor, nn.Parameter) and isinstance(new, nn.Parameter) and new is not tensor:
-            replaced.parameters[name] = tensor, new
-        after[id(tensor)] = new
+            parameters[name] = tensor, new
     for module in model.modules():
         undo.callback(_torch.find_weights_again, module)
         for own in _torch.own_tensors(module):
             _swap(own, after, undo)
         _torch.find_weights_again(module)
-    return replaced
+    return Replaced(parameters, masters)
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
