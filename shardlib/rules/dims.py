@@ -12,7 +12,7 @@ from torch import nn
 from shardlib._again import is_again
 from shardlib.errors import RuleError
 
-__all__ = ["ModuleDims", "dims_of", "register_dims"]
+__all__ = ["ModuleDims", "dims_of", "linear_dims", "register_dims"]
 
 _DIM = re.compile(r"\([^()]*\)|\S+")
 _FACTOR = re.compile(r"\w+")
@@ -28,12 +28,15 @@ class ModuleDims:
         output: the dim that is the module's output features; "colwise" splits it. None when there is no such dim.
         contracted: dims that the module sums over; splitting one leaves a partial output. "rowwise" splits it.
         sizes: sizes of factors of fused dims: numbers, or attribute paths on the module.
+        linear: whether the class's forward multiplies its input by `weight`, adds `bias` if it has one, and does
+            nothing else.
     """
 
     tensors: Mapping[str, str]
     output: str | None = None
     contracted: tuple[str, ...] = ()
     sizes: Mapping[str, int | str] = field(default_factory=dict)
+    linear: bool = field(default=False, compare=False)
 
     def dims(self, tensor: str, ndim: int) -> tuple[str, ...] | None:
         """The dims of one tensor, `*name` spelled out; None for an unknown tensor or another number of dims.
@@ -48,6 +51,11 @@ class ModuleDims:
         for at in starred:
             dims = dims[:at] + ("_",) * (ndim - len(dims) + 1) + dims[at + 1 :]
         return dims if len(dims) == ndim else None
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the weight of a linear layer is (in, out), and not (out, in)."""
+        return self.linear and split_dims(self.tensors["weight"])[1] == self.output
 
     @property
     def names(self) -> frozenset[str]:
@@ -67,6 +75,7 @@ def register_dims(
     output: str | None = None,
     contracted: tuple[str, ...] = (),
     sizes: Mapping[str, int | str] | None = None,
+    linear: bool = False,
     **tensors: str,
 ) -> None:
     """Say what the dims of your own module's tensors mean, so that rules may name the module.
@@ -80,17 +89,20 @@ def register_dims(
         output: the dim that is the module's output features.
         contracted: dims that the module sums over.
         sizes: sizes of the factors of fused dims: numbers or attribute paths on the module.
+        linear: the class's forward multiplies its input by `weight`, adds `bias` if it has one, and does nothing else.
+            Such a layer is computed by one local product. A subclass with a forward of its own is not meant.
         **tensors: parameter or buffer name to its dims in storage order.
 
     Raises:
-        RuleError: no tensor given, `output` or `contracted` name no dim, or the type already means something else.
+        RuleError: no tensor given, `output` or `contracted` name no dim, `linear` of other tensors than a weight of
+            these two dims and a bias, or the type already means something else.
 
     >>> class Scale(nn.Linear): ...
     >>> register_dims(Scale, weight="out in", bias="out", output="out", contracted=("in",))
     >>> dims_of(Scale(4, 8)).tensors["bias"]
     'out'
     """
-    meant = dims or ModuleDims(tensors, output, tuple(contracted), dict(sizes or {}))
+    meant = dims or ModuleDims(tensors, output, tuple(contracted), dict(sizes or {}), linear)
     if isinstance(meant, ModuleDims):
         _check(module_type, meant)
     known = _REGISTRY.get(module_type, meant)
@@ -99,7 +111,8 @@ def register_dims(
             f"register_dims({_called(module_type)}): this type is registered already, as {_spelled(known)}. Register a "
             "subclass of your own, or name the parameters in your rules."
         )
-    _REGISTRY[module_type] = meant
+    if linear or known is meant or known != meant:
+        _REGISTRY[module_type] = meant
 
 
 def dims_of(module: nn.Module) -> ModuleDims | None:
@@ -113,10 +126,34 @@ def dims_of(module: nn.Module) -> ModuleDims | None:
     True
     """
     for cls in type(module).__mro__:
-        found = _REGISTRY.get(cls) or _REGISTRY.get(f"{cls.__module__}.{cls.__qualname__}")
+        found = _registered(cls)
         if found is not None:
             return found if isinstance(found, ModuleDims) else found(module)
     return _norm_by_name(module)
+
+
+def linear_dims(module: nn.Module) -> ModuleDims | None:
+    """Return the dims of a linear layer, or None where the module's forward is not known to be linear.
+
+    What counts is the class that defines the forward which a call runs, not the classes that it inherits from.
+
+    >>> linear_dims(nn.Linear(4, 8)).is_transposed
+    False
+    >>> class Scaled(nn.Linear):
+    ...     def forward(self, x):
+    ...         return 2 * super().forward(x)
+    >>> linear_dims(Scaled(4, 8)) is None
+    True
+    """
+    if "forward" in vars(module):
+        return None
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    found = _registered(owner)
+    return found if isinstance(found, ModuleDims) and found.linear else None
+
+
+def _registered(cls: type) -> ModuleDims | DimsOf | None:
+    return _REGISTRY.get(cls) or _REGISTRY.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def split_dims(text: str) -> tuple[str, ...]:
@@ -148,6 +185,17 @@ def _check(module_type: type | str, dims: ModuleDims) -> None:
                 f'register_dims({_called(module_type)}): {what} names "{unknown[0]}", which is no dim of '
                 f"{_spelled(dims)}. Use one of the dims given for its tensors."
             )
+    if dims.linear and not _is_linear(dims):
+        raise RuleError(
+            f"register_dims({_called(module_type)}, linear=True) was given {_spelled(dims)}; a linear layer has a "
+            "weight of its output and its one contracted dim, and a bias of its output or none. Leave linear= out."
+        )
+
+
+def _is_linear(dims: ModuleDims) -> bool:
+    weight, others = split_dims(dims.tensors.get("weight", "")), dict(dims.tensors)
+    others.pop("weight", None)
+    return sorted(weight) == sorted([str(dims.output), *dims.contracted]) and others in ({}, {"bias": dims.output})
 
 
 def _called(module_type: type | str) -> str:
@@ -187,9 +235,16 @@ _BATCH_STATISTICS = ModuleDims(
 
 
 def _register_torch() -> None:
-    register_dims(nn.Linear, weight="out in", bias="out", output="out", contracted=("in",))
+    register_dims(nn.Linear, weight="out in", bias="out", output="out", contracted=("in",), linear=True)
     # Hugging Face's Conv1D is a linear layer with its weight transposed.
-    register_dims("transformers.pytorch_utils.Conv1D", weight="in out", bias="out", output="out", contracted=("in",))
+    register_dims(
+        "transformers.pytorch_utils.Conv1D",
+        weight="in out",
+        bias="out",
+        output="out",
+        contracted=("in",),
+        linear=True,
+    )
     register_dims(nn.Bilinear, weight="out in1 in2", bias="out", output="out", contracted=("in1", "in2"))
     for embedding in (nn.Embedding, nn.EmbeddingBag):
         register_dims(embedding, weight="vocab embed", output="embed", contracted=("vocab",))

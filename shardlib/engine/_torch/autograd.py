@@ -52,6 +52,11 @@ private(
     seen=("2.14.1",),
     optional=True,
 )
+private(
+    "torch._C._are_functorch_transforms_active",
+    why="to call an autograd function without the Python that serves transforms of torch.func",
+    without="a small linear layer would take noticeably longer",
+)
 _pipelining = private_when_used(
     "torch.distributed.pipelining._backward.stage_backward_input",
     "torch.distributed.pipelining._backward.stage_backward_weight",
@@ -65,6 +70,7 @@ __all__ = [
     "backward_id",
     "backward_of_inputs",
     "backward_of_weights",
+    "direct_apply",
     "has_gradient_hooks",
     "next_node_number",
     "rebind_checkpointed",
@@ -116,6 +122,16 @@ def running_node() -> int:
     """
     node: Any = torch._C._current_autograd_node()
     return node._sequence_nr() if node is not None else -1
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return `function.apply` without the Python that serves transforms of torch.func, which refuse these functions."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def applied(*args: Any) -> Any:
+        return function.apply(*args) if torch._C._are_functorch_transforms_active() else apply(*args)
+
+    return applied
 
 
 def backward_of_inputs(

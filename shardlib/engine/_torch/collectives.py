@@ -24,6 +24,11 @@ private(
     without="a small step would take noticeably longer",
 )
 private(
+    "torch.utils._python_dispatch._len_torch_dispatch_stack",
+    why="to tell whether ops are traced or recorded, and must be ones that a graph can hold",
+    without="every sum over a model axis would take the slower way",
+)
+private(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     why="to wait for what DTensor's placements return",
     without="a kernel could read a result before it is there",
@@ -61,6 +66,7 @@ from torch.distributed.tensor._redistribute import (
     clear_redistribute_planner_cache,
     redistribute_local_tensor,
 )
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 __all__ = [
     "AsyncTensor",
@@ -73,6 +79,7 @@ __all__ = [
     "joined",
     "part",
     "redistribute_local",
+    "sum_in_place",
     "sum_scattered",
 ]
 
@@ -83,19 +90,41 @@ AsyncTensor = AsyncCollectiveTensor
 
 
 @cached_by_mesh
-def group_to_sum_over(mesh: DeviceMesh, now: tuple[Placement, ...], want: tuple[Placement, ...]) -> str | None:
-    """Return the name of the one group whose all-reduce makes partial sums whole, if nothing else differs."""
+def group_to_sum_over(
+    mesh: DeviceMesh, now: tuple[Placement, ...], want: tuple[Placement, ...]
+) -> dist.ProcessGroup | None:
+    """Return the one group whose all-reduce makes partial sums whole, if nothing else differs."""
     changing = [axis for axis, (a, b) in enumerate(zip(now, want, strict=True)) if a != b]
     if len(changing) == 1 and now[changing[0]].is_partial("sum") and want[changing[0]].is_replicate():
-        return mesh.get_group(changing[0]).group_name
+        return mesh.get_group(changing[0])
     return None
 
 
-def all_reduced(tensor: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum over a group, by DTensor's own op but below autograd, which costs as much again."""
+def all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return a new tensor, the sum over a group."""
+    if _is_watched(tensor):
+        return _summed_functionally(tensor, group)
+    return sum_in_place(tensor.clone(memory_format=torch.contiguous_format), group)
+
+
+def sum_in_place(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum a contiguous tensor over a group; return it, or a new tensor where somebody traces or records ops."""
+    if _is_watched(tensor):
+        return _summed_functionally(tensor, group)
+    group.allreduce([tensor]).wait()  # `dist.all_reduce` without its Python
+    return tensor
+
+
+def _is_watched(tensor: torch.Tensor) -> bool:
+    """Tell whether ops on a tensor are traced, recorded or imagined."""
+    return type(tensor) is not torch.Tensor or _len_torch_dispatch_stack() > 0
+
+
+def _summed_functionally(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum by DTensor's own op, which graphs can hold, but below autograd, which costs as much again."""
     collective = torch.ops._c10d_functional
     with torch._C._AutoDispatchBelowAutograd():
-        return collective.wait_tensor.default(collective.all_reduce.default(tensor, "sum", group))
+        return collective.wait_tensor.default(collective.all_reduce.default(tensor, "sum", group.group_name))
 
 
 def all_to_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -37,11 +37,16 @@ _dynamo = private_when_used(
 __all__ = [
     "compile_errors",
     "compiler_is_off",
+    "constant_in_graphs",
     "graph_backend",
     "graph_breaks_raise",
     "inductor_backend",
     "keep_compiler_out_of",
 ]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def graph_backend(decompositions: Mapping[Op, Callable[..., Any]] | None = None) -> Any:
@@ -84,6 +89,15 @@ def inductor_backend(decompositions: Mapping[Op, Callable[..., Any]]) -> Any:
         return compile_fx(graph, inputs, decompositions={**select_decomp_table(), **decompositions})
 
     return compile_graph
+
+
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Have dynamo call a function of constants while it traces, and put the result into the graph.
+
+    `torch.compiler.assume_constant_result` does the same, and would import the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def keep_compiler_out_of(package: str) -> None:

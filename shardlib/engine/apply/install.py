@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from contextlib import ExitStack
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib.engine import _torch, balance, batchnorm, borders, exact, experts, ops, state
 from shardlib.engine.apply.rank_plan import RankPlan, owner_of
 from shardlib.engine.conversion import refuse_conversions
-from shardlib.engine.linear import compute_locally, is_linear
+from shardlib.engine.linear import compute_locally
 from shardlib.engine.region import install_region
 from shardlib.engine.regions import inside
+from shardlib.rules.dims import linear_dims
 
 __all__ = ["install_modules", "spread_experts"]
 
@@ -69,15 +69,18 @@ def _install_borders(model: nn.Module, here: RankPlan, model_mesh: DeviceMesh, u
 def _install_linears(model: nn.Module, here: RankPlan, model_mesh: DeviceMesh, undo: ExitStack) -> None:
     layouts_out = {b.module: b.layout for b in here.plan.borders if b.side == "output" and b.layout is not None}
     for name, module in model.named_modules():
-        if is_linear(module) and _is_global_weight(here, name, module) and inside(name, here.regions):
+        if _is_global_linear(here, name, module) and inside(name, here.regions):
             layout = layouts_out.get(name)
             place = borders.border_placements
             border = None if layout is None else place(here.on_model_axes(layout), model_mesh)
             undo.callback(compute_locally(module, border))
 
 
-def _is_global_weight(here: RankPlan, name: str, module: nn.Module) -> bool:
-    weight: Any = module.weight
+def _is_global_linear(here: RankPlan, name: str, module: nn.Module) -> bool:
+    """Tell whether a module is a linear layer, with a weight of its own that is a DTensor."""
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None or linear_dims(module) is None:
+        return False
     return here.is_global(f"{name}.weight".lstrip("."), weight)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement, Shard
 
-from shardlib.engine._torch import TensorMeta, schema_of
+from shardlib.engine._torch import TensorMeta, moved, schema_of
+from shardlib.engine.ops._choose import is_split
+from shardlib.engine.ops._products import products
 from shardlib.engine.ops._rows import Call, Meta, P, R, Row, S, aten, row, rule
 from shardlib.engine.ops._rules._pointwise import aligned
 
@@ -28,9 +30,30 @@ def _mm_rows(batch: int) -> list[Row]:
     ]
 
 
+def _rows_of_product(left: Placement, right: Placement) -> list[Row]:
+    """Rows of [m, k] @ [k, n]; where both are sharded, those that a linear layer takes (`_products.py`).
+
+    Only those: the bytes of this product alone do not tell what is cheaper, since a partial sum is yet to be reduced.
+    """
+    lines = products(left, _turned(right), 1) if is_split(left) and is_split(right) else ()
+    return [row([_plainly(line.y)], [_plainly(line.x), _plainly(_turned(line.weight))]) for line in lines] or _mm_rows(
+        0
+    )
+
+
+def _turned(matrix: Placement) -> Placement:
+    """Return the placement of its transpose."""
+    return moved(matrix, 1 - matrix.dim) if is_split(matrix) else matrix
+
+
+def _plainly(place: Placement) -> Placement:
+    """Return the plain form of a fused split, which `_choose` gives rows as operands ask for it."""
+    return S(place.dim) if is_split(place) else place
+
+
 @rule(aten("mm"), empty=True)
 def mm(call: Call) -> Iterable[Row]:
-    return _mm_rows(0)
+    return _rows_of_product(*call.current)
 
 
 @rule(aten("bmm"), empty=True)
@@ -46,7 +69,8 @@ def addmm(call: Call) -> Iterable[Row]:
     if schema_of(call.op).name == "aten::addbmm":
         yield row([P], [P, S(0), S(0)], partition=True)
         return
-    for product in _mm_rows(output.ndim - 2):
+    rows = _rows_of_product(*call.current[1:]) if output.ndim == 2 else _mm_rows(1)
+    for product in rows:
         (out,) = product.outs
         yield row([out], [_broadcast_under(addend, out, output), *product.ins], partition=out is P)
 
