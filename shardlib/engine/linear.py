@@ -44,26 +44,21 @@ def compute_locally(module: nn.Module, border: Border | None = None) -> Callable
     def forward(input: torch.Tensor) -> torch.Tensor:
         weight: Any = module.weight
         bias: Any = module.bias
-        autocast = torch.is_autocast_enabled(input.device.type)
-        if autocast or not isinstance(input, DTensor) or not isinstance(weight, DTensor):
+        if not isinstance(input, DTensor) or not isinstance(weight, DTensor):
+            return own_forward(input)
+        if torch.is_autocast_enabled(weight.device_mesh.device_type):
             return own_forward(input)
         weight = weight.t() if transposed else weight
         want = None if border is None else border[input.ndim]
         if torch.compiler.is_compiling():
             traced = _traced(input, weight, bias, want)
             return own_forward(input) if traced is None else traced
-        steps = _steps(_torch.spec_of(input), _torch.spec_of(weight), want)
-        if steps is None or not (bias is None or _lies_as(bias, steps.plan.bias)):
-            return own_forward(input)
-        return _Linear.apply(input, weight, bias, steps)
+        spec = _torch.spec_of
+        steps = _steps(spec(input), spec(weight), spec(bias) if isinstance(bias, DTensor) else bias is not None, want)
+        return own_forward(input) if steps is None else _apply(input, weight, bias, steps)
 
     module.forward = forward  # type: ignore[method-assign]
     return lambda: delattr(module, "forward")
-
-
-def _lies_as(bias: torch.Tensor, placements: tuple[Placement, ...]) -> bool:
-    """A rule may name the weight alone."""
-    return isinstance(bias, DTensor) and bias.placements == placements
 
 
 # --- in a compiled block -------------------------------------------------------------------------------------------
@@ -73,7 +68,7 @@ def _traced(x: DTensor, weight: DTensor, bias: Any, border: tuple[Placement, ...
     """Compute a layer by ops that can be traced and differentiated, or return None where the table has no line."""
     mesh = x.device_mesh
     plan = _constant_plan(x.placements, weight.placements, x.shape, weight.shape, mesh.shape, border)
-    if plan is None or not (bias is None or _lies_as(bias, plan.bias)):
+    if plan is None or (bias is not None and not (isinstance(bias, DTensor) and bias.placements == plan.bias)):
         return None
     summed = plan.product != plan.y
     local_x, local_weight = _local(x, plan.x, plan.grad_x[0]), _local(weight, plan.weight, plan.grad_weight[0])
@@ -122,11 +117,20 @@ class _Steps:
 
 
 @_torch.cached_by_mesh
-def _steps(x: DTensorSpec, weight: DTensorSpec, border: tuple[Placement, ...] | None) -> _Steps | None:
+def _steps(
+    x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | bool, border: tuple[Placement, ...] | None
+) -> _Steps | None:
+    """Return the steps of a layer, or None where it takes another way.
+
+    A rule may name the weight alone, so that the bias lies otherwise. `bias` is False where there is none, and True
+    where it is a plain tensor.
+    """
     assert x.tensor_meta is not None and weight.tensor_meta is not None
     dtype = weight.tensor_meta.dtype
     plan = plan_linear(x.placements, weight.placements, x.shape, weight.shape, x.mesh.shape, border)
     if plan is None or x.tensor_meta.dtype != dtype:
+        return None
+    if bias and (bias is True or bias.placements != plan.bias):
         return None
     spec = functools.partial(_torch.spec, x.mesh, dtype=dtype)
     shape = (*x.shape[:-1], weight.shape[0])
@@ -134,7 +138,7 @@ def _steps(x: DTensorSpec, weight: DTensorSpec, border: tuple[Placement, ...] | 
         plan=plan,
         gather_x=_move(x, plan.x),
         gather_weight=_move(weight, plan.weight),
-        reduce_y=_move(spec(plan.product, shape), plan.y),
+        reduce_y=_sum(spec(plan.product, shape), plan.y),
         reduce_x=_move(spec(plan.grad_x[0], x.shape), plan.grad_x[1]),
         reduce_weight=_move(spec(plan.grad_weight[0], weight.shape), plan.grad_weight[1]),
         y=spec(plan.y, shape),
@@ -146,6 +150,12 @@ def _steps(x: DTensorSpec, weight: DTensorSpec, border: tuple[Placement, ...] | 
 
 def _move(spec: DTensorSpec, placements: tuple[Placement, ...]) -> Move | None:
     return None if spec.placements == placements else functools.partial(redistributed, spec=spec, want=placements)
+
+
+def _sum(spec: DTensorSpec, placements: tuple[Placement, ...]) -> Move | None:
+    """Return how a new local product is reduced: in place, where it is summed over one mesh axis."""
+    group = _torch.group_to_sum_over(spec.mesh, spec.placements, placements)
+    return _move(spec, placements) if group is None else functools.partial(_torch.sum_in_place, group=group)
 
 
 class _Linear(torch.autograd.Function):
@@ -178,6 +188,9 @@ class _Linear(torch.autograd.Function):
             _torch.wrap(rows.sum(0), steps.grad_bias) if ctx.has_bias and needs_bias else None,
             None,
         )
+
+
+_apply = _torch.direct_apply(_Linear)
 
 
 def _operands(x: DTensor, weight: DTensor, steps: _Steps) -> tuple[torch.Tensor, torch.Tensor]:

@@ -175,14 +175,14 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return tensor
         if torch.compiler.is_compiling():
             return DTensor.from_local(tensor, mesh, replicated, run_check=False)
-        return _ToGlobal.apply(tensor, mesh)
+        return _to_global(tensor, mesh)
 
     def to_plain(tensor: torch.Tensor, others: Any, late: bool = False) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         if torch.compiler.is_compiling():
             return tensor.full_tensor(grad_placements=replicated)
-        return _ToPlain.apply(tensor, late, _is_seen(tensor, others))
+        return _to_plain(tensor, late, _is_seen(tensor, others))
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():
@@ -257,3 +257,6 @@ class _ToPlain(torch.autograd.Function):
         whole = _torch.replicated_spec(grad, ctx.mesh)
         local = redistributed(grad, whole, ctx.placements)
         return _torch.wrap(local, _torch.spec_with(whole, ctx.placements)), None, None
+
+
+_to_global, _to_plain = _torch.direct_apply(_ToGlobal), _torch.direct_apply(_ToPlain)

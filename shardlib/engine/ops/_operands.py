@@ -156,11 +156,13 @@ def spec_like(mesh: DeviceMesh, placements: tuple[Placement, ...], tensor: torch
     )
 
 
-@naming_lost_ranks_in_backward
 def redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.Tensor:
     """The local tensor in other placements, with strides in the order of the whole tensor's."""
-    if spec.placements == want:
-        return local
+    return local if spec.placements == want else _redistributed(local, spec, want)
+
+
+@naming_lost_ranks_in_backward
+def _redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.Tensor:
     local = local.resolve_conj().resolve_neg()  # no collective takes what is only marked as conjugate or negative
     group = group_to_sum_over(spec.mesh, spec.placements, want)
     if group is not None and local.dtype not in _CARRIERS:
@@ -274,6 +276,8 @@ def in_order(local: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     >>> in_order(torch.empty(2, 3, 4)[:0, :, :2], (6, 2, 1)).stride()
     (6, 2, 1)
     """
+    if list(strides) == sorted(strides, reverse=True) and local.stride() == _packed(local.shape):
+        return local
     order = sorted(range(local.ndim), key=lambda dim: (-strides[dim], dim))
     back = sorted(range(local.ndim), key=order.__getitem__)
     packed = _packed([local.shape[dim] for dim in order])
