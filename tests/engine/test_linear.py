@@ -1,0 +1,71 @@
+"""Which modules are computed as linear layers: those of a registered class, whose forward nobody has replaced."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardlib as sl
+from shardlib.engine import linear
+from tests.engine.whole import whole
+
+
+class _Scaled(nn.Linear):
+    """A linear layer's dims, and a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class _Named(nn.Linear):
+    """A linear layer by another name."""
+
+
+class _Transposed(nn.Module):
+    """A class of a user, which tells what it is."""
+
+    def __init__(self, ins: int, outs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(ins, outs)), nn.Parameter(torch.randn(outs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.named, self.own, self.turned = _Scaled(6, 8), _Named(8, 6), nn.Linear(6, 8), _Transposed(8, 6)
+        self.own.forward = lambda x: F.linear(x, self.own.weight).sin()  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turned(self.own(self.named(self.scaled(x).tanh())))
+
+
+def _step() -> tuple[int, int]:
+    sl.register_dims(_Transposed, weight="in out", bias="out", output="out", contracted=("in",), linear=True)
+    torch.manual_seed(0)
+    reference = _Net().double()
+    model = _Net().double()
+    model.load_state_dict(reference.state_dict())
+    rules = {"scaled": "colwise", "named": "rowwise", "own": "colwise", "turned": "rowwise"}
+    model = sl.shard_model(model, "tp=2", rules, compile=None)
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+    with mock.patch.object(linear, "_apply", wraps=linear._apply) as applied:
+        found = model(x)
+    wanted = reference(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    for output in (found, wanted):
+        output.square().mean().backward()
+    for have, want in zip(model.parameters(), reference.parameters(), strict=True):
+        if want.grad is not None:
+            torch.testing.assert_close(whole(have.grad), want.grad, rtol=1e-10, atol=1e-12)
+    return applied.call_count, sum(p.grad is None for p in model.parameters())
+
+
+def test_a_forward_of_its_own_is_called_and_a_registered_one_is_computed_locally(ranks):
+    """Two layers are linear: the one that inherits its forward, and the one that is registered."""
+    assert ranks(2).run(_step) == [(2, 1)] * 2
