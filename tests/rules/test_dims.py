@@ -8,7 +8,7 @@ from torch import nn
 
 from shardlib.errors import RuleError
 from shardlib.rules import ModuleDims, register_dims
-from shardlib.rules.dims import dims_of
+from shardlib.rules.dims import dims_of, linear_dims
 from tests.rules.zoo import Scale, Transposed, on_meta
 
 MODULES = [
@@ -140,12 +140,37 @@ def test_a_call_may_run_again_with_its_function_defined_anew() -> None:
             'register_dims(Scale): contracted names "inn", which is no dim of gain="out in". Use one of the dims given '
             "for its tensors.",
         ),
+        (
+            {"gain": "out in", "output": "out", "contracted": ("in",), "linear": True},
+            'register_dims(Scale, linear=True) was given gain="out in"; a linear layer has a weight of its output and '
+            "its one contracted dim, and a bias of its output or none. Leave linear= out.",
+        ),
     ],
 )
 def test_errors(arguments: dict, message: str) -> None:
     with pytest.raises(RuleError) as caught:
         register_dims(Scale, **arguments)
     assert str(caught.value) == message
+
+
+def test_a_linear_layer_stays_one_when_its_class_is_registered_again() -> None:
+    register_dims(nn.Linear, weight="out in", bias="out", output="out", contracted=("in",))
+    assert linear_dims(nn.Linear(4, 6)) is not None
+
+
+def test_a_linear_layer_is_known_by_the_forward_that_is_called() -> None:
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Again(Twice): ...
+
+    class Renamed(nn.Linear): ...
+
+    patched = nn.Linear(4, 6)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    known = [linear_dims(module) is not None for module in (Renamed(4, 6), Twice(4, 6), Again(4, 6), patched)]
+    assert known == [True, False, False, False]
 
 
 def test_a_type_means_one_thing() -> None:
