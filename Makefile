@@ -58,6 +58,7 @@ bench: $(VENV)/.dev .venv-peers/.peers
 	$(RUN) benchmarks/boosters.py $(ARGS)
 	$(RUN) benchmarks/randomness.py $(ARGS)
 	$(RUN) benchmarks/proof.py $(ARGS)
+	$(RUN) benchmarks/setup.py $(ARGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

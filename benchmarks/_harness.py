@@ -2,9 +2,8 @@
 
 Alternation is what makes the ratios trustworthy on a machine that does other things too: whatever slows one round
 slows every variant of that round. Processor time is shown beside it: it says what a step costs when ranks do not
-wait for each other or for a core. The order turns from round to round and runs backwards in every second one, so that
-no variant always follows the same other. A step counts with its slowest rank. Reported are the ratio of medians and
-the middle half of the ratios within single rounds.
+wait for each other or for a core. A step counts with its slowest rank. Reported are the median of the ratios within
+single rounds and their middle half: to the first variant, and to peers that do the same with the same optimizer.
 """
 
 from __future__ import annotations
@@ -12,23 +11,24 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import json
 import os
-import platform
 import socket
 import statistics
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _report
 import torch
 import torch.distributed as dist
 from _models import SIZES, Batch, Size, batches, loss_of
+from _report import alternate, compared, written
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -52,6 +52,24 @@ class Variant:
     trains_alike: bool = True  # its losses must be those of the others
     fused: bool | None = None  # what AdamW is told; None leaves the choice to torch
     set_to_none: bool = True  # how gradients are forgotten; some peers need theirs to stay
+    peers: tuple[str, ...] = ()  # variants that do the same with the same optimizer, for a ratio to each
+
+
+def fused_and_default(name: str, build: Callable[..., Trained], **more: Any) -> list[Variant]:
+    """A peer with the optimizer that shardlib takes on CPU, torch's fused AdamW, and as it is by default, a loop."""
+    return [Variant(fused(name), build, fused=True, **more), Variant(name, build, **more)]
+
+
+def own_optimizer(name: str, build: Callable[..., Trained], **more: Any) -> list[Variant]:
+    """The same for a peer whose `build` makes the optimizer: it is told of AdamW whether it is `fused`."""
+    return [
+        Variant(fused(name), partial(build, fused=True), **more),
+        Variant(name, partial(build, fused=None), **more),
+    ]
+
+
+def fused(name: str) -> str:
+    return f"{name}, fused AdamW"
 
 
 @dataclass
@@ -97,10 +115,11 @@ class Trainee:
             loss = loss_of(self.model, batch)
             clock.append(time.perf_counter())
             self.backward(loss)
+            loss = loss.item()
         clock.append(time.perf_counter())
         self.optimizer.step()
         clock.append(time.perf_counter())
-        return float(loss), [1e3 * (b - a) for a, b in itertools.pairwise(clock)]
+        return loss, [1e3 * (b - a) for a, b in itertools.pairwise(clock)]
 
     def warm_up(self, data: list[Batch]) -> None:
         start = time.perf_counter()
@@ -121,17 +140,6 @@ class Trainee:
             self.record.ms[part].append(ms)
 
 
-def alternate(names: list[str], rounds: int) -> Iterator[list[str]]:
-    """The order of each round.
-
-    >>> list(alternate(["a", "b", "c"], 4))
-    [['a', 'b', 'c'], ['a', 'c', 'b'], ['c', 'a', 'b'], ['b', 'a', 'c']]
-    """
-    for i in range(rounds):
-        turned = names[i % len(names) :] + names[: i % len(names)]
-        yield turned[::-1] if i % 2 else turned
-
-
 Explain = Callable[[list[dict[str, Any]]], list[str]]
 
 
@@ -142,22 +150,31 @@ def compare(
     seed: int,
     explain: Explain = lambda rows: [],
     sizes: Mapping[str, Size] = SIZES,
-) -> None:
-    """What these benchmarks do on each rank: measure, check the losses, print a table, write the file.
+) -> dict[str, list[dict[str, Any]]]:
+    """Measure on each rank, check the losses, print a table for each size, and return their rows.
 
     `explain` says in lines what to make of the rows of a table.
     """
-    chosen = [v for v in variants if v.name in args.only] if args.only else variants
+    chosen = choose(variants, args.only)
     results = {}
     for name in sizes if args.size == "all" else [args.size]:
         rounds = args.rounds or (sizes[name].rounds // 10 if args.quick else sizes[name].rounds)
         records = run_variants(chosen, sizes[name], rounds=rounds, seed=seed)
         check_losses(chosen, records)
-        results[name] = summary(records)
+        rows = results[name] = summary(chosen, records)
         title = f"{name}: {rounds} rounds, {dist.get_world_size()} ranks, {chosen[0].name} = 1"
-        console().print(table(title, results[name]), *explain(results[name]), sep="\n")
-    if args.json and dist.get_rank() == 0:
-        write(args.json, results)
+        console().print(table(title, rows), *beside(rows), *explain(rows), sep="\n", soft_wrap=True)
+    return results
+
+
+def choose(variants: list[Variant], only: list[str] | None) -> list[Variant]:
+    """The variants of these names, in this order; all of them where none is named."""
+    by_name = {variant.name: variant for variant in variants}
+    if only is None:
+        return variants
+    if unknown := sorted({*only} - {*by_name}):
+        raise SystemExit(f"no such variants: {unknown}; there are {list(by_name)}")
+    return [by_name[name] for name in only]
 
 
 def run_variants(variants: list[Variant], size: Size, *, rounds: int, seed: int) -> dict[str, Record]:
@@ -213,31 +230,41 @@ def console() -> Console:
     return Console(quiet=dist.get_rank() != 0, width=None if sys.stdout.isatty() else 140)
 
 
-def summary(records: dict[str, Record]) -> list[dict[str, Any]]:
-    """One row a variant: medians, the ratio of medians to the first, quartiles of the ratios within rounds."""
-    first = next(iter(records.values()))
-    reference = first.steps
+def summary(variants: list[Variant], records: dict[str, Record]) -> list[dict[str, Any]]:
+    """One row a variant: medians, its ratios to the first, and "beside", its ratios to those of its peers that ran."""
+    first = records[variants[0].name]
     rows = []
-    for name, record in records.items():
-        quartiles = statistics.quantiles([a / b for a, b in zip(record.steps, reference, strict=True)], n=4)
-        median = statistics.median(record.steps)
-        row: dict[str, Any] = {"variant": name, "ms": median}
-        row |= {"ratio": median / statistics.median(reference), "middle_half": (quartiles[0], quartiles[2])}
-        row |= {"cpu_ratio": statistics.median(record.cpu_ms) / statistics.median(first.cpu_ms)}
+    for variant in variants:
+        record = records[variant.name]
+        row: dict[str, Any] = {"variant": variant.name, "ms": statistics.median(record.steps)}
+        row |= _ratios(record, first)
+        row["beside"] = {peer: _ratios(record, records[peer]) for peer in variant.peers if peer in records}
         row |= {part: statistics.median(record.ms[part]) for part in PARTS}
-        row |= {"sent_bytes": statistics.median(record.sent), "rounds": len(reference)}
+        row |= {"sent_bytes": statistics.median(record.sent), "rounds": len(record.steps)}
         rows.append(row | {k: getattr(record, k) for k in ("first_step_seconds", "peak_megabytes", "live_megabytes")})
     return rows
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def _ratios(record: Record, base: Record) -> dict[str, Any]:
+    wall, cpu = compared(record.steps, base.steps), compared(record.cpu_ms, base.cpu_ms)
+    return wall | {f"cpu_{key}": value for key, value in cpu.items()}
+
+
+def beside(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each variant and each of its peers."""
+    return [
+        f"{row['variant']} / {peer}: {written(found)}, processor time {found['cpu_ratio']:.3f}"
+        for row in rows
+        for peer, found in row["beside"].items()
+    ]
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    p = _report.parser(doc)
     p.add_argument("--size", choices=[*SIZES, "all"], default="all")
     p.add_argument("--only", nargs="+", metavar="VARIANT", help="run these; the first is the base")
-    p.add_argument("--rounds", type=int, help="rounds measured (default: by size)")
-    p.add_argument("--quick", action="store_true", help="a tenth of the rounds")
+    p.add_argument("--rounds", type=int, help="rounds measured (default: by size; a tenth with --quick)")
     p.add_argument("--seed", type=int, default=1234)
-    p.add_argument("--json", type=Path, help="write the results to this file")
     return p
 
 
@@ -251,10 +278,10 @@ def is_rank() -> bool:
     return "RANK" in os.environ
 
 
-def write(file: Path, results: dict[str, list[dict]]) -> None:
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    machine |= {"python": platform.python_version(), "torch": torch.__version__, "ranks": dist.get_world_size()}
-    file.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Write the file that the command line asks for, if it does. One rank does so."""
+    if args.json and dist.get_rank() == 0:
+        _report.write(args.json, results, ranks=dist.get_world_size())
 
 
 def bytes_sent() -> int:

@@ -2,7 +2,8 @@
 
     python benchmarks/boosters.py                            # both sizes, two ranks, some minutes on two cores
 
-Each pair is one plan. The engine directly is `shard_model` and an `OptimizerWrapper`, called as the booster calls them.
+Each pair is one plan and one optimizer. The engine directly is `shard_model` and an `OptimizerWrapper`, called as the
+booster calls them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from _harness import OPTIONS, Trained, Variant, compare, is_rank, parser, start_ranks
+from _harness import OPTIONS, Trained, Variant, compare, is_rank, parser, start_ranks, write
 from _models import Size, plain
 
 import shardlib as sl
@@ -38,17 +39,20 @@ def boosted(size: Size, *, name: str) -> Trained:
 
 
 VARIANTS = [
-    Variant(f"{name}, {how}", partial(build, name=name))
+    variant
     for name in PLUGINS
-    for how, build in (("directly", directly), ("boosted", boosted))
+    for variant in (
+        Variant(f"{name}, directly", partial(directly, name=name)),
+        Variant(f"{name}, boosted", partial(boosted, name=name), peers=(f"{name}, directly",)),
+    )
 ]
 
 
 def main() -> None:
-    args = parser(__doc__.splitlines()[0]).parse_args()
+    args = parser(__doc__).parse_args()
     if is_rank():
         sl.mesh(dp=-1)
-        compare(args, VARIANTS, seed=args.seed + dist.get_rank())
+        write(args, compare(args, VARIANTS, seed=args.seed + dist.get_rank()))
         dist.destroy_process_group()
         return
     sys.exit(start_ranks(2, sys.argv[1:]))

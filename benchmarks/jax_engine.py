@@ -5,7 +5,7 @@
     python benchmarks/jax_engine.py --quick --json out.json
 
 All are jitted and take the same training step (forward, backward, optax's AdamW) from the same parameters, turn about
-in one process: what slows one round slows all. Reported are medians, their ratios, the middle half of the ratios of
+in one process: what slows one round slows all. Reported are medians, the median and the middle half of the ratios of
 single rounds, and what XLA counts in each program, which no other process disturbs; then what is paid once: import,
 export, tracing and XLA's compiling. Losses of three steps must agree. flax is left out where it is not installed.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import json
 import math
 import os
 import statistics
@@ -26,19 +25,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _report
+from _report import alternate, compared, written
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = _report.parser(__doc__)
     p.add_argument("--mesh", default="dp=1,tp=1")
     p.add_argument("--rounds", type=int, default=60)
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--width", type=int, default=256)
     p.add_argument("--rows", type=int, default=8)
     p.add_argument("--context", type=int, default=64)
-    p.add_argument("--quick", action="store_true", help="a tiny model and few rounds: whether it runs, not how fast")
-    p.add_argument("--json", type=Path, help="write the figures to this file")
     return p
 
 
@@ -148,9 +148,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if any(abs(a - b) > 1e-5 for each in losses.values() for a, b in zip(each, losses["plain"], strict=True)):
         raise SystemExit(f"They are different models: losses {losses}")
     rounds: dict[str, list[float]] = {name: [] for name in programs}
-    for at in range(args.rounds):
-        turn = list(programs)[at % len(programs) :] + list(programs)[: at % len(programs)]
-        for name in turn if at % 2 else reversed(turn):
+    for order in alternate(list(programs), args.rounds):
+        for name in order:
             taken, _ = seconds(functools.partial(run, programs[name]))
             rounds[name].append(taken)
     result["step"] = {name: statistics.median(taken) for name, taken in rounds.items()}
@@ -185,16 +184,6 @@ def three_losses(step: Callable[..., Any], params: Any, state: Any, *batch: Any)
     return losses
 
 
-def compared(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    """The ratio of medians, and the middle half of the ratios of single rounds."""
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    return {
-        "ratio": statistics.median(ours) / statistics.median(theirs),
-        "low": ratios[len(ratios) // 4],
-        "high": ratios[3 * len(ratios) // 4],
-    }
-
-
 def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -209,8 +198,7 @@ def show(result: dict[str, Any]) -> None:
     for name, found in result["against"].items():
         counted = result["flops"]["interpreted"] / result["flops"][name]
         console.print(
-            f"interpreted / {name}: a step {found['ratio']:.3f} (middle half {found['low']:.3f} to {found['high']:.3f})"
-            f", operations counted by XLA {counted:.3f}",
+            f"interpreted / {name}: a step {written(found)}, operations counted by XLA {counted:.3f}",
             soft_wrap=True,
         )
 
@@ -225,7 +213,7 @@ def main() -> None:
     result = measure(args)
     show(result)
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        _report.write(args.json, result)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
     python benchmarks/pipeline.py --size tiny --quick
 
 1.00 is what one writes with `torch.distributed.pipelining`: a module for each stage, cut by hand, a `PipelineStage` and
-`Schedule1F1B`, with `torch.optim.AdamW` as it is by default. On CPU shardlib takes torch's fused kernel where the user
-left the choice, hence a line with it by hand. shardlib is given the whole model, unchanged. Every variant starts from
-the same weights, sees the same batches, cuts them into four microbatches, and must show the same losses.
+`Schedule1F1B`, with torch's fused AdamW, which shardlib takes on CPU where the user left the choice. Peers with the
+default, a loop on CPU, are there for the record. shardlib is given the whole model, unchanged. Every variant starts
+from the same weights, sees the same batches, cuts them into four microbatches, and must show the same losses.
 
 `Pipe` is of one process: rank 0 has both partitions, one thread as all others, and the other rank waits. It recomputes
 nothing. fairscale's runs where it is installed, which `make bench` does in an environment of its own.
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _harness import Variant, compare, is_rank, parser, start_ranks
+from _harness import Variant, compare, fused, fused_and_default, is_rank, parser, start_ranks, write
 from _models import SIZES, Batch, Size, plain
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -149,23 +149,23 @@ def fairscale_pipe(*args: Any, **given: Any) -> nn.Module:
     return Pipe(*args, **given)
 
 
+FAIRSCALE = fused_and_default("fairscale Pipe", partial(OneProcess, pipe=fairscale_pipe))
 VARIANTS = [
-    Variant("Schedule1F1B", partial(ByHand, schedule=Schedule1F1B)),
-    Variant("Schedule1F1B, fused AdamW", partial(ByHand, schedule=Schedule1F1B), fused=True),
-    Variant("ScheduleGPipe, fused AdamW", partial(ByHand, schedule=ScheduleGPipe), fused=True),
-    Variant("shardlib, 1f1b", partial(ours, schedule="1f1b")),
-    Variant("shardlib, gpipe", partial(ours, schedule="gpipe")),
-    Variant("shardlib, Pipe", partial(OneProcess, pipe=sl.Pipe), fused=True),
-    *([Variant("fairscale Pipe", partial(OneProcess, pipe=fairscale_pipe))] if find_spec("fairscale") else []),
+    *fused_and_default("Schedule1F1B", partial(ByHand, schedule=Schedule1F1B)),
+    *fused_and_default("ScheduleGPipe", partial(ByHand, schedule=ScheduleGPipe)),
+    Variant("shardlib, 1f1b", partial(ours, schedule="1f1b"), peers=(fused("Schedule1F1B"),)),
+    Variant("shardlib, gpipe", partial(ours, schedule="gpipe"), peers=(fused("ScheduleGPipe"),)),
+    *(FAIRSCALE if find_spec("fairscale") else []),
+    Variant("shardlib, Pipe", partial(OneProcess, pipe=sl.Pipe), fused=True, peers=(fused("fairscale Pipe"),)),
 ]
 
 
 def main() -> None:
-    args = parser(__doc__.splitlines()[0]).parse_args()
+    args = parser(__doc__).parse_args()
     if not is_rank():
         sys.exit(start_ranks(2, sys.argv[1:]))
     sl.mesh(pp=2)
-    compare(args, VARIANTS, seed=args.seed, sizes=PIPE_SIZES)
+    write(args, compare(args, VARIANTS, seed=args.seed, sizes=PIPE_SIZES))
     dist.destroy_process_group()
 
 

@@ -9,17 +9,15 @@ is what the imports take. Building the model is transformers' part, the rest is 
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import multiprocessing
 import resource
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from _report import parser, write
 from rich.console import Console
 from rich.table import Table
 
@@ -44,15 +42,12 @@ RULES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few layers only, to see that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    options = parser.parse_args()
-    results = [_in_own_process(measure, layers) for layers in (QUICK if options.quick else LAYERS)]
+    args = parser(__doc__).parse_args()
+    results = [_in_own_process(measure, layers) for layers in (QUICK if args.quick else LAYERS)]
     Console(width=140).print(_table(results))
     print(results[-1]["summary"])
-    if options.json:
-        options.json.write_text(json.dumps({"mesh": MESH, "results": results}, indent=2) + "\n")
+    if args.json:
+        write(args.json, {"mesh": MESH, "planned": results})
 
 
 def measure(layers: int) -> dict[str, Any]:

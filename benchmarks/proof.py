@@ -9,18 +9,16 @@ parameters, by `full_tensor`. Then a hypothesis run of a hundred examples, meshe
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import statistics
 import time
 import unittest
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _report import alternate, compared, parser, write, written
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -123,40 +121,39 @@ def hundred(count: int) -> float:
 
 def rounds(variants: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in variants}
-    for i in range(count):
-        for name in list(variants)[:: 1 if i % 2 else -1]:
+    for order in alternate(list(variants), count):
+        for name in order:
             found[name].append(variants[name]())
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few rounds only, to see that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    options = parser.parse_args()
+    args = parser(__doc__).parse_args()
     warm(10)
     per_example = rounds(
         {
-            "shardlib.testing.equivalent": lambda: warm(2 if options.quick else 20),
             "MultiProcessTestCase": by_hand,
+            "shardlib.testing.equivalent": lambda: warm(2 if args.quick else 20),
         },
-        1 if options.quick else 5,
+        1 if args.quick else 5,
     )
-    medians = {name: statistics.median(seconds) for name, seconds in per_example.items()}
-    ours = medians["shardlib.testing.equivalent"]
+    base = per_example["MultiProcessTestCase"]
+    rows = [
+        {"variant": name, "seconds": statistics.median(seconds), **compared(seconds, base)}
+        for name, seconds in per_example.items()
+    ]
     table = Table(title=f"four ranks ({MESH}), a small transformer, one training step")
-    for column in ("", "seconds an example", "examples a second", "ratio"):
+    for column in ("", "seconds an example", "examples a second", "ratio (middle half)"):
         table.add_column(column)
-    for name, seconds in medians.items():
-        table.add_row(name, f"{seconds:.3f}", f"{1 / seconds:.1f}", f"{seconds / ours:.1f}")
-    count = 5 if options.quick else 100
+    for row in rows:
+        table.add_row(row["variant"], f"{row['seconds']:.3f}", f"{1 / row['seconds']:.1f}", written(row))
+    count = 5 if args.quick else 100
     drawn = hundred(count)
     console = Console(width=110)
     console.print(table)
     print(f"{count} hypothesis examples, mesh, rules and model drawn: {drawn:.1f} s, {count / drawn:.1f} a second")
-    if options.json:
-        result = {"seconds": per_example, "hypothesis": {"examples": count, "seconds": drawn}, "goal": GOAL}
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    if args.json:
+        write(args.json, {"proofs": rows, "hypothesis": {"examples": count, "seconds": drawn}, "goal": GOAL})
 
 
 if __name__ == "__main__":

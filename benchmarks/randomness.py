@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _harness import Variant, console, is_rank, parser, run_variants, start_ranks, summary, table, write
-from _models import SIZES, Size
+from _harness import Variant, compare, console, is_rank, parser, start_ranks, write
+from _models import Size
+from _report import alternate, compared, written
 from rich.table import Table
 from torch import nn
 
@@ -36,19 +37,25 @@ def model(size: Size, dropout: float) -> nn.Module:
     return gpt.GPT(gpt.GPTConfig(size.vocab, size.seq, size.layers, size.heads, size.embed, dropout=dropout))
 
 
-def sharded(size: Size, *, rng: str, compile: str | None, dropout: float = 0.1) -> nn.Module:
+def sharded(size: Size, *, rng: str, compile: str | None, dropout: float) -> nn.Module:
     rules = sl.layouts.load("example_gpt")
     return sl.shard_model(model(size, dropout), sl.mesh(tp=-1), rules, compile=compile, rng=rng)
 
 
 VARIANTS = [
-    Variant(f"{rng}, {backend or 'eager'}", partial(sharded, rng=rng, compile=backend), trains_alike=False)
-    for backend in (None, "aot_eager", "inductor")
+    Variant(
+        f"{rng}, {name}",
+        partial(sharded, rng=rng, compile=backend, dropout=dropout),
+        trains_alike=False,
+        peers=(f"fast, {name}",) if rng == "exact" else (),
+    )
+    for name, backend, dropout in (
+        ("eager", None, 0.1),
+        ("aot_eager", "aot_eager", 0.1),
+        ("inductor", "inductor", 0.1),
+        ("eager, no dropout", None, 0.0),
+    )
     for rng in ("fast", "exact")
-]
-VARIANTS += [
-    Variant("no dropout, fast, eager", partial(sharded, rng="fast", compile=None, dropout=0.0), trains_alike=False),
-    Variant("no dropout, exact, eager", partial(sharded, rng="exact", compile=None, dropout=0.0), trains_alike=False),
 ]
 
 LARGE, SMALL = 1 << 20, 64
@@ -67,49 +74,48 @@ def _calls() -> dict[str, Callable[[], Any]]:
 
 
 def measure_calls(rounds: int) -> list[dict[str, Any]]:
-    """Median microseconds of each call, fast and exact."""
+    """Median microseconds of each call, fast and exact, and the ratio of the two within rounds."""
     kinds: dict[str, Callable[[], AbstractContextManager[None]]] = {"fast": nullcontext, "exact": sl.exact_random}
     calls = _calls()
     taken: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds} for name in calls}
-    for _ in range(rounds):
+    for order in alternate(list(kinds), rounds):
         for name, call in calls.items():
-            for kind, context in kinds.items():
-                with context():
+            for kind in order:
+                with kinds[kind]():
                     call()
                     start = time.perf_counter()
                     repeats = 100 if str(SMALL) in name else 1
                     for _ in range(repeats):
                         call()
                     taken[name][kind].append(1e6 * (time.perf_counter() - start) / repeats)
-    return [{"call": name, **{k: statistics.median(v) for k, v in kinds_.items()}} for name, kinds_ in taken.items()]
+    return [
+        {
+            "call": name,
+            **{kind: statistics.median(each) for kind, each in kinds_.items()},
+            **compared(kinds_["exact"], kinds_["fast"]),
+        }
+        for name, kinds_ in taken.items()
+    ]
 
 
 def table_of_calls(rows: list[dict[str, Any]]) -> Table:
-    made = Table("", "fast us", "exact us", "ratio", title="calls, one core", title_justify="left")
+    made = Table("", "fast us", "exact us", "ratio (middle half)", title="calls, one core", title_justify="left")
     for row in rows:
-        ratio = row["exact"] / row["fast"]
-        made.add_row(row["call"], f"{row['fast']:,.1f}", f"{row['exact']:,.1f}", f"{ratio:.2f}")
+        made.add_row(row["call"], f"{row['fast']:,.1f}", f"{row['exact']:,.1f}", written(row))
     return made
 
 
 def main() -> None:
-    args = parser(__doc__.splitlines()[0]).parse_args()
+    args = parser(__doc__).parse_args()
     if not is_rank():
         sys.exit(start_ranks(2, sys.argv[1:]))
     sl.mesh(tp=-1)
-    results: dict[str, list[dict[str, Any]]] = {"calls": []}
+    calls: list[dict[str, Any]] = []
     if dist.get_rank() == 0:
-        results["calls"] = measure_calls(5 if args.quick else 31)
-        console().print(table_of_calls(results["calls"]))
+        calls = measure_calls(5 if args.quick else 31)
+        console().print(table_of_calls(calls))
     dist.barrier()
-    chosen = [v for v in VARIANTS if v.name in args.only] if args.only else VARIANTS
-    for name in SIZES if args.size == "all" else [args.size]:
-        rounds = args.rounds or (SIZES[name].rounds // 10 if args.quick else SIZES[name].rounds)
-        results[name] = summary(run_variants(chosen, SIZES[name], rounds=rounds, seed=args.seed))
-        title = f"{name}: {rounds} rounds, {dist.get_world_size()} ranks, {chosen[0].name} = 1"
-        console().print(table(title, results[name]))
-    if args.json and dist.get_rank() == 0:
-        write(args.json, results)
+    write(args, {"calls": calls, **compare(args, VARIANTS, seed=args.seed)})
     dist.destroy_process_group()
 
 

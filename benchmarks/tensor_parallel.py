@@ -4,10 +4,9 @@
     python benchmarks/tensor_parallel.py --size tiny --quick
 
 1.00 is what one would write by hand: Megatron's column- and row-parallel layers over local tensors, with one all-reduce
-in each place where it is due and nothing else (Shoeybi et al. 2019, section 3). All use `torch.optim.AdamW` as it is by
-default; on CPU shardlib takes torch's fused kernel where the user left the choice, hence one more line by hand. Every
-variant starts from the same
-weights, sees the same batches, and must show the same losses.
+in each place where it is due and nothing else (Shoeybi et al. 2019, section 3), with torch's fused AdamW, which
+shardlib takes on CPU where the user left the choice. Peers with the default, a loop on CPU, are there for the record.
+Every variant starts from the same weights, sees the same batches, and must show the same losses.
 """
 
 from __future__ import annotations
@@ -19,9 +18,22 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _harness import Variant, compare, is_rank, parser, start_ranks
+from _harness import (
+    OPTIONS,
+    Trained,
+    Variant,
+    compare,
+    fused,
+    fused_and_default,
+    is_rank,
+    own_optimizer,
+    parser,
+    start_ranks,
+    write,
+)
 from _models import GPT, Block, Size, plain, stacked
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardlib as sl
@@ -94,47 +106,57 @@ def by_hand(size: Size) -> nn.Module:
     return model
 
 
-def native(size: Size) -> nn.Module:
-    """torch's own: local activations between column- and row-parallel layers, DTensor parameters."""
+def native(size: Size, *, fused: bool | None) -> Trained:
+    """torch's own: local activations between column- and row-parallel layers, DTensor parameters.
+
+    The fused AdamW does not take plain tensors beside DTensors (torch 2.13), hence two groups.
+    """
     model = plain(size)
     styles = {"attn.qkv": ColwiseParallel(), "mlp.up": ColwiseParallel()}
     for block in _blocks(model):
         parallelize_module(
             block, sl.mesh(tp=-1), {**styles, "attn.proj": RowwiseParallel(), "mlp.down": RowwiseParallel()}
         )
-    return model
+    parameters = list(model.parameters())
+    groups = [[p for p in parameters if isinstance(p, DTensor) is split] for split in (True, False)]
+    return model, torch.optim.AdamW([{"params": group} for group in groups], fused=fused, **OPTIONS)
 
 
-def ours(size: Size, *, compile: str | None, fused: bool = False) -> nn.Module:
-    """The plain model and rules. With `fused` q, k and v are stacked in one weight, which no local code may cut."""
-    model = stacked(size) if fused else plain(size)
-    qkv = "(qkv heads@tp head)" if fused else "colwise"
+def ours(size: Size, *, compile: str | None, qkv_stacked: bool = False) -> nn.Module:
+    """The plain model and rules. With `qkv_stacked` q, k and v are one weight, which no local code may cut."""
+    model = stacked(size) if qkv_stacked else plain(size)
+    qkv = "(qkv heads@tp head)" if qkv_stacked else "colwise"
     rules = sl.Rules(
         {"attn.qkv": qkv, "attn.proj": "rowwise", "mlp.up": "colwise", "mlp.down": "rowwise"},
-        sizes={"qkv": 3, "heads": size.heads} if fused else {},
+        sizes={"qkv": 3, "heads": size.heads} if qkv_stacked else {},
         unmatched="replicate",
     )
     return sl.shard_model(model, sl.mesh(tp=-1), rules, compile=compile)
 
 
+PEERS = fused("by hand"), fused("parallelize_module")
 VARIANTS = [
-    Variant("by hand", by_hand),
-    Variant("by hand, fused AdamW", by_hand, fused=True),
-    Variant("parallelize_module", native),
-    Variant("shardlib", partial(ours, compile=None)),
-    Variant("shardlib aot_eager", partial(ours, compile="aot_eager")),
-    Variant("shardlib inductor", partial(ours, compile="inductor")),
-    Variant("shardlib, qkv stacked", partial(ours, compile=None, fused=True)),
-    Variant("shardlib aot_eager, qkv stacked", partial(ours, compile="aot_eager", fused=True)),
+    *fused_and_default("by hand", by_hand),
+    *own_optimizer("parallelize_module", native),
+    *(
+        Variant(name, partial(ours, compile=backend, qkv_stacked=qkv_stacked), peers=PEERS)
+        for name, backend, qkv_stacked in (
+            ("shardlib", None, False),
+            ("shardlib aot_eager", "aot_eager", False),
+            ("shardlib inductor", "inductor", False),
+            ("shardlib, qkv stacked", None, True),
+            ("shardlib aot_eager, qkv stacked", "aot_eager", True),
+        )
+    ),
 ]
 
 
 def main() -> None:
-    args = parser(__doc__.splitlines()[0]).parse_args()
+    args = parser(__doc__).parse_args()
     if not is_rank():
         sys.exit(start_ranks(2, sys.argv[1:]))
     sl.mesh(tp=-1)
-    compare(args, VARIANTS, seed=args.seed)
+    write(args, compare(args, VARIANTS, seed=args.seed))
     dist.destroy_process_group()
 
 

@@ -1,0 +1,65 @@
+"""The benchmarks run, and write figures of one form: no test says how fast anything is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from _report import alternate, compared
+
+from tests.house.source import ROOT
+from tests.main_on_ranks import run_script
+
+BENCHMARKS = sorted(file.name for file in (ROOT / "benchmarks").glob("[!_]*.py"))
+# What a test has time for: variants of one size. Others take the compiler, other peers or minutes.
+ON_TWO_RANKS = {
+    "boosters.py": ("TorchDDPPlugin, directly", "TorchDDPPlugin, boosted"),
+    "data_parallel.py": ("fully_shard, fused AdamW", "fully_shard", "shardlib, zero(3)"),
+    "pipeline.py": ("Schedule1F1B, fused AdamW", "Schedule1F1B", "shardlib, 1f1b"),
+    "tensor_parallel.py": ("parallelize_module, fused AdamW", "parallelize_module", "shardlib"),
+}
+IN_ONE_PROCESS = ("planning.py", "setup.py")
+
+
+def _written(file: Path) -> dict:
+    written = json.loads(file.read_text())
+    assert {"cores", "python", "torch"} <= written["machine"].keys()
+    return written["results"]
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_steps_are_compared_with_peers_that_have_the_same_optimizer(tmp_path: Path, name: str):
+    base, *others = ON_TWO_RANKS[name]
+    options = ["--size", "tiny", "--rounds", "2", "--only", *ON_TWO_RANKS[name], "--json", str(tmp_path / "f.json")]
+    run_script(ROOT / "benchmarks" / name, *options, processes=2)
+    rows = _written(tmp_path / "f.json")["tiny"]
+    assert [row["variant"] for row in rows] == [base, *others]
+    assert rows[0]["ratio"] == 1.0
+    for row in rows:
+        low, high = row["middle_half"]
+        assert low <= row["ratio"] <= high and row["rounds"] == 2
+    assert list(rows[-1]["beside"]) == [base]
+    assert rows[-1]["beside"][base]["ratio"] == rows[-1]["ratio"]
+
+
+@pytest.mark.parametrize("name", IN_ONE_PROCESS)
+def test_what_runs_in_one_process_writes_its_figures(tmp_path: Path, name: str):
+    command = [sys.executable, f"benchmarks/{name}", "--quick", "--json", str(tmp_path / "f.json")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert _written(tmp_path / "f.json")
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_takes_quick_and_json(name: str):
+    source = (ROOT / "benchmarks" / name).read_text()
+    assert "parser(__doc__)" in source and "write(args" in source
+
+
+def test_rounds_are_compared_one_by_one():
+    assert compared([2.0, 30.0, 4.0], [1.0, 10.0, 1.0]) == {"ratio": 3.0, "middle_half": (2.5, 3.5)}
+    assert compared([3.0], [2.0]) == {"ratio": 1.5, "middle_half": (1.5, 1.5)}
+    assert [order[0] for order in alternate(["a", "b"], 4)] == ["a", "b", "b", "a"]
