@@ -62,7 +62,8 @@ def plan(
     resolution = rule_set.resolve(model, shape)
     blocks, units = _find_blocks(model), find_units(model)
     stages = _find_stages(rule_set, model, shape, weigh)
-    rows = tuple(_row(tensor, shape, units) for tensor in resolution.tensors.values())
+    known = frozenset(units)
+    rows = tuple(_row(tensor, shape, known) for tensor in resolution.tensors.values())
     refuse_what_experts_cannot(model, rows, resolution.borders.values(), shape)
     made = Plan(
         mesh=shape,
@@ -129,7 +130,7 @@ def _known_sizes(shape: MeshShape) -> MeshShape:
     return shape
 
 
-def _row(tensor: TensorLayout, mesh: MeshShape, units: Sequence[str]) -> Row:
+def _row(tensor: TensorLayout, mesh: MeshShape, units: frozenset[str]) -> Row:
     layout = tensor.layout
     gathered = [axis for axis in mesh.data_axes if axis not in mesh.expert_axes]
     trained = tensor.kind == "parameter" and tensor.requires_grad

@@ -10,7 +10,7 @@ splits and at stages 1 and 2, 3 P (n-1)/n at stage 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
@@ -118,7 +118,7 @@ def lets_go(row: Row, step: Step) -> bool:
     return row.reshard and not splits_backward(step.schedule)
 
 
-def movements_of(rows: Iterable[Row], mesh: MeshShape, units: Sequence[str], step: Step) -> Iterator[Movement]:
+def movements_of(rows: Iterable[Row], mesh: MeshShape, units: Iterable[str], step: Step) -> Iterator[Movement]:
     """What a step moves of some rows, in their order; what stays where it is is left out.
 
     Args:
@@ -127,12 +127,13 @@ def movements_of(rows: Iterable[Row], mesh: MeshShape, units: Sequence[str], ste
         units: modules whose parameters are gathered together.
         step: how a step runs.
     """
+    inside = frozenset(units)
     known: dict[tuple[object, ...], list[Movement]] = {}  # of rows that differ in their names alone, as blocks' do
     for row in rows:
         key = (row.global_shape, row.dtype, row.stored, row.compute, row.grad, row.state, row.reshard)
         if key not in known:
             known[key] = [one for one in (*_unshard(row, mesh, step), *_update(row, mesh, step)) if one.moves]
-        unit = unit_of(row.tied, units) if known[key] else ""
+        unit = unit_of(row.tied, inside) if known[key] else ""
         for one in known[key]:
             yield replace(one, name=row.name, unit=unit)
 

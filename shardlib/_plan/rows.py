@@ -60,11 +60,9 @@ class Row:
         >>> str(row.replace(state=Layout.parse("out@(tp,dp) in")).state)
         'out@(tp,dp) in'
         """
-        unknown = set(changes) - {field.name for field in dataclasses.fields(self)}
-        if unknown:
+        if unknown := changes.keys() - self.__dataclass_fields__.keys():
             raise PlanError(
-                f"Row.replace was given {', '.join(sorted(unknown))}; a row has "
-                f"{', '.join(field.name for field in dataclasses.fields(self))}."
+                f"Row.replace was given {', '.join(sorted(unknown))}; a row has {', '.join(self.__dataclass_fields__)}."
             )
         return dataclasses.replace(self, **changes)
 

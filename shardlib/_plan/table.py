@@ -103,7 +103,11 @@ class Plan:
 
     def unit(self, row: Row) -> str:
         """The unit that a row is gathered with, or "" for none, as of what several units share."""
-        return unit_of(row.tied, self.units)
+        return unit_of(row.tied, self._units)
+
+    @functools.cached_property
+    def _units(self) -> frozenset[str]:
+        return frozenset(self.units)
 
     def map_rows(self, fn: Callable[[Row], Row]) -> Plan:
         """The plan with `fn` applied to every row: what a transform does.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from torch import nn
 
@@ -17,11 +17,11 @@ def find_repeated(model: nn.Module) -> tuple[str, ...]:
     >>> find_repeated(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)}))
     ('h.0', 'h.1')
     """
-    found: list[str] = []
+    found: dict[str, None] = {}
     for name, module in model.named_modules():
         blocks = _blocks(module) if isinstance(module, nn.ModuleList) else []
         if len(blocks) > 1 and unit_of([name], found) == "":
-            found += [f"{name}.{index}".lstrip(".") for index in blocks]
+            found |= dict.fromkeys(f"{name}.{index}".lstrip(".") for index in blocks)
     return tuple(found)
 
 
@@ -39,21 +39,22 @@ def find_units(model: nn.Module) -> tuple[str, ...]:
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    found: list[str] = []
+    found: dict[str, None] = {}
     for name, module in model.named_modules():
         if name in repeated or (unit_of([name], found) == "" and _is_owner(name, module, names)):
-            found.append(name)
+            found[name] = None
     return tuple(found)
 
 
-def unit_of(names: Iterable[str], units: Sequence[str]) -> str:
+def unit_of(names: Iterable[str], units: Container[str]) -> str:
     """The one unit that all of a tensor's names lie in, or "" for the root unit.
+
+    Asked for each tensor of a model, it wants `units` as a set.
 
     >>> unit_of(["h.1.w"], ("h.0", "h.1")), unit_of(["h.1.w", "head.w"], ("h.0", "h.1")), unit_of(["h.10.w"], ("h.1",))
     ('h.1', '', '')
     """
-    known = set(units)
-    found = {next((prefix for prefix in _prefixes(name) if prefix in known), "") for name in names}
+    found = {next((prefix for prefix in _prefixes(name) if prefix in units), "") for name in names}
     return found.pop() if len(found) == 1 else ""
 
 
@@ -68,14 +69,16 @@ def join_small(sizes: Mapping[str, int], alike: Callable[[str], object], limit: 
     >>> join_small({"a": 10, "b": 10, "c": 90, "d": 90, "e": 5}, lambda unit: None, 100)
     [('a', 'b', 'c'), ('d', 'e')]
     """
-    joined: list[tuple[str, ...]] = []
-    for unit in sizes:
-        last = joined[-1] if joined else ()
-        if last and sum(sizes[one] for one in last) < limit and alike(last[0]) == alike(unit):
-            joined[-1] = (*last, unit)
+    joined: list[list[str]] = []
+    filled = 0
+    for unit, size in sizes.items():
+        if joined and filled < limit and alike(joined[-1][0]) == alike(unit):
+            joined[-1].append(unit)
+            filled += size
         else:
-            joined.append((unit,))
-    return joined
+            joined.append([unit])
+            filled = size
+    return list(map(tuple, joined))
 
 
 def _blocks(modules: nn.ModuleList) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, product
 
 import torch
@@ -105,20 +105,29 @@ def cut(
     Raises:
         LayoutError: `dst` splits more than one dim further, or a part that the rank does not hold.
     """
-    shape = MeshShape.of(mesh)
-    added = [axis for axis, size in shape.items() if size > 1 and axis in dst.axes - src.axes]
+    return _cut(src, dst, tuple(global_shape), MeshShape.of(mesh), tuple(coordinate.items()))
+
+
+@lru_cache(maxsize=65536)
+def _cut(
+    src: Layout,
+    dst: Layout,
+    global_shape: tuple[int, ...],
+    mesh: MeshShape,
+    coordinate: tuple[tuple[str, int], ...],
+) -> Cut | None:
+    added = [axis for axis, size in mesh.items() if size > 1 and axis in dst.axes - src.axes]
     if not added:
         return None
-    places = [
-        {**coordinate, **dict(zip(added, index, strict=True))} for index in product(*(range(shape[a]) for a in added))
-    ]
-    held = src.local_slices(global_shape, shape, coordinate)
-    given = [dst.local_slices(global_shape, shape, place) for place in places]
+    at = dict(coordinate)
+    places = [{**at, **dict(zip(added, index, strict=True))} for index in product(*(range(mesh[a]) for a in added))]
+    held = src.local_slices(global_shape, mesh, at)
+    given = [dst.local_slices(global_shape, mesh, place) for place in places]
     changed = [dim for dim, slices in enumerate(held) if any(part[dim] != slices for part in given)]
     local = tuple(sum(part.stop - part.start for part in slices) for slices in held)
     if len(changed) > 1:
         raise LayoutError(
-            f'Layout "{dst}" splits {len(changed)} dims of a tensor of global shape {tuple(global_shape)} further than '
+            f'Layout "{dst}" splits {len(changed)} dims of a tensor of global shape {global_shape} further than '
             f'"{src}" does; the axes {", ".join(added)} have to split one dim of it.'
         )
     if not changed:

@@ -105,7 +105,7 @@ class Layout:
     @property
     def text(self) -> str:
         """The text form with every known factor size, so that `Layout.parse(layout.text) == layout`."""
-        return _text.write(self._parts, sizes=True)
+        return _text_of(self)
 
     def __str__(self) -> str:
         return _text.write(self._parts, sizes=False)
@@ -314,9 +314,7 @@ class Layout:
         >>> layout.local_slices((12, 5), "tp=2", {"tp": 1})
         ((slice(2, 4, None), slice(6, 8, None), slice(10, 12, None)), (slice(0, 5, None),))
         """
-        shape = MeshShape.of(mesh)
-        dims = self._dims_at(global_shape, shape, coordinate)
-        return tuple(dim_slices(dim, size, shape, coordinate) for dim, size in zip(dims, global_shape, strict=True))
+        return _slices_at(self, tuple(global_shape), MeshShape.of(mesh), tuple(coordinate.items()))
 
     def local_shape(
         self, global_shape: Sequence[int], mesh: MeshLike, coordinate: Mapping[str, int]
@@ -326,10 +324,7 @@ class Layout:
         >>> Layout.parse("vocab@tp embed").local_shape((50257, 768), "tp=4", {"tp": 3})
         (12562, 768)
         """
-        shape = MeshShape.of(mesh)
-        dims = self._dims_at(global_shape, shape, coordinate)
-        held = (intervals(dim, size, shape, coordinate) for dim, size in zip(dims, global_shape, strict=True))
-        return tuple(math.prod(stop - start for start, stop in dim) for dim in held)
+        return _shape_at(self, tuple(global_shape), MeshShape.of(mesh), tuple(coordinate.items()))
 
     def local_bytes(
         self,
@@ -359,10 +354,7 @@ class Layout:
         >>> Layout.parse("vocab@tp embed").uneven_dims((50257, 768), "tp=4")
         (0,)
         """
-        shape = MeshShape.of(mesh)
-        dims = self.resolve(global_shape, shape)._concrete_dims
-        pieces = [math.prod(shape[axis] for axis in dim.axes) for dim in dims]
-        return tuple(i for i, size in enumerate(global_shape) if size % pieces[i])
+        return _uneven_dims(self, tuple(global_shape), MeshShape.of(mesh))
 
     def take(self, tensor: torch.Tensor, mesh: MeshLike, coordinate: Mapping[str, int]) -> torch.Tensor:
         """The part of a global tensor that the rank at `coordinate` holds: a view where every dim is one slice.
@@ -445,7 +437,7 @@ class Layout:
         return tuple(dim for dim in self.dims if isinstance(dim, Dim))
 
     def _dims_at(self, global_shape: Sequence[int], mesh: MeshShape, coordinate: Mapping[str, int]) -> tuple[Dim, ...]:
-        layout = self.resolve(global_shape, mesh)
+        layout = _resolve(self, tuple(global_shape), mesh)
         layout._check_coordinate(coordinate, mesh)
         return layout._concrete_dims
 
@@ -479,6 +471,40 @@ def _resolve(layout: Layout, global_shape: tuple[int, ...], mesh: MeshShape) -> 
     )
     _raise_first(context, _fit.mesh_problems(fitted, mesh))
     return replace(layout, dims=fitted)
+
+
+# A model has thousands of tensors and a few layouts, so that what follows from a layout alone is computed once.
+
+
+@lru_cache(maxsize=65536)
+def _text_of(layout: Layout) -> str:
+    return _text.write(layout._parts, sizes=True)
+
+
+@lru_cache(maxsize=65536)
+def _slices_at(
+    layout: Layout, global_shape: tuple[int, ...], mesh: MeshShape, coordinate: tuple[tuple[str, int], ...]
+) -> tuple[Slices, ...]:
+    at = dict(coordinate)
+    dims = layout._dims_at(global_shape, mesh, at)
+    return tuple(dim_slices(dim, size, mesh, at) for dim, size in zip(dims, global_shape, strict=True))
+
+
+@lru_cache(maxsize=65536)
+def _shape_at(
+    layout: Layout, global_shape: tuple[int, ...], mesh: MeshShape, coordinate: tuple[tuple[str, int], ...]
+) -> tuple[int, ...]:
+    at = dict(coordinate)
+    dims = layout._dims_at(global_shape, mesh, at)
+    held = (intervals(dim, size, mesh, at) for dim, size in zip(dims, global_shape, strict=True))
+    return tuple(math.prod(stop - start for start, stop in dim) for dim in held)
+
+
+@lru_cache(maxsize=65536)
+def _uneven_dims(layout: Layout, global_shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
+    dims = _resolve(layout, global_shape, mesh)._concrete_dims
+    pieces = [math.prod(mesh[axis] for axis in dim.axes) for dim in dims]
+    return tuple(i for i, size in enumerate(global_shape) if size % pieces[i])
 
 
 @lru_cache(maxsize=65536)

@@ -95,15 +95,16 @@ class Hsdp(Transform):
         return _sharded(plan, self.shard, None, self.only, self)
 
 
-def _sharded(plan: Plan, axis: Names, reshard: bool | None, only: Names, who: object) -> Plan:
+def _sharded(plan: Plan, axis: Names, reshard_after_forward: bool | None, only: Names, who: object) -> Plan:
     made = split_plan(plan, ("stored", "grad", "state"), axis, only, who)
     names, data = chosen(made, only, who), frozenset(made.mesh.data_axes)
 
-    units = {None: {*made.repeated}, True: {*made.units}, False: set()}[reshard]
+    units = {None: {*made.repeated}, True: {*made.units}, False: set()}[reshard_after_forward]
 
     def settled(row: Row) -> Row:
         if row.name not in names or data.isdisjoint(row.added("stored")):
             return row
-        return row.replace(reshard=made.unit(row) in units)
+        reshard = made.unit(row) in units
+        return row if row.reshard == reshard else row.replace(reshard=reshard)
 
     return made.map_rows(settled)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from shardlib._mesh import MeshShape
@@ -96,19 +96,28 @@ def split_plan(plan: Plan, phases: tuple[Phase, ...], axis: Names, only: Names, 
 
 
 def _split(row: Row, phases: tuple[Phase, ...], axes: tuple[str, ...], mesh: MeshShape) -> Row:
-    own = [phase for phase in phases if phase in row.layouts]
+    own = tuple(phase for phase in phases if phase in row.layouts)
     if not own:
         return row
+    split = _split_layouts(tuple(row.layouts[phase] for phase in own), row.global_shape, axes, mesh)
+    return _noted(row, split) if isinstance(split, str) else row.replace(**dict(zip(own, split, strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def _split_layouts(
+    layouts: tuple[Layout, ...], global_shape: tuple[int, ...], axes: tuple[str, ...], mesh: MeshShape
+) -> tuple[Layout, ...] | str:
+    """The layouts of some phases with the axes added, or why they are not."""
     # Later phases are split at least as far as earlier ones, so the last one says what is new to the tensor.
-    last = row.layouts[own[-1]].resolve(row.global_shape, mesh)
+    last = layouts[-1].resolve(global_shape, mesh)
     new = [axis for axis in axes if axis not in last.axes]
-    place = find_place(last, row.global_shape, mesh, new) if new else None
+    place = find_place(last, global_shape, mesh, new) if new else None
     if new and place is None:
         fused = any(isinstance(dim, Dim) and dim.fused for dim in last.dims)
-        return _noted(row, f"{'fused dim not split' if fused else 'too small to split'} over {','.join(new)}")
+        return f"{'fused dim not split' if fused else 'too small to split'} over {','.join(new)}"
     for axis in axes:
-        row = _nested(row, own, axis, place if axis in new else _held_place(last, axis), mesh)
-    return row
+        layouts = _nested(layouts, global_shape, axis, place if axis in new else _held_place(last, axis), mesh)
+    return layouts
 
 
 def _noted(row: Row, note: str) -> Row:
@@ -124,19 +133,24 @@ def _held_place(layout: Layout, axis: str) -> Place | None:
     return None
 
 
-def _nested(row: Row, phases: Sequence[Phase], axis: str, place: Place | None, mesh: MeshShape) -> Row:
-    """The row with one more axis on one place in these phases, where they lack it.
+def _nested(
+    layouts: tuple[Layout, ...], global_shape: tuple[int, ...], axis: str, place: Place | None, mesh: MeshShape
+) -> tuple[Layout, ...]:
+    """The layouts of some phases with one more axis on one place, where they lack it.
 
     Pieces of each phase stay parts of those of the phase before it: after the axis, which stands innermost in the first
     phase, come the axes that later phases have besides.
     """
     if place is None:
-        return row
-    layouts = {phase: row.layouts[phase].resolve(row.global_shape, mesh) for phase in phases}
-    first = axes_at(layouts[phases[0]], place)
+        return layouts
+    resolved = [layout.resolve(global_shape, mesh) for layout in layouts]
+    first = axes_at(resolved[0], place)
     outer = first if axis in first else (*first, axis)
-    for phase, layout in layouts.items():
+
+    def nested(layout: Layout) -> Layout:
         here = axes_at(layout, place)
         if axis in here or axis not in layout.axes:
-            layouts[phase] = with_axes_at(layout, place, (*outer, *(a for a in here if a not in outer)))
-    return row.replace(**layouts)
+            return with_axes_at(layout, place, (*outer, *(a for a in here if a not in outer)))
+        return layout
+
+    return tuple(map(nested, resolved))
