@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,7 +67,7 @@ class Row:
             )
         return dataclasses.replace(self, **changes)
 
-    @property
+    @functools.cached_property
     def layouts(self) -> dict[Phase, Layout]:
         """The phases this tensor has, in order."""
         phases: dict[Phase, Layout | None] = {p: getattr(self, p) for p in PHASES}

@@ -14,6 +14,8 @@ __all__ = ["contracted_axes", "split_in_words", "whole_in_words"]
 
 def contracted_axes(layout: Layout, registered: ModuleDims, tensor: str, mesh: MeshShape) -> tuple[str, ...]:
     """The model axes that split a dim which the module sums over: its output is a sum still to be taken over them."""
+    if not layout.axes:
+        return ()
     named = registered.dims(tensor, len(layout.dims)) or ()
     return tuple(
         axis
