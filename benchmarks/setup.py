@@ -9,6 +9,7 @@ with 12 parameters; what does not grow with the layers is spread over them, and 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -53,6 +54,7 @@ def gpt(layers: int) -> GPT:
 def seconds(setup: Callable[[GPT], nn.Module], layers: int) -> tuple[float, float]:
     """Wall and processor time that it takes to set up a new model."""
     model = gpt(layers)
+    gc.collect()  # of the models before it
     wall, cpu = time.perf_counter(), time.process_time()
     setup(model)
     return time.perf_counter() - wall, time.process_time() - cpu
