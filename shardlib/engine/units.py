@@ -315,7 +315,7 @@ class Units:
         """A module computes again in backward, when no forward has its unit shown; in forward, a plain call."""
         if _torch.backward_id() == -1:
             return inner(*args, **kwargs)
-        names = dict.fromkeys(("", unit_of([name], list(self.units))))
+        names = dict.fromkeys(("", unit_of([name], self.units)))
         needed = [self.units[n] for n in names if n in self.units]
         for unit in needed:
             self._show(unit)
@@ -394,9 +394,10 @@ def lend(
         bucket_bytes: small units are gathered as one until they have so much, or what a tensor has that moves alone.
     """
     stored = [one for one in held if one.is_stored_in_parts]
+    places, known = _places(model, stored), frozenset(units)
     groups: dict[str, list[Held]] = {}
     for one in stored:
-        groups.setdefault(unit_of(one.names, units), []).append(one)
+        groups.setdefault(unit_of(one.names, known), []).append(one)
     let_go = {unit: unit != "" and not all(kept(one.name) for one in group) for unit, group in groups.items()}
     sizes = {unit: sum(map(_room, groups[unit])) for unit in units if unit in groups}
     joined = join_small(sizes, let_go.__getitem__, min(ALONE_BYTES, bucket_bytes))
@@ -414,7 +415,7 @@ def lend(
         unit = _Unit(
             ", ".join(names),
             group,
-            _places(model, group),
+            [(*place, guard) for one in group for guard in [_Guard.of(one)] for place in places[id(one.param)]],
             memory,
             unshard_buckets(executor, group),
             kept=not let_go[names[0]],
@@ -450,15 +451,16 @@ def _give_memory(group: list[Held], flat: torch.Tensor) -> None:
         at += _room(held)
 
 
-def _places(model: nn.Module, group: list[Held]) -> list[tuple[dict[str, Any], str, Held, torch.Tensor]]:
-    by_id = {id(held.param): held for held in group}
-    return [
-        (parameters, key, by_id[id(param)], _Guard.of(by_id[id(param)]))
-        for module in model.modules()
-        for parameters in [_torch.own_tensors(module)[0]]
-        for key, param in parameters.items()
-        if id(param) in by_id
-    ]
+def _places(model: nn.Module, stored: list[Held]) -> dict[int, list[tuple[dict[str, Any], str, Held]]]:
+    """Find where modules keep parameters, by the id of each, in one walk of the model."""
+    by_id = {id(held.param): held for held in stored}
+    places: dict[int, list[tuple[dict[str, Any], str, Held]]] = {key: [] for key in by_id}
+    for module in model.modules():
+        parameters = _torch.own_tensors(module)[0]
+        for key, param in parameters.items():
+            if id(param) in by_id:
+                places[id(param)].append((parameters, key, by_id[id(param)]))
+    return places
 
 
 class _Guard(torch.Tensor):

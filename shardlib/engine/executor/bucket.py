@@ -37,14 +37,17 @@ def in_batches(
     """Items that move together: those of one key, until they reach a size; in the order in which batches are full."""
     batches: list[list[T]] = []
     pending: dict[Hashable, list[T]] = {}
+    filled: dict[Hashable, int] = {}
     for item in items:
         if alone(item):
             batches.append([item])
             continue
-        batch = pending.setdefault(key(item), [])
-        batch.append(item)
-        if sum(map(size, batch)) >= limit:
-            batches.append(pending.pop(key(item)))
+        kind = key(item)
+        pending.setdefault(kind, []).append(item)
+        filled[kind] = filled.get(kind, 0) + size(item)
+        if filled[kind] >= limit:
+            batches.append(pending.pop(kind))
+            del filled[kind]
     return batches + list(pending.values())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -79,14 +79,15 @@ def update_buckets(
     executor: Executor, held: Iterable[Held], *, bucket_bytes: int, late: Sequence[str]
 ) -> list[UpdateBucket]:
     """Buckets for parameters whose state is split and that are not stored so; of late modules, apart from others."""
+    known = frozenset(late)
     batches = in_batches(
         [one for one in held if one.updated_in_parts],
         alone=lambda one: goes_alone(local_of(one.param), one.cut),
-        key=lambda one: (one.axes, one.dtype, bool(unit_of(one.names, late))),
+        key=lambda one: (one.axes, one.dtype, bool(unit_of(one.names, known))),
         size=lambda one: local_of(one.param).nbytes,
         limit=bucket_bytes,
     )
-    return [UpdateBucket(executor, batch, late) for batch in batches]
+    return [UpdateBucket(executor, batch, known) for batch in batches]
 
 
 class UpdateBucket:
@@ -101,7 +102,7 @@ class UpdateBucket:
         shards: of this rank, one for each parameter.
     """
 
-    def __init__(self, executor: Executor, held: list[Held], late: Sequence[str]) -> None:
+    def __init__(self, executor: Executor, held: list[Held], late: Collection[str]) -> None:
         self.held, self.ids = held, {id(one.param) for one in held}
         self.units = {unit_of(one.names, late) for one in held}
         first = local_of(held[0].param)
