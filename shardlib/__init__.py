@@ -1,4 +1,4 @@
-"""shardlib: write the model once, for one device; say in a dozen lines how its tensors lie on a named mesh."""
+"""shardlib: write the model once, for one device; lay out its tensors on a named mesh in a dozen lines."""
 
 from __future__ import annotations
 

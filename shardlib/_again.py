@@ -10,7 +10,7 @@ __all__ = ["is_again"]
 
 
 def is_again(before: Any, given: Any) -> bool:
-    """Whether two functions or classes are one definition: of the same name, in the same file or the same module.
+    """Return whether two functions or classes are one definition: of the same name, in the same file or module.
 
     >>> def near(shape): ...
     >>> before = near

@@ -53,20 +53,20 @@ _GROUPS: dict[str, RankGroups] = {}
 
 
 def register_axis(name: str, *, kind: AxisKind) -> Callable[[RankGroups], RankGroups]:
-    """Say what a mesh axis of your own is for: "data", "model", "expert", "pipeline", or "overlay".
+    """Register the kind of a mesh axis: "data", "model", "expert", "pipeline", or "overlay".
 
-    Data axes carry different examples, model axes split the work on one example, a pipeline axis splits the
-    module list. An expert axis is a data axis on which rules may spread experts: tokens then travel to them. The usual
-    names (dp, fsdp, tp, sp, cp, ep, pp, ...) are known already.
+    Data axes carry different examples, model axes split the work on one example, a pipeline axis splits the list of
+    modules. An expert axis is a data axis over which rules may split experts; tokens are then sent to them. The usual
+    names (dp, fsdp, tp, sp, cp, ep, pp, ...) are registered already.
 
-    As a decorator it also says which ranks form the axis' groups, where they are not those of the order of ranks:
-    the function gets the mesh's shape and returns lists of ranks. Those of a mesh axis hold every rank once, and ranks
-    ascend along every axis, since a process group of torch counts its ranks so. An overlay axis lies over a mesh
-    without being one of its axes: its groups may be of any size and share ranks, and splitting nothing they are for
-    your own collectives, in a gradient handler or a schedule; `axis_groups` opens them.
+    As a decorator it also registers the axis' groups, where they do not follow from the order of ranks: the function
+    gets the mesh's shape and returns lists of ranks. The groups of a mesh axis contain every rank once, and ranks
+    ascend along every axis, as in a process group of torch. An overlay axis is not an axis of a mesh: its groups may
+    have any size and share ranks. It splits nothing, and is for your own collectives, in a gradient handler or a
+    schedule; `axis_groups` creates its process groups.
 
     Raises:
-        MeshError: the kind is none of these, the name already means another kind, or has groups already.
+        MeshError: the kind is not one of these, or the name has another kind or groups already.
 
     >>> register_axis("rows", kind="model")  # doctest: +ELLIPSIS
     <function ...>
@@ -99,10 +99,10 @@ def register_axis(name: str, *, kind: AxisKind) -> Callable[[RankGroups], RankGr
 
 
 def rank_groups(name: str, shape: MeshShape) -> list[list[int]]:
-    """The groups of an axis with a function of its own, checked.
+    """Return the groups of an axis with a registered function, checked.
 
     Raises:
-        MeshError: the axis has no such function, or it returned what are no groups of this mesh's ranks.
+        MeshError: the axis has no such function, or it returned what are not groups of this mesh's ranks.
     """
     if name not in _GROUPS:
         raise MeshError(
@@ -125,7 +125,7 @@ def rank_groups(name: str, shape: MeshShape) -> list[list[int]]:
 
 @lru_cache(maxsize=256)
 def _order(shape: MeshShape) -> tuple[int, ...] | None:
-    """Ranks in the order of the mesh, the last axis fastest, where axes of its own groups say another than 0, 1, ..."""
+    """Return the ranks in the order of the mesh, the last axis fastest; None where it is 0, 1, ..."""
     own = [axis for axis in shape.names if axis in _GROUPS]
     if not own:
         return None
@@ -154,7 +154,8 @@ def _order(shape: MeshShape) -> tuple[int, ...] | None:
 
 
 def _refuse_descent(shape: MeshShape, table: torch.Tensor, axis: str) -> None:
-    """Coordinates count along an axis; collectives count the ranks of its process group, which torch sorts."""
+    """Refuse coordinates that do not ascend with ranks: collectives use the order of the process group, which torch
+    sorts."""
     for dim, name in enumerate(shape.names):
         for line in table.movedim(dim, -1).reshape(-1, shape[name]).tolist():
             if line != sorted(line):
@@ -169,7 +170,7 @@ def _refuse_descent(shape: MeshShape, table: torch.Tensor, axis: str) -> None:
 class MeshShape:
     """Names and sizes of mesh axes, outermost first. A value: no process group, no device.
 
-    Build it from text or keywords. One size may be -1 until `resolve` is told the number of processes.
+    Build it from text or keywords. One size may be -1 until `resolve` gets the number of processes.
 
     Raises:
         MeshError: text that cannot be read, a repeated axis, a size that is not positive, an axis of unknown kind.
@@ -196,7 +197,7 @@ class MeshShape:
 
     @classmethod
     def of(cls, mesh: MeshLike) -> MeshShape:
-        """The shape of anything that names one: text, a mapping, a `MeshShape`, a `DeviceMesh` with named dims."""
+        """Return the shape of a mesh from text, a mapping, a `MeshShape`, or a `DeviceMesh` with named dims."""
         if isinstance(mesh, MeshShape):
             return mesh
         if isinstance(mesh, DeviceMesh):
@@ -243,12 +244,12 @@ class MeshShape:
         return self._of_kind("pipeline")
 
     def kind(self, axis: str) -> AxisKind:
-        """What an axis of this mesh is for."""
+        """Return the kind of an axis of this mesh."""
         self[axis]
         return _KINDS[axis]
 
     def items(self) -> tuple[tuple[str, int], ...]:
-        """Pairs of name and size, outermost first."""
+        """Return pairs of name and size, outermost first."""
         return self.axes
 
     def __getitem__(self, axis: str) -> int:
@@ -273,7 +274,7 @@ class MeshShape:
         return f'MeshShape("{self}")'
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where a rank sits: axis name to index, the last axis fastest.
+        """Return the coordinate of a rank: axis name to index, the last axis fastest.
 
         >>> MeshShape("dp=2,tp=4").coordinate(5)
         {'dp': 1, 'tp': 1}
@@ -284,11 +285,11 @@ class MeshShape:
         return self.at(rank if order is None else order.index(rank))
 
     def at(self, position: int) -> dict[str, int]:
-        """The coordinate of a position: of the rank itself, unless an axis has rank groups of its own."""
-        place: dict[str, int] = {}
+        """Return the coordinate of a position: of the rank itself, unless an axis has rank groups of its own."""
+        found: dict[str, int] = {}
         for name, size in reversed(self.axes):
-            position, place[name] = divmod(position, size)
-        return {name: place[name] for name in self.names}
+            position, found[name] = divmod(position, size)
+        return {name: found[name] for name in self.names}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -297,11 +298,12 @@ class MeshShape:
 
     @property
     def data_ranks(self) -> int:
-        """How many blocks of rows a global batch is shared in: the product of the data axes' sizes."""
+        """The number of blocks of rows that a global batch is divided into: the product of the data axes' sizes."""
         return math.prod(self[axis] for axis in self.data_axes)
 
     def data_place(self, coordinate: Mapping[str, int]) -> tuple[int, int]:
-        """Which of how many blocks of a global batch's rows the rank at a coordinate works on.
+        """Return the index of the block of a global batch's rows for the rank at a coordinate, and the number of
+        blocks.
 
         >>> shape = MeshShape("dp=2,tp=2")
         >>> [shape.data_place(shape.coordinate(rank)) for rank in range(4)]
@@ -313,7 +315,7 @@ class MeshShape:
         return index, self.data_ranks
 
     def groups(self, axes: Iterable[str]) -> list[list[int]]:
-        """Ranks that differ only in their place on these axes, together.
+        """Group the ranks that differ only in their coordinates on these axes.
 
         >>> MeshShape("dp=2,tp=2").groups(("tp",))
         [[0, 1], [2, 3]]
@@ -322,15 +324,15 @@ class MeshShape:
         return [[ranks[position] for position in line] for line in self.lines(axes)]
 
     def lines(self, axes: Iterable[str]) -> list[list[int]]:
-        """The same as positions in the mesh, whatever ranks stand there."""
+        """Group positions in the mesh in the same way, whatever their ranks."""
         axes, found = set(axes), dict[tuple[int, ...], list[int]]()
         for position in range(self.world_size):
-            place = tuple(index for axis, index in self.at(position).items() if axis not in axes)
-            found.setdefault(place, []).append(position)
+            key = tuple(index for axis, index in self.at(position).items() if axis not in axes)
+            found.setdefault(key, []).append(position)
         return list(found.values())
 
     def only(self, axes: tuple[str, ...]) -> MeshShape:
-        """The sub-shape of some axes, in this mesh's order."""
+        """Return the sub-shape of some axes, in this mesh's order."""
         return MeshShape({name: size for name, size in self.axes if name in axes})
 
     def resolve(self, world_size: int) -> MeshShape:
@@ -364,7 +366,7 @@ def mesh(
     timeout: float | timedelta | None = None,
     **axes: int,
 ) -> DeviceMesh:
-    """A torch `DeviceMesh` with named axes, over the processes that run now.
+    """Create a torch `DeviceMesh` with named axes over the running processes.
 
     Started by `torchrun` it joins that job (NCCL on GPU, gloo on CPU); started by nothing it becomes a job of one
     process. One axis size may be -1.
@@ -373,8 +375,8 @@ def mesh(
         spec: "dp=2,tp=4", a `MeshShape` or a mapping; or give the axes as keywords.
         device_type: "cuda" or "cpu"; by default the accelerator that torch sees, else "cpu"; "cpu" too where a
             process group of gloo alone is there already.
-        timeout: how long ranks wait for each other, in seconds or as a `timedelta`; one that has stood still so long
-            counts as lost. By default that of the process group, half an hour where torch chose it.
+        timeout: the time that ranks wait for each other, in seconds or as a `timedelta`; one that has stood still so
+            long counts as lost. By default that of the process group, half an hour where torch chose it.
         **axes: names and sizes, instead of `spec`.
 
     Raises:
@@ -413,7 +415,7 @@ def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
 
 
 def _set_timeouts(made: DeviceMesh, limit: timedelta | None) -> None:
-    """Of the job's process group, from which others take theirs, and of those of the axes."""
+    """Set the timeouts of the job's process group, from which new groups take theirs, and of the axes' groups."""
     if limit is not None:
         for group in (dist.group.WORLD, *made.get_all_groups()):
             assert group is not None
@@ -425,7 +427,7 @@ def _world_size() -> int:
 
 
 def default_device_type() -> str:
-    """The machine's accelerator, unless the ranks have met over gloo, which is for CPUs."""
+    """Return the machine's accelerator, or "cpu" if the process group uses gloo."""
     if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
         return "cpu"
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -433,7 +435,7 @@ def default_device_type() -> str:
 
 
 def device_here(kind: str) -> torch.device:
-    """This process's device of a kind, such as "cuda"."""
+    """Return this process's device of a kind, such as "cuda"."""
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
@@ -477,7 +479,7 @@ def _check_axes(pairs: list[tuple[str, Any]]) -> None:
             )
         if _KINDS[name] == "overlay":
             raise MeshError(
-                f'Mesh "{text}": "{name}" is an overlay, which lies over a mesh and is none of its axes; leave it out, '
+                f'Mesh "{text}": "{name}" is an overlay, which is not an axis of a mesh; leave it out, '
                 f"and open its groups with shardlib.axis_groups({name!r}, mesh)."
             )
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):

@@ -1,4 +1,4 @@
-"""Which versions of torch shardlib runs on. The package imports this first, so that no other error comes before."""
+"""Versions of torch that shardlib supports. The package imports this first, so that no other error precedes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class LaunchError(ShardlibError):
 
 
 class MeshError(ShardlibError):
-    """A mesh that cannot be: an unknown axis, a size that does not fit the number of processes."""
+    """An invalid mesh: an unknown axis, a size that does not fit the number of processes."""
 
 
 class LayoutError(ShardlibError):
@@ -41,7 +41,7 @@ class LayoutError(ShardlibError):
 
 
 class RuleError(ShardlibError):
-    """A rule, or a layout file, that does not say one clear thing about the model."""
+    """A rule, or a layout file, that is ambiguous or wrong for the model."""
 
 
 class PlanError(ShardlibError):
@@ -53,7 +53,7 @@ class ShardingError(ShardlibError):
 
 
 class InputError(ShardlibError):
-    """What was passed to a sharded model does not fit its mesh: a device, a batch that ranks disagree on."""
+    """An argument of a sharded model does not fit its mesh: a device, a batch that ranks disagree on."""
 
 
 class CheckpointError(ShardlibError):
@@ -64,8 +64,8 @@ class LostRankError(ShardlibError):
     """A rank has ended, or did not answer in time, while others were waiting for it.
 
     Attributes:
-        ranks: those that were lost first; empty where all answered again after a wait in vain.
-        phase: what this rank was doing when it noticed: "forward", "backward" or "step".
+        ranks: the ranks that were lost first; empty if all answered again after a timeout.
+        phase: the phase in which this rank noticed: "forward", "backward" or "step".
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = (), phase: str = "") -> None:
@@ -81,8 +81,8 @@ class StageError(ShardlibError):
     """A stage of a pipeline has raised; every rank raises this, and the one that failed has the cause.
 
     Attributes:
-        rank: which one failed first.
-        stage, microbatch: where; None where it was before the first one.
+        rank: the rank that failed first.
+        stage, microbatch: where it failed; None before the first microbatch.
     """
 
     def __init__(self, message: str, rank: int = 0, stage: int | None = None, microbatch: int | None = None) -> None:
@@ -91,7 +91,7 @@ class StageError(ShardlibError):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """A ready sentence that names the closest candidate, or an empty string.
+    """Return a sentence that suggests the closest candidate, or an empty string.
 
     >>> nearest("atn.qkv", ["attn.qkv", "mlp.up"])
     ' Did you mean "attn.qkv"?'
@@ -105,12 +105,12 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 def refuse(
     call: str, name: str, value: Any, default: Any, reason: str, *, error: type[ShardlibError] = PlanError
 ) -> None:
-    """Refuse a value, of a keyword that means nothing here, that is not its default.
+    """Refuse a value other than the default for a keyword that has no meaning here.
 
     Raises:
-        PlanError: it is not; or the error that is given.
+        PlanError: another value; or the given error.
 
-    >>> refuse("Lamb", "amsgrad", False, False, "nobody has averaged it so.")
+    >>> refuse("Lamb", "amsgrad", False, False, "no paper has such an average.")
     """
     if value is not default and value != default:
         raise error(f"{call}({name}={value!r}): {reason} (Leave it out, or give {default!r}.)")

@@ -43,11 +43,11 @@ class Apply(Protocol):
 
 
 class State(NamedTuple):
-    """What a step changes: hand on what the step returned, and never the old one.
+    """The state that a step changes: pass on the state that the step returned, not the old one.
 
     Attributes:
         params: tensors or arrays by name.
-        buffers: what is not trained; of torch those of the model itself, and empty here.
+        buffers: tensors that are not trained; empty on torch, whose model has its own.
         optimizer: the optimizer's own state.
         step: steps that were taken.
     """
@@ -68,7 +68,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class AdamW:
-    """What `adamw` makes: the same optimizer for either engine."""
+    """The optimizer that `adamw` returns, for either engine."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -76,11 +76,11 @@ class AdamW:
     weight_decay: float = 0.01
 
     def of_torch(self, params: Any) -> torch.optim.Optimizer:
-        """`torch.optim.AdamW` of some parameters."""
+        """Return `torch.optim.AdamW` for some parameters."""
         return torch.optim.AdamW(params, self.lr, self.betas, self.eps, self.weight_decay)
 
     def of_optax(self) -> Any:
-        """`optax.adamw`, which needs optax."""
+        """Return `optax.adamw`, which needs optax."""
         import optax
 
         return optax.adamw(self.lr, *self.betas, eps=self.eps, weight_decay=self.weight_decay)
@@ -89,7 +89,7 @@ class AdamW:
 def adamw(
     lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> AdamW:
-    """AdamW for either engine, with torch's defaults.
+    """Return AdamW for either engine, with torch's defaults.
 
     >>> adamw(1e-3).weight_decay
     0.01
@@ -105,7 +105,7 @@ def functional(
     transforms: Sequence[Transform] = (),
     engine: str = "torch",
 ) -> tuple[Apply, dict[str, Any]]:
-    """`(apply, params)` of a single-device module, sharded by rules, on either engine.
+    """Return `(apply, params)` of a single-device module, sharded by rules, on either engine.
 
     Args:
         model: a module. On torch it is sharded in place, on JAX it is copied.
@@ -120,7 +120,7 @@ def functional(
         those returned here; on JAX anything of their shapes will do.
 
     Raises:
-        PlanError: another engine; besides, what `shard_model` or `shardlib.jax.compile_model` raise.
+        PlanError: another engine; also the errors of `shard_model` and `shardlib.jax.compile_model`.
 
     >>> apply, params = functional(nn.Linear(4, 2), "dp=1", {"**": None})
     >>> apply(params, torch.ones(3, 4)).shape
@@ -139,14 +139,14 @@ def functional(
 
 
 def train_step(apply: Apply, optimizer: AdamW | Any, loss: Loss) -> Step:
-    """A training step as a function `state, metrics = step(state, *batch)`.
+    """Return a training step as a function `state, metrics = step(state, *batch)`.
 
     On torch parameters, buffers and optimizer state are updated where they are, so that the old state is gone; on JAX
     its memory is handed on to the new one. Either way use what is returned.
 
     Args:
-        apply: what `functional` returned.
-        optimizer: what `adamw` returned; or, for one engine, a function from parameters to a torch optimizer, or a
+        apply: the function of `functional`.
+        optimizer: the optimizer of `adamw`; or, for one engine, a function from parameters to a torch optimizer, or a
             transformation of optax.
         loss: `loss(model, *batch)`, in torch, a mean over the rows that it is given; the same on either engine.
 
@@ -214,16 +214,16 @@ class _TorchStep:
     def _own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.ndim:
             return tensor
-        place, ranks = self.mesh.data_place(self.mesh.coordinate(dist.get_rank()))
+        index, ranks = self.mesh.data_place(self.mesh.coordinate(dist.get_rank()))
         if tensor.shape[0] % ranks:
             raise InputError(
                 f'A batch of {tensor.shape[0]} rows was given to {ranks} data ranks of mesh "{self.mesh}"; give a '
                 "number of rows that they divide."
             )
-        return tensor.chunk(ranks)[place]
+        return tensor.chunk(ranks)[index]
 
     def _over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean over all ranks: data ranks have equally many rows, model ranks the same loss."""
+        """Return the mean over all ranks: data ranks have equally many rows, model ranks the same loss."""
         if self.mesh.data_ranks > 1:
             dist.all_reduce(loss)
             loss = loss / dist.get_world_size()
@@ -250,8 +250,8 @@ class _JaxStep:
         laid_out = self.fn.shardings(jax.eval_shape(self.optimizer.init, params), "state")
         state = jax.jit(self.optimizer.init, out_shardings=laid_out)(params)
         stored = self.fn.shardings(params)
-        places = (stored, self.fn.shardings(self.fn.buffers), laid_out, None)
-        self._compiled = jax.jit(self._update, out_shardings=places, donate_argnums=(0, 1, 2))
+        out_shardings = (stored, self.fn.shardings(self.fn.buffers), laid_out, None)
+        self._compiled = jax.jit(self._update, out_shardings=out_shardings, donate_argnums=(0, 1, 2))
         # Copies: the first step hands on the memory of what it is given, and fn.buffers is the model's own.
         params, buffers = jax.tree.map(lambda array: array.copy(), (params, self.fn.buffers))
         return State(params, buffers, state, 0)

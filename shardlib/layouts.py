@@ -26,7 +26,7 @@ class SuggestedLayoutWarning(UserWarning):
 
 
 def available() -> dict[str, str]:
-    """The names of the layout files that come with shardlib, each with its description.
+    """Return the names of the layout files that come with shardlib, each with its description.
 
     >>> "example_gpt" in available()
     True
@@ -35,8 +35,8 @@ def available() -> dict[str, str]:
 
 
 def load(name: str | Path, mode: str | None = None) -> Rules:
-    """The rules of a layout file: one of `available()` by name, or any TOML file by path; in a mode of theirs, such as
-    "sequence" (docs/sequence.md).
+    """Load the rules of a layout file, one of `available()` by name or any TOML file by path; with `mode`, in one of
+    their modes, such as "sequence" (docs/sequence.md).
 
     Raises:
         RuleError: no such name, a file that cannot be read as rules, or a mode that they do not have.
@@ -56,9 +56,10 @@ def load(name: str | Path, mode: str | None = None) -> Rules:
 
 
 def for_model(model: nn.Module, mode: str | None = None) -> Rules:
-    """Rules for a model: the layout file for its class or a base class; else the plan that the model carries
-    (`tp_plan` of Hugging Face models); else a suggestion, with a `SuggestedLayoutWarning`. Of a model with adapters of
-    peft, those for the model without: they say how adapters lie too. With a mode, the rules in that mode of theirs.
+    """Find rules for a model: the layout file for its class or a base class; else the plan that the model carries
+    (`tp_plan` of Hugging Face models); else a suggestion, with a `SuggestedLayoutWarning`. For a model with peft
+    adapters, the rules are those of the model without, which lay out adapters too. With `mode`, the rules are in that
+    mode.
 
     Raises:
         RuleError: the rules do not have that mode, two files are for the same class, the model's own plan cannot be
@@ -80,7 +81,7 @@ def for_model(model: nn.Module, mode: str | None = None) -> Rules:
         raise RuleError(
             f"No layout file is for {type(model).__module__}.{type(model).__qualname__}, and rules are suggested for a "
             "model without adapters only. Get them with shardlib.layouts.for_model(model) before adapters are added, "
-            "and give them: the same rules then say how adapters lie."
+            "and give them: the same rules then lay out adapters."
         )
     rules = _in_mode(suggest(model), mode)
     warnings.warn(
@@ -98,7 +99,7 @@ def _in_mode(rules: Rules, mode: str | None) -> Rules:
 
 
 def _files_for(cls: type) -> list[str]:
-    """The files for exactly this class. More than one would leave the choice to chance."""
+    """Return the files for exactly this class. More than one is an error."""
     names = [name for name, rules in _files().items() if any(_names_class(entry, cls) for entry in rules.models)]
     if len(names) > 1:
         raise RuleError(
@@ -109,7 +110,7 @@ def _files_for(cls: type) -> list[str]:
 
 
 def _names_class(entry: str, cls: type) -> bool:
-    """Whether "package.Class" or a full path names a class; the modules between package and class do not count.
+    """Return whether "package.Class" or a full path names a class; modules between package and class are ignored.
 
     >>> _names_class("torch.Linear", nn.Linear), _names_class("torch.nn.modules.linear.Linear", nn.Linear)
     (True, True)
@@ -121,17 +122,18 @@ def _names_class(entry: str, cls: type) -> bool:
 
 @cache
 def _files() -> dict[str, Rules]:
-    """Every layout file of a family."""
+    """Read every layout file of a family."""
     return {path.stem: Rules.from_toml(path) for path in sorted(_folder().glob("*.toml"))}
 
 
 def _folder() -> Path:
-    """In an installed package beside this file, in a source checkout one folder up."""
+    """Return the folder of layout files: in an installed package beside this file, in a source checkout one folder
+    up."""
     return _HERE / "_layouts" if (_HERE / "_layouts").is_dir() else _HERE.parent / "layouts"
 
 
 def _register_modes() -> None:
-    """The files of `modes/`: a mode of a family's file, completed by what splits its dims."""
+    """Register the files of `modes/`: a mode of a family's file, with the axes of its dims."""
     for path in sorted((_folder() / "modes").glob("*.toml")):
         given = tomllib.loads(path.read_text(encoding="utf-8"))
         change = partial(_completed, mode=given["mode"], axes=given["axes"])
@@ -140,8 +142,8 @@ def _register_modes() -> None:
 
 def _completed(rules: Rules, *, mode: str, axes: dict[str, str | list[str]]) -> Rules:
     made = rules.mode(mode)
-    said = {name: given for name, given in axes.items() if name in made.dim_names}
-    return replace(made, axes={**made.axes, **said})
+    used = {name: given for name, given in axes.items() if name in made.dim_names}
+    return replace(made, axes={**made.axes, **used})
 
 
 _register_modes()

@@ -1,17 +1,17 @@
-"""The plan: every tensor's layout in every phase, computed before anything runs. Pure."""
+"""The plan: every tensor's layout in every phase, computed before anything runs."""
 
 from __future__ import annotations
 
-from shardlib._plan.borrowed import ALONE_BYTES
 from shardlib._plan.experts import expert_rows
 from shardlib._plan.make import RulesLike, Transform, as_rules, plan
 from shardlib._plan.memory import Blocks, Memory
-from shardlib._plan.movements import Movement, Purpose, Traffic, lets_go
+from shardlib._plan.movements import Movement, Purpose, Traffic, reshards_after_forward
 from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
 from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.step import LossScale, Step
-from shardlib._plan.table import Plan
 from shardlib._plan.units import join_small, unit_of
+from shardlib._plan.value import Plan
+from shardlib._plan.workspace import ALONE_BYTES
 
 __all__ = [
     "ALONE_BYTES",
@@ -35,7 +35,7 @@ __all__ = [
     "as_rules",
     "expert_rows",
     "join_small",
-    "lets_go",
     "plan",
+    "reshards_after_forward",
     "unit_of",
 ]

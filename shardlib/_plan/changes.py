@@ -1,40 +1,38 @@
-"""The difference of two plans, in lines."""
+"""The differences of two plans, as text."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from shardlib._plan.fold import fold
 from shardlib._plan.memory import Memory
+from shardlib._plan.readable import human_bytes
 from shardlib._plan.rows import PHASES, Row
 from shardlib._plan.step import Step
+from shardlib._plan.table import PlanTable
 from shardlib._plan.text import (
     border_name,
     border_text,
     fold_rows,
-    human_bytes,
     layout_text,
     setting_text,
     sizes_text,
 )
 
-if TYPE_CHECKING:
-    from shardlib._plan.table import Plan
-
 __all__ = ["diff"]
 
 
-def diff(before: Plan, after: Plan) -> str:
-    """Lines: `~` for what changed, `-` for what only the first plan has, `+` for what only the second has."""
+def diff(before: PlanTable, after: PlanTable) -> str:
+    """List the differences: `~` for changes, `-` for entries of the first plan only, `+` for those of the second
+    only."""
     lines = [*_head_changes(before, after), *_row_changes(before, after), *_border_changes(before, after)]
     lines += [*_memory_changes(before.memory(), after.memory()), *_traffic_changes(before, after)]
     return "\n".join(lines)
 
 
-def _head_changes(before: Plan, after: Plan) -> Iterator[str]:
+def _head_changes(before: PlanTable, after: PlanTable) -> Iterator[str]:
     if before.mesh != after.mesh:
         yield f"~ mesh: {before.mesh} -> {after.mesh}"
     if before.transforms != after.transforms:
@@ -49,7 +47,7 @@ def _head_changes(before: Plan, after: Plan) -> Iterator[str]:
         yield f"~ step: {name} {setting_text(old)} -> {setting_text(new)}"
 
 
-def _stages_text(plan: Plan) -> str:
+def _stages_text(plan: PlanTable) -> str:
     return " | ".join(setting_text((*stage.modules, *stage.tensors)) for stage in plan.stages) or "none"
 
 
@@ -58,7 +56,7 @@ def _step_changes(before: Step, after: Step) -> dict[str, tuple[object, object]]
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
-def _row_changes(before: Plan, after: Plan) -> Iterator[str]:
+def _row_changes(before: PlanTable, after: PlanTable) -> Iterator[str]:
     old, new = ({row.name: row for row in plan.rows} for plan in (before, after))
     for group in fold_rows(row for name, row in old.items() if name not in new):
         yield f"- {group.title}: {layout_text(group.first.stored)}"
@@ -82,7 +80,7 @@ def _field_changes(old: Row, new: Row) -> Iterator[str]:
         "in state dict": lambda row: "yes" if row.persistent else "no",
         "names": lambda row: ", ".join(row.tied),
         "rule": lambda row: row.rule or "none",
-        "let go after forward": lambda row: "yes" if row.reshard else "no",
+        "resharded after forward": lambda row: "yes" if row.reshard else "no",
     }
     for title, show in fields.items():
         if show(old) != show(new):
@@ -90,7 +88,7 @@ def _field_changes(old: Row, new: Row) -> Iterator[str]:
 
 
 def _layout_changes(old: Row, new: Row) -> Iterator[str]:
-    """Phases that change alike are named together."""
+    """Iterate over the changed layouts; phases with the same change are named together."""
     phases: dict[tuple[str, str], list[str]] = {}
     for phase in PHASES:
         change = (layout_text(old.layouts.get(phase)), layout_text(new.layouts.get(phase)))
@@ -100,7 +98,7 @@ def _layout_changes(old: Row, new: Row) -> Iterator[str]:
         yield f"{', '.join(names)} {a} -> {b}"
 
 
-def _border_changes(before: Plan, after: Plan) -> Iterator[str]:
+def _border_changes(before: PlanTable, after: PlanTable) -> Iterator[str]:
     old, new = ({border_name(b): b for b in plan.borders} for plan in (before, after))
     for mark, here, there in (("-", old, new), ("+", new, old)):
         for group in fold((b for n, b in here.items() if n not in there), name=border_name, same=lambda b: b.layout):
@@ -118,14 +116,14 @@ def _memory_changes(before: Memory, after: Memory) -> Iterator[str]:
             yield f"~ largest rank, {what}: {human_bytes(old)} -> {human_bytes(new)}"
 
 
-def _traffic_changes(before: Plan, after: Plan) -> Iterator[str]:
+def _traffic_changes(before: PlanTable, after: PlanTable) -> Iterator[str]:
     old, new = (_sent(plan) for plan in (before, after))
     for what in dict.fromkeys([*old, *new]):
         if old[what] != new[what]:
             yield f"~ sent over data axes, {what}: {human_bytes(old[what])} -> {human_bytes(new[what])}"
 
 
-def _sent(plan: Plan) -> Counter[str]:
+def _sent(plan: PlanTable) -> Counter[str]:
     sent: Counter[str] = Counter()
     for each in plan.traffic():
         sent[each.what] += each.bytes

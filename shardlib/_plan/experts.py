@@ -1,4 +1,4 @@
-"""What a plan says of experts that a rule spreads over an axis: which modules hold them, and what is refused."""
+"""Experts that a rule splits over an expert axis: their modules, and the rules that are refused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardlib.errors import PlanError
 from shardlib.layout import Dim
 from shardlib.rules import Border
 
-__all__ = ["expert_notes", "expert_rows", "refuse_what_experts_cannot"]
+__all__ = ["check_experts", "expert_notes", "expert_rows"]
 
 
 def expert_rows(rows: Iterable[Row], mesh: MeshShape) -> dict[str, list[Row]]:
-    """Rows that an expert axis splits, by the module that holds them.
+    """Return the rows that an expert axis splits, by their module.
 
     >>> from shardlib.layout import Layout
     >>> shape, layout = (4, 2, 2), Layout.parse("expert@ep a b")
@@ -33,11 +33,11 @@ def expert_rows(rows: Iterable[Row], mesh: MeshShape) -> dict[str, list[Row]]:
 
 
 def expert_notes(rows: Iterable[Row], mesh: MeshShape) -> tuple[str, ...]:
-    """What is sent for experts, which depends on where tokens want to go."""
+    """Return a note on the messages of experts, which depend on the routing of tokens."""
     spread = expert_rows(rows, mesh)
     if not spread:
         return ()
-    (axis,) = {axis for held in spread.values() for row in held for axis in _axes(row, mesh)}
+    (axis,) = {axis for own in spread.values() for row in own for axis in _axes(row, mesh)}
     count = f"each of the {len(spread)} modules of experts" if len(spread) > 1 else "the module of experts"
     others = mesh[axis] - 1
     return (
@@ -47,14 +47,12 @@ def expert_notes(rows: Iterable[Row], mesh: MeshShape) -> tuple[str, ...]:
     )
 
 
-def refuse_what_experts_cannot(
-    model: nn.Module, rows: Sequence[Row], borders: Iterable[Border], mesh: MeshShape
-) -> None:
-    """Refuse rules that split over an expert axis what tokens cannot travel to.
+def check_experts(model: nn.Module, rows: Sequence[Row], borders: Iterable[Border], mesh: MeshShape) -> None:
+    """Refuse rules that split over an expert axis anything other than whole experts.
 
     Raises:
-        PlanError: what is split is not the first dim of a module's experts, or not all of them alike; the module is
-            not called as one of experts; an activation is to be split.
+        PlanError: an axis splits another dim than the first, or not all parameters of a module in the same way; the
+            module does not have the signature of experts; an activation would be split.
     """
     for border in borders:
         if border.layout is not None and (axes := border.layout.axes & {*mesh.expert_axes}):
@@ -63,10 +61,10 @@ def refuse_what_experts_cannot(
                 "different tokens on each of its ranks, as data axes do: only experts are split over it. Take the axis "
                 "out of the rule."
             )
-    for name, held in expert_rows(rows, mesh).items():
-        for row in held:
+    for name, own in expert_rows(rows, mesh).items():
+        for row in own:
             _refuse_row(row, mesh)
-        _refuse_module(name, model.get_submodule(name), held, rows, mesh)
+        _refuse_module(name, model.get_submodule(name), own, rows, mesh)
 
 
 def _axes(row: Row, mesh: MeshShape) -> list[str]:
@@ -94,34 +92,34 @@ def _refuse_row(row: Row, mesh: MeshShape) -> None:
         )
 
 
-def _refuse_module(name: str, module: nn.Module, held: list[Row], rows: Sequence[Row], mesh: MeshShape) -> None:
+def _refuse_module(name: str, module: nn.Module, own: list[Row], rows: Sequence[Row], mesh: MeshShape) -> None:
     if not _takes_tokens(module):
         raise PlanError(
-            f'"{name}" ({type(module).__name__}) has its experts spread over "{_axes(held[0], mesh)[0]}", and is not '
+            f'"{name}" ({type(module).__name__}) has its experts spread over "{_axes(own[0], mesh)[0]}", and is not '
             "called as tokens can be sent to it. Write forward(self, tokens, numbers, weights): tokens (token, embed), "
             "the numbers of their experts and the weights of these (token, choice); it returns (token, embed)."
         )
     prefix = f"{name}." if name else ""
-    count, layouts = held[0].global_shape[0], {(row.global_shape[0], *row.compute.axes_of(0)) for row in held}
-    here = [row for row in rows if row.name.startswith(prefix) and row.kind == "parameter" and row not in held]
+    count, layouts = own[0].global_shape[0], {(row.global_shape[0], *row.compute.axes_of(0)) for row in own}
+    here = [row for row in rows if row.name.startswith(prefix) and row.kind == "parameter" and row not in own]
     left = [row for row in here if row.global_shape[:1] == (count,)]
     if left or len(layouts) > 1:
-        other = left[0] if left else next(row for row in held if row.global_shape[0] != count)
+        other = left[0] if left else next(row for row in own if row.global_shape[0] != count)
         raise PlanError(
-            f'"{held[0].name}" is laid out as "{held[0].compute}" and "{other.name}", of the same module and of global '
+            f'"{own[0].name}" is laid out as "{own[0].compute}" and "{other.name}", of the same module and of global '
             f'shape {other.global_shape}, as "{other.compute}". All experts of a module go to the same ranks: give '
             "both the same axis at their first dim."
         )
     if here:
         raise PlanError(
             f'"{here[0].name}" of global shape {here[0].global_shape} belongs to all experts of "{name}", which are '
-            f'spread over "{_axes(held[0], mesh)[0]}": each rank would have the gradient of other tokens. Put it into '
+            f'spread over "{_axes(own[0], mesh)[0]}": each rank would have the gradient of other tokens. Put it into '
             "a module outside of the experts'."
         )
 
 
 def _takes_tokens(module: nn.Module) -> bool:
-    """Whether a forward takes three tensors, and no other thing that has to be given."""
+    """Return whether a forward takes three tensors and has no other required argument."""
     try:
         given = list(_positional(inspect.signature(module.forward)))
     except (TypeError, ValueError):
@@ -131,6 +129,6 @@ def _takes_tokens(module: nn.Module) -> bool:
 
 def _positional(signature: inspect.Signature) -> Iterator[inspect.Parameter]:
     for parameter in signature.parameters.values():
-        by_place = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        if by_place and parameter.default is parameter.empty:
+        positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if positional and parameter.default is parameter.empty:
             yield parameter

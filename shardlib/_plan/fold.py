@@ -1,4 +1,4 @@
-"""Repeated blocks, written once: `blocks.0.attn.qkv` ... `blocks.11.attn.qkv` become `blocks.{0-11}.attn.qkv`."""
+"""Folding of repeated blocks: `blocks.0.attn.qkv` ... `blocks.11.attn.qkv` become `blocks.{0-11}.attn.qkv`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fold(items: Iterable[T], *, name: Callable[[T], str], same: Callable[[T], Ha
 
 
 def _split(name: str) -> tuple[Template, Numbers]:
-    """The segments, None for each whole number, and these numbers.
+    """Split a name into segments, None for each whole number, and these numbers.
 
     >>> _split("blocks.3.experts.12.w1")
     (('blocks', None, 'experts', None, 'w1'), (3, 12))
@@ -72,7 +72,7 @@ def _title(template: Template, numbers: Sequence[Numbers]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`0` for one number, else runs in braces: `{0-3,5}`."""
+    """Format one number as `0`, several as runs in braces: `{0-3,5}`."""
     if len(numbers) == 1:
         return str(numbers[0])
     runs: list[list[int]] = []

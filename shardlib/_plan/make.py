@@ -1,4 +1,4 @@
-"""From model, mesh and rules to the table. Pure: a model on `meta` will do, and no process group is needed."""
+"""Construction of the plan from model, mesh and rules. The model may be on `meta`; no process group is needed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape
-from shardlib._plan.experts import expert_notes, refuse_what_experts_cannot
+from shardlib._plan.experts import check_experts, expert_notes
 from shardlib._plan.memory import Blocks
 from shardlib._plan.rows import Row
-from shardlib._plan.table import Plan
 from shardlib._plan.units import find_repeated, find_units, unit_of
+from shardlib._plan.value import Plan
 from shardlib.errors import PlanError
 from shardlib.rules import Rules, Stage, TensorLayout
 from shardlib.rules.stages import Weigh, read_stages, resolve_stages
@@ -33,21 +33,21 @@ def plan(
     transforms: Sequence[Transform] = (),
     weigh: Weigh | None = None,
 ) -> Plan:
-    """How every tensor of a model lies on a mesh, in each phase of its life.
+    """Plan the layout of every tensor of a model on a mesh, in each phase of a training step.
 
-    Model axes of a rule split a parameter in all four phases, and so does an expert axis. A data axis that a rule puts
-    on a parameter splits what is kept (stored, grad, state) and not what is computed with.
+    Model axes and expert axes of a rule split a parameter in all four phases. A data axis of a rule splits the stored,
+    grad and state phases, not the compute phase.
 
     Args:
-        model: a module; it is only looked at, so it may be on `meta`.
+        model: a module; it is not changed, and may be on `meta`.
         mesh: a `DeviceMesh`, or a shape such as "dp=8,tp=4".
         rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default what
             `layouts.for_model` finds.
         transforms: functions from plan to plan, applied in order.
-        weigh: what modules cost, for stages that are balanced by that.
+        weigh: measures the cost of modules, for stages that are balanced by it.
 
     Raises:
-        RuleError, LayoutError: the rules do not say one clear thing about this model and mesh.
+        RuleError, LayoutError: the rules are not unambiguous for this model and mesh.
         MeshError, PlanError: the mesh has an axis of unknown size; a transform did not return a plan.
 
     >>> import torch
@@ -64,7 +64,7 @@ def plan(
     stages = _find_stages(rule_set, model, shape, weigh)
     known = frozenset(units)
     rows = tuple(_row(tensor, shape, known) for tensor in resolution.tensors.values())
-    refuse_what_experts_cannot(model, rows, resolution.borders.values(), shape)
+    check_experts(model, rows, resolution.borders.values(), shape)
     made = Plan(
         mesh=shape,
         rows=rows,
@@ -84,7 +84,7 @@ def plan(
 
 
 def as_rules(rules: RulesLike) -> Rules:
-    """A rule set from any of the forms in which one may be given."""
+    """Return a rule set from any of the forms in which one may be given."""
     if isinstance(rules, Rules | Mapping):
         return Rules.of(rules)
     if isinstance(rules, str | Path):
@@ -96,7 +96,7 @@ def as_rules(rules: RulesLike) -> Rules:
 
 
 def _find_stages(rules: Rules, model: nn.Module, mesh: MeshShape, weigh: Weigh | None) -> tuple[Stage, ...]:
-    """The stages that rules name, on a mesh that has an axis for them."""
+    """Return the stages that the rules name, if the mesh has a pipeline axis."""
     if len(mesh.pipeline_axes) > 1:
         axes = " and ".join(f'"{axis}"' for axis in mesh.pipeline_axes)
         raise PlanError(f'Mesh "{mesh}" has the pipeline axes {axes}; a model is cut along one. Leave one out.')
@@ -106,7 +106,7 @@ def _find_stages(rules: Rules, model: nn.Module, mesh: MeshShape, weigh: Weigh |
 
 
 def _find_blocks(model: nn.Module) -> Blocks | None:
-    """The `ModuleList` that holds most parameters, if there is one with at least two blocks."""
+    """Return the `ModuleList` with most parameters, if there is one with at least two blocks."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1}
     if not lists:
         return None

@@ -1,4 +1,4 @@
-"""Bytes per rank, from the table alone."""
+"""Bytes per rank, computed from the plan alone."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardlib._mesh import MeshShape
-from shardlib._plan.borrowed import borrowed_bytes
 from shardlib._plan.movements import movements_of
 from shardlib._plan.rows import Phase, Row
 from shardlib._plan.schedules import default_schedule, rank_of_stage
 from shardlib._plan.step import Step
+from shardlib._plan.workspace import workspace_bytes
 from shardlib.rules import Stage
 
-__all__ = ["Blocks", "Memory", "is_held", "largest_rank", "of_ranks", "stages"]
+__all__ = ["Blocks", "Memory", "is_on_stage", "largest_rank", "of_ranks", "stages"]
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes that the largest rank holds between the backward pass and the optimizer step.
 
-    `state` has the optimizer's tensors and, where parameters are stored in a narrower dtype than their state, a master
-    copy of them. `host` is the part of all this that layouts keep in host memory; it is included in the other figures.
-    `buckets` is not: it is what a step borrows beside them, at most (`borrowed.py`).
+    `state` includes a master copy of parameters that are stored in a narrower dtype than their state. `host` is the
+    part that layouts keep in host memory; it is included in the other figures. `buckets` is not included: it is the
+    largest workspace of a step (`workspace.py`).
     """
 
     parameters: int
@@ -53,7 +53,7 @@ class Blocks:
     after: tuple[str, ...] = ()
 
     def index(self, name: str) -> int | None:
-        """Which block a tensor belongs to, or None.
+        """Return the index of the block that a tensor belongs to, or None.
 
         >>> Blocks("model.layers", 4).index("model.layers.3.mlp.up.weight")
         3
@@ -74,57 +74,58 @@ def largest_rank(
     step: Step,
     state_tensors: int = 2,
 ) -> Memory:
-    """The sum of every row's largest piece; with a pipeline axis, of the stage that holds most.
+    """Sum every row's largest shard; with a pipeline axis, for the rank that holds most.
 
-    Rank 0 of every axis holds the largest piece of every plain and every fused split, so the sum of the largest
-    pieces is what that one rank holds, and no other holds more.
+    Rank 0 of every axis holds the largest shard of every split, fused or not, so the sum of the largest shards is the
+    size on that rank, and no other rank holds more.
     """
     return max(
         (
-            replace(_sum(stage, mesh, state_tensors), buckets=_borrowed(stage, mesh, units, step))
+            replace(_sum(stage, mesh, state_tensors), buckets=_workspace(stage, mesh, units, step))
             for stage in of_ranks(rows, mesh, blocks, named, step)
         ),
         key=lambda memory: memory.total,
     )
 
 
-def _borrowed(rows: Sequence[Row], mesh: MeshShape, units: Sequence[str], step: Step) -> int:
-    return borrowed_bytes(list(movements_of(rows, mesh, units, step)), mesh, units, step)
+def _workspace(rows: Sequence[Row], mesh: MeshShape, units: Sequence[str], step: Step) -> int:
+    return workspace_bytes(list(movements_of(rows, mesh, units, step)), mesh, units, step)
 
 
 def of_ranks(
     rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None, named: Sequence[Stage], step: Step
 ) -> list[list[Row]]:
-    """Rows by rank of the pipeline: what its stages hold, as the rules name them or else by blocks."""
+    """Return rows by rank of the pipeline: those of its stages, as the rules name them or else by blocks."""
     if not named:
         return stages(rows, mesh, blocks)
     ranks = mesh.only(mesh.pipeline_axes).world_size
     schedule = step.schedule or default_schedule(ranks, len(named))
     mine = [[s for i, s in enumerate(named) if rank_of_stage(schedule, ranks, i) == rank] for rank in range(ranks)]
-    return [[row for row in rows if is_held(row, own, named)] for own in mine]
+    return [[row for row in rows if is_on_stage(row, own, named)] for own in mine]
 
 
-def is_held(row: Row, own: Sequence[Stage], every: Sequence[Stage]) -> bool:
-    """Whether one of some stages holds a tensor; what none of all names, a buffer, all hold."""
+def is_on_stage(row: Row, own: Sequence[Stage], every: Sequence[Stage]) -> bool:
+    """Return whether one of the stages `own` holds a tensor; a buffer that no stage names is held by all."""
     here = any(stage.holds(name) for stage in own for name in row.tied)
     return here or not any(stage.holds(name) for stage in every for name in row.tied)
 
 
 def stages(rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None) -> list[list[Row]]:
-    """Rows by pipeline stage: equal runs of blocks, what precedes them on the first stage, what follows on the last.
+    """Return rows by pipeline stage: equal runs of blocks, modules before them on the first stage, those after on the
+    last.
 
-    A tied tensor is on every stage that one of its names puts it on. Where blocks do not divide, the first and the
-    last stage, which hold embedding and head, get one block less. A model without blocks is on every stage.
+    A tied tensor is on the stages of all its names. Where blocks do not divide, the first and the last stage, which
+    hold embedding and head, get one block less. A model without blocks is on every stage.
     """
     count = mesh.only(mesh.pipeline_axes).world_size if mesh.pipeline_axes else 1
     if count == 1 or blocks is None:
         return [list(rows)] * count
     stage_of_block = [stage for stage, n in enumerate(_blocks_per_stage(blocks.count, count)) for _ in range(n)]
-    places: list[list[Row]] = [[] for _ in range(count)]
+    by_stage: list[list[Row]] = [[] for _ in range(count)]
     for row in rows:
         for stage in sorted({_stage(name, blocks, stage_of_block) for name in row.tied}):
-            places[stage].append(row)
-    return places
+            by_stage[stage].append(row)
+    return by_stage
 
 
 def _stage(name: str, blocks: Blocks, stage_of_block: list[int]) -> int:
@@ -135,7 +136,7 @@ def _stage(name: str, blocks: Blocks, stage_of_block: list[int]) -> int:
 
 
 def _blocks_per_stage(blocks: int, count: int) -> list[int]:
-    """As even as can be; the stages in the middle take the rest first.
+    """Divide blocks as evenly as possible; the stages in the middle take the remainder first.
 
     >>> _blocks_per_stage(126, 16)
     [7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7]
@@ -154,7 +155,7 @@ def _sum(rows: Iterable[Row], mesh: MeshShape, state_tensors: int) -> Memory:
 
 
 def _parts(row: Row, mesh: MeshShape, state_tensors: int) -> Iterator[tuple[str, int, bool]]:
-    """(what, bytes, in host memory?) of one row."""
+    """Iterate over (category, bytes, in host memory?) of one row."""
     names: dict[Phase, tuple[str, int]] = {
         "stored": ("parameters" if row.kind == "parameter" else "buffers", 1),
         "grad": ("gradients", 1),

@@ -1,11 +1,11 @@
-"""What a training step moves between the phases of its tensors, from the table alone.
+"""Movements of a training step between the phases of its tensors, computed from the plan alone.
 
-Between two phases of a parameter stands a transition (`shardlib.layout.transition`), and each has its time. Where what
-is stored is split further than what is computed with, parameters are gathered before forward, and before backward too
-if they were let go. Gradients leave backward as a sum that is pending over the data axes. Where state is split further
-than what is stored, updated parameters are gathered after the optimizer. Copies between host and device memory stand
-at the same borders. Rajbhandari et al. 2020, section 7, count the same: 2 P (n-1)/n elements of P parameters without
-splits and at stages 1 and 2, 3 P (n-1)/n at stage 3.
+A movement is the transition between two phases of a tensor (`shardlib.layout.transition`), with its time. Where the
+stored layout is split further than the compute layout, parameters are gathered before forward, and again before
+backward if they were resharded. Gradients leave backward as a pending sum over the data axes. Where state is split
+further than the stored layout, updated parameters are gathered after the optimizer step. Copies between host and device
+memory belong to the same transitions. Rajbhandari et al. 2020, section 7, count the same: 2 P (n-1)/n elements of P
+parameters without splits and at stages 1 and 2, 3 P (n-1)/n at stage 3.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardlib._plan.step import Step
 from shardlib._plan.units import unit_of
 from shardlib.layout import Collective, Layout, cost, transition
 
-__all__ = ["Movement", "Purpose", "Traffic", "lets_go", "movements_of", "sum_up"]
+__all__ = ["Movement", "Purpose", "Traffic", "movements_of", "reshards_after_forward", "sum_up"]
 
 Purpose: TypeAlias = Literal[
     "parameters, forward", "parameters, backward", "gradients", "gradients, step", "updated parameters"
@@ -31,26 +31,26 @@ Purpose: TypeAlias = Literal[
 _ORDER: tuple[Purpose, ...] = get_args(Purpose)
 
 Event: TypeAlias = Literal["step begins", "forward", "backward", "gradient", "pass ends", "optimizer", "step ends"]
-"""When a tensor is there, or is needed: "forward" and "backward" are those of its unit, "gradient" is when backward has
-made its gradient, "pass ends" when a backward pass is over, "optimizer" when the optimizer has stepped on it."""
+"""The time at which a tensor exists, or is needed: "forward" and "backward" are those of its unit; "gradient" is when
+backward has computed its gradient, "pass ends" the end of a backward pass, "optimizer" the update of the tensor."""
 
 
 @dataclass(frozen=True)
 class Movement:
-    """One tensor on its way from one phase of the plan to another.
+    """One tensor redistributed from one phase of the plan to another.
 
     Attributes:
-        name, global_shape: of the tensor, as its row has them.
-        purpose: "parameters, forward" and "parameters, backward" unshard what is stored in shards; "gradients" reduces
-            what backward has made; "gradients, step" brings the reduced gradient to the memory of the state; "updated
-            parameters" brings what the optimizer has made to where it is stored.
+        name, global_shape: name and global shape of the tensor, as in its row.
+        purpose: "parameters, forward" and "parameters, backward" unshard stored shards; "gradients" reduces the
+            gradients of backward; "gradients, step" copies the reduced gradient to the memory of the state; "updated
+            parameters" gathers and copies updated parameters to their stored layout.
         source, target: the layouts at both ends, with dtype and memory.
-        dtype: in which it travels.
-        collectives: what `shardlib.layout.transition` gives, copies between host and device memory included.
-        ready: when its source is there.
-        needed: when its target has to be. Between the two it may begin at any time.
-        unit: whose forward or backward that is; "" for the model.
-        times: how often in a step.
+        dtype: the dtype that is sent.
+        collectives: the steps of `shardlib.layout.transition`, copies between host and device memory included.
+        ready: the time at which its source exists.
+        needed: the time at which its target must exist. The movement can run at any time between the two.
+        unit: the unit whose forward or backward needs it; "" for the model.
+        times: the number of times per step.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Movement:
 
     @property
     def moves(self) -> bool:
-        """Whether anything is sent or copied; else each rank has all it needs."""
+        """Whether anything is sent or copied; else each rank has all elements that it needs."""
         return any(step.kind != "slice" for step in self.collectives)
 
     @property
     def bytes(self) -> int:
-        """What one rank sends in a step, averaged over ranks; copies between host and device do not count."""
+        """The bytes that one rank sends in a step, averaged over ranks; copies between host and device do not count."""
         return self.times * cost(self.collectives)
 
 
@@ -83,10 +83,10 @@ class Traffic:
     Attributes:
         what: "parameters, forward", "parameters, backward", "gradients" or "updated parameters".
         kind: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all".
-        axes: over which they run, in mesh order.
-        bytes: what one rank sends in all of them, averaged over ranks.
-        tensors: how many take part.
-        times: how often in a step each is sent; `bytes` counts all.
+        axes: the axes that they run over, in mesh order.
+        bytes: the bytes that one rank sends in all of them, averaged over ranks.
+        tensors: the number of tensors.
+        times: the number of times per step that each is sent; `bytes` counts all.
     """
 
     what: Purpose
@@ -98,7 +98,7 @@ class Traffic:
 
 
 def sum_up(movements: Iterable[Movement]) -> tuple[Traffic, ...]:
-    """What movements send, by purpose, collective and axes."""
+    """Sum up the bytes of movements by purpose, collective and axes."""
     total: dict[tuple[Purpose, str, tuple[str, ...], int], tuple[int, int]] = {}
     for one in movements:
         for step in one.collectives:
@@ -110,22 +110,22 @@ def sum_up(movements: Iterable[Movement]) -> tuple[Traffic, ...]:
     return tuple(sorted(summed, key=lambda each: _ORDER.index(each.what)))
 
 
-def lets_go(row: Row, step: Step) -> bool:
-    """Whether a parameter that is stored in parts, once gathered, is let go between its forward and its backward.
+def reshards_after_forward(row: Row, step: Step) -> bool:
+    """Return whether a parameter that is stored sharded is resharded between its forward and its backward.
 
-    Under a schedule that computes gradients of weights late, all stay gathered until the step has ended.
+    Under a schedule that defers gradients of weights, all parameters stay unsharded until the step has ended.
     """
     return row.reshard and not splits_backward(step.schedule)
 
 
 def movements_of(rows: Iterable[Row], mesh: MeshShape, units: Iterable[str], step: Step) -> Iterator[Movement]:
-    """What a step moves of some rows, in their order; what stays where it is is left out.
+    """Iterate over the movements of a step for some rows, in their order; phases with equal layouts have none.
 
     Args:
-        rows: of the plan.
+        rows: rows of the plan.
         mesh: its mesh.
         units: modules whose parameters are gathered together.
-        step: how a step runs.
+        step: the settings of the step.
     """
     inside = frozenset(units)
     known: dict[tuple[object, ...], list[Movement]] = {}  # of rows that differ in their names alone, as blocks' do
@@ -139,18 +139,18 @@ def movements_of(rows: Iterable[Row], mesh: MeshShape, units: Iterable[str], ste
 
 
 def _unshard(row: Row, mesh: MeshShape, step: Step) -> Iterator[Movement]:
-    goes = lets_go(row, step)
-    passes = step.accumulate * (step.microbatches or 1 if goes else 1)  # through a pipeline
+    reshards = reshards_after_forward(row, step)
+    passes = step.accumulate * (step.microbatches or 1 if reshards else 1)  # through a pipeline
     stored, compute, dtype = _phase(row, row.stored), _phase(row, row.compute), _dtype(row, row.compute)
     forward = _movement(row, mesh, "parameters, forward", stored, compute, dtype, "step begins", "forward", passes)
     yield forward
-    if goes:
+    if reshards:
         yield replace(forward, purpose="parameters, backward", needed="backward")
 
 
 def _update(row: Row, mesh: MeshShape, step: Step) -> Iterator[Movement]:
-    """From the gradient to the parameter. Each rank reduces what it updates: where state is split and the gradient is
-    not, the rest of the gradient keeps its memory and is not summed."""
+    """Iterate over the movements from the gradient to the parameter. Each rank reduces the shard that it updates: where
+    state is split and the gradient is not, the rest of the gradient keeps its memory and is not summed."""
     if row.grad is None or row.state is None:
         return
     pending = tuple((axis, "sum") for axis in mesh.data_axes if mesh[axis] > 1 and axis not in row.compute.axes)

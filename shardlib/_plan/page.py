@@ -1,4 +1,4 @@
-"""Plans as a page that needs nothing else: the table, and pictures of how tensors lie on the mesh."""
+"""Plans as a self-contained HTML page: the table, and pictures of the layouts."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardlib._mesh import MeshShape
 from shardlib._plan import pictures, text
 from shardlib._plan.fold import Folded
 from shardlib._plan.rows import PHASES, Row
+from shardlib._plan.table import PlanTable
 from shardlib.layout import Layout
 from shardlib.layout._picture import drawn_dims
-
-if TYPE_CHECKING:
-    from shardlib._plan.table import Plan
 
 __all__ = ["body", "picture", "write"]
 
@@ -36,14 +33,14 @@ _MOST_PIECES = 256  # a picture with more pieces than this shows nothing to the 
 _Slices = tuple[slice, ...]
 
 
-def write(plan: Plan, path: str | PathLike[str]) -> None:
-    """Write the page."""
+def write(plan: PlanTable, path: str | PathLike[str]) -> None:
+    """Write the page to a file."""
     head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(text.headline(plan))}</title>'
     Path(path).write_text(f"{head}\n{body(plan)}\n</html>\n", encoding="utf-8")
 
 
-def body(plan: Plan) -> str:
-    """The page without its frame, as notebooks show it."""
+def body(plan: PlanTable) -> str:
+    """Return the body of the page, as notebooks show it."""
     groups = text.fold_rows(plan.rows)
     parts = [
         f"<style>{_STYLE}</style>",
@@ -59,14 +56,14 @@ def body(plan: Plan) -> str:
     return '<div class="shardlib">\n' + "\n".join(parts) + "\n</div>"
 
 
-def _pipeline(plan: Plan) -> Iterator[str]:
+def _pipeline(plan: PlanTable) -> Iterator[str]:
     if plan.stages:
         yield f"<p>{escape(pictures.facts(plan))}</p>"
         yield f"<h2>What ranks do when</h2><div>{pictures.drawn(pictures.times(plan))}</div>"
 
 
 def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape) -> str:
-    """SVG of a tensor cut into the pieces that ranks hold; two dims are drawn, the ones that are split first.
+    """Draw a tensor cut into the pieces that ranks hold, as SVG; at most two dims, preferring those that are split.
 
     Each colour is one piece; a fused dim shows its piece as several stripes.
     """
@@ -81,14 +78,14 @@ def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape) -> str
         label = f'<text x="6" y="{height / 2 + 4:g}" font-size="11">{pieces} pieces</text>'
         return f'{frame}<rect width="{width:g}" height="{height:g}" fill="#e3e6ec"/>{label}{border}</svg>'
     shapes = [
-        _piece(layout.local_slices(global_shape, mesh, place), dims, size, (width, height), place, index / pieces)
-        for index, place in enumerate(_places(axes))
+        _piece(layout.local_slices(global_shape, mesh, at), dims, size, (width, height), at, index / pieces)
+        for index, at in enumerate(_coordinates(axes))
     ]
     return f"{frame}{''.join(shapes)}{border}</svg>"
 
 
 def _figures(groups: Iterable[Folded[Row]], mesh: MeshShape) -> Iterator[str]:
-    """One picture for each way of lying: tensors of one shape and layouts share it."""
+    """Iterate over the figures, one for each combination of global shape and layouts."""
     shown: dict[tuple[tuple[int, ...], tuple[Layout, ...]], list[str]] = {}
     for group in groups:
         if any(layout.axes for layout in group.first.layouts.values()):
@@ -97,7 +94,7 @@ def _figures(groups: Iterable[Folded[Row]], mesh: MeshShape) -> Iterator[str]:
     for (shape, layouts), titles in shown.items():
         for phases, layout in _by_layout(layouts).items():
             caption = f"<b>{escape(', '.join(titles))}</b><br><code>{escape(str(layout))}</code>"
-            facts = escape(f"{', '.join(phases)}; global shape {tuple(shape)}{_whole_on(layout, mesh)}")
+            facts = escape(f"{', '.join(phases)}; global shape {tuple(shape)}{_replicated_on(layout, mesh)}")
             yield f"<figure>{picture(layout, shape, mesh)}<figcaption>{caption}<br>{facts}</figcaption></figure>"
 
 
@@ -108,13 +105,13 @@ def _by_layout(layouts: Sequence[Layout]) -> dict[tuple[str, ...], Layout]:
     return {tuple(names): layout for layout, names in phases.items()}
 
 
-def _whole_on(layout: Layout, mesh: MeshShape) -> str:
+def _replicated_on(layout: Layout, mesh: MeshShape) -> str:
     axes = [axis for axis, size in mesh.items() if size > 1 and axis not in layout.axes]
     return f"; the same on every rank of {', '.join(axes)}" if axes else ""
 
 
 def _box(size: Sequence[int]) -> tuple[float, float]:
-    """Width and height in pixels; dim 0 goes down, and no side is too thin to see."""
+    """Return width and height in pixels; dim 0 goes down, and each side has a minimum."""
     rows, columns = (size[0] if size else 1), (size[1] if len(size) > 1 else 1)
     longest = max(rows, columns, 1)
     return max(_SIDE * columns / longest, 40.0), max(_SIDE * rows / longest, 40.0)
@@ -125,13 +122,13 @@ def _piece(
     dims: Sequence[int],
     size: Sequence[int],
     box: tuple[float, float],
-    place: Mapping[str, int],
+    coordinate: Mapping[str, int],
     hue: float,
 ) -> str:
-    whole: _Slices = (slice(0, 1),)
-    rows = _scaled(slices[dims[0]] if dims else whole, size[0] if size else 1, box[1])
-    columns = _scaled(slices[dims[1]] if len(dims) > 1 else whole, size[1] if len(size) > 1 else 1, box[0])
-    name = escape(" ".join(f"{axis}={index}" for axis, index in place.items()) or "every rank")
+    full: _Slices = (slice(0, 1),)
+    rows = _scaled(slices[dims[0]] if dims else full, size[0] if size else 1, box[1])
+    columns = _scaled(slices[dims[1]] if len(dims) > 1 else full, size[1] if len(size) > 1 else 1, box[0])
+    name = escape(" ".join(f"{axis}={index}" for axis, index in coordinate.items()) or "every rank")
     colour = f"hsl({360 * hue:.0f} 62% 72%)"
     rects = [
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"/>'
@@ -141,12 +138,12 @@ def _piece(
 
 
 def _scaled(slices: _Slices, size: int, pixels: float) -> list[tuple[float, float]]:
-    """(start, length) in pixels."""
+    """Return (start, length) in pixels."""
     unit = pixels / max(size, 1)
     return [(part.start * unit, (part.stop - part.start) * unit) for part in slices]
 
 
-def _places(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def _coordinates(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     for indices in itertools.product(*map(range, axes.values())):
         yield dict(zip(axes, indices, strict=True))
 

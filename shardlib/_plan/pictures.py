@@ -1,18 +1,16 @@
-"""Pipelines for readers: a table of stages, and what each rank does when, as text and as a picture."""
+"""Pipelines as text and pictures: a table of stages, and the timeline of each rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from shardlib._plan.fold import fold
-from shardlib._plan.memory import is_held
+from shardlib._plan.memory import is_on_stage
+from shardlib._plan.readable import human_bytes, human_count
 from shardlib._plan.schedules import Timed, bubble, default_schedule, in_flight, order, rank_of_stage, timeline
-
-if TYPE_CHECKING:
-    from shardlib._plan.table import Plan
+from shardlib._plan.table import PlanTable
 
 __all__ = ["drawn", "facts", "is_run", "stage_rows", "times", "written"]
 
@@ -21,20 +19,20 @@ _MEANING = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "ba
 _UNIT, _LANE = 22.0, 20.0  # pixels, of a forward's width and of a rank's height
 
 
-def times(plan: Plan) -> tuple[tuple[Timed, ...], ...]:
-    """What each rank does when, with a forward of one unit on every stage; of twice as many microbatches as ranks where
-    the plan does not say how many."""
+def times(plan: PlanTable) -> tuple[tuple[Timed, ...], ...]:
+    """Return the timeline of each rank, where a forward takes one unit of time on every stage; with twice as many
+    microbatches as ranks where the plan does not fix their number."""
     schedule, ranks = _schedule(plan)
     return timeline(order(schedule, ranks, len(plan.stages), plan.step.microbatches or 2 * ranks))
 
 
-def _schedule(plan: Plan) -> tuple[str, int]:
+def _schedule(plan: PlanTable) -> tuple[str, int]:
     ranks = plan.mesh.only(plan.mesh.pipeline_axes).world_size
     return plan.step.schedule or default_schedule(ranks, len(plan.stages)), ranks
 
 
-def facts(plan: Plan) -> str:
-    """The schedule in a sentence."""
+def facts(plan: PlanTable) -> str:
+    """Describe the schedule in a sentence."""
     schedule, ranks = _schedule(plan)
     timed = times(plan)
     count = 1 + max(each.action.microbatch for rank in timed for each in rank)
@@ -45,27 +43,26 @@ def facts(plan: Plan) -> str:
     )
 
 
-def stage_rows(plan: Plan) -> list[list[str]]:
-    """By stage: its rank, its modules, its parameters, and how many microbatches its rank holds.
+def stage_rows(plan: PlanTable) -> list[list[str]]:
+    """Return a row per stage: its rank, its modules, its parameters, and the number of microbatches that its rank
+    holds.
 
-    After a dry run also: operations in a step, bytes that one microbatch leaves alive, and sends on, and the most that
-    its rank has alive.
+    After a dry run also: operations in a step, bytes of the activations of one microbatch and of its messages to the
+    next stage, and the peak of its rank.
     """
-    from shardlib._plan.text import human_bytes, human_count
-
     schedule, ranks = _schedule(plan)
-    held = [in_flight([each.action for each in rank]) for rank in times(plan)]
+    microbatches = [in_flight([each.action for each in rank]) for rank in times(plan)]
     made = []
     for number, stage in enumerate(plan.stages):
         rank = rank_of_stage(schedule, ranks, number)
-        rows = [row for row in plan.rows if is_held(row, [stage], plan.stages)]
+        rows = [row for row in plan.rows if is_on_stage(row, [stage], plan.stages)]
         own = [row for row in rows if row.kind == "parameter"]
         names = ", ".join(
             group.title for group in fold([*stage.modules, *stage.tensors], name=str, same=lambda _: None)
         )
         count = human_count(sum(math.prod(row.global_shape) for row in own))
         size = human_bytes(sum(row.local_bytes(plan.mesh) for row in rows))
-        made.append([str(number), str(rank), names, count, size, str(held[rank])])
+        made.append([str(number), str(rank), names, count, size, str(microbatches[rank])])
         if is_run(plan) and (report := plan.report) is not None:
             run = report.stages[number]
             peak = human_bytes(report.ranks[rank].peak_bytes)
@@ -73,13 +70,13 @@ def stage_rows(plan: Plan) -> list[list[str]]:
     return made
 
 
-def is_run(plan: Plan) -> bool:
-    """Whether a dry run has found what stages do."""
+def is_run(plan: PlanTable) -> bool:
+    """Return whether a dry run has measured the stages."""
     return plan.report is not None and len(plan.report.stages) == len(plan.stages) > 0
 
 
 def written(timed: Sequence[Sequence[Timed]], stages: int) -> str:
-    """A line for each rank, a column for each unit of time: F, B, I or W with the microbatch, and the stage in front
+    """Format a line for each rank and a column for each unit of time: F, B, I or W with the microbatch, after the stage
     where ranks have several.
 
     >>> from shardlib._plan.schedules import order
@@ -104,7 +101,7 @@ def written(timed: Sequence[Sequence[Timed]], stages: int) -> str:
 
 
 def drawn(timed: Sequence[Sequence[Timed]]) -> str:
-    """The same as a picture, SVG."""
+    """Draw the same as an SVG picture."""
     length = max((each.end for rank in timed for each in rank), default=0.0)
     width, height = 60 + _UNIT * length, (_LANE + 4) * len(timed)
     parts = [

@@ -1,4 +1,4 @@
-"""What a dry run predicts, and what a recording of a real run measures: the same values, so that they compare."""
+"""Reports of a dry run and of a recorded real run, which use the same values and so compare."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Recorded:
     Attributes:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", ...
         axes: the mesh axes it runs over; empty for a group that is not made of whole axes of the mesh.
-        bytes: of the local tensors that this rank puts in.
-        size: how many ranks take part.
+        bytes: size of the local tensors that this rank contributes.
+        size: the number of ranks that take part.
         module: dotted name of the innermost module at work; in backward, of the module whose forward caused it; empty
             for the reduction of parameters' gradients, which may be many modules' at once.
         phase: "forward", "backward", or "outside" of both.
@@ -34,13 +34,14 @@ class Recorded:
 
     @property
     def sent(self) -> int:
-        """Bytes this rank sends when the collective runs as a ring."""
+        """Bytes that this rank sends when the collective runs as a ring."""
         return ring_bytes(self.kind, self.bytes, self.size)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """An op that no proven sharding rule covers: its operands are gathered and every rank computes it whole."""
+    """An op without a proven sharding rule: its operands are gathered and every rank computes it on unsharded
+    tensors."""
 
     op: str
     module: str
@@ -49,14 +50,14 @@ class Gathered:
 
 @dataclass(frozen=True)
 class StageRun:
-    """What one stage of a pipeline does in a training step, on the first of its ranks.
+    """The work of one pipeline stage in a training step, on the first of its ranks.
 
     Attributes:
-        stage: its number.
-        rank: its place on the pipeline axis.
-        flops: in forward and backward of all microbatches.
-        activation_bytes: what a microbatch leaves alive between its forward and its backward, at most.
-        sent: bytes of a microbatch that go to the next stage, at most; as many gradients come back.
+        stage: the index of the stage.
+        rank: its coordinate on the pipeline axis.
+        flops: operations in forward and backward of all microbatches.
+        activation_bytes: the most that a microbatch keeps between its forward and its backward.
+        sent: the most bytes that a microbatch sends to the next stage; its gradients return as many.
     """
 
     stage: int
@@ -68,19 +69,19 @@ class StageRun:
 
 @dataclass(frozen=True)
 class DryRun:
-    """One training step, forward and backward, on one rank (the first, whose pieces are the largest).
+    """One training step, forward and backward, on one rank (the first, whose shards are the largest).
 
     On a mesh with stages it is the rank of the pipeline axis whose peak is the highest, and `ranks` has all of them.
 
     Attributes:
-        collectives: in the order in which they are issued.
+        collectives: the collectives in the order in which they are issued.
         gathered: ops without a proven strategy.
         start_bytes: parameters and buffers, before the step.
-        peak_bytes: the most that live tensors take at any one time: parameters, buffers, gradients, activations and
+        peak_bytes: the most bytes of live tensors at one time: parameters, buffers, gradients, activations and
             buckets; not optimizer state (see `Plan.memory`), not a kernel's own scratch space.
         flops: floating-point operations of matrix products, convolutions and attention on this rank.
-        activation_bytes: what forward leaves alive for backward, the output included, where there are no stages.
-        stages: of a pipeline.
+        activation_bytes: bytes that forward keeps for backward, the output included, where there are no stages.
+        stages: the stages of a pipeline.
         ranks: the dry runs of all ranks of a pipeline axis, in its order.
     """
 
@@ -94,11 +95,11 @@ class DryRun:
     ranks: tuple[DryRun, ...] = ()
 
     def count(self, *, kind: str | None = None, axis: str | None = None, phase: RunPhase | None = None) -> int:
-        """How many collectives there are of a kind, over an axis, in a phase."""
+        """Count the collectives of a kind, over an axis, in a phase."""
         return sum(1 for _ in self._select(kind, axis, phase))
 
     def bytes(self, *, kind: str | None = None, axis: str | None = None, phase: RunPhase | None = None) -> int:
-        """The payload of these collectives together."""
+        """Sum the payload of these collectives in bytes."""
         return sum(c.bytes for c in self._select(kind, axis, phase))
 
     def _select(self, kind: str | None, axis: str | None, phase: RunPhase | None) -> Iterable[Recorded]:
@@ -110,7 +111,7 @@ class DryRun:
 
 
 def ring_bytes(kind: str, payload: int, size: int) -> int:
-    """What one of `size` ranks sends in a ring when it puts in `payload` bytes.
+    """Return the bytes that one of `size` ranks sends in a ring for a payload of `payload` bytes.
 
     An all-reduce is a reduce-scatter and an all-gather of the pieces: 2(n-1)/n of the payload. An all-gather passes
     each of the n pieces on n-1 times; a reduce-scatter or all-to-all keeps one n-th (Thakur, Rabenseifner, Gropp,

@@ -1,4 +1,4 @@
-"""One row of the plan's table: a tensor, and how it lies in each phase of its life."""
+"""One row of the plan: a tensor, and its layout in each phase of a training step."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Row:
     """A parameter or buffer of a model, with its layout in each phase.
 
     Attributes:
-        name: the first of the names the model gives it; `tied` holds all of them, this one first.
+        name: the first of its names in the model; `tied` has all of them, this one first.
         kind: "parameter" or "buffer".
-        global_shape, dtype: of the whole tensor, as the model defines it.
+        global_shape, dtype: global shape and dtype, as the model defines them.
         requires_grad: False for buffers and frozen parameters.
         persistent: False for buffers that a state dict leaves out.
-        stored: how it lies between steps.
-        compute: how forward and backward see it; of data axes, only those of experts split it here.
-        grad, state: how its gradient and each tensor of optimizer state lie; None where it has none.
-        rule: the user's pattern that decided, or None.
-        note: what a reader should know, in words.
-        reshard: where it is stored in pieces that compute does without: whether the gathered tensor is let go between
-            forward and backward. Only what lies in a unit can be.
+        stored: its layout between steps.
+        compute: its layout in forward and backward; of data axes, only those of experts split it here.
+        grad, state: the layouts of its gradient and of each tensor of its optimizer state; None where it has none.
+        rule: the pattern of the rule that was chosen, or None.
+        note: remarks for the reader.
+        reshard: if it is stored sharded and computed with unsharded, whether it is resharded between forward and
+            backward. Only tensors of a unit can be.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Row:
     reshard: bool = True
 
     def replace(self, **changes: Any) -> Row:
-        """A copy with some fields changed; what transforms are made of.
+        """Return a copy with some fields changed; transforms are built from this.
 
         >>> from shardlib._plan import plan
         >>> row = plan(torch.nn.Linear(4, 8), "dp=2,tp=2", {"weight": "out@tp in", "bias": None}).rows[0]
@@ -69,28 +69,28 @@ class Row:
 
     @functools.cached_property
     def layouts(self) -> dict[Phase, Layout]:
-        """The phases this tensor has, in order."""
+        """The layouts of the phases that this tensor has, in order."""
         phases: dict[Phase, Layout | None] = {p: getattr(self, p) for p in PHASES}
         return {phase: layout for phase, layout in phases.items() if layout is not None}
 
     def added(self, phase: Phase) -> frozenset[str]:
-        """The axes that split a phase beyond what is computed with: those over which it is gathered, or reduced."""
+        """Return the axes that split a phase and not the compute layout: it is gathered, or reduced, over these."""
         layout = self.layouts.get(phase)
         return frozenset() if layout is None else layout.axes - self.compute.axes
 
     @property
     def has_master(self) -> bool:
-        """Whether its state has a copy of it in a wider dtype than the one in which it is stored."""
+        """Whether the optimizer state has a copy in a wider dtype than the stored parameter."""
         if self.state is None:
             return False
         return (self.state.dtype or self.dtype).itemsize > (self.stored.dtype or self.dtype).itemsize
 
     def local_shape(self, mesh: MeshShape, *, phase: Phase = "stored") -> tuple[int, ...]:
-        """Shape of the largest local piece, the one at coordinate zero of every axis."""
+        """Return the local shape of the largest shard, the one at coordinate zero of every axis."""
         return tuple(self._layout(phase).local_shape(self.global_shape, mesh, dict.fromkeys(mesh.names, 0)))
 
     def local_bytes(self, mesh: MeshShape, *, phase: Phase = "stored") -> int:
-        """Bytes that the rank with the largest piece holds in a phase, in that phase's dtype."""
+        """Return the bytes of the largest shard in a phase, in that phase's dtype."""
         return self._layout(phase).local_bytes(self.global_shape, self.dtype, mesh)
 
     def _layout(self, phase: Phase) -> Layout:

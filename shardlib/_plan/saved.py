@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,12 +13,10 @@ from shardlib._plan.memory import Blocks
 from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
 from shardlib._plan.rows import PHASES, Row
 from shardlib._plan.step import LossScale, Step
+from shardlib._plan.table import PlanTable
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.rules import Border, Stage
-
-if TYPE_CHECKING:
-    from shardlib._plan.table import Plan
 
 __all__ = ["VERSION", "as_data", "dump", "lines", "load"]
 
@@ -26,13 +24,13 @@ VERSION = 1
 _STEP_DTYPES = frozenset({"reduce_dtype", "autocast"})
 
 
-def dump(plan: Plan) -> str:
-    """JSON text, ending in a newline."""
+def dump(plan: PlanTable) -> str:
+    """Serialize a plan as JSON text, ending in a newline."""
     return _lines(as_data(plan)) + "\n"
 
 
-def as_data(plan: Plan) -> dict[str, Any]:
-    """The plan as dicts, lists, text and numbers."""
+def as_data(plan: PlanTable) -> dict[str, Any]:
+    """Convert a plan to dicts, lists, text and numbers."""
     return {
         "version": VERSION,
         "mesh": str(plan.mesh),
@@ -49,8 +47,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def lines(plan: Plan) -> list[str]:
-    """What the plan does, one tensor or border a line; ranks that hold equal lines shard alike."""
+def lines(plan: PlanTable) -> list[str]:
+    """Return one line for each tensor or border; ranks with equal lines shard in the same way."""
     objects = [_row_data(row) for row in plan.rows] + [_border_data(border) for border in plan.borders]
     stages = [f"stage {number} {stage}" for number, stage in enumerate(plan.stages)]
     head = [f"mesh {plan.mesh}", f"units {json.dumps(plan.units)}", f"step {json.dumps(_step_data(plan.step))}"]
@@ -58,7 +56,7 @@ def lines(plan: Plan) -> list[str]:
 
 
 def load(source: str) -> dict[str, Any]:
-    """The fields of the plan that `dump` wrote."""
+    """Parse the fields of a plan that `dump` wrote."""
     try:
         data = json.loads(source)
         _check_version(data)
@@ -149,7 +147,7 @@ def _blocks(data: dict[str, Any]) -> Blocks:
 
 
 def _step_data(step: Step) -> dict[str, Any]:
-    """What differs from the defaults; settings that came later thus leave earlier files as they are."""
+    """Return the settings that differ from the defaults, so that a new setting leaves earlier files unchanged."""
     data = step.settings()
     for field in _STEP_DTYPES & set(data):
         data[field] = _dtype_name(data[field])
@@ -163,7 +161,7 @@ def _step(data: dict[str, Any]) -> Step:
 
 
 def _report_data(report: DryRun) -> dict[str, Any]:
-    """Without what only pipelines have, where there is none."""
+    """Convert a report; fields of pipelines are left out where they are empty."""
     data = dataclasses.asdict(report)
     return {key: value for key, value in data.items() if value or key not in ("stages", "ranks")}
 
@@ -192,12 +190,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise PlanError(f'"{name}" is no dtype of this torch; give a name such as "float32" or "bfloat16".')
+        raise PlanError(f'"{name}" is not a dtype of this torch; give a name such as "float32" or "bfloat16".')
     return dtype
 
 
 def _lines(data: dict[str, Any]) -> str:
-    """Every key on a line of its own, and so every element of a list of objects."""
+    """Format every key on a line of its own, and so every element of a list of objects."""
     parts = [f"  {json.dumps(key)}: {_value(value, 1)}" for key, value in data.items()]
     return "{\n" + ",\n".join(parts) + "\n}"
 

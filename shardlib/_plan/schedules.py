@@ -1,4 +1,4 @@
-"""Schedules of a pipeline: what each rank does in which order, where stages are, how long ranks stand idle. Pure.
+"""Schedules of a pipeline: the order of each rank's actions, the rank of each stage, and the idle time.
 
     gpipe           every forward, then every backward (Huang et al., "GPipe", 2019)
     1f1b            one forward, one backward (Narayanan et al., "PipeDream", 2019; "Megatron-LM", 2021, section 2.2)
@@ -36,7 +36,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """What a rank does with one microbatch on one stage: "F" forward, "B" backward, or the halves of a backward: "I",
+    """The work of a rank on one microbatch of one stage: "F" forward, "B" backward, or the halves of a backward: "I",
     of the stage's inputs, and "W", of its weights.
 
     >>> print(Action("F", 1, 0))
@@ -52,7 +52,7 @@ class Action(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """An action, and when it runs."""
+    """An action with its start and end."""
 
     action: Action
     start: float
@@ -60,7 +60,8 @@ class Timed(NamedTuple):
 
 
 def default_schedule(ranks: int, stages: int) -> str:
-    """
+    """Return the schedule used where none is named.
+
     >>> default_schedule(2, 2), default_schedule(2, 4)
     ('1f1b', 'interleaved')
     """
@@ -68,34 +69,34 @@ def default_schedule(ranks: int, stages: int) -> str:
 
 
 def check_schedule(name: str) -> None:
-    """Refuse a schedule that is none.
+    """Refuse an unknown schedule.
 
     Raises:
         PlanError: an unknown name.
     """
     if name not in SCHEDULES:
         listed = ", ".join(f'"{known}"' for known in SCHEDULES)
-        raise PlanError(f'"{name}" is no schedule; the schedules are {listed}.{nearest(name, SCHEDULES)}')
+        raise PlanError(f'"{name}" is not a schedule; the schedules are {listed}.{nearest(name, SCHEDULES)}')
 
 
 def splits_backward(name: str) -> bool:
-    """Whether the backward of weights is apart from that of inputs."""
+    """Return whether the backward of weights is separate from that of inputs."""
     return name in ("interleaved-zb", "zbv")
 
 
 def rank_of_stage(name: str, ranks: int, stage: int) -> int:
-    """Which rank of the pipeline axis runs a stage: in turn, or, for "zbv", down and up again.
+    """Return the rank of the pipeline axis that runs a stage: in turn, or, for "zbv", down and up again.
 
     >>> [rank_of_stage("interleaved", 2, stage) for stage in range(4)], [rank_of_stage("zbv", 2, s) for s in range(4)]
     ([0, 1, 0, 1], [0, 1, 1, 0])
     """
-    turn, place = divmod(stage, ranks)
-    return ranks - 1 - place if name == "zbv" and turn % 2 else place
+    turn, rank = divmod(stage, ranks)
+    return ranks - 1 - rank if name == "zbv" and turn % 2 else rank
 
 
 @cache
 def order(name: str, ranks: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """What each rank does, in its order.
+    """Return the actions of each rank, in its order.
 
     Raises:
         PlanError: an unknown name, or numbers for which the schedule has no order.
@@ -126,7 +127,7 @@ def _gpipe(ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
 
 
 def _1f1b(ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
-    """A rank holds as many microbatches as there are stages from its own to the last one."""
+    """Return actions by which a rank holds as many microbatches as there are stages from its own to the last one."""
     made = []
     for r in range(ranks):
         ahead = min(microbatches, ranks - r)
@@ -154,7 +155,7 @@ def _of_torch(kind: str) -> Callable[[int, int, int], list[list[Action]]]:
 
 
 def _compute(actions: Sequence[object]) -> list[Action]:
-    """What torch's actions compute; the gaps in which a rank waits are left out."""
+    """Convert torch's actions; gaps in which a rank waits are left out."""
     return [
         Action(a.computation_type.value, a.stage_index, a.microbatch_index)  # type: ignore[attr-defined]
         for a in actions
@@ -175,7 +176,8 @@ COSTS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 def timeline(actions: Sequence[Sequence[Action]], costs: Mapping[str, float] = COSTS) -> tuple[tuple[Timed, ...], ...]:
-    """When each action runs, if sending takes no time: as soon as its rank is free and what it needs is there.
+    """Return the time of each action, if sending takes no time: it starts as soon as its rank is free and its inputs
+    exist.
 
     A forward needs the one of the stage before, a backward that of the stage after it, and its own forward.
 
@@ -218,7 +220,7 @@ def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:
 
 
 def bubble(timed: Sequence[Sequence[Timed]]) -> float:
-    """The fraction of all ranks' time in which they stand idle.
+    """Return the fraction of all ranks' time that is idle.
 
     >>> bubble(timeline(order("1f1b", 4, 4, 8))) == 3 / (8 + 3)
     True
@@ -229,13 +231,13 @@ def bubble(timed: Sequence[Sequence[Timed]]) -> float:
 
 
 def in_flight(actions: Sequence[Action]) -> int:
-    """The most microbatches whose activations a rank holds at one time, counted for each of its stages.
+    """Return the most microbatches whose activations a rank holds at one time, counted for each of its stages.
 
     >>> [in_flight(rank) for rank in order("1f1b", 4, 4, 8)], [in_flight(rank) for rank in order("gpipe", 2, 2, 8)]
     ([4, 3, 2, 1], [8, 8])
     """
-    held = most = 0
+    count = most = 0
     for action in actions:
-        held += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
-        most = max(most, held)
+        count += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+        most = max(most, count)
     return most

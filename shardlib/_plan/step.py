@@ -1,4 +1,4 @@
-"""How a training step runs: what no single tensor's layout says."""
+"""Settings of a training step that belong to no single tensor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["LossScale", "Step"]
 class LossScale:
     """A dynamic scale of the loss, so that small gradients survive in float16.
 
-    It is multiplied by `backoff_factor` after a step whose gradients were not finite, which is skipped, and by
-    `growth_factor` after `growth_interval` good ones in a row (Micikevicius et al., "Mixed Precision Training", 2018).
-    With a `hysteresis` of n, the first n - 1 such steps since it grew are skipped and leave it as it is.
+    A step whose gradients are not finite is skipped, and the scale is multiplied by `backoff_factor`. After
+    `growth_interval` finite steps in a row it is multiplied by `growth_factor` (Micikevicius et al., "Mixed Precision
+    Training", 2018). With a `hysteresis` of n, the first n - 1 skipped steps since it grew do not change it.
     """
 
     init_scale: float = 2.0**16
@@ -42,22 +42,23 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Step:
-    """How a step runs.
+    """The settings of a training step.
 
     Attributes:
-        accumulate: microbatches whose gradients make one step.
-        bucket_mb: how much travels in one collective, in MiB.
-        reduce_dtype: in which gradients travel between ranks; None is the gradient's own.
-        autocast: in which dtype ops of forward that gain from it compute; None is off.
-        scaler: how the loss is scaled, or None.
-        recompute: patterns of modules whose activations are computed again in backward.
+        accumulate: number of microbatches whose gradients are accumulated in one step.
+        bucket_mb: size of one collective's bucket, in MiB.
+        reduce_dtype: dtype in which gradients are reduced between ranks; None is the gradient's own.
+        autocast: dtype of `torch.autocast` in forward; None is off.
+        scaler: the scale of the loss, or None.
+        recompute: patterns of modules whose activations are recomputed in backward.
         fp8: patterns of linear modules that compute in float8.
-        overlap: updated parameters of repeated blocks are gathered while the next forward runs, until their block does.
-        schedule: in which order a pipeline runs; "" is "1f1b", or "interleaved" where ranks have several stages.
-        microbatches: into how many a pipeline cuts a batch; 0 where each step says so.
-        capacity_factor: what a rank's tokens may ask of an expert that others have too, as a multiple of the mean;
-            choices beyond it are dropped. None is without limit.
-        fp8_history: steps whose largest magnitudes scale tensors for float8; 0 is for the tensor's own, as it is now.
+        overlap: whether updated parameters of repeated blocks are gathered during the next forward, before their block.
+        schedule: schedule of a pipeline; "" is "1f1b", or "interleaved" where ranks have several stages.
+        microbatches: number of a pipeline's microbatches per batch; 0 where each step passes it.
+        capacity_factor: limit on the tokens that a rank sends to one expert, as a multiple of the mean; choices beyond
+            it are dropped. None is no limit.
+        fp8_history: number of earlier steps whose absolute maximum scales tensors for float8; 0 uses the current
+            tensor.
     """
 
     accumulate: int = 1
@@ -78,7 +79,7 @@ class Step:
             raise PlanError(f"bucket_mb={self.bucket_mb!r} was given; give a positive number of megabytes, such as 25.")
 
     def replace(self, **changes: Any) -> Step:
-        """A copy with some fields changed.
+        """Return a copy with some fields changed.
 
         >>> Step().replace(accumulate=4).accumulate
         4
@@ -89,5 +90,5 @@ class Step:
         return dataclasses.replace(self, **changes)
 
     def settings(self) -> dict[str, Any]:
-        """What differs from the defaults."""
+        """Return the settings that differ from the defaults."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}

@@ -1,4 +1,4 @@
-"""Plans for readers: what they say as tables of text, and these tables in a terminal."""
+"""Plans as tables of text, and these tables in a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -18,15 +18,14 @@ from shardlib._mesh import MeshShape
 from shardlib._plan import pictures
 from shardlib._plan.fold import Folded
 from shardlib._plan.fold import fold as fold_items
-from shardlib._plan.movements import lets_go
+from shardlib._plan.movements import reshards_after_forward
+from shardlib._plan.readable import human_bytes, human_count
 from shardlib._plan.report import DryRun, Gathered, Recorded
 from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.schedules import splits_backward
+from shardlib._plan.table import PlanTable
 from shardlib.layout import Layout
 from shardlib.rules import Border
-
-if TYPE_CHECKING:
-    from shardlib._plan.table import Plan
 
 __all__ = [
     "NUMBERS",
@@ -34,8 +33,6 @@ __all__ = [
     "border_text",
     "fold_rows",
     "headline",
-    "human_bytes",
-    "human_count",
     "layout_text",
     "memory_line",
     "plain",
@@ -52,15 +49,15 @@ NUMBERS = frozenset(
     {"per rank", "calls", "bytes each", "bytes", "tensors", "times"}
     | {"FLOPs", "activations of one", "sent on", "peak of its rank"}
 )
-"""Columns that read better from the right."""
+"""Columns that are aligned to the right."""
 
 Part: TypeAlias = tuple[str, list[str], list[list[str]]]
 
 _UNFOLDED_WIDTH = 100_000  # wider than any line: away from a terminal nothing is wrapped
 
 
-def render(plan: Plan, *, fold: bool = True) -> Group:
-    """The plan as something rich can print."""
+def render(plan: PlanTable, *, fold: bool = True) -> Group:
+    """Return the plan as a rich renderable."""
     parts: list[RenderableType] = [Text(headline(plan), style="bold"), Text(memory_line(plan))]
     parts += [Text(note) for note in plan.notes]
     if plan.stages:
@@ -69,13 +66,13 @@ def render(plan: Plan, *, fold: bool = True) -> Group:
         parts += [Text(line) for line in report_lines(plan.report)]
     for title, columns, rows in tables(plan, fold=fold):
         parts += [Text(f"\n{title}", style="bold"), _rich(columns, rows)]
-    if said := step_line(plan):
-        parts.append(Text(f"\n{said}"))
+    if settings := step_line(plan):
+        parts.append(Text(f"\n{settings}"))
     return Group(*parts)
 
 
-def plain(plan: Plan, *, fold: bool = True) -> str:
-    """The table without colours; as wide as the terminal, or unwrapped where there is none."""
+def plain(plan: PlanTable, *, fold: bool = True) -> str:
+    """Format the table without colours; as wide as the terminal, or unwrapped where there is none."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNFOLDED_WIDTH
     console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False)
     with console.capture() as captured:
@@ -83,8 +80,8 @@ def plain(plan: Plan, *, fold: bool = True) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()
 
 
-def headline(plan: Plan) -> str:
-    """Mesh, number of tensors, size of the model."""
+def headline(plan: PlanTable) -> str:
+    """Format mesh, number of tensors and size of the model."""
     parameters = [row for row in plan.rows if row.kind == "parameter"]
     count = sum(_numel(row) for row in parameters)
     size = sum(_numel(row) * row.dtype.itemsize for row in parameters)
@@ -96,8 +93,8 @@ def headline(plan: Plan) -> str:
     )
 
 
-def memory_line(plan: Plan) -> str:
-    """The figures of `Plan.memory` in a sentence."""
+def memory_line(plan: PlanTable) -> str:
+    """Format the figures of `Plan.memory` as a sentence."""
     memory = plan.memory()
     host = f", of which {human_bytes(memory.host)} in host memory" if memory.host else ""
     master = ", and a master copy" if any(row.has_master for row in plan.rows) else ""
@@ -109,18 +106,19 @@ def memory_line(plan: Plan) -> str:
     )
 
 
-def step_line(plan: Plan) -> str:
-    """How a step runs, in a sentence; empty where there is nothing to tell."""
+def step_line(plan: PlanTable) -> str:
+    """Format the settings of the step as a sentence; empty where there are none."""
     settings = plan.step.settings()
     buckets = settings.pop("bucket_mb", plan.step.bucket_mb)
     if not settings and not plan.mesh.data_ranks > 1:
         return ""
-    said = [f"buckets of {buckets:g} MiB", *(f"{name} {setting_text(value)}" for name, value in settings.items())]
-    return f"Step: {', '.join(said)}"
+    shown = [f"buckets of {buckets:g} MiB", *(f"{name} {setting_text(value)}" for name, value in settings.items())]
+    return f"Step: {', '.join(shown)}"
 
 
 def setting_text(value: object) -> str:
-    """
+    """Format the value of a setting.
+
     >>> setting_text(("^h.0", "^h.1")), setting_text(True)
     ('^h.{0-1} x2', 'True')
     """
@@ -130,7 +128,7 @@ def setting_text(value: object) -> str:
 
 
 def report_lines(report: DryRun) -> Iterator[str]:
-    """A dry run in sentences."""
+    """Iterate over the sentences that describe a dry run."""
     sent = sum(c.sent for c in report.collectives)
     whose = " of the rank with the highest peak" if report.ranks else ""
     kept = f", {human_bytes(report.activation_bytes)} of activations after forward" if report.activation_bytes else ""
@@ -145,19 +143,19 @@ def report_lines(report: DryRun) -> Iterator[str]:
 
 
 def fold_rows(rows: Iterable[Row]) -> list[Folded[Row]]:
-    """Rows of repeated blocks as one."""
-    return fold_items(rows, name=lambda row: row.name, same=_alike)
+    """Fold the rows of repeated blocks."""
+    return fold_items(rows, name=lambda row: row.name, same=_folding_key)
 
 
 def shape_text(row: Row, mesh: MeshShape) -> str:
-    """The local shape of the largest piece; sizes that other ranks have less of are marked with `<=`."""
+    """Format the local shape of the largest shard; `<=` marks sizes that are smaller on other ranks."""
     uneven = row.stored.uneven_dims(row.global_shape, mesh)
     sizes = row.local_shape(mesh)
     return sizes_text(f"<={n}" if dim in uneven else str(n) for dim, n in enumerate(sizes))
 
 
 def layout_text(layout: Layout | None) -> str:
-    """A layout's text; "replicated" where its pattern only says that no dim has a name and none is split."""
+    """Format a layout; "replicated" where its pattern has no named and no split dim."""
     if layout is None:
         return "-"
     pattern, colon, phase = str(layout).partition(":")
@@ -165,43 +163,17 @@ def layout_text(layout: Layout | None) -> str:
     return str(layout) if named else f"replicated :{phase}" if colon else "replicated"
 
 
-def human_bytes(n: int) -> str:
-    """Three digits and a binary unit.
-
-    >>> human_bytes(999), human_bytes(811_706_777_600)
-    ('999 B', '756 GiB')
-    """
-    return _three_digits(n, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
-
-
-def human_count(n: int) -> str:
-    """Three digits and a decimal unit.
-
-    >>> human_count(405_853_388_800)
-    '406 G'
-    """
-    return _three_digits(n, 1000, ("", "k", "M", "G", "T")).rstrip()
-
-
-def _three_digits(n: int, step: int, units: Sequence[str]) -> str:
-    value, power = float(n), 0
-    while value >= 999.5 and power < len(units) - 1:
-        value, power = value / step, power + 1
-    digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{digits}f} {units[power]}"
-
-
-def tables(plan: Plan, *, fold: bool = True) -> Iterator[Part]:
-    """The plan as tables of text: (title, columns, rows), those that have rows."""
+def tables(plan: PlanTable, *, fold: bool = True) -> Iterator[Part]:
+    """Iterate over the non-empty tables of a plan: (title, columns, rows)."""
     parts = [_tensors(plan, fold), _borders(plan), _stages(plan), _traffic(plan)]
     if plan.report is not None:
-        for place, report in enumerate(plan.report.ranks):
-            parts.append(_collectives(report, f", rank {place} of {','.join(plan.mesh.pipeline_axes)}"))
+        for rank, report in enumerate(plan.report.ranks):
+            parts.append(_collectives(report, f", rank {rank} of {','.join(plan.mesh.pipeline_axes)}"))
         parts += [*([] if plan.report.ranks else [_collectives(plan.report)]), _gathered(plan.report)]
     yield from (part for part in parts if part[2])
 
 
-def _tensors(plan: Plan, folded: bool) -> Part:
+def _tensors(plan: PlanTable, folded: bool) -> Part:
     columns = _phase_columns(plan.rows)
     groups = fold_rows(plan.rows) if folded else [Folded(row.name, row, 1) for row in plan.rows]
 
@@ -209,15 +181,15 @@ def _tensors(plan: Plan, folded: bool) -> Part:
         row = group.first
         layouts = [layout_text(row.layouts.get(phases[0])) for phases in columns.values()]
         size = human_bytes(group.count * row.local_bytes(plan.mesh))
-        place = [sizes_text(row.global_shape), shape_text(row, plan.mesh), *layouts, size]
-        return [group.title, *place, row.rule or "-", _note(row, plan)]
+        shapes = [sizes_text(row.global_shape), shape_text(row, plan.mesh), *layouts, size]
+        return [group.title, *shapes, row.rule or "-", _note(row, plan)]
 
     titles = ["tensor", "global shape", "local shape", *columns, "per rank", "rule", "note"]
     return "Tensors", titles, [cells(group) for group in groups]
 
 
 def _phase_columns(rows: Sequence[Row]) -> dict[str, list[Phase]]:
-    """One column for all phases in which every tensor lies alike, by title."""
+    """Return the phases of each column by its title; phases with the same layouts for every tensor share one."""
     groups: dict[tuple[Layout, ...], list[Phase]] = {}
     for phase in PHASES:
         groups.setdefault(tuple(row.layouts.get(phase, row.stored) for row in rows), []).append(phase)
@@ -226,15 +198,15 @@ def _phase_columns(rows: Sequence[Row]) -> dict[str, list[Phase]]:
     return {" = ".join(phases): phases for phases in groups.values()}
 
 
-def _note(row: Row, plan: Plan) -> str:
+def _note(row: Row, plan: PlanTable) -> str:
     kind = "" if row.kind == "parameter" else "buffer" if row.persistent else "buffer, not in the state dict"
     gathered = not row.added("stored").isdisjoint(plan.mesh.data_axes)
     until = "the step has ended" if splits_backward(plan.step.schedule) else "its backward"
-    stays = f"stays gathered until {until}" if gathered and not lets_go(row, plan.step) else ""
+    stays = f"stays gathered until {until}" if gathered and not reshards_after_forward(row, plan.step) else ""
     return "; ".join(filter(None, (kind, row.note, stays)))
 
 
-def _borders(plan: Plan) -> Part:
+def _borders(plan: PlanTable) -> Part:
     caused = _caused(plan.report) if plan.report else {}
     groups = fold_items(plan.borders, name=border_name, same=lambda b: (_causeless(b), caused.get(b.module)))
 
@@ -247,7 +219,7 @@ def _borders(plan: Plan) -> Part:
     return "Module borders", ["border", "layout", *collectives, "rule", "why"], [cells(group) for group in groups]
 
 
-def _stages(plan: Plan) -> Part:
+def _stages(plan: PlanTable) -> Part:
     columns = ["stage", "rank", "modules", "parameters", "per rank", "microbatches held"]
     columns += ["FLOPs", "activations of one", "sent on", "peak of its rank"] if pictures.is_run(plan) else []
     return "Stages of the pipeline", columns, pictures.stage_rows(plan) if plan.stages else []
@@ -258,7 +230,7 @@ def _causeless(border: Border) -> Hashable:
 
 
 def _caused(report: DryRun) -> dict[str, tuple[str, ...]]:
-    """By module: what it makes ranks say to each other."""
+    """Return the collectives that each module causes."""
     found_by = [each for one in report.ranks or (report,) for each in one.collectives if each.module]
     counted = Counter((c.module, f"{c.kind} over {_axes(c)}, {c.phase}") for c in found_by)
     found: dict[str, tuple[str, ...]] = {}
@@ -267,7 +239,7 @@ def _caused(report: DryRun) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _traffic(plan: Plan) -> Part:
+def _traffic(plan: PlanTable) -> Part:
     rows = [
         [each.what, each.kind, ",".join(each.axes), str(each.tensors), str(each.times), human_bytes(each.bytes)]
         for each in plan.traffic()
@@ -311,7 +283,8 @@ def _gathered(report: DryRun) -> Part:
 
 
 def sizes_text(sizes: Iterable[int | str]) -> str:
-    """
+    """Format a shape.
+
     >>> sizes_text((4, 2))
     '(4, 2)'
     """
@@ -326,7 +299,7 @@ def border_text(border: Border) -> str:
     return layout_text(border.layout) if border.layout is not None else "as it is"
 
 
-def _alike(row: Row) -> Hashable:
+def _folding_key(row: Row) -> Hashable:
     tied = len(row.tied)
     fields = (
         row.kind,
@@ -355,5 +328,5 @@ def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for column in columns:
         table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # as Text, what a user wrote is no markup
+        table.add_row(*map(Text, row))  # as Text, what a user wrote is not markup
     return table

@@ -1,4 +1,4 @@
-"""Units: the parts of a model whose parameters are gathered together where they are stored in pieces."""
+"""Units: the modules whose parameters are gathered together where they are stored sharded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["find_repeated", "find_units", "join_small", "unit_of"]
 
 
 def find_repeated(model: nn.Module) -> tuple[str, ...]:
-    """The repeated blocks: the elements of every outermost `ModuleList` with at least two that have parameters.
+    """Return the repeated blocks: the elements of every outermost `ModuleList` with at least two that have parameters.
 
-    A module that stands in several places is listed at the first of them.
+    A module with several names is listed under the first.
 
     >>> find_repeated(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)}))
     ('h.0', 'h.1')
@@ -26,11 +26,12 @@ def find_repeated(model: nn.Module) -> tuple[str, ...]:
 
 
 def find_units(model: nn.Module) -> tuple[str, ...]:
-    """The repeated blocks and, outside of them, every module that has parameters of its own and none in its parts.
+    """Return the repeated blocks and, outside of them, every module with parameters of its own and none in its
+    children.
 
-    In the model's order. A tensor that is in several units, and one of a module whose parts have some too, is in none;
-    nor is that of a model that is one layer. A module all of whose tensors are found elsewhere too is no unit, nor is
-    one without a forward.
+    Units are in the model's order. A tensor of several units belongs to none, as do the own tensors of a module whose
+    children have parameters too, and those of a model that is one layer. A module whose tensors are all tied to others
+    is not a unit, nor is one without a forward.
 
     >>> find_units(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)}))
     ('h.0', 'h.1', 'head')
@@ -47,7 +48,7 @@ def find_units(model: nn.Module) -> tuple[str, ...]:
 
 
 def unit_of(names: Iterable[str], units: Container[str]) -> str:
-    """The one unit that all of a tensor's names lie in, or "" for the root unit.
+    """Return the unit that contains all of a tensor's names, or "" for the root unit.
 
     Asked for each tensor of a model, it wants `units` as a set.
 
@@ -58,13 +59,13 @@ def unit_of(names: Iterable[str], units: Container[str]) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def join_small(sizes: Mapping[str, int], alike: Callable[[str], object], limit: int) -> list[tuple[str, ...]]:
-    """Units that are gathered as one: with a unit the following ones, until they have `limit` bytes together.
+def join_small(sizes: Mapping[str, int], key: Callable[[str], object], limit: int) -> list[tuple[str, ...]]:
+    """Join consecutive small units, which are then gathered together, until they have `limit` bytes.
 
     Args:
         sizes: bytes of each unit, in the model's order.
-        alike: what neighbours must share to be joined.
-        limit: in bytes; a larger unit stands alone.
+        key: neighbours are joined only if they have the same key.
+        limit: in bytes; a larger unit is not joined.
 
     >>> join_small({"a": 10, "b": 10, "c": 90, "d": 90, "e": 5}, lambda unit: None, 100)
     [('a', 'b', 'c'), ('d', 'e')]
@@ -72,7 +73,7 @@ def join_small(sizes: Mapping[str, int], alike: Callable[[str], object], limit: 
     joined: list[list[str]] = []
     filled = 0
     for unit, size in sizes.items():
-        if joined and filled < limit and alike(joined[-1][0]) == alike(unit):
+        if joined and filled < limit and key(joined[-1][0]) == key(unit):
             joined[-1].append(unit)
             filled += size
         else:
@@ -82,14 +83,14 @@ def join_small(sizes: Mapping[str, int], alike: Callable[[str], object], limit: 
 
 
 def _blocks(modules: nn.ModuleList) -> list[str]:
-    """Indices of the elements that have parameters, each module once."""
+    """Return the indices of the elements that have parameters, each module once."""
     return [index for index, module in modules.named_children() if any(True for _ in module.parameters())]
 
 
 def _is_owner(name: str, module: nn.Module, names: Mapping[int, list[str]]) -> bool:
-    """Whether a module other than the model has parameters that no other place has, and all that its parts have.
+    """Return whether a module other than the root has parameters that no other module has, and its children have none.
 
-    One without a forward, such as a `ParameterList`, is none: whoever reads its parameters computes with them.
+    A module without a forward, such as a `ParameterList`, is not an owner: other modules compute with its parameters.
     """
     own = list(module.parameters(recurse=False))
     alone = any(len(names[id(param)]) == 1 for param in own)
@@ -98,7 +99,7 @@ def _is_owner(name: str, module: nn.Module, names: Mapping[int, list[str]]) -> b
 
 
 def _prefixes(name: str) -> Iterable[str]:
-    """The name and every module that it is in, innermost first."""
+    """Iterate over a name and every module that contains it, innermost first."""
     while name:
         yield name
         name = name.rpartition(".")[0]

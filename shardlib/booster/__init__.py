@@ -1,4 +1,4 @@
-"""How users of boosters and engines start and configure a job: their calls, on shardlib's machinery."""
+"""The API of boosters and engines to start and configure a job, implemented on shardlib."""
 
 from __future__ import annotations
 

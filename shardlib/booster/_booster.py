@@ -32,24 +32,24 @@ Path = str | os.PathLike[str]
 
 
 class BoostedModule(nn.Module):
-    """What the class of a boosted model has besides: the model stays the module that it was."""
+    """The methods that the class of a boosted model adds; the model stays the same module."""
 
     def unwrap(self, *args: Any, **options: Any) -> nn.Module:
-        """The model: itself, since nothing is wrapped around it."""
+        """Return the model itself, since it is not wrapped."""
         return self
 
 
 class Booster:
-    """Boosts a model and what trains it, by the recipe of a plugin; then saves and loads them.
+    """Boosts a model and its training objects, by the recipe of a plugin; then saves and loads them.
 
     Args:
         device: "cuda" or "cpu"; by default the accelerator that torch sees, else "cpu".
         mixed_precision: "fp16", "bf16", "fp8", "fp16_naive", "fp16_apex", or an object such as
             `FP16TorchMixedPrecision(init_scale=2.0**10)`, where the plugin has no `precision` of its own.
-        plugin: how to train; without one, on one process.
+        plugin: the way to train; without one, on one process.
 
     Raises:
-        PlanError: a name that is none, or a precision beside that of the plugin.
+        PlanError: an unknown name, or a precision in addition to the plugin's.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -65,7 +65,7 @@ class Booster:
     def __init__(self, device: Any = None, mixed_precision: Any = None, plugin: Plugin | None = None) -> None:
         if plugin is not None and not isinstance(plugin, Plugin):
             raise PlanError(
-                f"plugin={plugin!r} is no plugin of shardlib; give TorchDDPPlugin(), LowLevelZeroPlugin(), "
+                f"plugin={plugin!r} is not a plugin of shardlib; give TorchDDPPlugin(), LowLevelZeroPlugin(), "
                 "TorchFSDPPlugin(), GeminiPlugin() or HybridParallelPlugin(), or a subclass of Plugin."
             )
         self.plugin = plugin if plugin is not None else OneProcess()
@@ -100,25 +100,25 @@ class Booster:
         *,
         example: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """Shard a model in place, and let its optimizer and scheduler go on with what became of its parameters.
+        """Shard a model in place, and rebind its optimizer and scheduler to the sharded parameters.
 
         Args:
-            model: a plain module. Where ranks have built it with other values, all take rank 0's. One that was built in
-                a `LazyInitContext` gets the values that it would have had; one on `meta` otherwise does so if
-                transformers knows how to build it, else its modules' `reset_parameters` are called in order.
-            optimizer: built from its parameters. It stays the same object inside of the one that is returned.
+            model: a plain module. If ranks have built it with different values, all take rank 0's. A model that was
+                built in a `LazyInitContext` gets the values that it would have had. Another model on `meta` is built by
+                transformers, if it can, else by its modules' `reset_parameters` in order.
+            optimizer: an optimizer of its parameters. The returned optimizer wraps the same object.
             criterion: any callable; returned as it is.
-            dataloader: returned as it is; `plugin.prepare_dataloader` makes one.
-            lr_scheduler: built on the optimizer. It takes the steps that the optimizer takes.
-            example: the batch of one data rank, for stages that are weighed with it, as `Balanced(by="flops")` are.
+            dataloader: returned as it is; see `plugin.prepare_dataloader`.
+            lr_scheduler: a scheduler of the optimizer. It counts the steps that the optimizer takes.
+            example: the batch of one data rank, to weigh stages, as for `Balanced(by="flops")`.
 
         Returns:
-            All five, in this order, None for what was not given. The model is the same module; the optimizer is a
-            `BoostedOptimizer`.
+            All five, in this order, None for those that were not given. The model is the same module; the optimizer is
+            a `BoostedOptimizer`.
 
         Raises:
             ShardingError: an optimizer of other parameters, a model that is sharded already.
-            ShardlibError: what `shard_model` says about the plugin's plan. Nothing has changed then.
+            ShardlibError: an error of `shard_model` on the plugin's plan, before any change.
         """
         carried = None if optimizer is None else Carried.of(optimizer, model)
         if carried is None and lr_scheduler is not None:
@@ -158,7 +158,8 @@ class Booster:
     def no_sync(
         self, model: nn.Module | None = None, optimizer: BoostedOptimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate; the first one outside reduces the sum. With every plugin."""
+        """Accumulate gradients of the backward passes inside; the first one outside reduces the sum. Works with every
+        plugin."""
         owner = model if model is not None else getattr(optimizer, "model", None)
         if owner is None:
             raise ShardingError("no_sync was given neither a boosted model nor a boosted optimizer. Give one of them.")
@@ -173,29 +174,28 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Forward and backward of the next batch through all stages of a pipeline. All ranks call it.
+        """Run forward and backward of the next batch through all stages of a pipeline. All ranks call it.
 
-        Then step, with every plugin that has stages. Inside of `no_sync` gradients are only added up; inside of
-        `torch.no_grad()` there is no backward, and no optimizer is needed.
+        Call `optimizer.step()` after it. Inside of `no_sync` gradients are only accumulated; inside of
+        `torch.no_grad()` there is no backward, and no optimizer is needed. Every plugin with stages has this.
 
         Args:
-            data_iter: an iterator over batches, such as `iter(dataloader)`. All stages take the same batches: a
-            loader of
-                `plugin.prepare_dataloader` gives them.
-            model: boosted.
+            data_iter: an iterator over batches, such as `iter(dataloader)`. All stages take the same batches, as
+                a loader of `plugin.prepare_dataloader` yields them.
+            model: the boosted model.
             criterion: a function (outputs, inputs) -> loss of a microbatch: the mean over its rows, or (sum, count).
-            optimizer: boosted.
-            return_loss: give the loss.
-            return_outputs: give the model's outputs for the whole batch.
+            optimizer: the boosted optimizer.
+            return_loss: return the loss.
+            return_outputs: return the model's outputs for the whole batch.
 
         Returns:
             `loss`: of all rows of all data ranks, on every rank (ColossalAI has the last stage's own); `outputs`: on
-            the last stage's ranks. None for what was not asked for.
+            the last stage's ranks. None for what was not requested.
 
         Raises:
             PlanError: a plugin without stages.
-            ShardingError: no optimizer, and gradients are wanted.
-            StageError: a stage has raised; on all ranks.
+            ShardingError: no optimizer, while gradients are enabled.
+            StageError: a stage has raised; raised on all ranks.
         """
         if plan_of(model).stages == ():
             raise PlanError(
@@ -238,14 +238,14 @@ class Booster:
         """Add LoRA adapters by peft, before `boost`. With every plugin; the model's own weights are frozen.
 
         Args:
-            model: not sharded yet; it is changed in place.
-            pretrained_dir: adapters that `save_lora_as_pretrained` or peft saved, to be trained further.
-            lora_config: a `peft.LoraConfig`, for new ones.
+            model: a model that is not sharded; it is changed in place.
+            pretrained_dir: adapters of `save_lora_as_pretrained` or peft, for further training.
+            lora_config: a `peft.LoraConfig`, for new adapters.
             bnb_quantization_config: None; refused.
             quantize: False; refused.
 
         Returns:
-            peft's model, from whose parameters the optimizer is built.
+            peft's model, whose parameters the optimizer takes.
 
         Raises:
             PlanError: peft is not installed; neither or both of folder and configuration; quantized weights.
@@ -255,19 +255,19 @@ class Booster:
         return add_lora(model, pretrained_dir, lora_config, bnb_quantization_config, quantize)
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: Path, use_safetensors: bool = False) -> None:
-        """Save the adapters, whole, as `peft.PeftModel.from_pretrained` reads them. Collective.
+        """Save the adapters unsharded, as `peft.PeftModel.from_pretrained` reads them. Collective.
 
-        Weights are safetensors whatever `use_safetensors` says. Of the model's own weights nothing is saved but what
-        `modules_to_save` of the configuration names.
+        Weights are always safetensors. Of the model's own weights only those of the configuration's `modules_to_save`
+        are saved.
 
         Args:
-            model: what `enable_lora` returned, boosted or not.
-            checkpoint: a folder; of what is in it, earlier adapters are replaced.
+            model: the model of `enable_lora`, boosted or not.
+            checkpoint: a folder; earlier adapters in it are replaced.
             use_safetensors: either.
 
         Raises:
             ShardingError: a model without adapters.
-            CheckpointError: why it was not saved, on every rank.
+            CheckpointError: the reason why it was not saved, on every rank.
         """
         save_lora(model, checkpoint)
 
@@ -284,23 +284,23 @@ class Booster:
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> Saving:
-        """Save the model's tensors, whole and by their own names. Collective: every rank calls it.
+        """Save the model's tensors, unsharded and by their own names. Collective: every rank calls it.
 
-        Files are safetensors whatever `use_safetensors` says and whatever the path is called: nothing is pickled here.
+        Files are always safetensors, whatever the path is called; nothing is pickled.
 
         Args:
             model: boosted or not.
             checkpoint: a file; with `shard`, a folder, which is replaced as a whole.
             shard: write a folder as Hugging Face does, with an index and the model's `config.json`.
-            gather_dtensor: True; tensors are always whole in files, and never all whole in memory.
+            gather_dtensor: True; files always have unsharded tensors, which are gathered one at a time.
             prefix: with `shard`, a word in the names of files, which `from_pretrained(folder, variant=...)` takes.
             size_per_shard: megabytes of a file, with `shard`.
             use_safetensors: either; see above.
-            use_async: copy the tensors, and write them while training goes on. `wait()` of what is returned, the next
-                save and the next load wait for it.
+            use_async: copy the tensors, and write them while training continues. `wait()` of the result, the next save
+                and the next load wait for it.
 
         Raises:
-            CheckpointError: why it was not saved, on every rank. What was there before still is.
+            CheckpointError: the reason why it was not saved, on every rank. An earlier checkpoint is still there.
         """
         _check_saving(gather_dtensor)
         refuse(
@@ -320,19 +320,19 @@ class Booster:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Load what `save_model` or `shardlib.save` wrote, with any plugin on any mesh, or Hugging Face's files.
+        """Load a checkpoint of `save_model` or `shardlib.save`, with any plugin on any mesh, or Hugging Face's files.
 
         Collective. Each rank reads its own slices; dtypes are converted.
 
         Args:
-            model: its tensors are written to.
+            model: the model whose tensors are overwritten.
             checkpoint: a file, a folder, or the index in one.
-            strict: names that either side lacks are an error.
-            low_cpu_mem_mode: True; no rank ever holds the whole.
+            strict: raise if a name is only in the model or only in the checkpoint.
+            low_cpu_mem_mode: True; no rank holds the whole model.
             num_threads: 1.
 
         Raises:
-            CheckpointError: why it does not fit, on every rank. Pickled files are never read.
+            CheckpointError: the reason why it does not fit, on every rank. Pickled files are not read.
         """
         _check_loading(low_cpu_mem_mode, num_threads)
         checkpoints.load(checkpoint, model, strict=strict, cast=True, random=False)
@@ -350,20 +350,19 @@ class Booster:
         """Save the optimizer's groups and state, and the loss scale. Collective.
 
         Args:
-            optimizer: boosted.
-            checkpoint: a folder, also without `shard`: state is tensors and what they belong to. Each rank writes what
-                it has.
-            shard: let no file become larger than `size_per_shard` megabytes.
+            optimizer: the boosted optimizer.
+            checkpoint: a folder, also without `shard`. Each rank writes its local shards.
+            shard: limit files to `size_per_shard` megabytes.
             gather_dtensor: as in `save_model`.
-            prefix: None; nobody but `load_optimizer` reads these files.
-            size_per_shard: the same.
-            use_async: the same.
+            prefix: None; only `load_optimizer` reads these files.
+            size_per_shard: as in `save_model`.
+            use_async: as in `save_model`.
 
         Raises:
-            CheckpointError: why it was not saved.
+            CheckpointError: the reason why it was not saved.
         """
         _check_saving(gather_dtensor)
-        refuse("save", "prefix", prefix, None, "nobody but load_optimizer reads these files; choose another folder.")
+        refuse("save", "prefix", prefix, None, "only load_optimizer reads these files; choose another folder.")
         refuse_to_replace(checkpoint, "optimizer")
         return checkpoints.save(
             checkpoint,
@@ -378,12 +377,13 @@ class Booster:
     def load_optimizer(
         self, optimizer: BoostedOptimizer, checkpoint: Path, low_cpu_mem_mode: bool = True, num_threads: int = 1
     ) -> None:
-        """Load what `save_optimizer` or `shardlib.save` wrote, with any plugin on any mesh. Collective.
+        """Load a checkpoint of `save_optimizer` or `shardlib.save`, with any plugin on any mesh. Collective.
 
-        Where parameters lie in few bits and their copies here do, load the model first, then its optimizer.
+        Where parameters are stored in low precision and the optimizer has master copies, load the model before its
+        optimizer.
 
         Raises:
-            CheckpointError: why it does not fit.
+            CheckpointError: the reason why it does not fit.
         """
         _check_loading(low_cpu_mem_mode, num_threads)
         model = _model_of(optimizer)
@@ -400,9 +400,9 @@ class Booster:
 
 
 def _add_unwrap(model: nn.Module) -> None:
-    """Give the model's class `unwrap`, as `fully_shard` gives it methods: by a class of the same name over it.
+    """Add `unwrap` to the model's class, by a subclass of the same name, as `fully_shard` adds methods.
 
-    A function kept in an attribute would be part of copies of the model, and refer to the model that it lies in.
+    A function in an attribute would be copied with the model, and refer to the original.
     """
     if not hasattr(model, "unwrap"):
         kind = type(model)
@@ -412,19 +412,19 @@ def _add_unwrap(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _begin_with_first_rank(model: nn.Module, device_type: str) -> None:
-    """Where ranks have other values of a parameter or buffer, all take rank 0's, as `DistributedDataParallel` has it.
+    """Broadcast rank 0's parameters and buffers where ranks have different values, as `DistributedDataParallel` does.
 
-    A script that builds a second model would else have to seed again: each data rank has a random stream of its own.
+    Otherwise a script that builds a second model would have to seed again: each data rank has its own random stream.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     tensors = agree.all_tensors(model)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, [(name, t.shape, t.dtype, agree.fingerprint(t)) for name, t in tensors.items()])
-    if any([entry[:3] for entry in each] != [entry[:3] for entry in told[0]] for each in told):
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, [(name, t.shape, t.dtype, agree.fingerprint(t)) for name, t in tensors.items()])
+    if any([entry[:3] for entry in each] != [entry[:3] for entry in reports[0]] for each in reports):
         return  # other models: shard_model says which tensors differ
     for i, tensor in enumerate(tensors.values()):
-        if any(each[i] != told[0][i] for each in told):
+        if any(each[i] != reports[0][i] for each in reports):
             sent = tensor.detach().to(device_type, copy=True).contiguous()
             dist.broadcast(sent, 0)
             tensor.detach().copy_(sent)
@@ -440,13 +440,13 @@ def _model_of(optimizer: Any) -> nn.Module:
 
 
 def _first_values(model: nn.Module) -> str | None:
-    """How a model on meta gets its values, as `shard_model` asks it."""
+    """Return how a model on meta is materialized, as an argument of `shard_model`."""
     blank = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
     return None if not blank or any(map(is_recorded, blank)) or build_again(model) else "reset_parameters"
 
 
 def _check_saving(gather_dtensor: bool) -> None:
-    refuse("save", "gather_dtensor", gather_dtensor, True, "tensors are whole in files, always.")
+    refuse("save", "gather_dtensor", gather_dtensor, True, "files always have unsharded tensors.")
 
 
 def _check_loading(low_cpu_mem_mode: bool, num_threads: int) -> None:

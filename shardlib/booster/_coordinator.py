@@ -21,7 +21,7 @@ Group = dist.ProcessGroup | None
 
 
 class DistCoordinator:
-    """Where a rank stands in its job. It keeps nothing, so that any number of them are one.
+    """The rank of a process in its job. Instances have no state, so all of them are equivalent.
 
     Raises:
         LaunchError: no job has been joined.
@@ -46,31 +46,33 @@ class DistCoordinator:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return dist.get_world_size()
 
     @property
     def local_rank(self) -> int:
-        """Its number among those of its machine: as the launcher said, else 0 in a job of one."""
+        """The rank's number on its machine: as the launcher set it, else 0 in a job of one process."""
         job = launched()
-        said = job.local_rank if job is not None and job.local_rank is not None else os.environ.get("LOCAL_RANK")
-        if said is None and self.world_size > 1:
+        local_rank_text = (
+            job.local_rank if job is not None and job.local_rank is not None else os.environ.get("LOCAL_RANK")
+        )
+        if local_rank_text is None and self.world_size > 1:
             raise LaunchError(
-                "Nobody said which of its machine's ranks this one is. Start ranks by torchrun, which sets LOCAL_RANK, "
+                "The number of this rank on its machine is not known. Start ranks by torchrun, which sets LOCAL_RANK, "
                 "or give launch(local_rank=...)."
             )
-        return int(said or 0)
+        return int(local_rank_text or 0)
 
     def is_master(self, process_group: Group = None) -> bool:
-        """Whether this is the first rank, of all or of a group."""
+        """Return whether this is the first rank, of all or of a group."""
         return dist.get_rank(process_group) == 0
 
     def is_node_master(self) -> bool:
-        """Whether this is the first rank of its machine."""
+        """Return whether this is the first rank of its machine."""
         return self.local_rank == 0
 
     def is_last_process(self, process_group: Group = None) -> bool:
-        """Whether this is the last rank, of all or of a group."""
+        """Return whether this is the last rank, of all or of a group."""
         return dist.get_rank(process_group) == dist.get_world_size(process_group) - 1
 
     def print_on_master(self, message: str, process_group: Group = None) -> None:
@@ -85,7 +87,8 @@ class DistCoordinator:
 
     @contextmanager
     def priority_execution(self, executor_rank: int = 0, process_group: Group = None) -> Iterator[None]:
-        """One rank runs the block first, then all others: the one downloads, the others find what it left.
+        """Run the block on one rank first, then on all others, which find for instance a file that the first has
+        downloaded.
 
         Collective: every rank of the group enters it.
 
@@ -113,7 +116,7 @@ class DistCoordinator:
         dist.barrier(process_group)
 
     def on_master_only(self, process_group: Group = None) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-        """A decorator: the function runs on the first rank, and gives None on the others.
+        """Decorate a function to run on the first rank only, and to return None on the others.
 
         >>> import shardlib as sl
         >>> mesh = sl.mesh("dp=1")

@@ -50,17 +50,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """What `sampler.set_epoch` was given last."""
+        """The epoch that was last set with `sampler.set_epoch`."""
         return int(getattr(self.sampler, "epoch", 0))
 
     @property
     def begins_at(self) -> int:
-        """How many batches the next iteration leaves out, since they were given before the position that was loaded."""
+        """The number of batches that the next iteration skips, because they precede the loaded position."""
         return self._resumed[1] if self._resumed is not None and self._resumed[0] == self.epoch else 0
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which data rank of how many it gives examples to."""
+        """The data rank that receives the examples, and the number of data ranks."""
         return self._place
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -82,13 +82,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self.batch_size
 
     def state_dict(self) -> dict[str, int]:
-        """How far all data ranks are: the epoch, and examples of it."""
+        """Return the position of all data ranks: the epoch, and the number of its examples."""
         taken = self._taken if self._resumed is None else self._resumed[1]
         epoch = self.epoch if self._resumed is None else self._resumed[0]
         return {"epoch": epoch, "examples": taken * self._rows * self._place[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration over that epoch begin there.
+        """Start the next iteration over that epoch at the saved position.
 
         Raises:
             CheckpointError: there is no whole number of global batches before that position.
@@ -109,22 +109,22 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 def prepared(
     dataset: Any, place: tuple[int, int], *, shuffle: bool, seed: int, sampler: Any, **options: Any
 ) -> DataLoader:
-    """A dataloader for one data rank.
+    """Return a dataloader for one data rank.
 
     Args:
         dataset: with a length and items by number.
-        place: which data rank of how many.
+        place: index of the data rank, and the number of data ranks.
         shuffle: in another order in each epoch.
-        seed: of that order.
-        sampler: a class in the place of torch's `DistributedSampler`.
-        **options: of torch's `DataLoader`.
+        seed: the seed of that order.
+        sampler: a class that replaces torch's `DistributedSampler`.
+        **options: options of torch's `DataLoader`.
 
     Raises:
         InputError: a data set that cannot be shared so.
     """
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
         raise InputError(
-            f"prepare_dataloader was given a {type(dataset).__name__}, which has no length: nobody can tell which "
+            f"prepare_dataloader was given a {type(dataset).__name__}, which has no length: it is not known which "
             "examples are whose. Give a data set with items by number, or share it yourself by the mesh."
         )
     index, count = place

@@ -1,4 +1,4 @@
-"""Where a booster's checkpoints go: what a path may stand for, and what is not to be replaced."""
+"""Paths of a booster's checkpoints: which exist, and which must not be replaced."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def refuse_to_replace(path: str | os.PathLike[str], kind: str) -> None:
     """Refuse to save over a folder that holds something else: saving replaces all of it.
 
     Raises:
-        CheckpointError: a checkpoint of another kind stands there, or files that are not the checkpoint's.
+        CheckpointError: the path has a checkpoint of another kind, or other files.
     """
     wait_for_saving()
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
         return
     manifest = Manifest.load((folder / MANIFEST).read_text())
-    held = {"model": manifest.tensors["model"], **{name: name in manifest.state for name in _KINDS[1:]}}
-    others = [name for name, there in held.items() if there and name != kind]
+    contents = {"model": manifest.tensors["model"], **{name: name in manifest.state for name in _KINDS[1:]}}
+    others = [name for name, there in contents.items() if there and name != kind]
     if others:
         raise CheckpointError(
             f'"{folder}" holds the checkpoint of a {others[0]}, and that of a {kind} would replace it. Give each a '
@@ -36,6 +36,6 @@ def refuse_to_replace(path: str | os.PathLike[str], kind: str) -> None:
     own = {file.path.partition("/")[0] for file in manifest.files} | _BESIDE
     if strangers := sorted(entry.name for entry in folder.iterdir() if entry.name not in own):
         raise CheckpointError(
-            f'"{folder}" holds "{strangers[0]}" ({len(strangers)} such in all), which is no part of the checkpoint '
+            f'"{folder}" holds "{strangers[0]}" ({len(strangers)} such in all), which is not part of the checkpoint '
             "and would be lost with the folder that is replaced. Give the checkpoint a folder of its own."
         )

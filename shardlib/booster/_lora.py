@@ -1,6 +1,6 @@
-"""Adapters by peft: added before a model is sharded, saved whole for whoever loads them on one device.
+"""Adapters by peft: added before a model is sharded, and saved unsharded to be loaded on one device.
 
-How they lie follows from the rules for the model without them (`shardlib.rules._adapters`).
+Their layouts follow from the rules for the model without them (`shardlib.rules._adapters`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _QUANTIZED = (
 
 
 def add_lora(model: nn.Module, pretrained_dir: Any, lora_config: Any, quantization: Any, quantize: bool) -> nn.Module:
-    """What `Booster.enable_lora` does."""
+    """Add adapters to a model; see `Booster.enable_lora`."""
     peft = _peft()
     if quantize or quantization is not None:
         raise PlanError(f"enable_lora: quantize=True and bnb_quantization_config are refused: {_QUANTIZED}")
@@ -60,30 +60,30 @@ def add_lora(model: nn.Module, pretrained_dir: Any, lora_config: Any, quantizati
 
 
 def save_lora(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
-    """What `Booster.save_lora_as_pretrained` does."""
+    """Save the adapters of a model; see `Booster.save_lora_as_pretrained`."""
     peft = _peft()
     if not isinstance(model, peft.PeftModel):
         raise ShardingError(
             f"save_lora_as_pretrained was given a {type(model).__name__}, which has no adapters. Give the model that "
             "enable_lora returned, boosted or not."
         )
-    whole = full_state_dict(model, names=_on_any_rank(_adapter_names(peft, model)))
+    unsharded = full_state_dict(model, names=_on_any_rank(_adapter_names(peft, model)))
     problem = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            _write(model, whole, Path(checkpoint))
+            _write(model, unsharded, Path(checkpoint))
         except Exception as error:  # whatever it is, the other ranks are waiting
             problem = f'The adapters were not saved to "{checkpoint}": {error}'
     if dist.is_initialized():
-        told = [problem]
-        dist.broadcast_object_list(told, 0)
-        problem = told[0]
+        gathered = [problem]
+        dist.broadcast_object_list(gathered, 0)
+        problem = gathered[0]
     if problem is not None:
         raise CheckpointError(problem)
 
 
 def _adapter_names(peft: Any, model: Any) -> set[str]:
-    """What peft saves of a model, under the names that the model has it by."""
+    """Return the tensors that peft saves, by their names in the model."""
     state = model.state_dict()
     kept = {
         id(value)
@@ -96,21 +96,21 @@ def _adapter_names(peft: Any, model: Any) -> set[str]:
 
 
 def _on_any_rank(names: set[str]) -> set[str]:
-    """Names that any rank knows: a stage of a pipeline has its own only."""
+    """Return the union of the ranks' names; a stage of a pipeline has only its own."""
     if not dist.is_initialized():
         return names
-    told: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(told, names)
-    return set().union(*told)
+    gathered: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(gathered, names)
+    return set().union(*gathered)
 
 
-def _write(model: Any, whole: dict[str, Any], folder: Path) -> None:
-    """By peft itself, beside the place; each file then takes the place of the one before."""
+def _write(model: Any, unsharded: dict[str, Any], folder: Path) -> None:
+    """Write files with peft to a folder beside the target; each then replaces the previous file."""
     if folder.is_file():
         raise NotADirectoryError(f'"{folder}" is a file')
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as beside:
-        model.save_pretrained(beside, state_dict=whole, safe_serialization=True, save_embedding_layers=False)
+        model.save_pretrained(beside, state_dict=unsharded, safe_serialization=True, save_embedding_layers=False)
         for path in sorted(Path(beside).rglob("*")):
             target = folder / path.relative_to(beside)
             if path.is_dir():

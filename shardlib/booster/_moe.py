@@ -1,4 +1,4 @@
-"""The plugin for mixtures of experts: `HybridParallelPlugin` with an axis on which experts lie."""
+"""The plugin for mixtures of experts: `HybridParallelPlugin` with an expert axis."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
             raise MeshError(f"{self}: ep_size is a number of ranks, from 1 up, and has to be given.")
         if self.pp_size > 1 and self.moe_dp_outside != self.dp_outside:
             raise MeshError(
-                f"{self}: one mesh is for experts and for all else; give dp_outside and moe_dp_outside alike."
+                f"{self}: one mesh is for experts and for all else; give dp_outside and moe_dp_outside the same value."
             )
         axes: dict[str, int] = {}
         for name, size in super().mesh_shape().items():
@@ -65,10 +65,10 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
 
 
 def experts_are_spread(plan: Plan) -> Plan:
-    """The plan as it is.
+    """Check that a rule spreads experts over "ep", and return the plan unchanged.
 
     Raises:
-        PlanError: no parameter of it lies on an expert axis.
+        PlanError: no parameter is split over an expert axis.
     """
     if not expert_rows(plan.rows, plan.mesh):
         raise PlanError(
@@ -80,6 +80,6 @@ def experts_are_spread(plan: Plan) -> Plan:
 
 
 def known_plugins() -> Sequence[type[Plugin]]:
-    """Every plugin, for the documents and their test."""
+    """Return every plugin, for the documents and their test."""
     plugins = (TorchDDPPlugin, LowLevelZeroPlugin, TorchFSDPPlugin, GeminiPlugin, HybridParallelPlugin)
     return (*plugins, MoeHybridParallelPlugin)

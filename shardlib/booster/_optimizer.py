@@ -1,4 +1,4 @@
-"""The optimizer that was built before boosting goes on, with the sharded parameters in the place of its own."""
+"""The optimizer that was built before boosting, rebound to the sharded parameters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["BoostedOptimizer", "Carried"]
 
 
 class BoostedOptimizer(OptimizerWrapper):
-    """What `Booster.boost` makes of an optimizer: an `OptimizerWrapper` under the names that ColossalAI's users know.
+    """The optimizer that `Booster.boost` returns: an `OptimizerWrapper` with ColossalAI's names.
 
     Args:
         inner, model: as for `OptimizerWrapper`.
-        max_norm: what `step` clips the norm of gradients to; 0 is not at all.
-        norm_type: of that norm.
+        max_norm: the norm that `step` clips gradients to; 0 is no clipping.
+        norm_type: the order of that norm.
 
     Attributes:
         handlers: called without arguments in each step that is taken, before gradients are clipped: they see what the
@@ -60,7 +60,7 @@ class BoostedOptimizer(OptimizerWrapper):
         """Run backward: of a mean loss, or of a loss with its count, as `OptimizerWrapper.backward` says."""
         if args or options:
             raise ShardingError(
-                f"backward() was given {len(args) + len(options)} arguments besides the loss"
+                f"backward() was given {len(args) + len(options)} arguments in addition to the loss"
                 f"{': ' + ', '.join(options) if options else ''}; it takes a loss, and weight=. To keep the graph, add "
                 "the losses up and call it once."
             )
@@ -81,7 +81,7 @@ class BoostedOptimizer(OptimizerWrapper):
         self.clip_grad_value_(clip_value)
 
     def backward_by_another(self) -> float:
-        """What a pipeline multiplies its losses with."""
+        """Return the factor of the loss scale for a pipeline, which runs backward itself."""
         self._scaled_losses = True
         return super().backward_by_another()
 
@@ -115,8 +115,8 @@ class Carried:
     """An optimizer and what it knew of a model's parameters before they were sharded.
 
     Attributes:
-        optimizer: it.
-        groups: of each of its groups, names of parameters.
+        optimizer: the optimizer.
+        groups: the names of parameters of each group.
         state: by name.
     """
 
@@ -126,10 +126,10 @@ class Carried:
 
     @classmethod
     def of(cls, optimizer: Any, model: nn.Module) -> Carried:
-        """Look at an optimizer, before anything is changed.
+        """Record an optimizer's groups and state, before anything is changed.
 
         Raises:
-            ShardingError: it is none, or it has parameters that are not the model's.
+            ShardingError: it is not an optimizer, or has parameters that are not the model's.
         """
         if isinstance(optimizer, OptimizerWrapper) or not isinstance(optimizer, torch.optim.Optimizer):
             raise ShardingError(
@@ -149,9 +149,9 @@ class Carried:
     def onto(
         self, model: nn.Module, make: Callable[[torch.optim.Optimizer, nn.Module], BoostedOptimizer]
     ) -> BoostedOptimizer:
-        """The same optimizer on the parameters that now have these names.
+        """Create the same optimizer for the parameters that now have these names.
 
-        It stays the object that it was: its class, options, hooks and whoever drives its groups go on.
+        The object stays the same, with its class, options and hooks, as do objects that refer to its groups.
         """
         params, here = dict(model.named_parameters()), names_here(model)
         groups = tuple(tuple(here[name] for name in names if name in here) for names in self.groups)
@@ -161,13 +161,13 @@ class Carried:
         made = make(self.optimizer, model)
         if self.state:
             rows = {name: row for row in plan_of(model).rows for name in row.tied}
-            state = {here[name]: _in_dtype_of(rows[name], held) for name, held in self.state.items() if name in here}
+            state = {here[name]: _in_dtype_of(rows[name], own) for name, own in self.state.items() if name in here}
             made.load_state_dict({"state": state, "param_groups": _described(self.optimizer, groups)})
         return made
 
 
 def _in_dtype_of(row: Row, state: dict[str, Any]) -> dict[str, Any]:
-    """State of a parameter in the dtype that the plan keeps it in."""
+    """Convert the state of a parameter to the dtype of the plan."""
     dtype = row.state.dtype if row.state is not None else None
 
     def one(value: Any) -> Any:

@@ -15,26 +15,26 @@ T = TypeVar("T", bound=type)
 
 
 def keyword(*, default: Any) -> Any:
-    """A keyword that several recipes have, after their own."""
+    """Return the field of a keyword that several recipes share, after their own."""
     return field(default=default, kw_only=True)
 
 
 def refused(reason: str, *, default: Any) -> Any:
-    """A keyword that means nothing here: its default is taken, and anything else is an error that says why."""
+    """Return the field of a keyword without a meaning here: other values than its default raise, with the reason."""
     return field(default=default, kw_only=True, metadata={"refused": reason})
 
 
 class Options:
-    """What keywords make. It prints as the call that makes it."""
+    """A set of keywords, which prints as the call that makes it."""
 
     def __repr__(self) -> str:
-        said = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in said)})"
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field, keyword, refused))
 def recipe(cls: T) -> T:
-    """A frozen dataclass whose keywords are checked when it is made.
+    """Decorate a class as a frozen dataclass whose keywords are checked when it is made.
 
     Raises, where it is made:
         PlanError: an unknown keyword, with the nearest known one; a keyword that means nothing here and was changed.
@@ -60,5 +60,5 @@ def recipe(cls: T) -> T:
 
 
 def refused_keywords(cls: type) -> Mapping[str, str]:
-    """The keywords of a class that mean nothing here, each with the reason."""
+    """Return the keywords of a class that have no meaning here, each with the reason."""
     return {f.name: f.metadata["refused"] for f in fields(cls) if "refused" in f.metadata}

@@ -36,8 +36,8 @@ _SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all":
 
 
 class Plugin(Options):
-    """A way to train, as a mesh, rules and transforms. Your own is a subclass that answers `mesh_shape`, and what else
-    differs."""
+    """A way to train: a mesh, rules and transforms. Your own is a subclass that overrides `mesh_shape`, and the methods
+    that differ."""
 
     controls_precision: ClassVar[bool] = False
     """Whether it has a `precision` of its own, so that `Booster` takes none."""
@@ -47,31 +47,31 @@ class Plugin(Options):
     verbose: bool = False
 
     def mesh_shape(self) -> MeshShape:
-        """The mesh; one size is -1 and becomes what the other ones leave of the processes."""
+        """Return the mesh; one size is -1, and is the number of processes divided by the other sizes."""
         raise NotImplementedError
 
     def rules(self, model: nn.Module) -> Any:
-        """How the model lies on model axes, as `shard_model` takes it."""
+        """Return the rules of the model on model axes, as `shard_model` takes them."""
         return {"**": None}
 
     def transforms(self, model: nn.Module) -> Transforms:
-        """What is done with the plan that the rules make."""
+        """Return the transforms of the plan."""
         return ()
 
     def bucket_mb(self) -> float | None:
-        """Megabytes that travel in one collective."""
+        """Return the bucket size of one collective in MiB."""
         return None
 
     def control_precision(self) -> bool:
-        """Whether it has a `precision` of its own."""
+        """Return whether the plugin has a `precision` of its own."""
         return self.controls_precision
 
     def support_no_sync(self) -> bool:
-        """Whether backward passes can be accumulated: always."""
+        """Return whether gradients can be accumulated without a reduction: always."""
         return True
 
     def support_lora(self) -> bool:
-        """Whether `booster.enable_lora` works: always."""
+        """Return whether `booster.enable_lora` works: always."""
         return True
 
     def prepare_dataloader(
@@ -86,22 +86,23 @@ class Plugin(Options):
         distributed_sampler_cls: Any = None,
         **options: Any,
     ) -> DataLoader:
-        """A dataloader over this rank's share of a data set.
+        """Return a dataloader over this rank's share of a data set.
 
-        The data axes of the mesh share the examples; ranks that differ only on model axes get the same ones. The
-        position has a `state_dict`, so that `shardlib.save(..., dataloader=loader)` keeps it.
+        The data axes of the mesh divide the examples; ranks that differ only on model axes get the same ones. The
+        loader has a `state_dict` with its position, for `shardlib.save(..., dataloader=loader)`.
 
         Args:
-            dataset: with a length and items by number.
-            batch_size: of one data rank.
-            shuffle: in another order in each epoch, if `loader.sampler.set_epoch(epoch)` is called.
-            seed: of that order, and of the workers' random streams, which differ between data ranks and workers.
-            drop_last: leave out the last batch where it is smaller.
-            pin_memory: of torch's `DataLoader`.
-            num_workers: the same.
-            distributed_sampler_cls: instead of torch's `DistributedSampler`, called with `(dataset, num_replicas=,
-                rank=, shuffle=)`.
-            **options: of torch's `DataLoader`.
+            dataset: a data set with a length and items by number.
+            batch_size: the number of examples per data rank.
+            shuffle: use another order in each epoch, if `loader.sampler.set_epoch(epoch)` is called.
+            seed: the seed of that order, and of the workers' random streams, which differ between data ranks and
+                workers.
+            drop_last: leave out the last batch if it is smaller.
+            pin_memory: as for torch's `DataLoader`.
+            num_workers: likewise.
+            distributed_sampler_cls: a replacement of torch's `DistributedSampler`, called with `(dataset,
+                num_replicas=, rank=, shuffle=)`.
+            **options: options of torch's `DataLoader`.
         """
         shape = self.mesh_shape().resolve(_of_job("WORLD_SIZE", 1))
         place = shape.data_place(shape.coordinate(_of_job("RANK", 0)))
@@ -120,14 +121,14 @@ class Plugin(Options):
 
 
 def _of_job(name: str, alone: int) -> int:
-    """This rank, or the number of them: of the process group, else of who started the process."""
+    """Return this rank, or the number of ranks: of the process group, else of the launcher's environment."""
     if dist.is_initialized():
         return dist.get_rank() if name == "RANK" else dist.get_world_size()
     return int(os.environ.get(name, alone))
 
 
 class OneProcess(Plugin):
-    """What a Booster without a plugin does: one process, nothing shared."""
+    """The behaviour of a Booster without a plugin: one process, without sharding."""
 
     def __repr__(self) -> str:
         return "Booster()"
@@ -138,7 +139,7 @@ class OneProcess(Plugin):
 
 @recipe
 class TorchDDPPlugin(Plugin):
-    """Data parallel: every rank holds the whole model, gradients are averaged.
+    """Data parallel: every rank holds the full model, gradients are averaged.
 
     BatchNorm uses the statistics of all data ranks' examples (SyncBN), in every plugin.
 
@@ -152,7 +153,7 @@ class TorchDDPPlugin(Plugin):
     bucket_cap_mb: float = 25
     find_unused_parameters: bool = False  # always found
     check_reduction: bool = refused("a gradient that was not reduced is an error in step, always.", default=False)
-    gradient_as_bucket_view: bool = refused("large gradients are reduced where they lie, always.", default=False)
+    gradient_as_bucket_view: bool = refused("large gradients are always reduced in place.", default=False)
     static_graph: bool = refused("no backward pass is assumed to be like another.", default=False)
     fp8_communication: bool = refused("gradients travel in the dtype that they have.", default=False)
 
@@ -165,7 +166,7 @@ class TorchDDPPlugin(Plugin):
 
 @recipe
 class _WithPrecision(Plugin):
-    """What plugins with a precision of their own have in common."""
+    """The base of plugins that have a `precision` of their own."""
 
     controls_precision: ClassVar[bool] = True
 
@@ -185,7 +186,7 @@ class _WithPrecision(Plugin):
     fp8_communication: bool = refused(_SENT, default=False)
 
     def precision_transforms(self, model: nn.Module, reduce: Any = None) -> Transforms:
-        """What `precision` and its companions do to a plan."""
+        """Return the transforms of `precision` and related keywords."""
         return precision_of(
             type(self).__name__,
             self.precision,
@@ -197,7 +198,7 @@ class _WithPrecision(Plugin):
         )
 
     def megabytes(self, millions: float) -> float:
-        """Of so many millions of gradients, in ColossalAI's count 2**20 each."""
+        """Convert millions of gradients, which ColossalAI counts as 2**20 each, to MiB."""
         low = self.precision in ("bf16", "fp16_naive", "fp8") or (self.precision == "fp16" and not self.master_weights)
         return millions * (2 if low else 4)
 
@@ -236,7 +237,7 @@ class LowLevelZeroPlugin(_WithPrecision):
 
 
 def _zero_mesh(copies: int, **model_axes: int) -> MeshShape:
-    """Copies of groups over which things are divided."""
+    """Return a mesh of `copies` groups, each of which shards over its ranks."""
     data = {"dp": -1} if copies == 1 else {"replicate": copies, "zero": -1}
     return MeshShape({**data, **model_axes})
 
@@ -247,7 +248,7 @@ def _zero_axis(copies: int) -> str | None:
 
 @recipe
 class TorchFSDPPlugin(Plugin):
-    """FSDP: `fsdp()`, or what the sharding strategy says.
+    """FSDP: `fsdp()`, or the transform of the sharding strategy.
 
         FULL_SHARD, None     fsdp(reshard_after_forward=True)
         SHARD_GRAD_OP        fsdp(reshard_after_forward=False)
@@ -292,7 +293,7 @@ class TorchFSDPPlugin(Plugin):
         return name
 
     def _precision(self, model: nn.Module) -> Transforms:
-        """Of a `torch.distributed.fsdp.MixedPrecision`, or of a name."""
+        """Return the transforms of a `torch.distributed.fsdp.MixedPrecision`, or of a name."""
         given = self.mixed_precision
         if given is None or isinstance(given, str):
             return precision_of(type(self).__name__, given or "fp32", model, LossScale())
@@ -318,21 +319,21 @@ _STRATEGIES: dict[str, Transform] = {
 
 
 def _node() -> int:
-    """Ranks of one node, where its launcher says so; else all."""
+    """Return the number of ranks of one node, where its launcher sets it; else of all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 @recipe
 class GeminiPlugin(_WithPrecision):
-    """ZeRO with parts of the model in host memory: stage 3 for the largest parameters, stage 2 for the rest.
+    """ZeRO with offloading: stage 3 for the largest parameters, stage 2 for the rest.
 
-        shard_param_frac     how much of the parameters' bytes is divided between steps: 1 is stage 3, 0 is stage 2
-        offload_optim_frac   how much of the optimizer's state lies in host memory
-        offload_param_frac   how much of the divided parameters and gradients does; their state has to, too
+        shard_param_frac     fraction of the parameters' bytes that is stored sharded: 1 is stage 3, 0 is stage 2
+        offload_optim_frac   fraction of the optimizer's state in host memory
+        offload_param_frac   fraction of the sharded parameters and gradients in host memory; their state is there too
 
-    With `placement_policy="auto"` as little as fits goes there: of `memory_budget`, by default the memory of the
-    device, all but activations may take the share `steady_cuda_cap_ratio` (`shardlib.fit`). Where the device is a
-    CPU, there is one memory, and without a budget nothing goes.
+    With `placement_policy="auto"` as little as possible is offloaded (`shardlib.fit`): everything except activations
+    may use the fraction `steady_cuda_cap_ratio` of `memory_budget`, by default the memory of the device. Where the
+    device is a CPU, nothing is offloaded without a budget.
 
     >>> GeminiPlugin(precision="bf16", offload_optim_frac=0.5).transforms(nn.Linear(2, 2))
     (zero(3), precision("bf16"), offload(fraction=0.5))
@@ -399,7 +400,7 @@ class GeminiPlugin(_WithPrecision):
                 raise PlanError(f"{self}: {name} is from 0 to 1.")
         if self.offload_param_frac > self.offload_optim_frac:
             raise PlanError(
-                f"{self}: the state of parameters in host memory lies there too; give offload_optim_frac at least "
+                f"{self}: the state of offloaded parameters is offloaded too; give offload_optim_frac at least "
                 "offload_param_frac."
             )
         if self.offload_param_frac and self.shard_param_frac < 1:
@@ -427,31 +428,31 @@ class GeminiPlugin(_WithPrecision):
 
 
 def _device_memory() -> float | None:
-    """Bytes of this rank's accelerator; None without one."""
+    """Return the bytes of this rank's accelerator; None without one."""
     if not torch.accelerator.is_available():
         return None
     return torch.accelerator.get_memory_info()[1]
 
 
 def _largest(model: nn.Module, fraction: float) -> list[str]:
-    """Names of the largest parameters, enough of them to hold a fraction of all bytes."""
+    """Return the names of the largest parameters that together have a fraction of all bytes."""
     sizes = {name: param.nbytes for name, param in model.named_parameters()}
-    wanted, going, held = fraction * sum(sizes.values()), list[str](), 0
+    wanted, going, chosen_bytes = fraction * sum(sizes.values()), list[str](), 0
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        if held >= wanted:
+        if chosen_bytes >= wanted:
             break
         going.append(name)
-        held += sizes[name]
+        chosen_bytes += sizes[name]
     return going
 
 
 @recipe
 class HybridParallelPlugin(_WithPrecision):
-    """Tensor parallel, pipelines and data parallel, with ZeRO of any stage. The layout is the one for the model's class
+    """Tensor parallel, pipelines and data parallel, with ZeRO of any stage. The rules are those of the model's class
     (`layouts.for_model`), or `custom_policy`. Stages are balanced by parameters, or have `num_layers_per_stage`, or are
-    those that the rules of `custom_policy` name. Sequences are split over tp ("split_gather", or "ring") or over ranks
-    of their own ("all_to_all" or "ring_attn", with sp_size). A `tensor_mode`, such as "2d" or one that you registered,
-    splits over axes of its own, which tp_size ranks make up.
+    named by the rules of `custom_policy`. Sequences are split over tp ("split_gather", or "ring") or over an axis of
+    their own ("all_to_all" or "ring_attn", with sp_size). A `tensor_mode`, such as "2d" or a registered one, splits
+    over its own axes, which have tp_size ranks together.
 
     >>> HybridParallelPlugin(tp_size=2, zero_stage=1, precision="bf16").mesh_shape()
     MeshShape("dp=-1,tp=2")
@@ -472,7 +473,7 @@ class HybridParallelPlugin(_WithPrecision):
     enable_jit_fused: bool = refused(_KERNELS, default=False)
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: str | None = None
-    parallel_output: bool = True  # outputs are whole in either case
+    parallel_output: bool = True  # outputs are unsharded in either case
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     broadcast_buffers: bool = refused(
@@ -481,7 +482,7 @@ class HybridParallelPlugin(_WithPrecision):
     ddp_bucket_cap_mb: float = 25
     find_unused_parameters: bool = False  # always found
     check_reduction: bool = refused("a gradient that was not reduced is an error in step, always.", default=False)
-    gradient_as_bucket_view: bool = refused("large gradients are reduced where they lie, always.", default=False)
+    gradient_as_bucket_view: bool = refused("large gradients are always reduced in place.", default=False)
     static_graph: bool = refused("no backward pass is assumed to be like another.", default=False)
     zero_bucket_size_in_m: float = 12
     cpu_offload: bool = False
@@ -515,12 +516,12 @@ class HybridParallelPlugin(_WithPrecision):
         return MeshShape({**outer, **split, **sequence})
 
     def _tensor_axes(self) -> MeshShape:
-        """Of one copy of a layer.
+        """Return the mesh axes of one copy of a layer.
 
         Raises:
-            PlanError: a tensor mode beside a split sequence.
+            PlanError: a tensor mode together with a split sequence.
             RuleError: no such tensor mode.
-            MeshError: tp_size ranks do not make up its axes.
+            MeshError: its axes cannot have tp_size ranks.
         """
         if self.tensor_mode is None:
             if self.tensor_sizes:
@@ -531,10 +532,10 @@ class HybridParallelPlugin(_WithPrecision):
         return tensor_mode(self.tensor_mode).mesh_shape(self.tp_size, **(self.tensor_sizes or {}))
 
     def _mode(self) -> str | None:
-        """The mode of rules that splits the sequence; None where none does.
+        """Return the mode of rules that splits the sequence; None without one.
 
         Raises:
-            PlanError: a way to split that is none, or that does not go with the sizes.
+            PlanError: an unknown way to split, or one that contradicts the sizes.
         """
         way, own_axis = self.sequence_parallelism_mode, (self.sp_size or 1) > 1
         if not self.enable_sequence_parallelism:
@@ -595,14 +596,15 @@ class HybridParallelPlugin(_WithPrecision):
         )
 
     def _schedule(self) -> Transforms:
-        """How a pipeline runs.
+        """Return the transforms that schedule a pipeline.
 
         Raises:
-            PlanError: a style that is none or does not fit the chunks; not one number of microbatches.
+            PlanError: an unknown style, or one that does not fit the chunks; no, or more than one, number of
+                microbatches.
         """
-        said = [name for name in ("num_microbatches", "microbatch_size") if getattr(self, name) is not None]
+        given = [name for name in ("num_microbatches", "microbatch_size") if getattr(self, name) is not None]
         if self.pp_size == 1:
-            if said or self.num_model_chunks != 1 or self.num_layers_per_stage is not None:
+            if given or self.num_model_chunks != 1 or self.num_layers_per_stage is not None:
                 raise PlanError(
                     f"{self}: microbatches, chunks and layers per stage are a pipeline's, and pp_size is 1."
                 )
@@ -614,7 +616,7 @@ class HybridParallelPlugin(_WithPrecision):
                 f'{self}: pp_style is "gpipe" or "1f1b" with num_model_chunks=1, "interleaved" or "interleaved-zb" '
                 'with more, or "zbv" with 2.'
             )
-        if len(said) != 1:
+        if len(given) != 1:
             raise PlanError(
                 f"{self}: say into how many microbatches a batch is cut, num_microbatches=, or how many rows each has, "
                 "microbatch_size=; one of the two."

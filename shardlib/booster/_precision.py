@@ -31,10 +31,10 @@ Transforms = tuple[Callable[[Plan], Plan], ...]
 
 
 class MixedPrecision(Options):
-    """What `Booster(mixed_precision=...)` takes."""
+    """The base of values for `Booster(mixed_precision=...)`."""
 
     def transforms(self, model: nn.Module) -> Transforms:
-        """What it does to the plan of a model."""
+        """Return the transforms of a model's plan."""
         raise NotImplementedError
 
 
@@ -149,7 +149,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
 
 
 def batch_norms(model: nn.Module) -> tuple[str, ...]:
-    """Patterns of the BatchNorm modules that have parameters."""
+    """Return patterns of the BatchNorm modules that have parameters."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     return tuple(f"^{name}" for name, m in model.named_modules() if isinstance(m, norms) and m.affine)
 
@@ -164,7 +164,7 @@ _BY_NAME: Mapping[str, type[MixedPrecision]] = {
 
 
 def mixed_precision_of(given: Any) -> MixedPrecision | None:
-    """What a name or an object stands for; None and "fp32" stand for float32.
+    """Return the `MixedPrecision` of a name or an object; None and "fp32" are float32.
 
     Raises:
         PlanError: another name, or something else.
@@ -189,13 +189,13 @@ def loss_scale(
     max_scale: float = 2.0**32,
     hysteresis: int = 1,
 ) -> LossScale:
-    """A `LossScale` whose bounds leave room for where it begins."""
+    """Return a `LossScale` with bounds that include its initial value."""
     low, high = min(min_scale, init), max(max_scale, init)
     return LossScale(float(init), float(growth), float(backoff), interval, float(low), float(high), hysteresis)
 
 
 def scale_of(options: Any) -> LossScale:
-    """The `LossScale` of options that have ColossalAI's names for it, the least scale not among all of them."""
+    """Return the `LossScale` of options with ColossalAI's names; not all of them have a minimum."""
     return loss_scale(
         options.initial_scale,
         options.growth_factor,
@@ -220,13 +220,13 @@ def precision_of(
     reduce: Any = None,
     fp8: bool = False,
 ) -> Transforms:
-    """What a plugin's keywords about precision do to a plan.
+    """Return the transforms of a plugin's keywords about precision.
 
     Args:
         who: the plugin, for messages.
         name: "fp16", "bf16", "fp32", "fp16_naive" or "fp8".
         model: parameters of its BatchNorm modules stay float32, as their statistics do.
-        scale: of the loss, where the name asks for one.
+        scale: the loss scale, if the name needs one.
         master: whether low-precision parameters have a copy in float32.
         reduce: the dtype in which gradients travel.
         fp8: linear modules multiply in float8.

@@ -1,6 +1,6 @@
-"""What a job is configured with: a dict whose keys are attributes too, from Python, TOML or a dict.
+"""The configuration of a job: a dict whose keys are attributes too, from Python, TOML or a dict.
 
-Keys are the user's own business, except that a known one spelt wrong would do nothing without a word: that is refused.
+Users may add any keys. A misspelt known key is refused, since it would silently do nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _KNOWN = frozenset(_READ) | {
     "NUM_EPOCHS",
 }
 _BY_LETTERS = MappingProxyType({key.lower().replace("_", ""): key for key in _READ})
-# A slip leaves a key this alike and at most so many letters apart; below that length, words are close by chance (fp8).
+# A typo leaves a key this similar and at most so many letters apart; below that length, words are close by chance
+# (fp8).
 _ALIKE, _APART, _LONG = 0.85, 2, 8
 
 
@@ -85,12 +86,12 @@ class Section(dict[str, Any]):
         del self[name]
 
     def update(self, given: Any = (), /, **keys: Any) -> None:
-        """As of any dict."""
+        """Update as a dict does."""
         for key, value in dict(given, **keys).items():
             self[key] = value
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """As of any dict."""
+        """Set a default as a dict does."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -100,15 +101,15 @@ class Section(dict[str, Any]):
         return self
 
     def copy(self) -> Section:
-        """As of any dict; sections inside are copied too."""
+        """Copy as a dict does; sections inside are copied too."""
         return type(self)(self)
 
 
 class Config(Section):
-    """What a job is configured with: the keys that engines know, and any of the user's own.
+    """The configuration of a job: the keys that engines know, and any of the user's own.
 
     Raises:
-        LaunchError: a key that is a known one but for a slip, which would do nothing.
+        LaunchError: a key that is a misspelt known one, which would do nothing.
 
     >>> config = Config(parallel={"tensor": {"size": 2, "mode": "1d"}}, BATCH_SIZE=32, my_own=1)
     >>> config.parallel.tensor.size, config.BATCH_SIZE, config.my_own
@@ -130,7 +131,7 @@ class Config(Section):
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | str | Path | None) -> Config:
-        """A config from what a user gives: a dict, the path of a file, or nothing.
+        """Return a config from a dict, the path of a file, or None.
 
         >>> Config.of({"zero": {}}).zero, Config.of(None)
         ({}, {})
@@ -147,10 +148,11 @@ class Config(Section):
 
     @classmethod
     def from_file(cls, path: str | Path) -> Config:
-        """The keys of a TOML file, or what a Python file gives names to.
+        """Read the keys of a TOML file, or the global names of a Python file.
 
-        A Python file is run as `python path` runs it, its folder on `sys.path`: run none that you do not trust. Its
-        names become keys, but not those of modules, functions and classes, nor those that begin with an underscore.
+        A Python file is run as `python path` runs it, with its folder on `sys.path`: do not run files that you do not
+        trust. Its global names become keys, except modules, functions, classes, and names that begin with an
+        underscore.
 
         Raises:
             LaunchError: no such file, another kind of file, one that cannot be read or does not run.
@@ -180,7 +182,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
-        raise LaunchError(f"it is no valid TOML: {fault}.") from None
+        raise LaunchError(f"it is not valid TOML: {fault}.") from None
 
 
 _READERS = MappingProxyType({".py": _from_python, ".toml": _from_toml})
@@ -197,13 +199,13 @@ def _importing_from(folder: Path) -> Iterator[None]:
 
 
 def _is_setting(value: object) -> bool:
-    """Neither code nor what `from __future__ import ...` leaves behind."""
+    """Return whether a value is neither code nor a `from __future__` feature."""
     code = inspect.ismodule(value) or inspect.isroutine(value) or inspect.isclass(value)
     return not code and type(value).__module__ != "__future__"
 
 
 def _line(fault: Exception, path: Path) -> str:
-    """Where in the user's file it happened: the innermost of its lines that was running."""
+    """Return the line of the user's file that failed: the innermost that was running."""
     where, found = fault.__traceback__, fault.lineno if isinstance(fault, SyntaxError) else None
     while where is not None:
         if where.tb_frame.f_code.co_filename == str(path):
@@ -221,7 +223,7 @@ def _nested(value: Any) -> Any:
 
 
 def _meant(key: str) -> str | None:
-    """The known key that this one is but for capitals, underscores or a slip.
+    """Return the known key that differs from this one by case, underscores or a typo only.
 
     >>> [_meant(key) for key in ("paralel", "FP16", "NUM_MICROBATCHES", "gradient_acumulation")]
     ['parallel', 'fp16', 'NUM_MICRO_BATCHES', 'gradient_accumulation']
@@ -239,7 +241,7 @@ def _meant(key: str) -> str | None:
 
 
 def _edits(a: str, b: str) -> int:
-    """How many letters to put in, leave out or replace to make one word of the other (Levenshtein's distance)."""
+    """Return the number of letters to insert, delete or replace between two words (Levenshtein's distance)."""
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):
         last, row = row, [i]

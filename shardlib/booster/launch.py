@@ -1,6 +1,6 @@
-"""Start this process as one rank of a job: numbers checked, device taken, ranks met, everything seeded.
+"""Launch of this process as one rank of a job: check the numbers, choose the device, join the ranks, seed.
 
-The numbers come from the caller (`launch`), or from what a launcher put into the environment.
+The numbers come from the caller (`launch`), or from the environment of a launcher.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _SEEDS = 2**32
 
 @dataclass(frozen=True)
 class Launched:
-    """What a rank knows once it has joined its job.
+    """The result of joining a job.
 
     Attributes:
-        rank: its number among all ranks.
-        world_size: how many ranks there are.
-        local_rank: its number among those of its machine; None where nobody said.
-        host, port: where the ranks met.
-        backend: what carries their messages, as torch names it.
-        device: the accelerator that is this rank's own, or the CPU.
-        seed: what every rank was seeded with.
-        config: what the job was configured with.
+        rank: the number of this rank.
+        world_size: the number of ranks.
+        local_rank: its number on its machine; None if it is not known.
+        host, port: the address at which the ranks met.
+        backend: the backend of collectives, as torch names it.
+        device: this rank's own accelerator, or the CPU.
+        seed: the seed of every rank.
+        config: the configuration of the job.
     """
 
     rank: int
@@ -77,27 +77,28 @@ def launch(
 ) -> Launched:
     """Join a job of `world_size` ranks that meet at `host:port`, where rank 0 listens.
 
-    Python, numpy and torch are seeded alike on every rank, so that all build the same first weights, which
-    `shard_model` checks. Called again with the same numbers it does nothing; ranks that have met in another way
-    already (`sl.mesh`, `init_process_group`) are checked against the numbers, and seeded.
+    Python, numpy and torch have the same seed on every rank, so that all build the same initial weights, which
+    `shard_model` checks. A second call with the same numbers does nothing; if the process group exists already
+    (`sl.mesh`, `init_process_group`), the numbers are checked against it, and ranks are seeded.
 
     Args:
         rank: this process's number, from 0.
-        world_size: how many processes there are.
+        world_size: the number of processes.
         host: a name or an address; IPv6 as "::1" or "[::1]".
         port: from 1 to 65535, free on that host.
-        backend: by default NCCL for tensors on CUDA beside gloo for those on CPU, the like for other accelerators,
-            gloo on a machine without one. What is given here is what is used: "gloo" makes a job on CPU.
-        local_rank: which of its machine's devices this rank takes; by default the rank modulo their number. Where a
-            process sees one device alone, it takes that.
-        seed: for every rank.
+        backend: by default NCCL for tensors on CUDA and gloo for those on CPU, the same for other accelerators, and
+            gloo on a machine without one. A given backend is used as it is: "gloo" makes a job on CPU.
+        local_rank: the index of this rank's device on its machine; by default the rank modulo their number. A process
+            that sees one device uses that.
+        seed: the seed of every rank.
         verbose: rank 0 prints one line to stderr.
         config: a dict, or the path of a .py or .toml file; see `Config`.
-        timeout: how long ranks wait for each other, now and later, in seconds or as a `timedelta`; by default half an
-            hour to start, and then as torch chooses for the backend.
+        timeout: the time that ranks wait for each other, now and later, in seconds or as a `timedelta`; by default half
+            an hour to start, and then torch's default for the backend.
 
     Raises:
-        LaunchError: numbers that cannot be, before any socket; another job was joined already; the ranks did not meet.
+        LaunchError: invalid numbers, before any socket is opened; another job was joined already; the ranks did not
+            meet.
 
     Example:
         >>> launch(rank=0, world_size=1, host="localhost", port=29500, verbose=False).device  # doctest: +SKIP
@@ -131,7 +132,7 @@ def launch(
 
 
 def launched() -> Launched | None:
-    """What `launch` or its like returned for the job that this process is in; None where none of them was called."""
+    """Return the result of `launch`, or of a function like it, for this process's job; None if none was called."""
     world = dist.group.WORLD if dist.is_initialized() else None
     return None if world is None else _JOINED.get(world)
 
@@ -144,12 +145,12 @@ def launch_from_torch(
     *,
     timeout: float | timedelta | None = None,
 ) -> Launched:
-    """`launch` with the numbers that `torchrun` and `shardlib run` put into the environment.
+    """Call `launch` with the variables that `torchrun` and `shardlib run` set.
 
     These are RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        LaunchError: a variable is missing or no number, and whatever `launch` refuses.
+        LaunchError: a variable is missing or is not a number; and the errors of `launch`.
 
     >>> launch_from_torch()  # doctest: +SKIP
     Launched(rank=0, world_size=2, local_rank=0, host='127.0.0.1', port=29500, backend='gloo', ...)
@@ -179,13 +180,13 @@ def launch_from_slurm(
     *,
     timeout: float | timedelta | None = None,
 ) -> Launched:
-    """`launch` with the numbers that SLURM's `srun` puts into the environment.
+    """Call `launch` with the variables that SLURM's `srun` sets.
 
     These are SLURM_PROCID, SLURM_NPROCS and SLURM_LOCALID.
 
     Args:
-        host: where rank 0 runs, such as the first line of `scontrol show hostnames`.
-        port: a free one there, the same for all ranks.
+        host: the host of rank 0, such as the first line of `scontrol show hostnames`.
+        port: a free port of that host, the same for all ranks.
         backend: as for `launch`, like all that follow.
         seed: see there.
         verbose: see there.
@@ -193,7 +194,7 @@ def launch_from_slurm(
         timeout: see there.
 
     Raises:
-        LaunchError: a variable is missing or no number, and whatever `launch` refuses.
+        LaunchError: a variable is missing or is not a number; and the errors of `launch`.
     """
     found = _SLURM.read()
     rank, size, local_rank = map(found.number, _SLURM.variables)
@@ -210,11 +211,11 @@ def launch_from_openmpi(
     *,
     timeout: float | timedelta | None = None,
 ) -> Launched:
-    """`launch` with the numbers that Open MPI's `mpirun` puts into the environment: OMPI_COMM_WORLD_RANK and its like.
+    """Call `launch` with the variables that Open MPI's `mpirun` sets: OMPI_COMM_WORLD_RANK and others.
 
     Args:
-        host: where rank 0 runs.
-        port: a free one there, the same for all ranks.
+        host: the host of rank 0.
+        port: a free port of that host, the same for all ranks.
         backend: as for `launch`, like all that follow.
         seed: see there.
         verbose: see there.
@@ -222,7 +223,7 @@ def launch_from_openmpi(
         timeout: see there.
 
     Raises:
-        LaunchError: a variable is missing or no number, and whatever `launch` refuses.
+        LaunchError: a variable is missing or is not a number; and the errors of `launch`.
     """
     found = _OPENMPI.read()
     rank, size, local_rank = map(found.number, _OPENMPI.variables)
@@ -234,7 +235,7 @@ def launch_from_openmpi(
 
 @dataclass(frozen=True)
 class _Launcher:
-    """What starts processes, which variables it sets for each, and which function of ours reads them."""
+    """A program that starts processes, the variables that it sets for each, and our function that reads them."""
 
     function: str
     command: str
@@ -253,7 +254,7 @@ class _Launcher:
         return _Found(self, found)
 
     def _other(self) -> str:
-        """The launcher that did start this process, as far as its variables tell."""
+        """Return the launcher that did start this process, as far as its variables show."""
         for other in (_TORCHRUN, _SLURM, _OPENMPI):
             if other is not self and all(os.environ.get(name) for name in other.variables):
                 return f" {other.variables[0]} and its like are there: call {other.function}."
@@ -270,7 +271,7 @@ class _Found(dict[str, str]):
             return int(self[name])
         except ValueError:
             raise LaunchError(
-                f'{self.launcher.function} found {name}="{self[name]}", which is no integer. '
+                f'{self.launcher.function} found {name}="{self[name]}", which is not an integer. '
                 f"{self.launcher.command} sets it; do not set it by hand."
             ) from None
 
@@ -316,7 +317,7 @@ def _check_numbers(rank: int, world_size: int, port: int, local_rank: int | None
 
 
 def _is_it_a_config(given: object) -> str:
-    """What to do for those who know it as the first argument."""
+    """Return a hint for a config that was passed as the first argument."""
     file = isinstance(given, str) and given.endswith((".py", ".toml"))
     return " A config is given by its name: config=..." if file or isinstance(given, Mapping | Path) else ""
 
@@ -329,7 +330,7 @@ def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
 
 
 def _checked_host(host: object) -> str:
-    """A name, or an address without brackets."""
+    """Return a host name, or an address without brackets."""
     text = host.removeprefix("[").removesuffix("]") if isinstance(host, str) else ""
     if not text or "/" in text or any(map(str.isspace, text)):
         raise LaunchError(f'host={host!r} was given; give a name or an address, such as "localhost" or "[::1]".')
@@ -338,14 +339,14 @@ def _checked_host(host: object) -> str:
             ipaddress.IPv6Address(text)
         except ValueError:
             raise LaunchError(
-                f"host={host!r} was given, which is no IPv6 address; give the port by itself, as in "
+                f"host={host!r} was given, which is not an IPv6 address; give the port by itself, as in "
                 f'host="{text.partition(":")[0]}", port=29500.'
             ) from None
     return text
 
 
 def _checked_backend(backend: object) -> str:
-    """What was asked for, if this machine has it; else what suits its device."""
+    """Return the requested backend, if this machine has it; else the default of its device."""
     if backend is None:
         device = _accelerator()
         return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}" if device else "gloo"
@@ -378,7 +379,7 @@ def _accelerator() -> torch.device | None:
 
 
 def _device(asked: Launched) -> torch.device:
-    """This rank's own device: gloo alone is for CPUs, as `sl.mesh` takes it."""
+    """Return this rank's own device: a CPU with gloo alone, as `sl.mesh` takes it."""
     accelerator = _accelerator()
     if accelerator is None or asked.backend == "gloo":
         return torch.device("cpu")
@@ -426,7 +427,7 @@ def _is_the_agents(asked: Launched) -> bool:
 
 
 def _again(asked: Launched, *, chosen: bool, reconfigured: bool) -> Launched:
-    """Ranks that have met already: in this way, or in another one that leaves less to compare."""
+    """Check ranks that have joined before, in this way or in another that leaves less to compare."""
     world = dist.group.WORLD
     assert world is not None
     before = _JOINED.get(world)
@@ -478,5 +479,5 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _address(place: Launched) -> str:
-    return f"[{place.host}]:{place.port}" if ":" in place.host else f"{place.host}:{place.port}"
+def _address(job: Launched) -> str:
+    return f"[{job.host}]:{job.port}" if ":" in job.host else f"{job.host}:{job.port}"

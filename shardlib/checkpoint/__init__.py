@@ -1,4 +1,4 @@
-"""Checkpoints: every tensor by its name and global shape, whatever mesh it was saved on and is loaded into."""
+"""Checkpoints: tensors by name and global shape, which can be loaded on any mesh."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ import torch
 from shardlib._mesh import MeshShape
 from shardlib.layout import Layout
 
-__all__ = ["Box", "Part", "parts", "tiles", "whole"]
+__all__ = ["Box", "Part", "full_box", "parts", "tiles"]
 
 
 @dataclass(frozen=True)
 class Box:
-    """Where a part of a tensor begins and how large it is, dim by dim."""
+    """An interval in every dim of a tensor, as offsets and sizes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -31,7 +31,7 @@ class Box:
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
     def meet(self, other: Box) -> Box | None:
-        """What two boxes share, or None.
+        """Return the intersection of two boxes, or None.
 
         >>> Box((0, 0), (4, 4)).meet(Box((2, 3), (9, 9)))
         Box(offsets=(2, 3), sizes=(2, 1))
@@ -43,29 +43,29 @@ class Box:
         return Box(low, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: Box) -> Box:
-        """The same box, counted from where `outer` begins."""
+        """Return the same box with offsets relative to `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor, and where it stands in the local tensor of a rank that holds it."""
+    """A box of a tensor, and its box in the local tensor of a rank that holds it."""
 
     box: Box
     local: Box
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The values of the box, out of the local tensor."""
+        """Return the values of the box from the local tensor."""
         values = local[self.local.slices]
         return values if self.box.numel else values.reshape(self.box.sizes)  # of no elements, whose split is lost
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
 def parts(layout: Layout, shape: Sequence[int], mesh: MeshShape, coordinate: Mapping[str, int]) -> list[Part]:
-    """The boxes that the rank at a coordinate holds: several where a fused dim is split inside; no empty ones.
+    """Return the non-empty boxes that the rank at a coordinate holds: several where a fused dim is split inside.
 
     >>> layout = Layout.parse("(qkv heads@tp)", sizes={"qkv": 2, "heads": 2})
     >>> [(part.box.offsets, part.local.offsets) for part in parts(layout, (4,), MeshShape("tp=2"), {"tp": 1})]
@@ -89,14 +89,16 @@ def _intervals(slices: Sequence[slice]) -> Iterator[tuple[int, int, int]]:
 
 
 def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
-    """What keeps boxes from covering a tensor exactly once, or None. They must form a grid, as layouts do.
+    """Return why boxes do not cover a tensor exactly once, or None if they do. Boxes must form a grid, as layouts do.
 
     >>> tiles([Box((0,), (2,)), Box((2,), (1,))], (3,))
     >>> tiles([Box((0,), (2,))], (3,))
     'elements from 2 to 3 of dim 0 are in no piece'
     """
     if math.prod(shape) == 0:
-        return None if all(box == whole(shape) for box in boxes) else "pieces of an empty tensor that are not all of it"
+        return (
+            None if all(box == full_box(shape) for box in boxes) else "pieces of an empty tensor that are not all of it"
+        )
     cells = 1
     for dim, size in enumerate(shape):
         intervals = sorted({(box.offsets[dim], box.sizes[dim]) for box in boxes})

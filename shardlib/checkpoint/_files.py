@@ -63,7 +63,7 @@ _CHUNK = 1 << 24
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
-    """What safetensors calls a dtype.
+    """Return the safetensors name of a dtype.
 
     Raises:
         CheckpointError: it has no name for it.
@@ -75,7 +75,8 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: its name there, which part of which whole tensor it is, and where its values come from."""
+    """A tensor in a file: its name there, the part of the global tensor that it is, and the function that returns its
+    values."""
 
     name: str
     dtype: torch.dtype
@@ -88,7 +89,7 @@ class Entry:
 
 
 def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Write entries as one safetensors file, and to the disk; its size and checksum.
+    """Write entries as one safetensors file and sync it to disk; return its size and checksum.
 
     Entries are asked for their values in the order of the file, each once, and all of them even where writing fails:
     ranks that send what an entry needs must not wait for ever. The header also says where each part begins in its
@@ -152,7 +153,7 @@ class _Writer:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a small file, and to the disk."""
+    """Write a small file and sync it to disk."""
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -164,13 +165,13 @@ def new_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename, and see to it that the disk knows."""
+    """Rename a file or folder and sync the change to disk."""
     os.replace(source, target)
     sync_folder(target.parent)
 
 
 def sync_folder(path: Path) -> None:
-    """See to it that the names in a folder are on the disk."""
+    """Sync the names in a folder to disk."""
     if os.name != "posix":  # elsewhere folders cannot be opened
         return
     handle = os.open(path, os.O_RDONLY)
@@ -181,13 +182,13 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with what is in it, if it is there."""
+    """Remove a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
 
 
 def checksum(path: Path) -> str:
-    """The CRC-32 of a file, as text."""
+    """Return the CRC-32 of a file, as text."""
     crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -210,14 +211,14 @@ class Readers:
         self._stack.close()
 
     def open(self, file: str) -> None:
-        """Open a file now; what is read of it later is of the file that stands there now."""
+        """Open a file now, so that later reads are not affected by a replacement of the file."""
         try:
             self._handle(file)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f'"{self._folder / file}" cannot be read as safetensors: {error}.') from error
 
     def read(self, file: str, name: str, dtype: torch.dtype, shape: tuple[int, ...], part: Box) -> torch.Tensor:
-        """A part of a tensor in a file, which must be there with that dtype and shape."""
+        """Read a part of a tensor in a file, which must have that dtype and shape."""
         try:
             handle = self._handle(file)
             source = handle.get_slice(name)
@@ -235,11 +236,11 @@ class Readers:
             ) from error
 
     def headers(self, file: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of every tensor of a file."""
+        """Return dtype and shape of every tensor of a file."""
         self.open(file)
         handle = self._open[file]
         try:
-            found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  it is no mapping
+            found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  it is not a mapping
             return {name: (DTYPES[s.get_dtype()], tuple(s.get_shape())) for name, s in found.items()}
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise CheckpointError(f'"{self._folder / file}" cannot be read as safetensors: {error}.') from error
@@ -248,6 +249,6 @@ class Readers:
         if file not in self._open:
             path = self._folder / file
             if not stat.S_ISREG(os.stat(path).st_mode):
-                raise CheckpointError(f'"{path}" is no regular file. Use another checkpoint.')
+                raise CheckpointError(f'"{path}" is not a regular file. Use another checkpoint.')
             self._open[file] = self._stack.enter_context(safe_open(str(path), framework="pt"))
         return self._open[file]

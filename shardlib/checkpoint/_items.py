@@ -1,6 +1,6 @@
-"""What a rank holds of tensors that belong to all: name, global shape, layout, and its local part.
+"""Items: tensors as one rank holds them, by name, global shape, layout and local shard.
 
-Everything below this file - who writes what, files, reading - knows tensors as items only, and nothing of engines.
+Modules below this one - the assignment of writers, files, reading - use items only, and do not know the engine.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from shardlib.errors import CheckpointError, LayoutError, MeshError
 from shardlib.layout import Layout
 
 __all__ = [
-    "Home",
     "Item",
+    "RankMesh",
     "elsewhere",
     "first_names",
-    "home_of",
-    "home_of_model",
     "item_of",
     "model_items",
+    "rank_mesh_of",
+    "rank_mesh_of_model",
     "tied_names",
 ]
 
 
 @dataclass(frozen=True)
-class Home:
-    """The ranks that hold a tensor together, and where they sit: rank `ranks[i]` at place i of the mesh."""
+class RankMesh:
+    """The ranks that hold a tensor together, and their coordinates: rank `ranks[i]` is at index i of the mesh."""
 
     mesh: MeshShape
     ranks: tuple[int, ...]
 
     @classmethod
-    def everywhere(cls, size: int) -> Home:
-        """All ranks of the job, with no order among them that matters."""
+    def everywhere(cls, size: int) -> RankMesh:
+        """Return all ranks of the job, in any order."""
         return cls(MeshShape(dp=size), tuple(range(size)))
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -57,14 +57,14 @@ class Home:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor as one rank holds it.
+    """A tensor of the job, and this rank's shard of it.
 
     Attributes:
         section: "model" or "optimizer"; names are its own.
-        name: in a checkpoint.
-        shape, dtype: of the whole tensor.
-        layout, home: how it lies, and on which ranks. Axes that do not split it hold copies.
-        local: this rank's part, which loading writes to.
+        name: the tensor's name in a checkpoint.
+        shape, dtype: global shape and dtype.
+        layout, rank_mesh: the layout, and its ranks. Axes that do not split the tensor hold copies.
+        local: this rank's local shard, which loading overwrites.
     """
 
     section: str
@@ -72,42 +72,43 @@ class Item:
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
-    home: Home
+    rank_mesh: RankMesh
     local: torch.Tensor
 
     def parts(self, rank: int) -> list[Part]:
-        """The boxes that a rank holds."""
-        return parts(self.layout, self.shape, self.home.mesh, self.home.coordinate(rank))
+        """Return the boxes that a rank holds."""
+        return parts(self.layout, self.shape, self.rank_mesh.mesh, self.rank_mesh.coordinate(rank))
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that split the tensor, in the mesh's order."""
-        return tuple(axis for axis, size in self.home.mesh.items() if axis in self.layout.axes and size > 1)
+        return tuple(axis for axis, size in self.rank_mesh.mesh.items() if axis in self.layout.axes and size > 1)
 
 
-def item_of(section: str, name: str, tensor: torch.Tensor, everywhere: Home) -> Item:
-    """A tensor of a model or optimizer on this rank as an item: a DTensor in its layout, a plain one whole everywhere.
+def item_of(section: str, name: str, tensor: torch.Tensor, everywhere: RankMesh) -> Item:
+    """Return a tensor of a model or optimizer as an item: a DTensor with its layout, a plain tensor as replicated
+    everywhere.
 
     Args:
         section: "model" or "optimizer".
-        name: of the item.
-        tensor: it.
-        everywhere: the ranks that hold a plain one.
+        name: the name of the item.
+        tensor: the tensor.
+        everywhere: the ranks that replicate a plain tensor.
 
     Raises:
-        CheckpointError: a DTensor that cannot be saved as it is: with partial sums, or split as no layout says.
+        CheckpointError: a DTensor that cannot be saved: partial, or with placements that have no layout.
     """
     if not isinstance(tensor, DTensor):
         local = tensor.detach()
-        home, layout = everywhere, Layout.replicate(tensor.ndim)
+        rank_mesh, layout = everywhere, Layout.replicate(tensor.ndim)
     else:
-        local, home = _torch.local_of(tensor).detach(), home_of(tensor.device_mesh)
-        layout = _layout(name, tensor, home)
+        local, rank_mesh = _torch.local_of(tensor).detach(), rank_mesh_of(tensor.device_mesh)
+        layout = _layout(name, tensor, rank_mesh)
     shape = tuple(tensor.shape)
-    item = Item(section, name, shape, tensor.dtype, layout, home, local)
+    item = Item(section, name, shape, tensor.dtype, layout, rank_mesh, local)
     if isinstance(tensor, DTensor):
         rank = torch.distributed.get_rank()
-        expected = layout.local_shape(shape, home.mesh, home.coordinate(rank))
+        expected = layout.local_shape(shape, rank_mesh.mesh, rank_mesh.coordinate(rank))
         if tuple(local.shape) != tuple(expected):
             raise CheckpointError(
                 f'"{name}" has local shape {tuple(local.shape)} on rank {rank}, and its layout "{layout}" of global '
@@ -116,23 +117,23 @@ def item_of(section: str, name: str, tensor: torch.Tensor, everywhere: Home) -> 
     return item
 
 
-def _layout(name: str, tensor: DTensor, home: Home) -> Layout:
+def _layout(name: str, tensor: DTensor, rank_mesh: RankMesh) -> Layout:
     mesh = tensor.device_mesh
     own = dict(zip(_axis_names(mesh), tensor.placements, strict=True))
-    placements = [own.get(axis, torch.distributed.tensor.Replicate()) for axis in home.mesh.names]
+    placements = [own.get(axis, torch.distributed.tensor.Replicate()) for axis in rank_mesh.mesh.names]
     if any(placement.is_partial() for placement in placements):
         raise CheckpointError(f'"{name}" holds partial sums ({tensor.placements}); reduce it before it is saved.')
     try:
-        return Layout.from_placements(placements, home.mesh, global_shape=tuple(tensor.shape))
+        return Layout.from_placements(placements, rank_mesh.mesh, global_shape=tuple(tensor.shape))
     except LayoutError as error:
-        raise CheckpointError(f'"{name}" cannot be saved as it lies: {error}') from error
+        raise CheckpointError(f'"{name}" cannot be saved with its placements: {error}') from error
 
 
 _SPARE = ("dp", "tp", "fsdp", "sp", "cp", "ep", "pp", "shard", "replicate", "data", "model", "tensor")
 
 
 def _axis_names(mesh: Any) -> tuple[str, ...]:
-    """The names of a mesh's axes; where they mean nothing to shardlib, others: only which is which matters here."""
+    """Return the names of a mesh's axes, or substitutes where they are not valid names of shardlib axes."""
     names = tuple(mesh.mesh_dim_names or ())
     try:
         return MeshShape(dict.fromkeys(names, 1)).names
@@ -141,18 +142,18 @@ def _axis_names(mesh: Any) -> tuple[str, ...]:
         return tuple(_SPARE[root.index(name)] for name in names or range(mesh.ndim))
 
 
-def home_of(mesh: Any) -> Home:
-    """The ranks of a device mesh; of a sub-mesh, those of the mesh that it was sliced from, as far as they run the same
-    stage of a pipeline."""
+def rank_mesh_of(mesh: Any) -> RankMesh:
+    """Return the ranks of a device mesh; of a sub-mesh, those of the root mesh that run the same stage of a
+    pipeline."""
     root = _of_one_stage(_torch.root_mesh(mesh))
     if set(mesh.mesh_dim_names or ()) - set(root.mesh_dim_names or ()):  # flattened axes are not the root's
         root = mesh
     shape = MeshShape(dict(zip(_axis_names(root), root.shape, strict=True)))
-    return Home(shape, tuple(_torch.ranks_of_mesh(root)))
+    return RankMesh(shape, tuple(_torch.ranks_of_mesh(root)))
 
 
 def _of_one_stage(mesh: Any) -> Any:
-    """The part of a mesh on which this rank's stage lies."""
+    """Return the sub-mesh of this rank's stage."""
     names = tuple(mesh.mesh_dim_names or ())
     kept = tuple(name for name in names if not _is_pipeline(name))
     return mesh[kept] if kept and kept != names else mesh
@@ -165,17 +166,18 @@ def _is_pipeline(axis: str) -> bool:
         return False
 
 
-def home_of_model(model: nn.Module, size: int) -> Home:
-    """The ranks that hold what is plain in a model, or in the state of its parameters: those that run its stage."""
+def rank_mesh_of_model(model: nn.Module, size: int) -> RankMesh:
+    """Return the ranks that replicate the plain tensors of a model and of its parameters' state: those of its stage."""
     from shardlib.engine import apply
 
     record = apply.record_of(model) if apply.is_sharded(model) else None
-    return Home.everywhere(size) if record is None or record.pipeline is None else home_of(record.mesh)
+    return RankMesh.everywhere(size) if record is None or record.pipeline is None else rank_mesh_of(record.mesh)
 
 
 def model_items(model: nn.Module, size: int) -> Iterator[Item]:
-    """What a state dict of the model holds, tied tensors once under their first name in the whole model."""
-    everywhere, first = home_of_model(model, size), first_names(model)
+    """Iterate over the tensors of the model's state dict; tied tensors appear once, under their first name in the full
+    model."""
+    everywhere, first = rank_mesh_of_model(model, size), first_names(model)
     seen: set[int] = set()
     for name, tensor in _state(model).items():
         if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
@@ -189,7 +191,7 @@ def model_items(model: nn.Module, size: int) -> Iterator[Item]:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Where other stages of a pipeline hold a tensor too: what the whole model calls it first."""
+    """Map each name to the first name of its tensor in the full model; empty without a pipeline."""
     from shardlib.engine import apply
 
     record = apply.record_of(model) if apply.is_sharded(model) else None
@@ -199,7 +201,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def elsewhere(model: nn.Module | None) -> set[str]:
-    """Names of tensors that are on ranks of other stages only."""
+    """Return the names of tensors that only ranks of other stages hold."""
     from shardlib.engine import apply
 
     record = apply.record_of(model) if model is not None and apply.is_sharded(model) else None
@@ -207,7 +209,7 @@ def elsewhere(model: nn.Module | None) -> set[str]:
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of names under which the model has one tensor, in its order; of a pipeline, the whole model."""
+    """Return groups of names of tied tensors, in the model's order; for a pipeline, of the full model."""
     if first := first_names(model):
         groups: dict[str, list[str]] = {}
         for name, one in first.items():
@@ -221,7 +223,7 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def _state(model: nn.Module) -> Mapping[str, Any]:
-    """The state dict with the model's own tensors; what is no tensor must be nothing."""
+    """Return the state dict with the model's own tensors, and refuse other values."""
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):

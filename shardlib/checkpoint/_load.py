@@ -14,14 +14,14 @@ from torch import nn
 
 from shardlib._mesh import MeshShape
 from shardlib.checkpoint import _random
-from shardlib.checkpoint._boxes import Box, whole
+from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, Manifest, Saved
 from shardlib.checkpoint._opened import Names, Opened, found, opened
 from shardlib.checkpoint._optimizer import groups_for, known, make_state, master_items
 from shardlib.checkpoint._peers import Peers, described, peers
+from shardlib.checkpoint._permuted import Reading, Transpose
 from shardlib.checkpoint._save import wait_for_saving
-from shardlib.checkpoint._turned import Reading, Transpose
 from shardlib.checkpoint._values import decode
 from shardlib.errors import CheckpointError, MeshError, nearest
 
@@ -32,14 +32,14 @@ VERIFY = ("read", "all", "none")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded, besides what is in the objects now.
+    """The result of loading that is not in the model or optimizer.
 
     Attributes:
-        path: the folder that was read.
-        extra: what `save` was given as extra.
-        about: where the checkpoint comes from: versions, mesh, transforms, number of ranks. Empty for a foreign one.
-        notes: what could not be as it was, in words: random streams that the saved mesh did not have.
-        missing, unexpected: names of the model that the checkpoint lacked, or had besides, with `strict=False`.
+        path: the folder of the checkpoint.
+        extra: the `extra` that was passed to `save`.
+        about: origin of the checkpoint: versions, mesh, transforms, number of ranks. Empty for a foreign one.
+        notes: state that could not be restored, in words: random streams that the saved mesh did not have.
+        missing, unexpected: names that only the model has, or only the checkpoint, with `strict=False`.
 
     >>> import tempfile
     >>> from shardlib.checkpoint._save import save
@@ -74,33 +74,35 @@ def load(
     transpose: Transpose | None = None,
     timeout: float = 1800,
 ) -> Loaded:
-    """Load a checkpoint into a model, sharded or not, on any mesh, and what belongs to its training. Collective.
+    """Load a checkpoint into a model, sharded or not, on any mesh, and into its training state. Collective.
 
-    Reads what `save` wrote, and, for a model alone, plain Hugging Face checkpoints (a safetensors file, or a folder of
-    them) and those of orbax. Nothing is ever unpickled. All that can be checked is checked before anything is changed.
+    Reads checkpoints of `save`, and, for a model alone, plain Hugging Face checkpoints (a safetensors file, or a folder
+    of them) and those of orbax. Nothing is unpickled. All checks precede all changes.
 
     Args:
         path: a checkpoint.
-        model: its tensors are written to, in place.
-        optimizer: gets the saved state and the options of its groups. It needs the model.
-        lr_scheduler: its `load_state_dict` is called, after the optimizer's turn.
-        dataloader: the same, with this rank's state.
-        random: put back the random states, where they were saved.
-        weights: False: the model's tensors stay as they are; it only says what the optimizer's parameters are called.
-        strict: names that either side lacks are an error; else what both have is loaded, and the rest is told.
-        cast: convert dtypes that differ; else they are an error.
-        names: what the model calls a tensor of a foreign checkpoint, where that is called otherwise there: a function
-            of the name there, or a mapping from it (others keep theirs); None leaves a tensor out. A path in a tree of
-            orbax is a name with dots, "params.layers.0.kernel".
-        transpose: tensors of a foreign checkpoint whose dims stand in another order there, by patterns of their names
-            there, as in rules; with the dims as `Tensor.permute` takes them: `{"kernel": (1, 0)}` for flax's Dense,
+        model: the model whose tensors are overwritten, in place.
+        optimizer: receives the saved state and the options of its groups. Needs the model.
+        lr_scheduler: its `load_state_dict` is called, after the optimizer's.
+        dataloader: its `load_state_dict` is called with this rank's state.
+        random: restore the random states, if they were saved.
+        weights: False: the model's tensors are not changed; the model only names the optimizer's parameters.
+        strict: raise if a name is only in the model or only in the checkpoint; else load the common names and report
+            the others.
+        cast: convert dtypes that differ; else raise.
+        names: the model's names for tensors of a foreign checkpoint that differ: a function of the checkpoint's name,
+            or a mapping from it (other names are kept); None leaves a tensor out. A path in a tree of orbax is a name
+            with dots, "params.layers.0.kernel".
+        transpose: permutations of dims for tensors of a foreign checkpoint, by patterns of their names there, as in
+            rules; dims are as for `Tensor.permute`: `{"kernel": (1, 0)}` for flax's Dense,
             `(3, 2, 0, 1)` for its two-dimensional Conv.
-        verify: whose checksums are compared: of the files that are read ("read"; each by one rank), "all", or "none".
+        verify: the files whose checksums are compared: those that are read ("read"; each by one rank), "all", or
+            "none".
         timeout: seconds that ranks wait for each other in each phase.
 
     Raises:
         CheckpointError: the checkpoint is damaged, does not fit, or was replaced by another while it was read; on every
-            rank, with what and why.
+            rank, with the reason.
 
     Example:
         >>> import tempfile
@@ -116,8 +118,8 @@ def load(
     given = Path(path).absolute()
     everyone = peers(f'loading "{given}"', timeout)
     everyone.run("check arguments", lambda: _check(model, optimizer, verify))
-    place, text = everyone.first("read manifest", lambda: found(given))
-    source = everyone.run("read manifest", lambda: opened(Path(str(place)), text, model, names, transpose))
+    folder, text = everyone.first("read manifest", lambda: found(given))
+    source = everyone.run("read manifest", lambda: opened(Path(str(folder)), text, model, names, transpose))
     with source.readers() as readers:
         work = _Work(source, everyone, model, optimizer, weights, strict, cast, verify, readers)
         everyone.run("compare", work.compare)
@@ -135,12 +137,13 @@ def _check(model: Any, optimizer: Any, verify: str) -> None:
         raise CheckpointError("An optimizer was given without its model, whose names its state is saved by. Give both.")
 
 
-# --- what goes where ------------------------------------------------------------------------------------------------
+# --- matching of tensors
+# -----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Work:
-    """What one rank does to load: which saved tensors go into which item, and what is called at the end."""
+    """The work of one rank: the saved tensors to read into each item, and the functions to call at the end."""
 
     source: Opened
     everyone: Peers
@@ -166,7 +169,7 @@ class _Work:
     # Before anything is changed.
 
     def compare(self) -> None:
-        """Find out what goes where, or why it cannot."""
+        """Match saved tensors with items, or raise."""
         if self.model is None:
             return
         saved = self.manifest.tensors["model"]
@@ -190,7 +193,7 @@ class _Work:
         self._fill_masters(self.model)
 
     def _fill_masters(self, model: nn.Module) -> None:
-        """What rounding takes away from a parameter is kept in the copy that its optimizer steps on."""
+        """Fill the master copies that optimizers step on with the digits that rounding removes from a parameter."""
         saved = {item.name: (item.dtype, several) for item, several in self.into}
         for name, held, master in master_items(model):
             if name not in saved:
@@ -244,7 +247,7 @@ class _Work:
             )
 
     def verify(self) -> None:
-        """Sizes and checksums of files; each is looked at by one rank."""
+        """Verify sizes and checksums of files; each file is verified by one rank."""
         wanted = [
             file
             for n, file in enumerate(self.manifest.files)
@@ -261,7 +264,7 @@ class _Work:
         return {piece.file for saved in read for piece in saved.pieces}
 
     def prepare(self, lr_scheduler: Any, dataloader: Any, *, random: bool) -> None:
-        """Read what is not tensors of the model, and make ready to restore it."""
+        """Read everything except the model's tensors, and prepare to restore it."""
         try:
             if self.optimizer is not None:
                 self._prepare_optimizer(self.optimizer)
@@ -286,7 +289,8 @@ class _Work:
             self.readers.open(file)
 
     def _files_of_this_rank(self) -> list[str]:
-        """The files that `read` reads. Opened now, they are of one checkpoint, whatever is put in its place later."""
+        """Open the files that `read` reads, so that all of them belong to one checkpoint even if it is replaced
+        meanwhile."""
         numbers = {
             piece.file
             for item, several in self.into
@@ -338,22 +342,22 @@ class _Work:
         saved = self.manifest.tensors["values"].get(name)
         if saved is None or len(saved.pieces) != 1:
             raise CheckpointError(f'the tensor "{name[:80]}" of a saved value is not in the checkpoint.')
-        return self._read(name, saved, 0, whole(saved.shape)).clone()
+        return self._read(name, saved, 0, full_box(saved.shape)).clone()
 
     def _of_rank(self, what: str, *, must: bool) -> Any:
-        """The state that was saved for the rank that stood where this one stands."""
+        """Return the state that was saved for the rank that corresponds to this one."""
         saved = self._state(what, f"a {what}")
         owners, states = saved["owners"], saved["states"]
-        place, note = _place_for(self.everyone, self._mesh(), str(self.manifest.about.get("mesh")), owners)
+        saved_rank, note = _saved_rank_for(self.everyone, self._mesh(), str(self.manifest.about.get("mesh")), owners)
         if note and must:
             raise CheckpointError(
-                f"the {what} was at different places on {len(set(owners))} ranks when it was saved, on mesh "
-                f'"{self.manifest.about.get("mesh")}"; now the mesh is "{self._mesh()}", and no place is right. Load '
-                f"with {what}=None, or use one whose state does not depend on the rank."
+                f"the {what} was at different positions on {len(set(owners))} ranks when it was saved, on mesh "
+                f'"{self.manifest.about.get("mesh")}"; now the mesh is "{self._mesh()}", and no position is right. '
+                f"Load with {what}=None, or use one whose state does not depend on the rank."
             )
         if note:
             self.notes.append(f"{what}: {note}")
-        return None if place is None else decode(states[str(owners[place])], self._value)
+        return None if saved_rank is None else decode(states[str(owners[saved_rank])], self._value)
 
     def _mesh(self) -> MeshShape:
         from shardlib.engine import apply
@@ -388,7 +392,7 @@ class _Work:
                 self._compare(item, part.box, target, other)
 
     def _compare(self, item: Item, box: Box, values: torch.Tensor, other: Saved) -> None:
-        """Names that are one tensor here had tensors of their own: they must be equal."""
+        """Check that saved tensors are equal whose names are tied in the model."""
         for n, piece in enumerate(other.pieces):
             if (common := box.meet(piece.box)) is None:
                 continue
@@ -416,8 +420,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _place_for(everyone: Peers, mesh: MeshShape, saved: str, owners: list[int]) -> tuple[int | None, str]:
-    """The saved rank whose state is this one's, or None; and what is to be said of it."""
+def _saved_rank_for(everyone: Peers, mesh: MeshShape, saved: str, owners: list[int]) -> tuple[int | None, str]:
+    """Return the saved rank whose state this rank takes, or None, and a note about it."""
     if len(set(owners)) == 1:
         return 0, ""
     if saved == str(mesh) and len(owners) == everyone.size:

@@ -12,9 +12,9 @@ from torch import nn
 from shardlib.checkpoint._files import remove, rename
 from shardlib.checkpoint._load import Loaded, load
 from shardlib.checkpoint._manifest import MANIFEST
+from shardlib.checkpoint._paths import located
 from shardlib.checkpoint._peers import peers
 from shardlib.checkpoint._save import Saving, save, wait_for_saving
-from shardlib.checkpoint._where import located
 from shardlib.errors import CheckpointError
 
 __all__ = ["Checkpoints"]
@@ -26,9 +26,10 @@ class Checkpoints:
     """Checkpoints in a folder: `step-000120/` and so on.
 
     Args:
-        folder: where; made when the first is saved.
-        keep_last: how many to keep; older ones are removed once a newer one is whole. None keeps all.
-        options: arguments of `save` that every save gets, such as weights="huggingface".
+        folder: the folder of the checkpoints; created by the first save.
+        keep_last: the number of checkpoints to keep; older ones are removed once a newer one is complete. None keeps
+            all.
+        options: arguments of `save` for every save, such as weights="huggingface".
 
     Example:
         >>> import tempfile
@@ -47,24 +48,24 @@ class Checkpoints:
         self.folder, self.keep_last, self.options = Path(folder).absolute(), keep_last, options
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the path of a step's checkpoint, which need not exist."""
         return self.folder / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, in order."""
+        """Return the steps that have a checkpoint, in order."""
         names = [entry.name for entry in self.folder.iterdir()] if self.folder.is_dir() else []
         found = {int(match[1]) for name in names if (match := _STEP.fullmatch(name))}
         return sorted(step for step in found if (located(self.path(step)) / MANIFEST).is_file())
 
     def latest(self) -> Path | None:
-        """The newest checkpoint, or None."""
+        """Return the newest checkpoint, or None."""
         steps = self.steps()
         return located(self.path(steps[-1])) if steps else None
 
     def save(self, step: int, model: nn.Module | None = None, *args: Any, **options: Any) -> Saving:
-        """`save` for a step, and then remove what is older than the last `keep_last`. Collective.
+        """Save a checkpoint for a step, then remove all but the last `keep_last`. Collective.
 
-        With `background=True`, older ones are removed when the next save or load begins: not before this one is whole.
+        With `background=True`, older ones are removed when the next save or load begins, after this one is complete.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CheckpointError(f"step={step!r} was given; give a number of steps from zero up.")
@@ -76,7 +77,7 @@ class Checkpoints:
         return saving
 
     def load(self, model: nn.Module | None = None, *args: Any, step: int | None = None, **options: Any) -> Loaded:
-        """`load` the newest checkpoint, or that of a step. Collective.
+        """Load the newest checkpoint, or that of a step. Collective.
 
         A damaged one is refused, by its name; name the step before it to go on from there.
         """

@@ -27,7 +27,7 @@ _FILE = re.compile(r"(optimizer/|values/)?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.saf
 
 @dataclass(frozen=True)
 class File:
-    """A file of tensors: its path in the checkpoint, its size, and its CRC-32 (None where nobody took it)."""
+    """A file of tensors: its path in the checkpoint, its size, and its CRC-32 (None if it was not computed)."""
 
     path: str
     nbytes: int
@@ -59,13 +59,13 @@ class Saved:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     Attributes:
         files: in the order in which pieces number them.
         tensors: section ("model", "optimizer", "values") -> name -> tensor.
         tied: groups of names of the model that are one tensor, saved under the first.
-        about: where it comes from: versions, mesh, transforms, number of ranks.
+        about: origin of the checkpoint: versions, mesh, transforms, number of ranks.
         state: all that is not tensors: optimizer groups, scheduler, random states, as `_values` encodes it.
     """
 
@@ -76,7 +76,7 @@ class Manifest:
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def dump(self) -> str:
-        """The text of the file. The checksum is taken of `body` in its shortest form."""
+        """Serialize the manifest. The checksum is that of `body` in its shortest form."""
         body = _canonical(
             {
                 "files": [[file.path, file.nbytes, file.crc32] for file in self.files],
@@ -173,7 +173,7 @@ def _list_of(value: Any, length: int, what: str) -> list[Any]:
 def _sizes(value: Any, what: str) -> tuple[int, ...]:
     for size in _of(value, list, what):
         if not 0 <= _of(size, int, what) < 1 << 62:
-            raise CheckpointError(f"{what} holds {str(size)[:40]}, which is no size")
+            raise CheckpointError(f"{what} holds {str(size)[:40]}, which is not a size")
     return tuple(value)
 
 
@@ -217,7 +217,7 @@ def _piece(what: str, entry: Any, ndim: int, files: int) -> Piece:
     file, offsets, sizes = _list_of(entry, 3, f"a piece of {what}")
     if not 0 <= _of(file, int, f"the file of a piece of {what}") < files:
         raise CheckpointError(f"{what}: a piece is in file {str(file)[:40]} of {files}")
-    at, held = _sizes(offsets, f"a piece of {what}"), _sizes(sizes, f"a piece of {what}")
-    if len(at) != ndim or len(held) != ndim:
+    at, extents = _sizes(offsets, f"a piece of {what}"), _sizes(sizes, f"a piece of {what}")
+    if len(at) != ndim or len(extents) != ndim:
         raise CheckpointError(f"{what}: a piece has not as many dims as the tensor")
-    return Piece(file, Box(at, held))
+    return Piece(file, Box(at, extents))

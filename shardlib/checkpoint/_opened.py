@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardlib.checkpoint import _orbax, _where
-from shardlib.checkpoint._boxes import Box, whole
+from shardlib.checkpoint import _orbax, _paths
+from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._files import Readers, checksum
 from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
 from shardlib.checkpoint._peers import described
+from shardlib.checkpoint._permuted import Permuted, Reading, Transpose, permutations
 from shardlib.checkpoint._save import HF_INDEX
-from shardlib.checkpoint._turned import Reading, Transpose, Turned, turns
 from shardlib.engine import pretrained
 from shardlib.errors import CheckpointError, nearest
 
@@ -34,12 +34,12 @@ class Opened:
     """A checkpoint, ours or foreign, before any tensor is read.
 
     Attributes:
-        folder: it lies in.
-        manifest: what it consists of.
+        folder: the folder of the checkpoint.
+        manifest: the contents of the checkpoint.
         foreign: whether others wrote it.
         orbax: whether that was orbax.
-        dims: of tensors whose dims stand in another order than in the model, by the files' names.
-        identity: which checkpoint it is, among those that may stand at its place one after the other.
+        dims: permutations of dims that differ from the model's, by the files' names.
+        identity: distinguishes it from later checkpoints at the same path.
     """
 
     folder: Path
@@ -54,22 +54,22 @@ class Opened:
         return {name: group[0] for group in self.manifest.tied for name in group}
 
     def names_of(self, names: Iterable[str]) -> list[str]:
-        """What the checkpoint calls a tensor that goes by these names; several where it was not tied then."""
+        """Return the checkpoint's names for a tensor with these names; several if it was not tied when saved."""
         asked = dict.fromkeys(self._first_of_tied.get(name, name) for name in names)
         return [name for name in asked if name in self.manifest.tensors["model"]]
 
     def readers(self) -> Reading:
         readers = _orbax.OrbaxReaders(self.folder) if self.orbax else Readers(self.folder)
-        return Turned(readers, self.dims) if self.dims else readers
+        return Permuted(readers, self.dims) if self.dims else readers
 
     def reading(self, work: Callable[[], T]) -> T:
-        """Do a part of the reading.
+        """Run a phase of reading.
 
         Files that are open when this returns are of the checkpoint that was opened, and stay so: another one is put in
         its place by renaming, which changes no file.
 
         Raises:
-            CheckpointError: another checkpoint was put in its place meanwhile; or what the work raised.
+            CheckpointError: another checkpoint replaced it meanwhile; or the work raised.
         """
         try:
             result = work()
@@ -81,7 +81,7 @@ class Opened:
 
     def _refuse_another(self, cause: Exception | None = None) -> None:
         try:
-            there = _states(self.folder, self.manifest.files) if self.foreign else _where.identity(self.folder)
+            there = _states(self.folder, self.manifest.files) if self.foreign else _paths.identity(self.folder)
         except OSError:
             there = None
         if there != self.identity:
@@ -103,7 +103,7 @@ class Opened:
             )
 
     def read_piece(self, readers: Reading, name: str, saved: Saved, n: int, part: Box) -> torch.Tensor:
-        """A part of the n-th piece of a tensor, counted from where the piece begins."""
+        """Read a part of the n-th piece of a tensor, relative to the start of the piece."""
         piece = saved.pieces[n]
         file, key = self.manifest.files[piece.file].path, piece.key or saved.key or name
         if not piece.stacked:
@@ -112,7 +112,7 @@ class Opened:
         return readers.read(file, key, saved.dtype, piece.box.sizes[1:], inner).unsqueeze(0)
 
     def read(self, readers: Reading, name: str, saved: Saved, box: Box) -> torch.Tensor:
-        """A part of a tensor, from whichever pieces have some of it."""
+        """Read a part of a tensor from all pieces that overlap it."""
         values = torch.empty(box.sizes, dtype=saved.dtype)
         for n, piece in enumerate(saved.pieces):
             if (common := box.meet(piece.box)) is not None:
@@ -121,39 +121,40 @@ class Opened:
 
 
 def found(path: Path) -> list[str | None]:
-    """Rank 0: the folder to read, and the text of its manifest, if it has one. A file is its folder and its name."""
+    """Find the folder to read, and the text of its manifest if it has one. Runs on rank 0. A file is given by its
+    folder and name."""
     for _ in range(3):  # one that is being replaced is at the path, then beside it, then at the path again
-        place = _where.located(path)
-        if (text := _manifest_in(place)) is not None:
-            return [str(place), text]
-    place = _orbax.located(path)
-    if not place.exists():
+        folder = _paths.located(path)
+        if (text := _manifest_in(folder)) is not None:
+            return [str(folder), text]
+    folder = _orbax.located(path)
+    if not folder.exists():
         raise CheckpointError(f'there is nothing at "{path}".{_neighbours(path)}')
-    if not place.is_dir() or _orbax.is_orbax(place):
-        return [str(place), None]
-    if _foreign_files(place):
-        if any(name.name.startswith("pieces-") for name in place.glob("*.safetensors")):
+    if not folder.is_dir() or _orbax.is_orbax(folder):
+        return [str(folder), None]
+    if _foreign_files(folder):
+        if any(name.name.startswith("pieces-") for name in folder.glob("*.safetensors")):
             raise CheckpointError(
-                f'"{place}" has files of a checkpoint but no {MANIFEST}, without which nobody knows what belongs '
+                f'"{folder}" has files of a checkpoint but no {MANIFEST}, without which it is not known what belongs '
                 "together. Use another checkpoint."
             )
-        return [str(place), None]
+        return [str(folder), None]
     raise CheckpointError(
-        f'"{place}" is no checkpoint: it holds neither {MANIFEST}, nor safetensors files with their index, nor what '
-        "orbax writes. "
+        f'"{folder}" is not a checkpoint: it holds neither {MANIFEST}, nor safetensors files with their index, nor '
+        "what orbax writes. "
         + (
             "Pickled files (.bin, .pt, .distcp) are never read; convert them to safetensors first."
-            if _pickles(place)
+            if _pickles(folder)
             else ""
         )
     )
 
 
-def _manifest_in(place: Path) -> str | None:
-    manifest = place / MANIFEST
+def _manifest_in(path: Path) -> str | None:
+    manifest = path / MANIFEST
     try:
         if not stat.S_ISREG(manifest.lstat().st_mode) and not manifest.is_file():
-            raise CheckpointError(f'"{manifest}" is no regular file.')
+            raise CheckpointError(f'"{manifest}" is not a regular file.')
         return manifest.read_bytes().decode()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -177,19 +178,19 @@ def _foreign_files(folder: Path) -> list[Path]:
     return indices or sorted(folder.glob("*.safetensors"))
 
 
-def opened(place: Path, text: str | None, model: nn.Module | None, names: Names, transpose: Transpose | None) -> Opened:
-    """What `found` found, with the names that the model has for tensors, and dims in its order."""
+def opened(path: Path, text: str | None, model: nn.Module | None, names: Names, transpose: Transpose | None) -> Opened:
+    """Open what `found` returned, with the model's names for tensors, and dims in its order."""
     if text is None:
-        return _open_foreign(place, model, _renaming(names), transpose)
+        return _open_foreign(path, model, _renaming(names), transpose)
     if names is not None or transpose is not None:
         raise CheckpointError(
-            f'"{place}" was saved by shardlib, with the names and dims of its model; names= and transpose= are for '
+            f'"{path}" was saved by shardlib, with the names and dims of its model; names= and transpose= are for '
             "checkpoints of others. Leave them out."
         )
     try:
-        return Opened(place, Manifest.load(text), foreign=False, identity=_identity_of(text.encode()))
+        return Opened(path, Manifest.load(text), foreign=False, identity=_identity_of(text.encode()))
     except CheckpointError as error:
-        raise CheckpointError(f'"{place / MANIFEST}" is damaged: {error}. Use another checkpoint.') from error
+        raise CheckpointError(f'"{path / MANIFEST}" is damaged: {error}. Use another checkpoint.') from error
 
 
 def _renaming(names: Names) -> Callable[[str], str | None] | None:
@@ -204,11 +205,11 @@ def _renaming(names: Names) -> Callable[[str], str | None] | None:
 
 
 def _open_foreign(
-    place: Path, model: nn.Module | None, called: Callable[[str], str | None] | None, transpose: Transpose | None
+    path: Path, model: nn.Module | None, called: Callable[[str], str | None] | None, transpose: Transpose | None
 ) -> Opened:
-    """Plain files as if they had a manifest."""
-    folder, orbax = place if place.is_dir() else place.parent, _orbax.is_orbax(place)
-    names = [_orbax.METADATA] if orbax else _names_of_files(place)
+    """Open files without a manifest, as if they had one."""
+    folder, orbax = path if path.is_dir() else path.parent, _orbax.is_orbax(path)
+    names = [_orbax.METADATA] if orbax else _names_of_files(path)
     files = []
     headers: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
     for name in names:
@@ -222,7 +223,7 @@ def _open_foreign(
                 if key in headers:
                     raise CheckpointError(f'"{folder}" has the tensor "{key}" twice. Use another checkpoint.')
                 headers[key] = n, dtype, shape
-    dims = turns(transpose or {}, {key: shape for key, (_, _, shape) in headers.items()}, folder)
+    dims = permutations(transpose or {}, {key: shape for key, (_, _, shape) in headers.items()}, folder)
     for key, order in dims.items():
         n, dtype, shape = headers[key]
         headers[key] = n, dtype, tuple(shape[dim] for dim in order)
@@ -236,13 +237,13 @@ def _open_foreign(
 
 
 def _identity_of(manifest: bytes) -> tuple[int, bytes]:
-    """What `_where.identity` finds where a manifest lies."""
+    """Return the identity of a manifest, as `_where.identity` does."""
     line, end, _ = manifest.partition(b"\n")
     return len(manifest), line + end
 
 
 def _states(folder: Path, files: Iterable[File]) -> list[tuple[int, int]]:
-    """Sizes and times of files, which stand for a manifest where there is none."""
+    """Return sizes and times of files, which identify a checkpoint without a manifest."""
     found = [(folder / file.path).stat() for file in files]
     return [(file.st_size, file.st_mtime_ns) for file in found]
 
@@ -260,22 +261,22 @@ def _renamed(
             raise CheckpointError(f'names= calls "{key}" {name!r}; give a name, or None to leave the tensor out.')
         if name in tensors:
             raise CheckpointError(f'names= calls two tensors of "{folder}" "{name}", one of them "{key}".')
-        tensors[name] = Saved(shape, dtype, (Piece(n, whole(shape)),), key)
+        tensors[name] = Saved(shape, dtype, (Piece(n, full_box(shape)),), key)
     return tensors
 
 
 def _refuse_kernels(folder: Path, tensors: Mapping[str, Saved], dims: Mapping[str, tuple[int, ...]]) -> None:
-    """A kernel of flax under the name of torch's weight: a square one would fit, and be the wrong way round."""
-    turned = [
+    """Refuse a flax kernel under the name of torch's weight: a square one would fit, but transposed."""
+    swapped = [
         f'"{saved.key}" {saved.shape} as "{name}"'
         for name, saved in tensors.items()
         if saved.key is not None and saved.key not in dims and len(saved.shape) > 1
         if saved.key.rpartition(".")[2] == "kernel" and name.rpartition(".")[2] == "weight"
     ]
-    if turned:
+    if swapped:
         raise CheckpointError(
-            f'names= calls {len(turned)} kernels of "{folder}" weights, {", ".join(turned[:3])}'
-            f"{', ...' if len(turned) > 3 else ''}; flax has the inputs of a layer first, torch the outputs. Say how "
+            f'names= calls {len(swapped)} kernels of "{folder}" weights, {", ".join(swapped[:3])}'
+            f"{', ...' if len(swapped) > 3 else ''}; flax has the inputs of a layer first, torch the outputs. Say how "
             'dims stand: transpose={"kernel": (1, 0)} turns them round, (0, 1) takes them as they are.'
         )
 
@@ -283,7 +284,7 @@ def _refuse_kernels(folder: Path, tensors: Mapping[str, Saved], dims: Mapping[st
 def _as_the_model_has_them(
     headers: Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]], model: nn.Module | None
 ) -> dict[str, Saved]:
-    """Tensors of files under the names of the model, parts of one tensor together."""
+    """Rename tensors of files as in the model, and join the parts of one tensor."""
     tensors = {}
     for name, found in pretrained.find(model, {key: shape for key, (_, _, shape) in headers.items()}).items():
         pieces, dtypes = [], set()
@@ -297,20 +298,20 @@ def _as_the_model_has_them(
     return tensors
 
 
-def _names_of_files(place: Path) -> list[str]:
-    if not place.is_dir() and place.suffix != ".json":
-        return [place.name]
-    index = place if not place.is_dir() else next(iter(place.glob("*.safetensors.index.json")), None)
+def _names_of_files(path: Path) -> list[str]:
+    if not path.is_dir() and path.suffix != ".json":
+        return [path.name]
+    index = path if not path.is_dir() else next(iter(path.glob("*.safetensors.index.json")), None)
     if index is None:
-        files = [file.name for file in _foreign_files(place)]
+        files = [file.name for file in _foreign_files(path)]
         if len(files) > 1 and "model.safetensors" not in files:
-            raise CheckpointError(f'"{place}" has {len(files)} safetensors files and no index (such as {HF_INDEX}).')
+            raise CheckpointError(f'"{path}" has {len(files)} safetensors files and no index (such as {HF_INDEX}).')
         return ["model.safetensors"] if "model.safetensors" in files else files
     try:
         named = json.loads(index.read_bytes())["weight_map"]
         names = sorted(set(named.values()))
         if not all(isinstance(name, str) for name in names):
-            raise TypeError("a file is named by something that is no text")
+            raise TypeError("a file is named by something that is not text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f'"{index}" cannot be read as the index of a checkpoint: {described(error)}.') from error
     for name in names:
@@ -320,7 +321,7 @@ def _names_of_files(place: Path) -> list[str]:
 
 
 def _with_prefix(tensors: dict[str, Saved], model: nn.Module) -> dict[str, Saved]:
-    """Hugging Face saves a base model without the prefix that it has within a model with a head, and the reverse."""
+    """Add or remove the prefix that Hugging Face gives to a base model inside a model with a head."""
     prefix = getattr(model, "base_model_prefix", None)
     wanted = set(model.state_dict(keep_vars=True))
     if not isinstance(prefix, str) or not prefix or wanted & set(tensors):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib._plan import Row
-from shardlib.checkpoint._items import Home, Item, elsewhere, first_names, home_of, item_of
+from shardlib.checkpoint._items import Item, RankMesh, elsewhere, first_names, item_of, rank_mesh_of
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._values import Get, Put, decode, encode
 from shardlib.engine import _torch
@@ -21,13 +21,13 @@ from shardlib.errors import CheckpointError, nearest
 
 __all__ = ["Known", "describe", "groups_for", "joined", "known", "make_state", "master_items", "optimizer_items"]
 
-# How a machine computes the update, which is no part of it: another run may choose otherwise.
+# How a machine computes the update, which is not part of it: another run may choose otherwise.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of an optimizer's parameters: their names, and how their state is to lie.
+    """The parameters of an optimizer: their names, and the layouts of their state.
 
     Attributes:
         names: id of a parameter -> its name.
@@ -51,7 +51,7 @@ class Known:
 
 
 def known(model: nn.Module) -> Known:
-    """Names and plan of a model, sharded or not."""
+    """Return the names and the plan of a model, sharded or not."""
     from shardlib.engine import apply
 
     first = first_names(model)
@@ -70,7 +70,7 @@ def _params(optimizer: torch.optim.Optimizer, of: Known) -> Iterator[tuple[str, 
 
 
 def optimizer_items(optimizer: torch.optim.Optimizer, of: Known, size: int) -> Iterator[Item]:
-    """Tensors of the optimizer's state as items "state.<parameter>.<key>"."""
+    """Iterate over tensors of the optimizer's state as items "state.<parameter>.<key>"."""
     whole = steps_whole_tensors(_inner(optimizer))
     for name, param, _ in _params(optimizer, of):
         state = optimizer.state.get(param, {})
@@ -83,7 +83,7 @@ def optimizer_items(optimizer: torch.optim.Optimizer, of: Known, size: int) -> I
 
 
 def master_items(model: nn.Module) -> Iterator[tuple[str, Held, Item]]:
-    """For each parameter with a copy in more bits that is stepped on: its name, and memory for another such copy."""
+    """Iterate over the parameters with a master copy: name, parameter state, and an empty copy to fill."""
     first = first_names(model)
     for here, param in model.named_parameters():
         held, name = held_of(param), first.get(here, here)
@@ -93,37 +93,37 @@ def master_items(model: nn.Module) -> Iterator[tuple[str, Held, Item]]:
 
 
 def _master_item(section: str, name: str, held: Held, local: torch.Tensor) -> Item:
-    home = home_of(held.mesh)
-    layout = held.layout.with_axes_dropped(held.layout.axes - set(home.mesh.names))
-    return Item(section, name, tuple(held.param.shape), local.dtype, layout, home, local)
+    rank_mesh = rank_mesh_of(held.mesh)
+    layout = held.layout.with_axes_dropped(held.layout.axes - set(rank_mesh.mesh.names))
+    return Item(section, name, tuple(held.param.shape), local.dtype, layout, rank_mesh, local)
 
 
-def _home(param: torch.Tensor, size: int) -> Home:
-    """The ranks that hold what is plain in a parameter's state."""
+def _rank_mesh(param: torch.Tensor, size: int) -> RankMesh:
+    """Return the ranks that replicate the plain tensors of a parameter's state."""
     held = held_of(param)
-    return home_of(held.mesh) if held is not None and held.beyond is not None else Home.everywhere(size)
+    return rank_mesh_of(held.mesh) if held is not None and held.beyond is not None else RankMesh.everywhere(size)
 
 
 def _state_item(name: str, param: torch.Tensor, value: torch.Tensor, size: int, *, whole: bool) -> Item:
-    """An entry of state. A plain tensor beside a split parameter is this rank's part, unless its optimizer gets whole
-    tensors: it is then the same on all ranks."""
-    item = item_of("optimizer", name, value, _home(param, size))
+    """Return an entry of state as an item. A plain tensor beside a sharded parameter is this rank's shard, unless its
+    optimizer steps on full tensors: then it is replicated."""
+    item = item_of("optimizer", name, value, _rank_mesh(param, size))
     if whole or isinstance(value, DTensor) or not isinstance(param, DTensor):
         return item
     if not value.ndim or value.shape == param.shape:
         return item
-    of_param = item_of("optimizer", name, param, _home(param, size))
+    of_param = item_of("optimizer", name, param, _rank_mesh(param, size))
     if value.shape != of_param.local.shape:
         raise CheckpointError(
             f'Optimizer state "{name}" is a plain tensor of shape {tuple(value.shape)}, and its parameter is split: '
             f"global shape {tuple(param.shape)}, local shape {tuple(of_param.local.shape)}. Nobody can tell which part "
             "of what it is; let the optimizer keep it as a DTensor."
         )
-    return Item("optimizer", name, of_param.shape, value.dtype, of_param.layout, of_param.home, value.detach())
+    return Item("optimizer", name, of_param.shape, value.dtype, of_param.layout, of_param.rank_mesh, value.detach())
 
 
 def describe(optimizer: torch.optim.Optimizer, of: Known, put: Put) -> dict[str, Any]:
-    """What an optimizer is but for its state's tensors, as JSON: class, groups with names, state that is no tensor."""
+    """Describe an optimizer without its state's tensors, as JSON: class, groups with names, other state."""
     groups = []
     for g, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -142,28 +142,28 @@ def describe(optimizer: torch.optim.Optimizer, of: Known, put: Put) -> dict[str,
     return made
 
 
-def joined(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What ranks of several stages described, as one optimizer over all of their parameters.
+def joined(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join the descriptions of several stages' ranks into one, of an optimizer over all their parameters.
 
     Raises:
         CheckpointError: other numbers of groups.
     """
-    first = told[0]
-    if any(len(each["groups"]) != len(first["groups"]) for each in told):
-        counts = ", ".join(str(len(each["groups"])) for each in told)
+    first = descriptions[0]
+    if any(len(each["groups"]) != len(first["groups"]) for each in descriptions):
+        counts = ", ".join(str(len(each["groups"])) for each in descriptions)
         raise CheckpointError(
             f"The optimizers of the ranks have {counts} groups, and are saved as one. Give each the same groups, in "
             "the same order."
         )
     groups = [
-        {**group, "params": list(dict.fromkeys(name for each in told for name in each["groups"][g]["params"]))}
+        {**group, "params": list(dict.fromkeys(name for each in descriptions for name in each["groups"][g]["params"]))}
         for g, group in enumerate(first["groups"])
     ]
-    return {**first, "groups": groups, "values": {k: v for each in told for k, v in each["values"].items()}}
+    return {**first, "groups": groups, "values": {k: v for each in descriptions for k, v in each["values"].items()}}
 
 
 def _class_of(optimizer: Any) -> str:
-    """The class of an optimizer, or of the one that it wraps."""
+    """Return the class name of an optimizer, or of the one that it wraps."""
     return type(_inner(optimizer)).__name__
 
 
@@ -174,7 +174,8 @@ def _inner(optimizer: Any) -> Any:
 def groups_for(
     optimizer: torch.optim.Optimizer, of: Known, saved: Mapping[str, Any], aliases: Mapping[str, str], get: Get
 ) -> list[dict[str, Any]]:
-    """The saved options for each group of the optimizer. Groups may be cut otherwise, if options stay the same.
+    """Return the saved options for each group of the optimizer. Groups may be divided differently, if options are the
+    same.
 
     Raises:
         CheckpointError: another kind of optimizer, unknown parameters, or options that differ within a group.
@@ -230,7 +231,7 @@ def make_state(
     get: Get,
     size: int,
 ) -> tuple[list[tuple[str, Item]], dict[torch.Tensor, dict[str, Any]]]:
-    """State as it was saved: saved names with the items to read into, and what becomes `optimizer.state`.
+    """Return the items to read saved state into, by saved name, and the resulting `optimizer.state`.
 
     A saved copy in more bits goes into the parameter where that has these bits itself and no copy is stepped on.
     """
@@ -246,7 +247,7 @@ def make_state(
             key = full.rpartition(".")[2]
             if key == MASTER and not _has_master(param):
                 if saved[full].dtype == param.dtype:
-                    items.append((full, item_of("optimizer", full, param, _home(param, size))))
+                    items.append((full, item_of("optimizer", full, param, _rank_mesh(param, size))))
                 continue
             now = optimizer.state.get(param, {}).get(key)
             tensor = _room(full, key, now, param, of.rows.get(name), of, saved[full], group, whole=whole)
@@ -274,9 +275,9 @@ def _room(
     *,
     whole: bool,
 ) -> torch.Tensor:
-    """Memory for one tensor of state, laid out as the plan, the parameter or the state that is there now says.
+    """Return an empty tensor of state, in the layout of the plan, the parameter or the present state.
 
-    An optimizer that gets whole tensors (`whole`) has state of other shapes, such as rows and columns, on all ranks.
+    An optimizer that steps on full tensors (`whole`) has state of other shapes, such as rows and columns, on all ranks.
     """
     if key == "step" and saved.shape == ():
         on_device = group.get("capturable") or group.get("fused")
@@ -289,7 +290,7 @@ def _room(
         if split and saved.shape and not whole:
             raise CheckpointError(
                 f'Optimizer state "{full}" has shape {saved.shape}, and its parameter, of global shape '
-                f"{tuple(param.shape)}, is split: nobody can tell how this state is to lie. Step the optimizer once "
+                f"{tuple(param.shape)}, is split: the layout of this state is not known. Step the optimizer once "
                 "before loading, so that it makes its state, or load on one rank."
             )
         return torch.empty(saved.shape, dtype=saved.dtype, device=_device(param))
@@ -299,7 +300,7 @@ def _room(
 
 
 def _device(param: torch.Tensor) -> torch.device:
-    """Where the state of a parameter lies."""
+    """Return the device of a parameter's optimizer state."""
     held = held_of(param)
     return param.device if held is None else held.state_device
 
@@ -313,13 +314,14 @@ def _dtype(now: Any, param: torch.Tensor, row: Row | None, saved: Saved) -> torc
 
 
 def _splitting(row: Row | None, of: Known) -> set[str]:
-    """The axes that split the state of a row's parameter."""
+    """Return the axes that split the state of a row's parameter."""
     axes = row.state.axes if row is not None and row.state is not None else ()
     return {axis for axis in axes if of.mesh[axis].size() > 1}
 
 
 def _like_state(param: torch.Tensor, row: Row | None, of: Known, dtype: torch.dtype) -> torch.Tensor:
-    """An empty DTensor in the state layout: on the parameter's own mesh where that has its axes, else on the whole."""
+    """Return an empty DTensor in the state layout, on the parameter's own mesh where that has its axes, else on the
+    full mesh."""
     shape = tuple(param.shape)
     mesh: Any = param.device_mesh if isinstance(param, DTensor) else of.mesh
     if isinstance(param, DTensor) and (row is None or row.state is None or row.state.axes == row.stored.axes):

@@ -26,12 +26,12 @@ _NO_ARRAYS = ("None", "string", "Dict", "List")
 
 
 def is_orbax(folder: Path) -> bool:
-    """Whether a folder holds a tree of arrays of orbax."""
+    """Return whether a folder holds a tree of arrays of orbax."""
     return (folder / METADATA).is_file()
 
 
 def located(path: Path) -> Path:
-    """The folder of the arrays: the path itself, or the one item of the step that a `CheckpointManager` saved there.
+    """Return the folder of the arrays: the path itself, or the one item of a step of `CheckpointManager`.
 
     Raises:
         CheckpointError: a step of several items, a folder of steps, or a step that orbax did not finish.
@@ -73,16 +73,16 @@ class OrbaxReaders:
         self._open.clear()
 
     def open(self, file: str) -> None:
-        """Nothing: arrays are opened by their names, when they are read."""
+        """Do nothing: arrays are opened by name, when they are read."""
 
     def headers(self, file: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of every array by its path, keys joined with dots."""
+        """Return dtype and shape of every array by its path, keys joined with dots."""
         names = [name for entry in self._metadata["tree_metadata"].values() if (name := _name(entry)) is not None]
         pending = {name: self._opening(name) for name in names}
         return {name: self._header(name, opening) for name, opening in pending.items()}
 
     def read(self, file: str, name: str, dtype: torch.dtype, shape: tuple[int, ...], part: Box) -> torch.Tensor:
-        """A part of an array."""
+        """Read a part of an array."""
         if name not in self._open:
             found = self._header(name, self._opening(name))
             if found != (dtype, shape):
@@ -131,7 +131,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
 
 
 def _name(entry: Any) -> str | None:
-    """A leaf's path with dots; None of what is no array."""
+    """Return a leaf's path with dots, or None if it is not an array."""
     kind = entry["value_metadata"]["value_type"]
     return None if kind in _NO_ARRAYS else ".".join(str(part["key"]) for part in entry["key_metadata"])
 
@@ -152,7 +152,7 @@ def _tensorstore(folder: Path) -> Any:
 
 
 def _tensor(values: Any) -> torch.Tensor:
-    """Of numpy's array, whose dtype may be one that numpy has from ml_dtypes."""
+    """Convert an array, whose dtype may come from ml_dtypes, to a tensor."""
     if values.dtype.isbuiltin == 1:
         return torch.from_numpy(values)
     bits = torch.from_numpy(values.view(f"i{values.dtype.itemsize}"))

@@ -31,44 +31,44 @@ class Lost(CheckpointError):
 
 
 class Peers:
-    """How ranks agree; a job of one process agrees with itself.
+    """Agreement between ranks; a job of one process agrees with itself.
 
     Attributes:
-        rank, size: of this process, and of how many.
+        rank, size: the number of this process, and of all.
         timeout: seconds that the ranks wait for each other in a phase.
-        doing: what they do together, for messages: 'saving "run/step-000120"'.
+        doing: the collective task, for messages: 'saving "run/step-000120"'.
     """
 
     def __init__(self, doing: str = "", timeout: float = 1800.0) -> None:
         self.rank, self.size, self.doing, self.timeout = 0, 1, doing, timeout
 
     def run(self, phase: str, work: Callable[[], T]) -> T:
-        """Do a part of the work; where any rank's part raised, all ranks raise.
+        """Run a phase of the work; if it raises on any rank, all ranks raise.
 
         Raises:
-            CheckpointError: what a rank raised, with its number and the phase; `Lost` if a rank is gone.
+            CheckpointError: the error of a rank, with its number and the phase; `Lost` if a rank is gone.
         """
         result, mine, failure = self._attempt(phase, work)
         self._raise_first(self.exchange(phase, failure), mine)
         return result  # type: ignore[return-value]
 
     def gather(self, phase: str, work: Callable[[], T]) -> list[T]:
-        """`run`, and every rank's result, as JSON carries it, in the order of ranks."""
+        """Run `work` and return every rank's result, serialized as JSON, in the order of ranks."""
         result, mine, failure = self._attempt(phase, work)
         every = self.exchange(phase, {"failed": failure, "result": None if failure else result})
         self._raise_first([answer["failed"] for answer in every], mine)
         return [answer["result"] for answer in every]
 
     def first(self, phase: str, work: Callable[[], T]) -> T:
-        """Rank 0's result, as JSON carries it, on all ranks."""
+        """Return rank 0's result, serialized as JSON, on all ranks."""
         return self.gather(phase, work if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
 
     def exchange(self, phase: str, mine: Any) -> list[Any]:
-        """Every rank's value, as JSON carries it, in the order of ranks."""
+        """Return every rank's value, serialized as JSON, in the order of ranks."""
         return [json.loads(json.dumps(mine))]
 
     def send(self, tensor: torch.Tensor, to: int) -> Callable[[], None]:
-        """Begin to send a contiguous CPU tensor to a rank that receives one of the same shape; a call waits for it."""
+        """Start to send a contiguous CPU tensor to a rank that receives one of the same shape; a call waits for it."""
         raise AssertionError("a job of one process sends nothing")
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
@@ -89,7 +89,7 @@ class Peers:
 
 
 def described(error: Exception) -> str:
-    """An error of Python or of the system in words."""
+    """Describe an error of Python or of the system."""
     return str(error) if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
 
 
@@ -108,7 +108,8 @@ class _Job(Peers):
         return verdict
 
     def _collect(self, phase: str, mine: Any) -> list[Any] | str:
-        """Rank 0: hear everyone, and tell everyone what was heard, or who was not."""
+        """Receive every rank's message, and send all of them, or the ranks without an answer, to every rank. Runs on
+        rank 0."""
         until = time.monotonic() + self.timeout
         every, verdict = [json.loads(json.dumps(mine))], None
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -129,7 +130,7 @@ class _Job(Peers):
         return answer
 
     def _report(self, phase: str, mine: Any) -> list[Any] | str:
-        """Other ranks: tell rank 0, and hear what it heard.
+        """Send this rank's message to rank 0, and receive all messages. Runs on other ranks.
 
         What is sent is not waited for: where rank 0 gives up on another rank, it no longer listens, but speaks.
         """
@@ -216,7 +217,7 @@ _made: list[tuple[weakref.ref[Any], _Groups]] = []
 
 
 def peers(doing: str, timeout: float) -> Peers:
-    """The ranks of this job, or this process alone where there is no process group. Collective.
+    """Return the ranks of this job, or this process alone without a process group. Collective.
 
     Raises:
         CheckpointError: not all of them called this within `timeout` seconds.

@@ -15,7 +15,7 @@ __all__ = ["restore", "states"]
 
 
 def states() -> dict[str, Any]:
-    """The random states of this process."""
+    """Return the random states of this process."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found = {
@@ -29,10 +29,10 @@ def states() -> dict[str, Any]:
 
 
 def restore(saved: Mapping[str, Any]) -> None:
-    """Put back what `states` gave.
+    """Restore the result of `states`.
 
     Raises:
-        CheckpointError: it is no such state; then nothing was changed.
+        CheckpointError: not a result of `states`, before any change.
     """
     try:
         version, words, gauss = saved["python"]

@@ -1,4 +1,4 @@
-"""Saving: what the job holds becomes a folder that is either whole or not there."""
+"""Saving: the state of a job becomes a folder that is complete or absent."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from shardlib._mesh import MeshShape
-from shardlib.checkpoint import _random, _where
-from shardlib.checkpoint._boxes import Box, whole
+from shardlib.checkpoint import _paths, _random
+from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._files import Entry, dtype_name, sync_folder, write_bytes, write_tensors
 from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
@@ -41,7 +41,7 @@ class Saving:
     """A checkpoint that is being written, or was; what `save` returns.
 
     Attributes:
-        path: where it will be.
+        path: the path of the checkpoint.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -56,11 +56,11 @@ class Saving:
         self._thread: threading.Thread | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether saving has ended, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is whole, and return its path.
+        """Wait until the checkpoint is complete, and return its path.
 
         Raises:
             CheckpointError: it was not saved; the same on every rank.
@@ -90,7 +90,7 @@ def wait_for_saving() -> None:
     """Wait for a checkpoint that is still being written in the background.
 
     Raises:
-        CheckpointError: it was not saved, and nobody has been told yet.
+        CheckpointError: it was not saved, and no call has raised this yet.
     """
     while _last:
         _last.pop().wait()
@@ -113,31 +113,31 @@ def save(
 ) -> Saving:
     """Save a model, sharded or not, and what belongs to its training. Collective: every rank calls it.
 
-    The folder appears at `path` when it is whole, or not at all. A checkpoint that stands there is replaced; until the
-    new one is whole, it stays. Each rank writes what it is the first to hold; a tensor is written once.
+    The folder appears at `path` when it is complete, or not at all. An existing checkpoint is replaced once the new one
+    is complete. Each tensor is written once, by the ranks that hold its shards.
 
     Args:
-        path: a folder that all ranks see. Its parent is made if need be.
+        path: a folder that all ranks see. Its parent is created if needed.
         model: parameters and persistent buffers are saved by their names, tied ones once.
-        optimizer: its groups and state, by the names of parameters. It needs the model.
+        optimizer: its groups and state, by the names of parameters. Needs the model.
         lr_scheduler: anything with `state_dict()` and `load_state_dict()`, such as a `torch.optim.lr_scheduler`.
-        dataloader: the same; each rank's state is kept, equal ones once.
-        extra: numbers, text, lists, dicts and tensors of your own; rank 0's is kept.
+        dataloader: the same; every rank's state is saved, equal ones once.
+        extra: numbers, text, lists, dicts and tensors of your own; rank 0's are saved.
         random: save the random states of torch, Python and numpy of every rank.
-        weights: "pieces", where ranks write what they have; "huggingface", where each tensor is written whole, so
-            that `from_pretrained(path)` reads the folder; "file", where a model alone becomes one safetensors file at
-            `path`, written by rank 0; or "none", where the model only says what the optimizer's parameters are called.
-            No rank ever holds more than one whole tensor.
-        variant: with "huggingface", a word in the names of files, as `from_pretrained(path, variant=...)` has it.
-        shard_mb: how large a file may become, in megabytes.
-        background: copy what is to be written, and write it while training goes on. The next save waits for this one.
-        timeout: seconds that ranks wait for each other in each phase; a rank that is gone is named then at the latest.
+        weights: "pieces": ranks write their local shards; "huggingface": each tensor is written in full, so that
+            `from_pretrained(path)` reads the folder; "file": a model alone becomes one safetensors file at `path`,
+            written by rank 0; "none": the model only names the optimizer's parameters. No rank holds more than one full
+            tensor at a time.
+        variant: with "huggingface", a word in the names of files, as in `from_pretrained(path, variant=...)`.
+        shard_mb: the largest size of a file, in megabytes.
+        background: copy the state, and write it while training continues. The next save waits for this one.
+        timeout: seconds that ranks wait for each other in each phase; a lost rank is named then at the latest.
 
     Returns:
-        A `Saving`; with `background`, `wait()` raises what went wrong, and so does the next save.
+        A `Saving`; with `background`, `wait()` and the next save raise a failure.
 
     Raises:
-        CheckpointError: what cannot be saved, or why it was not, on every rank. What was at `path` is still there.
+        CheckpointError: the reason why it was not saved, on every rank. A checkpoint at `path` is still there.
 
     Example:
         >>> import tempfile
@@ -202,7 +202,7 @@ def _items(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, wei
     return items
 
 
-# --- what is not a tensor of the model or optimizer -----------------------------------------------------------------
+# --- state beside tensors of the model and optimizer -----------------------------------------------------------------
 
 
 @dataclass
@@ -230,8 +230,8 @@ class _State:
         made = cls()
         everyone.run("collect state", lambda: made._of_first_rank(everyone, model, optimizer, lr_scheduler, extra))
         if optimizer is not None and elsewhere(model):
-            told = everyone.exchange("join optimizers", made.state["optimizer"])
-            made.state["optimizer"] = everyone.run("join optimizers", lambda: joined(told))
+            reported = everyone.exchange("join optimizers", made.state["optimizer"])
+            made.state["optimizer"] = everyone.run("join optimizers", lambda: joined(reported))
         if dataloader is not None:
             made._of_each_rank(everyone, "dataloader", lambda: _state_dict("dataloader", dataloader))
         if random:
@@ -239,7 +239,7 @@ class _State:
         return made
 
     def _of_first_rank(self, everyone: Peers, model: Any, optimizer: Any, lr_scheduler: Any, extra: Any) -> None:
-        """The same on all ranks: all go through it, so that all find what cannot be saved; rank 0 writes it."""
+        """Describe what rank 0 writes. All ranks run this, so that all find a value that cannot be saved."""
         if model is not None:
             self.tied, self.config = tied_names(model), _config(model)
         if optimizer is not None:
@@ -258,7 +258,7 @@ class _State:
         self.tensors[name] = tensor.clone()
 
     def _of_each_rank(self, everyone: Peers, what: str, get: Callable[[], Any]) -> None:
-        """Every rank's state; ranks with equal ones share what the first of them writes."""
+        """Describe every rank's state; ranks with equal states share the copy of the first of them."""
         held: dict[str, torch.Tensor] = {}
 
         def mark() -> tuple[Any, int]:
@@ -296,7 +296,7 @@ def _state_dict(what: str, of: Any) -> Any:
 
 
 def _config(model: nn.Module) -> dict[str, str]:
-    """The configuration files that Hugging Face keeps beside weights, where the model has them."""
+    """Return the configuration files that Hugging Face keeps beside weights, where the model has them."""
     found: dict[str, Any] = {
         "config.json": getattr(model, "config", None),
         "generation_config.json": getattr(model, "generation_config", None),
@@ -340,22 +340,22 @@ class _Job:
     variant: str | None
 
     def copy(self) -> None:
-        """Copy to host memory what this rank will write or send, so that training may change it."""
+        """Copy the tensors that this rank will write or send to host memory, so that training may change them."""
         rank = self.everyone.rank
         gathers = {i for target, group in self._groups() if target == rank for i in group}
         self.items = [
             replace(item, local=_HOST.copy(f"{item.section}:{item.name}", item.local))
-            if rank in item.home.ranks and (i in gathers or written_by(item, turn, rank))
+            if rank in item.rank_mesh.ranks and (i in gathers or written_by(item, turn, rank))
             else item
             for i, (item, turn) in enumerate(zip(self.items, self.turns, strict=True))
         ]
         _HOST.forget_others()
 
     def carry_out(self) -> None:
-        everyone, folder = self.everyone, _where.writing(self.target)
+        everyone, folder = self.everyone, _paths.writing(self.target)
         try:
             begin, commit = (
-                (_where.begin, _where.commit) if self.weights != "file" else (_where.begin_file, self._commit)
+                (_paths.begin, _paths.commit) if self.weights != "file" else (_paths.begin_file, self._commit)
             )
             everyone.run("prepare", lambda: begin(self.target) if everyone.rank == 0 else None)
             written = everyone.gather("write", lambda: self._write(folder))
@@ -363,11 +363,11 @@ class _Job:
             everyone.run("put in place", lambda: commit(self.target) if everyone.rank == 0 else None)
         except CheckpointError:
             if everyone.rank == 0:
-                _where.give_up(self.target)
+                _paths.give_up(self.target)
             raise
 
     def _groups(self) -> list[tuple[int, list[int]]]:
-        """Files of whole tensors: the rank that writes each, and its items by number."""
+        """Return files of full tensors: the writer of each, and the indices of its items."""
         if self.weights not in ("huggingface", "file"):
             return []
         of_model = [i for i, item in enumerate(self.items) if item.section == "model"]
@@ -392,33 +392,33 @@ class _Job:
                 name += f"-{n + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
                 files.append((name, "model", [rounds.entry(i) for i in group]))
         failure: Exception | None = None
-        told = []
+        reported = []
         for name, section, entries in files:
             try:
-                told.append(self._write_file(folder, f"{name}.safetensors", section, entries))
+                reported.append(self._write_file(folder, f"{name}.safetensors", section, entries))
             except (OSError, CheckpointError) as error:
                 failure = failure or error
         rounds.finish()
         if failure is not None:
             raise failure
-        return told
+        return reported
 
     def _write_file(self, folder: Path, name: str, section: str, entries: Sequence[Entry]) -> list[Any]:
         path = folder / name
         if path.parent != folder:
             path.parent.mkdir(exist_ok=True)
-        told = write_tensors(path, entries)
+        reported = write_tensors(path, entries)
         sync_folder(path.parent)
         return [
             name,
-            told["bytes"],
-            told["crc32"],
+            reported["bytes"],
+            reported["crc32"],
             section,
             [[e.name, e.box.offsets, e.box.sizes, _dtype(e), self._shapes.get((section, e.name))] for e in entries],
         ]
 
     def _pieces(self, section: str) -> list[list[Entry]]:
-        """What this rank writes of a section, in files."""
+        """Return the entries of a section that this rank writes, by file."""
         if section == "model" and self.weights != "pieces":
             return []
         entries = [
@@ -435,7 +435,7 @@ class _Job:
 
     def _values(self) -> list[Entry]:
         tensors = sorted(self.state.tensors.items(), key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
-        return [Entry(name, t.dtype, whole(tuple(t.shape)), partial(_itself, t)) for name, t in tensors]
+        return [Entry(name, t.dtype, full_box(tuple(t.shape)), partial(_itself, t)) for name, t in tensors]
 
     def _finish(self, folder: Path, written: Sequence[Any]) -> None:
         manifest = self._manifest([file for of_rank in written for file in of_rank])
@@ -456,11 +456,11 @@ class _Job:
 
     @cached_property
     def _shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        """Of the tensors that this rank writes pieces of, their whole shapes."""
+        """Global shapes of the tensors that this rank writes pieces of."""
         return {(item.section, item.name): item.shape for item in self.items}
 
     def _commit(self, target: Path) -> None:
-        _where.commit_file(target, "model.safetensors")
+        _paths.commit_file(target, "model.safetensors")
 
     def _manifest(self, files: Sequence[Any]) -> Manifest:
         tensors: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "values": {}}
@@ -482,7 +482,7 @@ def _dtype(entry: Entry) -> str:
 
 
 def _in_file_order(items: Sequence[Item], numbers: list[int]) -> list[int]:
-    """Wide dtypes first, so that every tensor begins where its dtype may."""
+    """Order items by dtype, widest first, so that every tensor is aligned."""
     return sorted(numbers, key=lambda i: -items[i].dtype.itemsize)
 
 
@@ -501,7 +501,7 @@ class _Rounds:
     """Whole tensors put together by the ranks that write them.
 
     In round r every writer has its r-th tensor. All ranks send what others need of a round before they receive for it,
-    and wait for what they sent in the round before: so nobody waits for somebody who waits for him.
+    and wait for the messages of the round before, so that no two ranks wait for each other.
     """
 
     def __init__(
@@ -516,9 +516,9 @@ class _Rounds:
         self._failure: CheckpointError | None = None
 
     def entry(self, i: int) -> Entry:
-        """The i-th item whole, as an entry of a file of this rank."""
+        """Return the i-th item in full, as an entry of a file of this rank."""
         item = self._items[i]
-        return Entry(item.name, item.dtype, whole(item.shape), partial(self._gathered, i))
+        return Entry(item.name, item.dtype, full_box(item.shape), partial(self._gathered, i))
 
     def _gathered(self, i: int) -> torch.Tensor:
         self._send_round()
@@ -528,7 +528,7 @@ class _Rounds:
         for source in sources(item, self._turns[i], self._everyone.rank):
             try:
                 full[source.part.box.slices] = self._part(item, source)
-            except CheckpointError as error:  # go on: others wait to be heard
+            except CheckpointError as error:  # go on: other ranks wait to send
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -564,7 +564,7 @@ class _Rounds:
                 self._failure = self._failure or error
 
     def finish(self) -> None:
-        """The rounds in which this rank writes nothing more."""
+        """Take part in the rounds in which this rank writes nothing more."""
         while self._round < max(map(len, self._by_writer.values()), default=0):
             self._send_round()
         self._await(self._sent)
@@ -587,7 +587,7 @@ class _HostMemory:
         return room
 
     def forget_others(self) -> None:
-        """What was copied the time before and not this time."""
+        """Drop copies that were not used again in the last save."""
         self._before, self._now = self._now, {}
 
 

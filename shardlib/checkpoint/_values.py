@@ -23,7 +23,7 @@ Get = Callable[[str], torch.Tensor]
 
 
 def encode(value: Any, where: str, put: Put) -> Any:
-    """A value as JSON; tensors in it are given to `put` under a name, which stands in their place.
+    """Convert a value to JSON; `put` stores its tensors under names, which replace them.
 
     >>> encode({"lr": (0.1, float("inf"))}, "scheduler", lambda name, tensor: None)
     {'lr': {'~': 'tuple', 'of': [0.1, {'~': 'float', 'of': 'inf'}]}}
@@ -62,10 +62,10 @@ def _mapping(value: Mapping[Any, Any], where: str, put: Put) -> Any:
 
 
 def decode(value: Any, get: Get) -> Any:
-    """The value that `encode` was given; tensors come from `get`.
+    """Convert the result of `encode` back; tensors come from `get`.
 
     Raises:
-        CheckpointError: it is none that `encode` makes.
+        CheckpointError: not a result of `encode`.
 
     >>> decode(encode({1: (2.0, None)}, "", lambda name, tensor: None), lambda name: None)
     {1: (2.0, None)}
@@ -98,7 +98,7 @@ def _tagged(tag: Any, of: Any, get: Get) -> Any:
 
 def _counter(pairs: dict[Any, Any]) -> collections.Counter[Any]:
     if not all(isinstance(count, int) for count in pairs.values()):
-        raise CheckpointError("a saved counter holds something that is no whole number")
+        raise CheckpointError("a saved counter holds something that is not a whole number")
     return collections.Counter(pairs)
 
 

@@ -102,9 +102,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(subparsers: Any) -> None:
-    told = "run a script as many ranks, on this machine or on several"
+    summary = "run a script as many ranks, on this machine or on several"
     # No abbreviations: --host is one of --hostfile.
-    parser = subparsers.add_parser("run", help=told, description=told, allow_abbrev=False)
+    parser = subparsers.add_parser("run", help=summary, description=summary, allow_abbrev=False)
     run.add_options(parser)
     parser.set_defaults(run=run.run, json=False)
 
@@ -136,7 +136,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a parameter, a buffer, a module, or a border such as blocks.0.output")
-    parser.add_argument("--mesh", help="axes and sizes; with it, what a rank holds is told")
+    parser.add_argument("--mesh", help="axes and sizes; with it, the local shapes are shown")
     parser.add_argument("--layout", help=_LAYOUT)
     parser.add_argument("--mode", help=_MODE)
 

@@ -1,4 +1,4 @@
-"""What each command does: from parsed options to an exit code."""
+"""Commands: functions from parsed options to an exit code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Say whether a layout fits a model: what is wrong, what deserves a look, and what each rule covers.
+    """Check that a layout fits a model: print problems, remarks, and what each rule covers.
 
     With `-i`, say what is installed instead.
     """
@@ -67,8 +67,8 @@ def check(options: argparse.Namespace) -> int:
     covered = chosen.coverage(model)
     if options.json:
         rows = [dataclasses.asdict(row) for row in covered.rows]
-        told = {"ok": fits, "problems": problems, "remarks": remarks, "coverage": rows}
-        print(json.dumps(told | ({} if typed is None else {"jax": on_jax.as_json(typed)}), indent=2))
+        result = {"ok": fits, "problems": problems, "remarks": remarks, "coverage": rows}
+        print(json.dumps(result | ({} if typed is None else {"jax": on_jax.as_json(typed)}), indent=2))
     else:
         print(covered)
         for title, lines in (("remark", remarks), ("problem", problems)):
@@ -81,10 +81,10 @@ def check(options: argparse.Namespace) -> int:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Tell which rules speak about a name and what follows."""
+    """Print the rules that match a name, and their consequences."""
     model = load_model(options.model)
-    told = _rules(options, model).explain(options.name, model, options.mesh)
-    print(json.dumps({"name": options.name, "explanation": told.splitlines()}, indent=2) if options.json else told)
+    result = _rules(options, model).explain(options.name, model, options.mesh)
+    print(json.dumps({"name": options.name, "explanation": result.splitlines()}, indent=2) if options.json else result)
     return 0
 
 
@@ -152,7 +152,7 @@ def _rules(options: argparse.Namespace, model: nn.Module) -> Rules:
 
 
 def _example(given: list[str] | None) -> Any:
-    """Inputs as the user sketched them: all by position, or all by name."""
+    """Return the example inputs that the options describe: all by position, or all by name."""
     if not given:
         return None
     inputs = [_input(text) for text in given]
@@ -174,7 +174,8 @@ def _input(text: str) -> tuple[str | None, torch.Tensor]:
     if not isinstance(dtype, torch.dtype):
         known = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
         raise UsageError(
-            f'--example "{text}": "{dtype_name}" is no dtype, as "int64" or "bfloat16" are.{nearest(dtype_name, known)}'
+            f'--example "{text}": "{dtype_name}" is not a dtype, as "int64" or "bfloat16" '
+            f"are.{nearest(dtype_name, known)}"
         )
     return name, torch.empty([int(size) for size in sizes.split("x")], dtype=dtype, device="meta")
 
@@ -202,7 +203,7 @@ def _print_diff(changes: str, options: argparse.Namespace) -> int:
 
 
 def _show(made: Plan, *, fold: bool) -> None:
-    """On a terminal with colours and its width; elsewhere one line a row, however long."""
+    """Print a plan: with colours and wrapped on a terminal, else one row a line."""
     console = Console()
     if console.is_terminal:
         console.print(made.table(fold=fold))

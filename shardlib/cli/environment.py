@@ -20,7 +20,7 @@ _MISSING = "not installed"
 
 
 def environment() -> dict[str, Any]:
-    """The facts that a report of a problem needs, as JSON carries them."""
+    """Return the facts that a report of a problem needs, as JSON values."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
 
 
 def text(facts: dict[str, Any]) -> str:
-    """The same for people: one line a fact.
+    """Format the facts, one a line.
 
     >>> print(text({"python": "3.11", "torch": {"version": "2.13", "build": "CPU"}, "devices": []}))
     python     3.11
@@ -55,8 +55,8 @@ def text(facts: dict[str, Any]) -> str:
     width = max(map(len, facts)) + 4
     lines = []
     for name, value in facts.items():
-        told = _lines(value)
-        lines += [f"{name if i == 0 else '':{width}}{line}" for i, line in enumerate(told)]
+        shown = _lines(value)
+        lines += [f"{name if i == 0 else '':{width}}{line}" for i, line in enumerate(shown)]
     return "\n".join(lines)
 
 
@@ -75,14 +75,14 @@ def _word(value: Any) -> str:
 
 
 def _build() -> str:
-    """What torch was built for."""
+    """Return the accelerator runtime that torch was built for."""
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"
     return f"ROCm {torch.version.hip}" if torch.version.hip else "CPU"
 
 
 def _devices() -> list[dict[str, Any]]:
-    """Every accelerator; none on a machine that has only its CPU."""
+    """List the accelerators; none on a machine with a CPU only."""
     if not torch.accelerator.is_available():
         return []
     kind = torch.accelerator.current_accelerator()
@@ -94,7 +94,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _device(kind: str, index: int) -> dict[str, Any]:
-    """Name and memory, where the kind of device tells them."""
+    """Return name and memory, where the kind of device has them."""
     ask = getattr(torch.get_device_module(kind), "get_device_properties", None)
     if ask is None:
         return {}
@@ -113,7 +113,7 @@ def _backends() -> dict[str, bool]:
 
 
 def version(package: str) -> str:
-    """Of an installed package."""
+    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -121,7 +121,7 @@ def version(package: str) -> str:
 
 
 def _meeting(host: str) -> bool | str:
-    """Whether a rank can listen at a name and another one reach it there, or why not."""
+    """Check that a rank can listen at a name and another rank can connect to it; return the problem, if any."""
     try:
         listens = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
         joins = dist.TCPStore(host, listens.port, is_master=False, timeout=timedelta(seconds=5))
@@ -132,7 +132,7 @@ def _meeting(host: str) -> bool | str:
 
 
 def _address() -> str:
-    """Where this machine's own name leads: gloo tells other ranks to come there."""
+    """Return the address that this machine's own name resolves to, which gloo gives to other ranks."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     except OSError as fault:

@@ -1,4 +1,4 @@
-"""Which hosts a job runs on, and a command on each of them at once, over ssh."""
+"""Hosts of a job, and commands on all of them at once, over ssh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardlib.errors import nearest
 
 __all__ = ["chosen", "is_this_machine", "run_on"]
 
-# What makes the same program run alike elsewhere. No others travel: a command line can be read by all users of a host.
+# Variables that programs need on other hosts. No others are sent: all users of a host can read a command line.
 _TRAVEL = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 _TRAVEL_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "UCX_", "SHARDLIB_")
 _SSH_FAILED = 255
@@ -30,7 +30,8 @@ _PATIENCE = 45.0
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """The hosts of `--host` or of `--hostfile`, after `--include`, `--exclude` and `--num_nodes`; none for neither.
+    """Return the hosts of `--host` or `--hostfile`, after `--include`, `--exclude` and `--num_nodes`; none without
+    either.
 
     Raises:
         UsageError: no such file, a name that is not in it, fewer hosts than `--num_nodes`.
@@ -54,7 +55,7 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a name is of this machine, as far as names tell."""
+    """Return whether a name is one of this machine's names."""
     return host in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn())
 
 
@@ -108,7 +109,7 @@ def _named(text: str, option: str) -> list[str]:
 
 def _check(host: str, where: str) -> None:
     if host.startswith("-") or any(map(str.isspace, host)):
-        raise UsageError(f'{where} names "{host}", which is no host; give names or addresses, separated by commas.')
+        raise UsageError(f'{where} names "{host}", which is not a host; give names or addresses, separated by commas.')
 
 
 def _among(hosts: Sequence[str], text: str, option: str) -> list[str]:
@@ -128,12 +129,12 @@ def _first(hosts: list[str], count: int | None) -> list[str]:
 
 
 def _labels(hosts: Sequence[str]) -> list[str]:
-    """The host, with a number where it has several nodes."""
+    """Label each host, with a number where it has several nodes."""
     return [f"{host}/{i}" if hosts.count(host) > 1 else host for i, host in enumerate(hosts)]
 
 
 def _start(host: str, command: Sequence[str], ssh_port: int | None) -> subprocess.Popen[bytes]:
-    # BatchMode: a question for a password would be asked of nobody. stdin stays open: its end ends the far side.
+    # BatchMode: no one could answer a password prompt. stdin stays open: its end ends the remote side.
     ssh = ["ssh", "-o", "BatchMode=yes", *(["-p", str(ssh_port)] if ssh_port else []), host, _shell_line(command)]
     try:
         return subprocess.Popen(ssh, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -181,7 +182,7 @@ def _relay(lines: IO[bytes], to: IO[str], label: str) -> None:
 
 
 def _end(started: list[subprocess.Popen[bytes]]) -> None:
-    """End what still runs: the far side's watcher sees its stdin closed, and ends its part."""
+    """End the running commands: the remote watcher sees its stdin closed, and ends its part."""
     for process in started:
         assert process.stdin is not None
         process.stdin.close()

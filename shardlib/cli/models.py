@@ -64,14 +64,14 @@ def _from_path(path: Path) -> nn.Module:
 
 
 def _from_config(path: Path) -> nn.Module:
-    """The class that a Hugging Face config names, else the base model of its type."""
+    """Build the class that a Hugging Face config names, else the base model of its type."""
     transformers = _transformers(path)
     try:
         config = transformers.AutoConfig.from_pretrained(path.parent if path.name == "config.json" else path)
     except ImportError as error:
         raise UsageError(f'"{path}": transformers is installed and cannot be used: {error}') from error
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f'"{path}" is no Hugging Face configuration: {error}') from error
+        raise UsageError(f'"{path}" is not a Hugging Face configuration: {error}') from error
     classes = (getattr(transformers, name, None) for name in config.architectures or ())
     model_class = next((found for found in classes if found is not None), None)
     with torch.device("meta"), _default_dtype(getattr(config, "dtype", None)):
@@ -112,14 +112,15 @@ def _callable(spec: str) -> Any:
 
 
 def _stem(spec: str, file: Path) -> str:
-    """A file is imported by its name, with its folder on the path, as when it is run: its classes are `name.Class`."""
+    """Return the module name of a file. It is imported with its folder on the path, as when it is run: its classes are
+    `name.Class`."""
     if not file.is_file():
         raise UsageError(f'"{spec}": there is no file "{file}". A model is {FORMS}.')
     return file.stem
 
 
 def _imported(spec: str, name: str, folder: str) -> ModuleType:
-    """Import what lies in a folder, the working one if none is named, as `python file.py` and `python -m` do."""
+    """Import a module from a folder, by default the working one, as `python file.py` and `python -m` do."""
     if sys.path[0] != folder:
         sys.path.insert(0, folder)
     try:
@@ -157,7 +158,7 @@ def _indexed_files(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f'"{index}" is no safetensors index: it has no "weight_map" of names to files.') from error
+        raise UsageError(f'"{index}" is not a safetensors index: it has no "weight_map" of names to files.') from error
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise UsageError(
@@ -168,7 +169,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def _skeleton(files: list[Path]) -> nn.Module:
-    """Plain modules that hold meta parameters under the names that the files give them."""
+    """Build plain modules with meta parameters under the names in the files."""
     made = {"": nn.Module()}
     for name, tensor in (item for file in files for item in _tensors(file)):
         path, _, leaf = name.rpartition(".")
@@ -187,7 +188,7 @@ def _module_at(path: str, made: dict[str, nn.Module]) -> nn.Module:
 
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(str(file), framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+        for name in opened.keys():  # noqa: SIM118 (safe_open is not a mapping)
             view = opened.get_slice(name)
             yield name, torch.empty(view.get_shape(), dtype=_dtype(file, view.get_dtype()), device="meta")
 

@@ -20,7 +20,7 @@ __all__ = ["as_json", "typed"]
 
 
 def typed(model: nn.Module, mesh: str, rules: Rules, example: Any) -> LayoutReport:
-    """What `shardlib.jax.check_layouts` finds, for inputs of one data rank.
+    """Run `shardlib.jax.check_layouts` for inputs of one data rank.
 
     Raises:
         ShardlibError: JAX is missing; what `check_layouts` raises.
@@ -31,13 +31,13 @@ def typed(model: nn.Module, mesh: str, rules: Rules, example: Any) -> LayoutRepo
     shape = MeshShape.of(mesh)
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
-        config.use_cache = False  # type: ignore[union-attr]  # a cache is no output that a graph can have
+        config.use_cache = False  # type: ignore[union-attr]  # a cache is not an output that a graph can have
     given = _of_hugging_face(model, shape) if example is None else example
     return check_layouts(model, shape, rules, example=_of_all_ranks(given, shape.data_ranks))
 
 
 def as_json(report: LayoutReport) -> dict[str, Any]:
-    """The report as values of JSON."""
+    """Convert the report to JSON values."""
     return {
         "devices": report.mesh.world_size,
         "ops": report.ops,
@@ -50,7 +50,7 @@ def as_json(report: LayoutReport) -> dict[str, Any]:
 
 
 def _of_hugging_face(model: nn.Module, shape: MeshShape) -> dict[str, torch.Tensor]:
-    """One row of token ids, of a length that the mesh divides where positions allow, or one image."""
+    """Return one row of token ids, of a length that the mesh divides where positions allow, or one image."""
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     size = getattr(config, "image_size", None)
     if name == "pixel_values" and size is not None:
@@ -68,7 +68,7 @@ def _of_hugging_face(model: nn.Module, shape: MeshShape) -> dict[str, torch.Tens
 
 
 def _of_all_ranks(example: Any, ranks: int) -> Any:
-    """The global batch: rows of dim 0, as long as those of the first tensor, for every data rank."""
+    """Repeat rows of dim 0 for every data rank, to make a global batch."""
     tensors = [leaf for leaf in pytree.tree_leaves(example) if leaf.ndim]
     rows = len(tensors[0]) if tensors else 0
 

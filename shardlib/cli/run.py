@@ -27,7 +27,7 @@ _OURS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What may be typed after `shardlib run`; the script's own arguments follow the script."""
+    """Add the options of `shardlib run`; the script's own arguments follow the script."""
     processes = "processes on each host (default: one for each accelerator, else 1)"
     parser.add_argument("--nproc_per_node", "--nproc-per-node", type=_positive, metavar="N", help=processes)
     parser.add_argument("--host", metavar="A,B", help="run on these hosts, over ssh; one named twice is two nodes")
@@ -71,7 +71,7 @@ def _torchrun(options: argparse.Namespace, nodes: list[str]) -> list[str]:
 
 
 def _of_one(options: argparse.Namespace) -> list[str]:
-    """One node: at an address that was given, else wherever a port is free."""
+    """Return the rendezvous options of one node: at the given address, else at any free port."""
     if options.master_addr or options.master_port:
         return _meeting(options, options.master_addr or "127.0.0.1")
     return [] if "rdzv" in options.extra_launch_args else ["--standalone"]
@@ -98,11 +98,11 @@ def _extra(text: str) -> list[str]:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'"{text}" is no number of 1 or more')
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number of 1 or more')
     return int(text)
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f'"{text}" is no port, 1 to 65535')
+        raise argparse.ArgumentTypeError(f'"{text}" is not a port, 1 to 65535')
     return int(text)

@@ -1,4 +1,4 @@
-"""Between tensors and numpy arrays, by their bits: numpy has no bfloat16 and no float8 of its own, `ml_dtypes` has."""
+"""Conversion between tensors and numpy arrays by their bits: `ml_dtypes` has bfloat16 and float8, which numpy lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FOREIGN = {1: torch.uint8, 2: torch.int16}
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory as an array of the same dtype; the tensor is on CPU and needs no gradient."""
+    """Return an array on the same memory with the same dtype; the tensor is on CPU and does not require grad."""
     dtype = exact_dtype(tensor.dtype)
     tensor = tensor.detach().cpu()
     if _numpy_has(dtype):
@@ -24,7 +24,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def to_tensor(array: Any) -> torch.Tensor:
-    """The same memory as a tensor of the same dtype."""
+    """Return a tensor on the same memory with the same dtype."""
     dtype = torch_dtype(array.dtype)
     values = np.asarray(array)
     if not values.flags.writeable:

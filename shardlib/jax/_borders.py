@@ -1,8 +1,8 @@
 """Module borders of the plan as sharding constraints on values of the graph.
 
-A border lies where a value leaves a module (or enters it): at nodes inside of it that something outside reads. What the
-partitioner would else choose by itself, it is told there: a row-parallel product is summed at its border, once, so that
-a transformer block costs Megatron's collectives.
+A value leaves a module (or enters it) at nodes inside of it that nodes outside read. A constraint there fixes what the
+partitioner would choose by itself: a row-parallel product is summed once, at its border, so that a transformer block
+has Megatron's collectives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Constraints"]
 
 
 class Constraints:
-    """What is laid out where, for one graph on one mesh.
+    """The sharding constraints of values, for one graph on one mesh.
 
     Attributes:
         leaving: for a node the layouts of the borders that its value leaves by.
@@ -49,19 +49,19 @@ class Constraints:
             borders.sort(key=functools.partial(_depth, node))
 
     def on_output(self, node: torch.fx.Node, value: Any) -> Any:
-        """A node's value in the layouts of the borders it leaves by."""
+        """Constrain a node's value to the layouts of the borders that it leaves."""
         for border in self.leaving.get(node, ()):
             value = self.laid_out(value, border)
         return value
 
     def on_input(self, node: torch.fx.Node, read: torch.fx.Node, value: Any) -> Any:
-        """A value in the layouts of the borders by which it gets to a node."""
+        """Constrain a value to the layouts of the borders through which it reaches a node."""
         for border in self.entering.get((node, read), ()):
             value = self.laid_out(value, border)
         return value
 
     def on_batch(self, value: Any) -> Any:
-        """An argument of the model, its rows divided over the data axes."""
+        """Divide the rows of an argument over the data axes."""
         if value.ndim == 0 or not self._is_batch(value):
             return value
         return self._constrained(value, [self.shape.data_axes, *[()] * (value.ndim - 1)])
@@ -83,7 +83,7 @@ class Constraints:
         return self._constrained(value, axes)
 
     def _is_batch(self, value: Any) -> bool:
-        """Whether the first dim counts examples, or examples times something, evenly over the data ranks."""
+        """Return whether the first dim counts examples, or a multiple of them, evenly over the data ranks."""
         return (
             self.rows > 0
             and value.ndim > 0
@@ -92,7 +92,8 @@ class Constraints:
         )
 
     def _constrained(self, value: Any, axes: Sequence[tuple[str, ...]]) -> Any:
-        """Dims that their axes do not divide are left to the partitioner: JAX would replicate them without a word."""
+        """Constrain a value. Dims that their axes do not divide are left to the partitioner: JAX would silently
+        replicate them."""
         pieces = [math.prod(self.shape[axis] for axis in each) for each in axes]
         entries = [
             PartitionSpec.UNCONSTRAINED if n % count else (each or None)
@@ -102,7 +103,7 @@ class Constraints:
 
 
 def _depth(node: torch.fx.Node, border: Border) -> int:
-    """In how many modules that a node runs in the border's module is."""
+    """Return the number of modules inside the border's module that a node runs in."""
     return module_path(node).index(border.module)
 
 
@@ -115,7 +116,7 @@ def _axes_of(layout: Layout, ndim: int) -> list[tuple[str, ...]] | None:
 
 
 def _place_leaving(graph: Graph, border: Border, into: Constraints) -> None:
-    """At every node of the module that something outside of it reads; the new values of buffers leave no module."""
+    """Constrain every node of the module that a node outside of it reads, except new values of buffers."""
     inside = {node for node in graph.nodes if border.module in module_path(node)}
     results = {id(node) for node in graph.results}
     for node in inside:
@@ -124,7 +125,7 @@ def _place_leaving(graph: Graph, border: Border, into: Constraints) -> None:
 
 
 def _place_entering(graph: Graph, border: Border, into: Constraints) -> None:
-    """Between every node of the module and what it reads from outside that is no tensor of the model."""
+    """Constrain the values from outside that nodes of the module read, except tensors of the model."""
     inside = {node for node in graph.nodes if border.module in module_path(node)}
     for node in inside:
         for read in node.all_input_nodes:

@@ -31,17 +31,18 @@ __all__ = ["LayoutReport", "check_layouts"]
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """What typing a model's graph found. True in a condition where nothing is ambiguous; prints as a text.
+    """The result of typing a model's graph. True where nothing is ambiguous; prints as text.
 
     Attributes:
         mesh: its axes and sizes.
-        findings: operands whose layouts contradict each other, or leave open what the result is.
-        reshards: values that XLA has to move though neither a parameter's layout nor a border says so: right, and slow.
-        moved: what the declared layouts cost in a forward, by kind: "sum" (a contracted or looked-up dim was split),
-            "gather" and "exchange" (a border, or what is stored in parts).
-        uneven: tensors that their axes do not divide, taken as whole there: JAX types even pieces only.
-        ops: how many primitives of JAX were typed.
-        modules: in how many modules.
+        findings: operands whose layouts contradict each other, or leave the result's layout open.
+        reshards: values that XLA redistributes although neither a parameter's layout nor a border says so: correct, but
+            slow.
+        moved: number of communications of the declared layouts in a forward, by kind: "sum" (a contracted or looked-up
+            dim is split), "gather" and "exchange" (a border, or a stored shard).
+        uneven: tensors that their axes do not divide, typed as unsharded there: JAX types even shards only.
+        ops: the number of JAX primitives that were typed.
+        modules: the number of their modules.
     """
 
     mesh: MeshShape
@@ -82,15 +83,15 @@ def check_layouts(
     transforms: Sequence[Transform] = (),
     example: Any,
 ) -> LayoutReport:
-    """Types the forward of a model, laid out by rules, on a mesh of any size; no device but the host is needed.
+    """Type the forward of a model, laid out by rules, on a mesh of any size; only the host device is needed.
 
-    Each op is given the layouts of its operands, under JAX's explicit sharding: a contracted dim that is split in one
-    operand alone or over two axes, an axis that two dims of a result would have, two operands that are split in unlike
-    ways. What has one answer is no finding: a row-parallel product is summed, what is whole is cut. All findings are
-    reported, not the first.
+    Each op gets the layouts of its operands, under JAX's explicit sharding. A finding is a contracted dim that is split
+    in one operand only or over two axes, an axis that would split two dims of a result, or two operands with different
+    splits. A case with one answer is not a finding: a row-parallel product is summed, an unsharded operand is sliced.
+    All findings are reported, not only the first.
 
     Args:
-        model: a single-device module; it is only looked at, so it may be on `meta`.
+        model: a single-device module; it is not changed, and may be on `meta`.
         mesh: "dp=128,tp=64", a `MeshShape`, or a mesh of JAX or torch.
         rules: as for `compile_model`.
         transforms: as for `compile_model`.
@@ -123,7 +124,7 @@ def check_layouts(
 
 
 def _without_values(model: nn.Module, plan: Plan) -> tuple[Compiled, dict[str, Storage]]:
-    """As `compile_model`, on a mesh without devices and with tensors that take no memory."""
+    """Compile a model as `compile_model` does, on a mesh without devices and with tensors without memory."""
     mesh = abstract_mesh(plan.mesh)
     stored = {row.name: storage_of(row, mesh, plan.mesh) for row in plan.rows}
     with _torch.fake_tensors():
@@ -131,7 +132,7 @@ def _without_values(model: nn.Module, plan: Plan) -> tuple[Compiled, dict[str, S
 
 
 def _typed(typer: Typer, fn: Compiled, stored: Mapping[str, Storage], example: Any) -> int:
-    """Types the program of a batch; returns how many modules it runs through."""
+    """Type the program of a batch; return the number of modules that it runs through."""
     args, kwargs = as_call(example)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -150,8 +151,8 @@ def _typed(typer: Typer, fn: Compiled, stored: Mapping[str, Storage], example: A
         Operand(var.aval, spec_of(storage.specs["stored"], len(var.aval.shape)), parameter=name)
         for var, (name, storage) in zip(program.jaxpr.invars, stored.items(), strict=False)
     ]
-    inputs += [Operand.whole(var.aval) for var in program.jaxpr.invars[len(inputs) :]]
-    typer.run(program.jaxpr, [Operand.whole(var.aval) for var in program.jaxpr.constvars], inputs)
+    inputs += [Operand.unsharded(var.aval) for var in program.jaxpr.invars[len(inputs) :]]
+    typer.run(program.jaxpr, [Operand.unsharded(var.aval) for var in program.jaxpr.constvars], inputs)
     return len({module_path(node)[-1:] for node in graph.nodes})
 
 
@@ -159,11 +160,13 @@ _MORE = re.compile(r"\d+")
 
 
 def _folded(findings: Sequence[Finding]) -> list[str]:
-    """Those of repeated blocks as one, with a count."""
-    alike: dict[str, list[Finding]] = {}
+    """Fold the findings of repeated blocks into one each, with a count."""
+    folded_findings: dict[str, list[Finding]] = {}
     for finding in findings:
-        alike.setdefault(_MORE.sub("*", finding.module) + str(finding).partition('"')[0] + finding.conflict, []).append(
-            finding
-        )
-    more = (f"\n    and in {len(group) - 1} more like it" if len(group) > 1 else "" for group in alike.values())
-    return [f"{group[0]}{rest}" for group, rest in zip(alike.values(), more, strict=True)]
+        folded_findings.setdefault(
+            _MORE.sub("*", finding.module) + str(finding).partition('"')[0] + finding.conflict, []
+        ).append(finding)
+    more = (
+        f"\n    and in {len(group) - 1} more like it" if len(group) > 1 else "" for group in folded_findings.values()
+    )
+    return [f"{group[0]}{rest}" for group, rest in zip(folded_findings.values(), more, strict=True)]

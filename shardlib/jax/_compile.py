@@ -42,31 +42,32 @@ def compile_model(
     example: Any = None,
     matmul_precision: str | None = "highest",
 ) -> tuple[Compiled, Arrays]:
-    """A plain module as a pure JAX function, and its parameters as sharded arrays.
+    """Convert a plain module to a pure JAX function, and its parameters to sharded arrays.
 
-    `fn(params, *inputs)` gives the global outputs of global inputs: what the module gives on one device. It can be
-    jitted and differentiated. Which mode the module is in (`train()` or `eval()`) is settled now.
+    `fn(params, *inputs)` returns the global outputs of global inputs, equal to the module's on one device. It can be
+    jitted and differentiated. The module's present mode (`train()` or `eval()`) is kept.
 
     Args:
-        model: a single-device module; it is copied, its values too.
-        mesh: of JAX, as `make_mesh` makes it.
+        model: a single-device module; it is copied, with its values.
+        mesh: a JAX mesh, as from `make_mesh`.
         rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default what
             `layouts.for_model` finds.
         transforms: functions from plan to plan; `zero(1)`, `zero(2)`, `zero(3)`, `fsdp()`, `hsdp()` and
             `precision("bf16")` are shardings and dtypes here. A master copy is the array itself, in float32, which is
             rounded where the model uses it.
         example: a global batch: a tuple of arguments, a mapping of keyword arguments, or one tensor. With it the graph
-            is made now, so that what is wrong with it is said now; without, at the first call. Other shapes get a
-            graph of their own, when they come.
-        matmul_precision: of products on accelerators, see `jax.default_matmul_precision`; None leaves it to JAX.
+            is exported now, with its errors; without it, at the first call. Each other shape gets its own graph at its
+            first call.
+        matmul_precision: precision of products on accelerators, see `jax.default_matmul_precision`; None leaves it to
+            JAX.
 
     Returns:
-        The function (see `Compiled`), and a dict from names to arrays with the parameters that are trained. An array
-        has the shape of the tensor, but for fused layouts split inside, whose parts are dims, and uneven ones, which
-        are padded with zeros: `fn.to_torch(params)` has the model's own shapes.
+        The function (see `Compiled`), and a dict from names to arrays of the trained parameters. An array has the shape
+        of the tensor, except for fused layouts that are split inside, whose parts are dims, and uneven ones, which are
+        padded with zeros: `fn.to_torch(params)` has the model's own shapes.
 
     Raises:
-        PlanError: the plan asks for what only the torch engine has (a pipeline, offload, loss scaling, ...); an op has
+        PlanError: the plan needs a feature of the torch engine only (a pipeline, offload, loss scaling, ...); an op has
             no lowering; the model cannot be exported.
         InputError: its forward depends on values of tensors; it is of float64 and jax_enable_x64 is off.
         MeshError, RuleError, LayoutError: mesh and rules do not fit the model.
@@ -97,7 +98,7 @@ _NO_MATTER = ("bucket_mb", "overlap")  # of how the torch engine sends what XLA 
 
 
 def refuse_settings(plan: Plan) -> None:
-    """Raise where a plan asks for what only the torch engine has."""
+    """Refuse settings of a plan that only the torch engine has."""
     if plan.mesh.pipeline_axes:
         raise PlanError(
             f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs the whole model on all devices. Leave it out.'
@@ -112,7 +113,7 @@ def refuse_settings(plan: Plan) -> None:
 
 
 def structure_of(model: nn.Module, plan: Plan) -> nn.Module:
-    """A copy of the modules, whose tensors have the dtypes that they are computed with, and no values."""
+    """Copy the modules with tensors in their compute dtypes, without values."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     empty = {id(t): _without_values(t, plan[name].compute.dtype or t.dtype) for name, t in tensors.items()}
     return copy.deepcopy(model, empty)
@@ -131,11 +132,11 @@ def _values_of(model: nn.Module, stored: Mapping[str, Storage], plan: Plan) -> A
 
 
 class Compiled:
-    """What `compile_model` returns: a pure function, and what it knows of the model's tensors.
+    """The result of `compile_model`: a pure function, with the model's plan and tensors.
 
     Attributes:
         plan: the plan that it carries out.
-        mesh: of JAX.
+        mesh: a JAX mesh.
         buffers: arrays that are not trained: buffers, and parameters that are frozen. A dict to pass on, or to keep.
     """
 
@@ -156,16 +157,17 @@ class Compiled:
         self._graphs: dict[Any, Graph] = {}
 
     def __call__(self, params: Arrays, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
-        """The model's outputs, with the buffers as they were at the start.
+        """Return the model's outputs, with the buffers' initial values.
 
         Args:
             params: arrays by name, as `compile_model` returned them, or updated ones.
-            *args: of the model's forward, whole batches; arrays in place of tensors, other values as they are.
+            *args: arguments of the model's forward, with global batches; arrays replace tensors, other values are
+                unchanged.
             rng: a key of JAX, for a model that draws (dropout in training mode).
-            **kwargs: likewise.
+            **kwargs: keyword arguments, likewise.
 
         Returns:
-            What the module returns, arrays in place of tensors; a mapping (as of a Hugging Face model) as a dict.
+            The module's result, with arrays instead of tensors; a mapping (as of a Hugging Face model) as a dict.
 
         Raises:
             InputError: the model changes buffers, so that they must be passed (`apply`); it draws, and there is no
@@ -181,7 +183,7 @@ class Compiled:
         return results
 
     def apply(self, params: Arrays, buffers: Arrays, *args: Any, rng: Any = None, **kwargs: Any) -> tuple[Any, Arrays]:
-        """`(outputs, buffers)` after the model has changed its buffers, as BatchNorm does; see `__call__`.
+        """Return `(outputs, buffers)` for a model that changes its buffers, as BatchNorm does; see `__call__`.
 
         >>> from shardlib.jax import make_mesh
         >>> fn, params = compile_model(nn.BatchNorm1d(3), make_mesh("dp=1"), {"**": None})
@@ -193,7 +195,7 @@ class Compiled:
         return results, {**buffers, **changed}
 
     def around(self, function: Callable[..., Any]) -> Compiled:
-        """`function(model, *args, **kwargs)`, written in torch, compiled together with the model: a loss, say.
+        """Compile `function(model, *args, **kwargs)`, written in torch, together with the model: for instance a loss.
 
         The result is called as this is, with the function's arguments; parameters and buffers are the same ones.
 
@@ -209,42 +211,43 @@ class Compiled:
         return made
 
     def prepare(self, example: Any) -> Graph:
-        """Make the graph for a batch of these shapes now, and raise what is wrong with it."""
+        """Export the graph for a batch of these shapes now, and raise its errors."""
         return self._graph(*_flat_arguments(*as_call(example)))
 
     def shardings(self, tree: Any, phase: Phase = "stored") -> Any:
-        """A tree of `NamedSharding`s for a tree that holds arrays by the parameters' names, such as optax's state.
+        """Return a tree of `NamedSharding`s for a tree of arrays with the parameters' names, such as optax's state.
 
-        What has a parameter's name and shape lies as the plan says for the phase: "state" for an optimizer's state,
-        "grad" for gradients, "stored" for parameters. Everything else is replicated.
+        An array with a parameter's name and shape has the plan's sharding for the phase: "state" for an optimizer's
+        state, "grad" for gradients, "stored" for parameters. Everything else is replicated.
 
         >>> from shardlib.jax import make_mesh
         >>> fn, params = compile_model(nn.Linear(4, 8), make_mesh("dp=1,tp=1"), {"*": "out@tp ..."})
         >>> fn.shardings({"mu": params, "count": jnp.zeros(())}, "state")["mu"]["weight"].spec
         P('tp', None)
         """
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        replicated = NamedSharding(self.mesh, PartitionSpec())
 
         def find(path: Any, leaf: Any) -> NamedSharding:
             names = [str(getattr(key, "key", "")) for key in path]
             stored = next((self._stored[name] for name in reversed(names) if name in self._stored), None)
             if stored is None or tuple(np.shape(leaf)) != stored.array_shape or phase not in stored.specs:
-                return whole
+                return replicated
             return stored.sharding(phase)
 
         return jax.tree_util.tree_map_with_path(find, tree)
 
     def to_torch(self, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Arrays by name (parameters, gradients, buffers) as whole tensors of the model's shapes; copies.
+        """Convert arrays by name (parameters, gradients, buffers) to unsharded tensors with the model's shapes; copies.
 
-        Every process must call it with arrays that it can address whole.
+        Every process must call it with fully addressable arrays.
         """
         return {name: self._storage(name).to_torch(array) for name, array in arrays.items()}
 
     def from_torch(self, tensors: Mapping[str, torch.Tensor]) -> Arrays:
-        """Tensors by name, of the model's shapes, as arrays that lie as the plan says; copies. `to_torch` undoes it.
+        """Convert tensors by name, with the model's shapes, to arrays with the plan's layouts; copies. The inverse of
+        `to_torch`.
 
-        Other names of tied parameters may be among them.
+        Tied parameters may have any of their names.
         """
         rows = {self.plan[name].name: tensor for name, tensor in tensors.items()}
         return {name: self._storage(name).to_array(tensor) for name, tensor in rows.items()}
@@ -255,7 +258,7 @@ class Compiled:
         return self._model.around if isinstance(self._model, Around) else self._model
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape, dtype and sharding of every array by name: what restoring a checkpoint asks for."""
+        """Return shape, dtype and sharding of every array by name, as restoring a checkpoint needs them."""
         return {name: stored.abstract() for name, stored in self._stored.items()}
 
     def _storage(self, name: str) -> Storage:
@@ -321,7 +324,7 @@ class Compiled:
 
 
 def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as arguments by position and by keyword."""
+    """Return a batch as positional and keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if not isinstance(example, tuple):
@@ -343,14 +346,14 @@ def _as_array(leaf: Any) -> Any:
 
 
 def _key_of(leaf: Any) -> Any:
-    """Arrays by shape and dtype, anything else by value."""
+    """Return the cache key of a leaf: arrays by shape and dtype, anything else by value."""
     if not _is_array(leaf):
         return type(leaf).__name__, repr(leaf)
     return tuple(leaf.shape), _dtype_of(leaf)
 
 
 def _dtype_of(leaf: Any) -> torch.dtype:
-    """As torch would have it: indices have 64 bits there, which JAX makes 32 unless it is told otherwise."""
+    """Return torch's dtype for a leaf: indices have 64 bits there, and 32 in JAX by default."""
     dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else torch_dtype(leaf.dtype)
     if not x64() and dtype == torch.int32:
         return torch.int64
@@ -363,7 +366,7 @@ def _example(leaf: Any) -> Any:
 
 
 def _plain(tree: Any) -> Any:
-    """Containers that JAX knows: a mapping of any kind becomes a dict."""
+    """Convert containers to JAX's: a mapping of any kind becomes a dict."""
     if isinstance(tree, Mapping):
         return {key: _plain(value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

@@ -39,7 +39,7 @@ _BACK = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def exact_dtype(dtype: torch.dtype) -> np.dtype:
-    """The dtype with the same bits.
+    """Return the JAX dtype with the same bits.
 
     Raises:
         InputError: JAX has none.
@@ -50,17 +50,17 @@ def exact_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def x64() -> bool:
-    """Whether JAX has numbers of 64 bits now."""
+    """Return whether JAX has 64-bit numbers now."""
     return jax.dtypes.canonicalize_dtype("int64") == np.dtype("int64")
 
 
 def as_dtype(dtype: torch.dtype) -> np.dtype:
-    """The dtype that JAX computes in: where `jax_enable_x64` is off, integers of 64 bits have 32."""
+    """Return the dtype that JAX computes in: without `jax_enable_x64`, 64-bit integers become 32-bit ones."""
     return jax.dtypes.canonicalize_dtype(exact_dtype(dtype))
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """Back from JAX's.
+    """Return torch's dtype for one of JAX's.
 
     Raises:
         InputError: torch has none.
@@ -72,7 +72,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def refuse_narrowed(dtype: torch.dtype, what: str) -> None:
-    """Raise where JAX would compute in half the precision that was asked for."""
+    """Refuse a dtype that JAX would compute in with half of its precision."""
     if (dtype.is_floating_point or dtype.is_complex) and as_dtype(dtype) != exact_dtype(dtype):
         raise InputError(
             f"{what} is {dtype}, and JAX would silently make it {as_dtype(dtype).name}, since jax_enable_x64 is off. "
@@ -82,7 +82,7 @@ def refuse_narrowed(dtype: torch.dtype, what: str) -> None:
 
 
 def promoted(*operands: Any) -> np.dtype:
-    """The dtype in which torch combines arrays and Python numbers.
+    """Return the dtype in which torch combines arrays and Python numbers.
 
     Tensors with dims come before tensors without, and those before Python numbers, unless the kind of number differs:
     torch.result_type has the rules, and is asked.
@@ -94,13 +94,13 @@ def promoted(*operands: Any) -> np.dtype:
 
 
 def promote(*operands: Any) -> list[Any]:
-    """The operands as arrays of one dtype, as torch combines them."""
+    """Convert the operands to arrays of one dtype, as torch promotes them."""
     dtype = promoted(*operands)
     return [jnp.asarray(operand, dtype) for operand in operands]
 
 
 def _kind(operand: Any) -> tuple[torch.dtype, int] | type:
-    """What torch's rules look at: dtype and whether there are dims; of Python numbers, the type."""
+    """Return what torch's promotion depends on: dtype and whether there are dims; for Python numbers, the type."""
     if isinstance(operand, bool | int | float | complex):
         return type(operand)
     return torch_dtype(operand.dtype), min(operand.ndim, 1)
@@ -108,7 +108,7 @@ def _kind(operand: Any) -> tuple[torch.dtype, int] | type:
 
 @functools.cache
 def _result_type(*kinds: Any) -> torch.dtype:
-    """Of each category (dims, none, Python number) the widest; then as `torch.result_type` combines two."""
+    """Return the widest dtype of each category (dims, none, Python number), combined as by `torch.result_type`."""
     examples = [kind(1) if isinstance(kind, type) else torch.empty((1,) * kind[1], dtype=kind[0]) for kind in kinds]
     if all(not isinstance(example, torch.Tensor) for example in examples):
         return functools.reduce(torch.promote_types, (torch.result_type(e, e) for e in examples))

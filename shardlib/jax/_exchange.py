@@ -1,8 +1,8 @@
-"""Tensors as arrays and back, shard by shard, in the same memory where both sides allow.
+"""Conversion between tensors and arrays, shard by shard, which share memory where both sides allow it.
 
-JAX takes memory of a torch tensor over if it begins at a multiple of 64 bytes and lies row by row; torch takes over any
-array's. What is shared is shared both ways: JAX believes that arrays never change, so let it finish
-(`jax.block_until_ready`) before torch writes there.
+JAX can alias a torch tensor that starts at a multiple of 64 bytes and is contiguous; torch can alias any array. Writes
+are visible on both sides. JAX assumes that arrays never change, so wait for it (`jax.block_until_ready`) before torch
+writes.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ def to_jax(
     pad: bool = False,
     copy: bool | None = None,
 ) -> Any:
-    """A tensor as a `jax.Array` with the same values in the same places.
+    """Convert a tensor to a `jax.Array` with the same values on the same devices.
 
-    A DTensor becomes a global array over one device of each process, laid out as its placements are: every process
-    calls this, no data moves. A plain tensor is the whole value, and is laid out by `layout` over the mesh's devices.
-    The gradient history is left behind.
+    A DTensor becomes a global array over one device of each process, sharded by its placements: every process calls
+    this, and no data is sent. A plain tensor is a full value, and is sharded by `layout` over the mesh's devices. The
+    result has no gradient history.
 
     Args:
         tensor: a tensor, or a mapping (also nested, and lists) of tensors.
-        mesh: of JAX. By default, for a DTensor one of the same axes over the processes' first devices; for a plain
-            tensor the first device of this process alone.
-        layout: of a plain tensor, or its text; whole on every device by default.
-        pad: add zeros at the end of a dim whose pieces are uneven. JAX has only even ones; mask what was added, or
-            take it off with `to_torch(..., global_shape=)`.
+        mesh: a JAX mesh. By default, for a DTensor one with the same axes over the processes' first devices; for a
+            plain tensor the first device of this process.
+        layout: the layout of a plain tensor, or its text; replicated by default.
+        pad: add zeros at the end of a dim with uneven shards, which JAX does not have. Mask the padding, or remove it
+            with `to_torch(..., global_shape=)`.
         copy: None shares memory where alignment allows, False raises where it does not, True never shares.
 
     Raises:
-        InputError: uneven pieces without `pad`; memory that cannot be shared, with `copy=False`; a dtype that JAX has
-            not or would narrow.
-        LayoutError: a layout that JAX cannot say: fused and split inside, or still to be reduced.
-        MeshError: processes of torch and JAX are not the same ones.
+        InputError: uneven shards without `pad`; memory that cannot be shared, with `copy=False`; a dtype that JAX does
+            not have or would narrow.
+        LayoutError: a layout without a JAX sharding: fused and split inside, or partial.
+        MeshError: torch and JAX run on different processes.
 
     >>> tensor = torch.arange(64.0)
     >>> array = to_jax(tensor)
@@ -91,19 +91,19 @@ def to_torch(
     global_shape: tuple[int, ...] | None = None,
     copy: bool | None = None,
 ) -> Any:
-    """A `jax.Array` as a tensor with the same values in the same places.
+    """Convert a `jax.Array` to a tensor with the same values on the same devices.
 
     Args:
         array: an array, or a mapping (also nested, and lists) of arrays.
-        device_mesh: of torch, with the axes of the array's mesh: the result is a DTensor on it, whose local tensor is
-            this process's shard. Without one the array must lie on this process's devices, and the result is a plain
-            tensor of its whole value: in the same memory if one device holds it.
-        global_shape: of a tensor that was padded; what lies beyond is left out.
+        device_mesh: a torch mesh with the axes of the array's mesh: the result is a DTensor on it, whose local tensor
+            is this process's shard. Without one the array must be on this process's devices, and the result is a plain
+            tensor with the full value, which shares memory if one device holds it.
+        global_shape: the shape without padding, which is removed.
         copy: None shares memory where it can, False raises where it cannot, True never shares.
 
     Raises:
-        InputError: the array lies on other processes too; memory that cannot be shared, with `copy=False`.
-        MeshError: the meshes have other axes, or other processes.
+        InputError: the array is on other processes too; memory that cannot be shared, with `copy=False`.
+        MeshError: the meshes have different axes, or different processes.
 
     >>> tensor = to_torch(jnp.arange(4, dtype=jnp.bfloat16))
     >>> tensor.dtype, tensor.tolist()
@@ -124,18 +124,18 @@ def to_torch(
         )
     shards = array.addressable_shards
     if array.is_fully_replicated:
-        whole = _taken(shards[0].data, copy)
+        full = _taken(shards[0].data, copy)
     elif copy is False:
         raise InputError(f"to_torch(copy=False): the array lies in {len(shards)} pieces; all of it is new memory.")
     else:
-        whole = torch.empty(array.shape, dtype=_taken(shards[0].data[..., :0], None).dtype)
+        full = torch.empty(array.shape, dtype=_taken(shards[0].data[..., :0], None).dtype)
         for shard in shards:
-            whole[shard.index] = _taken(shard.data, None)
-    return whole if global_shape is None else whole[tuple(slice(n) for n in global_shape)]
+            full[shard.index] = _taken(shard.data, None)
+    return full if global_shape is None else full[tuple(slice(n) for n in global_shape)]
 
 
 def shares_memory(tensor: torch.Tensor, array: jax.Array) -> bool:
-    """Whether some shard of an array lies in the memory of a tensor (of a DTensor: of its local tensor).
+    """Return whether some shard of an array aliases a tensor's memory (for a DTensor, its local tensor's).
 
     >>> shares_memory(torch.zeros(16), to_jax(torch.zeros(16)))
     False
@@ -161,7 +161,7 @@ def _refuse_narrow(dtype: torch.dtype) -> None:
 
 
 def _on_device(tensor: torch.Tensor, device: Any, copy: bool | None) -> jax.Array:
-    """A tensor on one device of JAX."""
+    """Convert a tensor to an array on one JAX device."""
     if tensor.device.type != "cpu":
         array = jax.dlpack.from_dlpack(tensor.contiguous())
         return jnp.copy(array) if copy else array
@@ -183,12 +183,12 @@ def _why_not_shared(tensor: torch.Tensor, device: Any) -> str:
     if not tensor.is_contiguous():
         return "the tensor does not lie row by row"
     if tensor.numel() and tensor.data_ptr() % _ALIGNED:
-        return f"the tensor begins at an address that is no multiple of {_ALIGNED} bytes"
+        return f"the tensor begins at an address that is not a multiple of {_ALIGNED} bytes"
     return ""
 
 
 def _taken(data: jax.Array, copy: bool | None) -> torch.Tensor:
-    """An array on one device as a tensor."""
+    """Convert an array on one device to a tensor."""
     if copy is False and not data.is_fully_addressable:
         raise InputError("to_torch(copy=False): the array does not lie on this process's devices.")
     tensor = torch.from_dlpack(jax.block_until_ready(data))
@@ -196,7 +196,7 @@ def _taken(data: jax.Array, copy: bool | None) -> torch.Tensor:
 
 
 def _padded(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """With zeros at the end of each dim."""
+    """Pad with zeros at the end of each dim."""
     if tuple(local.shape) == shape:
         return local
     out = local.new_zeros(shape)
@@ -205,7 +205,7 @@ def _padded(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _even(shape: tuple[int, ...], layout: Layout, mesh: MeshShape) -> tuple[int, ...]:
-    """The shape with each dim rounded up to a multiple of its pieces."""
+    """Return the shape with each dim rounded up to a multiple of its pieces."""
     pieces = [math.prod(mesh[axis] for axis in layout.axes_of(dim)) for dim in range(len(shape))]
     return tuple(-(-n // count) * count for n, count in zip(shape, pieces, strict=True))
 
@@ -259,21 +259,21 @@ def _from_dtensor(tensor: DTensor, mesh: Mesh | None, pad: bool, copy: bool | No
     even = _even(global_shape, layout, shape)
     if even != global_shape and not pad:
         _refuse_uneven(global_shape, even, layout, shape)
-    place = shape.coordinate(dist.get_rank())
-    held = layout.local_shape(even, shape, place)
+    coordinate = shape.coordinate(dist.get_rank())
+    local_shape = layout.local_shape(even, shape, coordinate)
     local: torch.Tensor = tensor.to_local().detach()
     if even != global_shape:
-        _refuse_nested(layout, global_shape, even, shape, place)
-        local = _padded(local, held)
+        _refuse_nested(layout, global_shape, even, shape, coordinate)
+        local = _padded(local, local_shape)
     piece = _on_device(local, _own_device(mesh), copy)
     return jax.make_array_from_single_device_arrays(even, NamedSharding(mesh, spec), [piece])
 
 
 def _refuse_nested(
-    layout: Layout, shape: tuple[int, ...], even: tuple[int, ...], mesh: MeshShape, place: Mapping[str, int]
+    layout: Layout, shape: tuple[int, ...], even: tuple[int, ...], mesh: MeshShape, coordinate: Mapping[str, int]
 ) -> None:
-    """Several axes cut an uneven dim one after another, and pieces begin elsewhere than those of the padded dim."""
-    mine, padded = (layout.local_slices(size, mesh, place) for size in (shape, even))
+    """Refuse an uneven dim that several axes split, if its shards begin elsewhere than those of the padded dim."""
+    mine, padded = (layout.local_slices(size, mesh, coordinate) for size in (shape, even))
     for dim, (own, other) in enumerate(zip(mine, padded, strict=True)):
         if own[0].stop > own[0].start and own[0].start != other[0].start:
             raise InputError(
@@ -302,10 +302,10 @@ def _to_dtensor(
     (shard,) = array.addressable_shards
     local = _taken(shard.data, copy)
     wanted = tuple(array.shape) if global_shape is None else tuple(global_shape)
-    place = shape.coordinate(dist.get_rank())
+    coordinate = shape.coordinate(dist.get_rank())
     if wanted != tuple(array.shape):
-        _refuse_nested(layout, wanted, tuple(array.shape), shape, place)
-        local = local[tuple(slice(n) for n in layout.local_shape(wanted, shape, place))]
+        _refuse_nested(layout, wanted, tuple(array.shape), shape, coordinate)
+        local = local[tuple(slice(n) for n in layout.local_shape(wanted, shape, coordinate))]
     stride = torch.empty(wanted, device="meta").stride()
     return DTensor.from_local(
         local, device_mesh, layout.placements(shape), run_check=False, shape=torch.Size(wanted), stride=stride
@@ -328,7 +328,7 @@ def _check_processes(device_mesh: DeviceMesh) -> None:
 
 
 def _over_processes(shape: MeshShape) -> Mesh:
-    """The first device of each process, in their order."""
+    """Return a mesh of the first device of each process, in their order."""
     first: dict[int, Any] = {}
     for device in sorted(jax.devices(), key=lambda d: (d.process_index, d.id)):
         first.setdefault(device.process_index, device)

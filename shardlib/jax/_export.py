@@ -1,4 +1,4 @@
-"""From a module to a graph of functions: `torch.export`, with in-place ops and views taken out.
+"""Export of a module to a functional graph: `torch.export`, without in-place ops and views.
 
 What an export forgets is marked on its nodes before: which of them run without gradients. Errors are explained.
 """
@@ -27,7 +27,7 @@ _MARK = "shardlib_no_grad"
 
 @dataclass(frozen=True)
 class Source:
-    """Where an input of the graph comes from: "tensor", of the model, by its name; "constant"; "argument"."""
+    """The source of a graph input: "tensor", of the model, by its name; "constant"; "argument"."""
 
     kind: str
     name: str
@@ -43,7 +43,7 @@ class Graph:
         sources: for each input node where its value comes from.
         results: the nodes, or constants, that the model returns, flat.
         changed: the buffers that it changes, each with the node of its new value.
-        structure: how `results` are put together again.
+        structure: the tree structure of `results`.
     """
 
     nodes: tuple[torch.fx.Node, ...]
@@ -59,7 +59,7 @@ class Graph:
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    """Attention draws only where it drops; dropout only where it does."""
+    """Return whether a node draws random numbers: attention and dropout only do with a positive probability."""
     found = find_lowering(node.target) if hasattr(node.target, "namespace") else None
     if found is None or not found.random:
         return False
@@ -70,7 +70,7 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """The graph of a module for arguments of these shapes.
+    """Export the graph of a module for arguments of these shapes.
 
     Raises:
         InputError: its forward depends on values of tensors; the message points at the line.
@@ -116,23 +116,23 @@ _AROUND = f"{Around.__module__}.{Around.__qualname__}"  # as torch.export notes 
 
 
 def named(name: str) -> str:
-    """A name as the model has it, whether or not the model was exported inside of a function."""
+    """Return a name as in the model, whether or not the model was exported inside of a function."""
     return "" if name == "around" else name.removeprefix("around.")
 
 
 def _mark(node: torch.fx.Node) -> None:
-    """The mark goes on to every node that comes of this one."""
+    """Mark a node; every node that derives from it inherits the mark."""
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled":
         node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: not node.args[0]}
 
 
 def without_gradient(node: torch.fx.Node) -> bool:
-    """Whether the model computes a node under `torch.no_grad()`."""
+    """Return whether the model computes a node under `torch.no_grad()`."""
     return bool(node.meta.get("custom", {}).get(_MARK))
 
 
 def module_path(node: torch.fx.Node) -> tuple[str, ...]:
-    """The names of the modules that a node runs in, outermost first; none of what a function does around the model."""
+    """Return the names of the modules that a node runs in, outermost first; empty for a function around the model."""
     stack = (node.meta.get("nn_module_stack") or {}).values()
     return tuple(named(name) for name, kind in stack if kind != _AROUND)
 
@@ -181,7 +181,7 @@ def _source(spec: Any, program: torch.export.ExportedProgram) -> Source:
 
 
 def _refuse_unknown(graph: Graph) -> None:
-    """All ops without a lowering at once, each with the modules that need it."""
+    """Refuse ops without a lowering, all at once, each with the modules that need it."""
     missing: dict[str, dict[str, None]] = {}
     for node in graph.nodes:
         if node.target is not operator.getitem and _lowering_name(node) is not None:
@@ -202,7 +202,7 @@ def _refuse_unknown(graph: Graph) -> None:
 
 
 def _lowering_name(node: torch.fx.Node) -> str | None:
-    """The name of an op that has no lowering, or None for one that has."""
+    """Return the name of an op without a lowering, or None for one that has a lowering."""
     target: Any = node.target
     if not hasattr(target, "namespace") or not hasattr(target, "overloadpacket"):
         return str(getattr(target, "__name__", target))
@@ -211,7 +211,7 @@ def _lowering_name(node: torch.fx.Node) -> str | None:
 
 
 def _refuse_varying_shapes(graph: Graph) -> None:
-    """Of results whose shape depends on values, as of `x[mask]` and `nonzero`, and of numbers read from tensors."""
+    """Refuse results whose shape depends on values, as of `x[mask]` and `nonzero`, and numbers read from tensors."""
     for node in graph.nodes:
         value = node.meta.get("val")
         where = (module_path(node) or ("",))[-1] or "(root)"
@@ -258,7 +258,7 @@ def _explained(error: Exception, model: nn.Module) -> Exception:
 
 
 def _line_of(error: BaseException | None) -> str:
-    """The innermost line of the traceback that is not torch's own, nor ours."""
+    """Return the innermost line of the traceback that is neither torch's nor ours."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -4,7 +4,7 @@ A fused layout such as `(qkv heads@tp head) embed` has no `PartitionSpec`: its p
 engine therefore keeps such a tensor with the dim in parts, `(qkv) (heads head)@tp (embed)`, which is the same memory
 under another shape, and hands the parts on for as long as ops allow: a product with the weight has them as dims of its
 own, splitting q, k and v is an index, a view that names the heads is a reshape. So a fused projection costs no
-communication. An op that knows nothing of parts is given the value whole: right, and a permutation where it is split.
+communication. An op without support for parts gets the unfused value: correct, with a permutation where it is split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from shardlib.jax._lowerings.views import concrete
 from shardlib.jax._table import Lowering
 
-__all__ = ["Fused", "call", "whole"]
+__all__ = ["Fused", "call", "unfused"]
 
 Parts = tuple[tuple[int, ...], ...]
 
@@ -29,7 +29,7 @@ class Fused:
     """An array whose dims are the parts of the dims of the tensor that it stands for.
 
     Attributes:
-        array: of shape `parts`, flattened.
+        array: an array of shape `parts`, flattened.
         parts: for each dim of the tensor the sizes of its parts, outermost first.
     """
 
@@ -53,20 +53,20 @@ class Fused:
         return math.prod(self.shape)
 
 
-def whole(value: Any) -> Any:
-    """The tensor itself, of a value with parts; anything else as it is."""
+def unfused(value: Any) -> Any:
+    """Return the tensor of a value with parts; anything else unchanged."""
     return value.array.reshape(value.shape) if isinstance(value, Fused) else value
 
 
 def _fused(array: Any, dims: Sequence[Sequence[int]]) -> Any:
-    """With parts, if a dim has several."""
+    """Return an array with parts, if a dim has several."""
     parts = tuple(tuple(sizes) for sizes in dims)
     flat = array.reshape([size for sizes in parts for size in sizes])
     return Fused(flat, parts) if any(len(sizes) > 1 for sizes in parts) else flat
 
 
 def call(op: str, known: Lowering, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A lowering on operands of which some have parts."""
+    """Call a lowering on operands of which some have parts."""
     result = _elementwise(known, args, kwargs) if known.elementwise else NotImplemented
     if result is NotImplemented and op in _WITH_PARTS:
         result = _WITH_PARTS[op](*args, **kwargs)
@@ -76,14 +76,14 @@ def call(op: str, known: Lowering, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _whole_tree(value: Any) -> Any:
-    return [whole(v) for v in value] if isinstance(value, list | tuple) else whole(value)
+    return [unfused(v) for v in value] if isinstance(value, list | tuple) else unfused(value)
 
 
 # --- ops that compute each element by itself ------------------------------------------------------------------------
 
 
 def _elementwise(known: Lowering, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """All operands in the same parts, dims aligned from the last one on."""
+    """Call an elementwise lowering on operands with the same parts, dims aligned from the last one."""
     operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Fused) or hasattr(a, "ndim")]
     parts = _common_parts(operands)
     if parts is None:
@@ -93,7 +93,7 @@ def _elementwise(known: Lowering, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _common_parts(operands: Sequence[Any]) -> Parts | None:
-    """For each dim of the result its parts, or None where operands disagree."""
+    """Return the parts of each dim of the result, or None where operands disagree."""
     ndim = max(operand.ndim for operand in operands)
     found: list[tuple[int, ...]] = []
     for dim in range(-ndim, 0):
@@ -147,7 +147,8 @@ def _addmm(x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
 
 
 def _product(x: Any, weight: Any, bias: Any) -> Any:
-    """`(..., in) @ (in, out) + (out)`, whose dim `out` has the weight's parts; contracted dims are whole."""
+    """Compute `(..., in) @ (in, out) + (out)`, whose dim `out` has the weight's parts; contracted dims have one
+    part."""
     x_parts, (ins, outs) = _parts_of(x), _parts_of(weight)
     if len(ins) > 1 or len(x_parts[-1]) > 1:
         return NotImplemented
@@ -160,7 +161,7 @@ def _product(x: Any, weight: Any, bias: Any) -> Any:
 
 
 def _batched(a: Any, b: Any) -> Any:
-    """`(batch, rows, in) @ (batch, in, out)`, either side with parts in a dim that is not contracted."""
+    """Compute `(batch, rows, in) @ (batch, in, out)`, either side with parts in a dim that is not contracted."""
     if a.ndim != 3 or b.ndim != 3:
         return NotImplemented
     (batch, rows, left), (_, right, outs) = _parts_of(a), _parts_of(b)
@@ -198,14 +199,14 @@ def _permuted(x: Any, dims: Sequence[int]) -> Any:
 
 
 def _flat_dims(x: Fused, dim: int) -> range:
-    """Which dims of the array are the parts of a dim."""
+    """Return the dims of the array that are the parts of a dim."""
     first = sum(len(sizes) for sizes in x.parts[:dim])
     return range(first, first + len(x.parts[dim]))
 
 
 @_with_parts("aten::view.default", "aten::_unsafe_view.default", "aten::reshape.default")
 def _view(x: Any, shape: Sequence[int]) -> Any:
-    """The order of elements is that of the tensor, so that any view of it is a reshape of the array.
+    """View a tensor. The array has the tensor's order of elements, so any view is a reshape of the array.
 
     A trailing dim that the view leaves alone keeps its parts.
     """
@@ -240,7 +241,7 @@ def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = Non
 
 
 def _run(x: Fused, dim: int, start: int, stop: int) -> Any:
-    """A run of a dim that begins and ends between two of its outermost parts: a piece of the array."""
+    """Slice a dim between two of its outermost parts."""
     inner = x.parts[dim][1:]
     each = math.prod(inner)
     if start % each or stop % each:
@@ -274,8 +275,8 @@ def _squeeze(x: Any, dim: int) -> Any:
 
 @_with_parts("aten::index.Tensor")
 def _index(x: Any, indices: Sequence[Any]) -> Any:
-    """A look-up along the first dim, as of an expert's weights."""
+    """Index the first dim, as for one expert's weights."""
     if len(indices) != 1 or not isinstance(x, Fused) or len(x.parts[0]) > 1 or indices[0].dtype == bool:
         return NotImplemented
-    index = whole(indices[0])
+    index = unfused(indices[0])
     return _fused(x.array.at[index].get(mode="clip"), [*((n,) for n in index.shape), *x.parts[1:]])

@@ -15,7 +15,7 @@ from shardlib.jax import _fused
 from shardlib.jax._borders import Constraints
 from shardlib.jax._dtypes import as_dtype
 from shardlib.jax._export import Graph, module_path, without_gradient
-from shardlib.jax._fused import Fused, whole
+from shardlib.jax._fused import Fused, unfused
 from shardlib.jax._table import find_lowering
 
 __all__ = ["run"]
@@ -24,19 +24,19 @@ __all__ = ["run"]
 def run(
     graph: Graph, inputs: Mapping[torch.fx.Node, Any], constraints: Constraints, rng: Any
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The model's results, flat, and the new values of the buffers that it changes.
+    """Run the graph; return the model's flat results, and the new values of the buffers that it changes.
 
     Args:
-        graph: what to run.
+        graph: the graph to run.
         inputs: a value for each input of the graph.
-        constraints: where activations are laid out.
+        constraints: the constraints on activations.
         rng: a key of JAX, or None for a graph that draws nothing.
     """
     values: dict[torch.fx.Node, Any] = dict(inputs)
     for index, node in enumerate(graph.nodes):
         values[node] = _computed(node, values, constraints, rng, index)
-    results = [whole(values[r]) if isinstance(r, torch.fx.Node) else r for r in graph.results]
-    return results, {name: lax.stop_gradient(whole(values[node])) for name, node in graph.changed.items()}
+    results = [unfused(values[r]) if isinstance(r, torch.fx.Node) else r for r in graph.results]
+    return results, {name: lax.stop_gradient(unfused(values[node])) for name, node in graph.changed.items()}
 
 
 def _computed(
@@ -47,7 +47,7 @@ def _computed(
 
 
 def scope_of(node: torch.fx.Node) -> str:
-    """Where a node stands, `module|op`: XLA's names of what it computes begin so, in profiles too."""
+    """Return the scope `module|op` of a node, which begins XLA's names of its computations, in profiles too."""
     target = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
     return f"{(module_path(node) or ('',))[-1] or '(root)'}|{target}"
 
@@ -93,7 +93,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _as_torch_has_it(result: Any, node: torch.fx.Node) -> Any:
-    """In the dtype that torch gives the result, without a gradient where torch records none."""
+    """Convert a result to the dtype of torch's, without a gradient where torch records none."""
     wanted = node.meta.get("val")
     if isinstance(result, tuple | list):
         shapes = wanted if isinstance(wanted, tuple | list) else [None] * len(result)

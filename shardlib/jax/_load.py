@@ -14,8 +14,8 @@ from jax.sharding import SingleDeviceSharding
 from shardlib.checkpoint._boxes import Box
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._opened import Names, Opened, found, opened
+from shardlib.checkpoint._permuted import Reading, Transpose
 from shardlib.checkpoint._save import wait_for_saving
-from shardlib.checkpoint._turned import Reading, Transpose
 from shardlib.errors import CheckpointError, InputError, nearest
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._compile import Compiled
@@ -36,7 +36,7 @@ def load(
     transpose: Transpose | None = None,
     cast: bool = False,
 ) -> Any:
-    """The tensors of a checkpoint as arrays that lie as they shall; each device's piece is read by itself.
+    """Load the tensors of a checkpoint as sharded arrays; each device's shard is read separately.
 
     Reads safetensors files (one, or several with the index that Hugging Face writes), what orbax writes, and what
     `shardlib.save` wrote, optimizers left out. All names, shapes and dtypes are compared before anything is read. Every
@@ -44,7 +44,7 @@ def load(
 
     Args:
         path: a checkpoint: a file, a folder, or a step of an orbax `CheckpointManager`.
-        into: what `compile_model` returned first; the model may have been on `meta`. Or a tree of arrays or
+        into: the function of `compile_model`; the model may have been on `meta`. Or a tree of arrays or
             `jax.ShapeDtypeStruct`s with shardings, as `shard_params` of `jax.eval_shape` gives it; its paths are names,
             "params.layers.0.kernel".
         names: what a tensor of the checkpoint is called here, where the two differ: a function of its name, or a
@@ -74,8 +74,8 @@ def load(
     """
     wait_for_saving()
     targets, model, back = _compiled(into) if isinstance(into, Compiled) else _tree(into)
-    place, text = found(Path(path).absolute())
-    source = opened(Path(str(place)), text, model, names, transpose)
+    folder, text = found(Path(path).absolute())
+    source = opened(Path(str(folder)), text, model, names, transpose)
     chosen = _chosen(source, targets, cast)
 
     def read() -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _of_leaf(name: str, leaf: Any) -> _Target:
 
 
 def _chosen(source: Opened, targets: Mapping[str, _Target], cast: bool) -> dict[str, list[tuple[str, Saved]]]:
-    """Which saved tensors are read for each array; or an error that says everything that does not fit."""
+    """Choose the saved tensors to read for each array, or raise with everything that does not fit."""
     saved = source.manifest.tensors["model"]
     chosen = {name: [(each, saved[each]) for each in source.names_of(target.names)] for name, target in targets.items()}
     used = {each for several in chosen.values() for each, _ in several}
@@ -176,7 +176,7 @@ def _chosen(source: Opened, targets: Mapping[str, _Target], cast: bool) -> dict[
 
 
 def _read(source: Opened, readers: Reading, target: _Target, several: Sequence[tuple[str, Saved]]) -> Any:
-    """One array; tensors that are tied here and had names of their own must be equal."""
+    """Read one array; saved tensors that are tied here must be equal."""
 
     def part(slices: Slices) -> torch.Tensor:
         box = Box(tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices))

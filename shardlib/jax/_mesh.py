@@ -18,7 +18,7 @@ __all__ = ["from_named_sharding", "make_mesh", "named_sharding", "shape_of"]
 
 
 def make_mesh(spec: MeshLike, *, devices: Sequence[Any] | None = None) -> Mesh:
-    """A `jax.sharding.Mesh` with named axes over the devices that JAX sees, left to XLA's partitioner.
+    """Create a `jax.sharding.Mesh` with named axes over JAX's devices, for XLA's partitioner.
 
     Devices are taken process by process, the last axis fastest: rank `r` of a torch mesh of the same shape and device
     `r` of this one then hold the same pieces. Axes are of type Auto, whatever JAX's own default is.
@@ -50,10 +50,10 @@ def make_mesh(spec: MeshLike, *, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def shape_of(mesh: Any) -> MeshShape:
-    """Names and sizes of a mesh's axes.
+    """Return names and sizes of a mesh's axes.
 
     Raises:
-        MeshError: it is no mesh of JAX, has axes of type Explicit or Manual, or axes of unknown kind.
+        MeshError: it is not a mesh of JAX, has axes of type Explicit or Manual, or axes of unknown kind.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise MeshError(
@@ -70,11 +70,11 @@ def shape_of(mesh: Any) -> MeshShape:
 
 
 def named_sharding(layout: Layout | str, mesh: Mesh, *, ndim: int | None = None) -> NamedSharding:
-    """A layout on a mesh of JAX: `devices_indices_map` of the result are the layout's `local_slices`.
+    """Return the sharding of a layout on a JAX mesh: its `devices_indices_map` has the layout's `local_slices`.
 
     Args:
         layout: a `Layout` or its text.
-        mesh: of JAX.
+        mesh: a JAX mesh.
         ndim: the number of dims, where the layout leaves it open with "...".
 
     Raises:
@@ -93,7 +93,7 @@ def named_sharding(layout: Layout | str, mesh: Mesh, *, ndim: int | None = None)
 
 
 def from_named_sharding(sharding: NamedSharding, ndim: int, *, dim_names: Sequence[str] | None = None) -> Layout:
-    """The layout that a `NamedSharding` describes; `named_sharding` undoes it.
+    """Return the layout that a `NamedSharding` describes; the inverse of `named_sharding`.
 
     Raises:
         LayoutError: another kind of sharding, or a spec that leaves a dim to the compiler.

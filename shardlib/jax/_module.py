@@ -29,7 +29,7 @@ class JaxModule(nn.Module):
         params: a nested mapping of arrays, or of tensors. Names are the paths, joined by ".".
 
     Raises:
-        InputError: a parameter that is no array, or a path that torch cannot use as a name.
+        InputError: a parameter that is not an array, or a path that torch cannot use as a name.
 
     >>> import jax.numpy as jnp
     >>> module = JaxModule(lambda p, x: jnp.tanh(x @ p["kernel"]), {"kernel": jnp.ones((3, 2))})
@@ -52,7 +52,7 @@ class JaxModule(nn.Module):
         self._backward = jax.jit(pulled)
 
     def forward(self, *inputs: Any) -> Any:
-        """The function of these parameters, on tensors."""
+        """Call the function with these parameters, on tensors."""
         params = [self.get_parameter(name) for name in self._names]
         leaves, inputs_structure = pytree.tree_flatten(inputs)
         results = _Called.apply(self, inputs_structure, len(params), *params, *leaves)
@@ -60,7 +60,7 @@ class JaxModule(nn.Module):
 
 
 def _register(module: nn.Module, name: str, leaf: Any) -> None:
-    """As a parameter of a module inside of a module, one for each part of the path."""
+    """Register a parameter inside nested modules, one for each part of the path."""
     tensor = leaf if isinstance(leaf, torch.Tensor) else None
     if tensor is None and not isinstance(leaf, jax.Array | np.ndarray):
         raise InputError(f'JaxModule: "{name}" is a {type(leaf).__name__}; parameters are arrays or tensors.')

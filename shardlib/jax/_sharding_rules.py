@@ -1,4 +1,4 @@
-"""What primitives of JAX do to the axes that split their operands, where JAX's explicit sharding leaves it open."""
+"""Sharding rules of JAX primitives for which JAX's explicit sharding is undecided."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Operand:
     literal: Any = None
 
     @staticmethod
-    def whole(aval: Any, *, literal: Any = None) -> Operand:
+    def unsharded(aval: Any, *, literal: Any = None) -> Operand:
         return Operand(aval, ((),) * len(getattr(aval, "shape", ())), "", literal)
 
     @property
@@ -58,7 +58,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Ruling:
-    """How a primitive's results are split, what that moves as declared, and what besides."""
+    """The sharding of a primitive's results, and the communication, as declared and beyond."""
 
     outs: tuple[Spec, ...]
     moved: Counter[str] = field(default_factory=Counter)
@@ -78,12 +78,12 @@ _RULES: dict[str, Rule] = {}
 
 
 def has_rule(eqn: Any) -> bool:
-    """Whether JAX need not be asked."""
+    """Return whether a primitive has a rule here, so that JAX need not decide."""
     return eqn.primitive.name in _RULES
 
 
 def ruled(eqn: Any, operands: Sequence[Operand], asked: tuple[Spec, ...] | None, shape: MeshShape) -> Ruling | None:
-    """A ruling of ours where there is one, else JAX's; None where neither knows more than whole operands.
+    """Return our ruling if there is one, else JAX's; None where both need unsharded operands.
 
     Raises:
         Conflict: the operands contradict each other.
@@ -105,13 +105,13 @@ def ruled(eqn: Any, operands: Sequence[Operand], asked: tuple[Spec, ...] | None,
 
 
 def moves(before: Spec, after: Spec) -> Counter[str]:
-    """What it takes to lay a value out in another way: nothing where it is only cut."""
+    """Return the communication that changes a sharding; none where the value is only sliced."""
     lost = [set(a) - set(b) for a, b in zip(before, after, strict=True)]
-    held, wanted = _axes(before), _axes(after)
+    have, wanted = _axes(before), _axes(after)
     found: Counter[str] = Counter()
     if any(axis in wanted for axes in lost for axis in axes):
         found["exchange"] += 1
-    if held - wanted:
+    if have - wanted:
         found["gather"] += 1
     return found
 
@@ -140,24 +140,25 @@ _JOINED = frozenset(_ELEMENTWISE.split())
 
 
 def _joined(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
-    """Every element from the same elements: what is whole is cut as the others are."""
+    """Rule an elementwise primitive: operands that are not sharded are sliced as the others."""
     arrays = [o for o in operands if len(o.spec) == len(eqn.outvars[0].aval.shape) and o.spec]
     return Ruling((_join([o.spec for o in arrays], arrays),))
 
 
 def _join(specs: Sequence[Spec], operands: Sequence[Operand]) -> Spec:
-    """The one layout in which all can meet."""
+    """Return the one sharding that all operands can have."""
     dims, unlike = [], []
     for dim, entries in enumerate(zip(*specs, strict=True)):
-        said = list(dict.fromkeys(e for e in entries if e))
-        if len(said) > 1:
-            unlike.append((dim, said))
-        dims.append(said[0] if said else ())
+        given_axes = list(dict.fromkeys(e for e in entries if e))
+        if len(given_axes) > 1:
+            unlike.append((dim, given_axes))
+        dims.append(given_axes[0] if given_axes else ())
     clean = _without_repeats(dims)
     if unlike:
-        dim, said = unlike[0]
+        dim, given_axes = unlike[0]
         raise Conflict(
-            f"dim {dim} is split over {_named(said[0])} in one operand and over {_named(said[1])} in another",
+            f"dim {dim} is split over {_named(given_axes[0])} in one operand and over {_named(given_axes[1])} in "
+            "another",
             "One of the two is to be moved, and no rule says which: lay both out alike, by a border on one of them.",
             (clean,),
         )
@@ -215,7 +216,7 @@ def _product(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
 def _gathered_on_a_grid(
     left: Operand, right: Operand, left_in: Sequence[int], right_in: Sequence[int]
 ) -> tuple[Operand, Operand, int]:
-    """The operands as a product with a matrix takes them both of whose dims are split, and how many were gathered.
+    """Gather operands for a product with a matrix both of whose dims are split; return them, and the number gathered.
 
     Where the two are split over one axis by dims that do not go together, one is gathered over it, as in SUMMA: the
     matrix, if its contracted dim is; else what it is applied to.
@@ -238,7 +239,7 @@ def _whole_over(one: Operand, gathered: set[str]) -> Operand:
 
 
 def _split_over(one: Operand, contracted: Sequence[int]) -> tuple[set[str], set[str]]:
-    """The axes of the dims that are contracted, and of those that are kept."""
+    """Return the axes of contracted dims, and those of the other dims."""
     inner = {axis for dim in contracted for axis in one.spec[dim]}
     return inner, _axes(one.spec) - inner
 
@@ -255,7 +256,7 @@ def _agreed(one: tuple[str, ...], other: tuple[str, ...], what: str) -> tuple[st
 def _contracted(
     left: Operand, right: Operand, left_in: Sequence[int], right_in: Sequence[int], out: Spec, shape: MeshShape
 ) -> set[str]:
-    """The axes over which a product is summed."""
+    """Return the axes over which a product is summed."""
     summed: set[str] = set()
     for a, b in zip(left_in, right_in, strict=True):
         one, other = left.spec[a], right.spec[b]
@@ -280,10 +281,11 @@ def _contracted(
 
 
 def _one_sided(left: Operand, right: Operand, one: tuple[str, ...], other: tuple[str, ...], out: Spec) -> None:
-    """A parameter that is split where it is contracted is row-parallel: what it meets is cut, at no cost."""
-    split, whole = (left, right) if one else (right, left)
+    """Rule a row-parallel product: a parameter is split where it is contracted, and the other operand is sliced for
+    free."""
+    split, unsharded = (left, right) if one else (right, left)
     axes = one or other
-    if clash := set(axes) & _axes(whole.spec):
+    if clash := set(axes) & _axes(unsharded.spec):
         raise Conflict(
             f"the contracted dim is split over {_named(axes)} in one operand only, and {_named(sorted(clash))} splits "
             "another dim of the other one",
@@ -319,9 +321,9 @@ def _convolution(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Rul
     grouped = eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1
     halo = tuple("a window runs over a dim that is split" for d in x_at[2:] if x.spec[d])[:1]
     if grouped:
-        whole = tuple(() if d == y_at[1] else a for d, a in enumerate(out))
+        unsharded = tuple(() if d == y_at[1] else a for d, a in enumerate(out))
         split = x.spec[x_at[1]] or kernel.spec[k_at[0]]
-        return Ruling((whole,), reshards=(*halo, *(["computes groups whose channels are split"] if split else [])))
+        return Ruling((unsharded,), reshards=(*halo, *(["computes groups whose channels are split"] if split else [])))
     summed = _contracted(x, kernel, (x_at[1],), (k_at[1],), out, shape)
     return Ruling((out,), Counter(sum=1) if summed else Counter(), halo)
 
@@ -331,7 +333,8 @@ def _convolution(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Rul
 
 @_rule("reshape")
 def _reshape(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
-    """Axes go to the outermost of the dims that a split dim comes apart into, as far as they divide it."""
+    """Rule a reshape: axes go to the outermost of the dims that a split dim is divided into, as far as they divide
+    it."""
     old, new = operands[0].shape, tuple(eqn.outvars[0].aval.shape)
     if 0 in old:
         return Ruling((((),) * len(new),))
@@ -344,12 +347,12 @@ def _reshape(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
             out[d] = axes
         kept = [axis for axes in placed.values() for axis in axes]
         lost += [axis for axis in pieces if axis not in kept]
-    told = (f"what {_named(lost)} splits does not stay together: {old} becomes {new}",) if lost else ()
-    return Ruling((tuple(out),), reshards=told)
+    reshards = (f"what {_named(lost)} splits does not stay together: {old} becomes {new}",) if lost else ()
+    return Ruling((tuple(out),), reshards=reshards)
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of dims of either shape that hold the same elements, as short as they can be."""
+    """Return the shortest runs of dims of both shapes that hold the same elements."""
     found, i, j = [], 0, 0
     while i < len(old) and j < len(new):
         start, to, have, want = i, j, old[i], new[j]
@@ -368,7 +371,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
 def _placed(
     x: Operand, sources: list[int], targets: list[int], new: Sequence[int], shape: MeshShape
 ) -> dict[int, tuple[str, ...]]:
-    """Where the axes of a run of dims go: those of a dim further in only where each device has one index outside."""
+    """Return the axes of a run's new dims; axes of inner dims stay only where each device has one outer index."""
     axes: list[str] = []
     for d in sources:
         axes += x.spec[d]
@@ -380,7 +383,7 @@ def _placed(
 def _outermost(
     axes: tuple[str, ...], targets: Sequence[int], new: Sequence[int], shape: MeshShape
 ) -> dict[int, tuple[str, ...]]:
-    """An axis goes on to the next dim only where the one before has one element a device."""
+    """Assign axes to dims; an axis goes to the next dim only where the one before has one element per device."""
     placed: dict[int, tuple[str, ...]] = {}
     left = list(axes)
     for d in targets:
@@ -397,22 +400,22 @@ def _outermost(
 
 @_rule("slice", "dynamic_slice", "pad", "rev")
 def _cut(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
-    """A dim that is cut is wanted whole."""
+    """Rule a slice: a sliced dim must be unsharded."""
     x, new = operands[0], tuple(eqn.outvars[0].aval.shape)
     turned = eqn.params.get("dimensions", ()) if eqn.primitive.name == "rev" else ()
     out = tuple(
         () if n != m or d in turned else a for d, (n, m, a) in enumerate(zip(x.shape, new, x.spec, strict=True))
     )
-    told = ("takes part of a dim that is split",) if out != x.spec else ()
-    return Ruling((out,), reshards=told)
+    reshards = ("takes part of a dim that is split",) if out != x.spec else ()
+    return Ruling((out,), reshards=reshards)
 
 
 @_rule("concatenate")
 def _concatenated(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
     at = eqn.params["dimension"]
     specs = [tuple(() if d == at else a for d, a in enumerate(o.spec)) for o in operands]
-    told = ("puts together along a dim that is split",) if any(o.spec[at] for o in operands) else ()
-    return Ruling((_join(specs, operands),), reshards=told)
+    reshards = ("puts together along a dim that is split",) if any(o.spec[at] for o in operands) else ()
+    return Ruling((_join(specs, operands),), reshards=reshards)
 
 
 @_rule("split")
@@ -427,7 +430,8 @@ def _parted(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
 
 @_rule("gather")
 def _gathered(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
-    """Rows of a table that is split by rows: each device looks up its own, and they are summed, as in Megatron."""
+    """Rule a lookup in a table split by rows: each device looks up its own rows, and the results are summed, as in
+    Megatron."""
     x, index = operands[0], operands[1]
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
@@ -435,12 +439,12 @@ def _gathered(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling
     kept = [d for d in range(len(x.spec)) if d not in numbers.collapsed_slice_dims and d not in batching]
     ndim = len(eqn.outvars[0].aval.shape)
     out: list[tuple[str, ...]] = [()] * ndim
-    told: list[str] = []
+    reshards: list[str] = []
     for at, d in zip(numbers.offset_dims, kept, strict=True):
         if sizes[d] == x.shape[d]:
             out[at] = x.spec[d]
         elif x.spec[d]:
-            told.append("looks up parts of a dim that is split")
+            reshards.append("looks up parts of a dim that is split")
     own = [d for d in range(ndim) if d not in numbers.offset_dims]
     for at, d in zip(own, range(len(index.spec) - 1), strict=True):
         out[at] = index.spec[d]
@@ -455,35 +459,35 @@ def _gathered(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling
             "Make the indices, or the table, whole over it.",
             (clean,),
         )
-    return Ruling((clean,), Counter(sum=1) if summed else Counter(), tuple(told))
+    return Ruling((clean,), Counter(sum=1) if summed else Counter(), tuple(reshards))
 
 
 @_rule("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max")
 def _scattered(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
-    """The result lies as what is written to, and where that is whole, as whole rows that are written are."""
+    """Rule a scatter: the result is sharded as its destination or, if that is not sharded, as the written rows."""
     x, index, updates = operands
     numbers = eqn.params["dimension_numbers"]
     left = (*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ()))
-    out, told = list(x.spec), []
+    out, reshards = list(x.spec), []
     for at, d in zip(numbers.update_window_dims, [d for d in range(len(x.spec)) if d not in left], strict=True):
         if updates.spec[at] and not out[d] and updates.shape[at] == x.shape[d]:
             out[d] = updates.spec[at]
         elif (updates.spec[at] or updates.shape[at] != x.shape[d]) and updates.spec[at] != out[d]:
-            told.append("writes to part of a dim that is split")
+            reshards.append("writes to part of a dim that is split")
     rows = {a for d, axes in enumerate(updates.spec) if d not in numbers.update_window_dims for a in axes}
     rows |= {a for axes in index.spec for a in axes}
     adds = "add" in eqn.primitive.name
     if not adds and (rows or any(x.spec[d] for d in numbers.scatter_dims_to_operand_dims)):
-        told.append("writes to places that other devices hold")
+        reshards.append("writes to places that other devices hold")
     clean = _without_repeats(out)
-    return Ruling((clean,), Counter(sum=1) if adds and rows - _axes(clean) else Counter(), tuple(told[:1]))
+    return Ruling((clean,), Counter(sum=1) if adds and rows - _axes(clean) else Counter(), tuple(reshards[:1]))
 
 
 # --- dims that are run along ----------------------------------------------------------------------------------------
 
 
 def _along(eqn: Any, operands: Sequence[Operand]) -> set[int] | None:
-    """The dims that a primitive has to have whole."""
+    """Return the dims that a primitive needs unsharded."""
     name, ndim = eqn.primitive.name, len(operands[0].spec)
     if name == "sort":
         return {eqn.params["dimension"] % ndim}
@@ -497,7 +501,7 @@ def _along(eqn: Any, operands: Sequence[Operand]) -> set[int] | None:
 
 
 def _like(var: Any, operands: Sequence[Operand], specs: Sequence[Spec]) -> Spec:
-    """Of the operand with as many dims as a result, where sizes are the same."""
+    """Return the sharding of the first operand with as many dims as the result, for dims of the same size."""
     for operand, spec in zip(operands, specs, strict=True):
         if len(spec) == len(var.aval.shape):
             return tuple(a if n == m else () for a, n, m in zip(spec, operand.shape, var.aval.shape, strict=True))

@@ -1,4 +1,4 @@
-"""How a tensor of the plan lies as a `jax.Array`: in parts where its layout is fused, padded where it is uneven.
+"""Storage of a tensor of the plan as a `jax.Array`: in parts where its layout is fused, padded where it is uneven.
 
 JAX splits a dim into equal pieces or refuses. Rows of zeros are therefore added at the end of an uneven dim, taken off
 before the model sees the tensor, and so have a gradient of zero: they stay zeros under any optimizer that updates
@@ -38,13 +38,13 @@ class Storage:
 
     Attributes:
         name: as in the plan.
-        global_shape: of the tensor.
-        dtype: in which it is stored; that of the master copy, where the plan has one.
+        global_shape: the global shape of the tensor.
+        dtype: the stored dtype; that of the master copy, if the plan has one.
         parts: for each dim of the tensor the sizes of its parts; `(n,)` but for fused layouts.
-        padded: the same with what was added to make pieces even.
+        padded: the same, with padding to even shards.
         specs: for each phase the axes of each dim of the array.
-        mesh: of JAX.
-        compute_dtype: what the model computes with.
+        mesh: a JAX mesh.
+        compute_dtype: the dtype that the model computes with.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Storage:
 
     @property
     def array_shape(self) -> tuple[int, ...]:
-        """Of the `jax.Array`."""
+        """The shape of the `jax.Array`."""
         return tuple(size for sizes in self.padded for size in sizes)
 
     @property
@@ -67,17 +67,17 @@ class Storage:
         return self.padded != self.parts
 
     def sharding(self, phase: Phase = "stored") -> NamedSharding:
-        """Of the `jax.Array`, in a phase; frozen tensors have only the first two."""
+        """Return the sharding of the `jax.Array` in a phase; frozen tensors have only the first two phases."""
         if phase not in self.specs:
             raise PlanError(f'"{self.name}" has no {phase} phase; it has {", ".join(self.specs)}.')
         return NamedSharding(self.mesh, self.specs[phase])
 
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding of the array, without values."""
+        """Return shape, dtype and sharding of the array, without values."""
         return jax.ShapeDtypeStruct(self.array_shape, as_dtype(self.dtype), sharding=self.sharding())
 
     def to_array(self, tensor: torch.Tensor) -> Any:
-        """The array of a tensor's values, always a copy; of a tensor on meta only what `abstract` says."""
+        """Convert a tensor to the array, always a copy; a tensor on meta gives only `abstract`."""
         if tuple(tensor.shape) != self.global_shape:
             raise InputError(
                 f'"{self.name}" was given with global shape {tuple(tensor.shape)}; the plan has {self.global_shape}.'
@@ -90,7 +90,7 @@ class Storage:
         )
 
     def read(self, read: Callable[[tuple[slice, ...]], torch.Tensor]) -> Any:
-        """The same array of a tensor that is read by slices of its global dims: each device's piece by itself."""
+        """Build the array of a tensor that is read by slices of its global dims, each device's shard separately."""
         return by_pieces(self.array_shape, self.sharding(), lambda index: self._piece(index, read))
 
     def _piece(self, index: tuple[slice, ...], read: Callable[[tuple[slice, ...]], torch.Tensor]) -> np.ndarray:
@@ -99,12 +99,12 @@ class Storage:
         at = itertools.accumulate((len(sizes) for sizes in self.parts), initial=0)
         dims = [list(_runs(sizes, bounds[i : i + len(sizes)])) for i, sizes in zip(at, self.parts, strict=False)]
         for runs in itertools.product(*dims):
-            place = tuple(one for _, inside in runs for one in inside)
-            values[place] = self._exact(read(tuple(taken for taken, _ in runs)))
+            where = tuple(one for _, inside in runs for one in inside)
+            values[where] = self._exact(read(tuple(taken for taken, _ in runs)))
         return values
 
     def _exact(self, tensor: torch.Tensor) -> np.ndarray:
-        """The values in the dtype that JAX has for them, none of them another."""
+        """Convert values to their JAX dtype, and refuse values that it changes."""
         values = to_numpy(tensor.detach().to(self.dtype))
         dtype = as_dtype(self.dtype)
         if dtype == values.dtype:
@@ -122,14 +122,14 @@ class Storage:
         return np.pad(values, [(0, extra) for extra in added]) if any(added) else values
 
     def to_torch(self, array: Any) -> torch.Tensor:
-        """The whole tensor of an array, or of anything of its shape, such as a gradient; always a copy."""
+        """Convert an array, or anything of its shape such as a gradient, to the unsharded tensor; always a copy."""
         if tuple(array.shape) != self.array_shape:
             raise InputError(f'"{self.name}" was given as an array of shape {array.shape}; it is {self.array_shape}.')
         values = np.asarray(array)[tuple(slice(size) for sizes in self.parts for size in sizes)]
         return to_tensor(np.ascontiguousarray(values).reshape(self.global_shape))
 
     def value(self, array: Any) -> Any:
-        """What the model computes with: gathered where the plan says so, without padding, in the compute dtype."""
+        """Return the value that the model computes with: gathered as the plan says, unpadded, in the compute dtype."""
         compute = self.sharding("compute")
         if "grad" in self.specs:
             moved = _computed(array, compute, self.sharding("grad"))
@@ -141,7 +141,7 @@ class Storage:
         return Fused(moved, self.parts) if any(len(sizes) > 1 for sizes in self.parts) else moved
 
     def kept(self, value: Any) -> Any:
-        """Back from what the model computed: how a new buffer is stored."""
+        """Convert a computed value back to its stored form, for a new buffer."""
         value = value.array if isinstance(value, Fused) else value
         value = value.reshape([size for sizes in self.parts for size in sizes])
         added = [(0, big - small, 0) for big, small in zip(self.array_shape, value.shape, strict=True)]
@@ -151,7 +151,7 @@ class Storage:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _computed(array: Any, compute: NamedSharding, grad: NamedSharding) -> Any:
-    """`stored -> compute`; backward `gradient of compute -> grad`."""
+    """Redistribute `stored -> compute`; in backward, `gradient of compute -> grad`."""
     return lax.with_sharding_constraint(array, compute)
 
 
@@ -167,7 +167,7 @@ _computed.defvjp(_computed_forward, _computed_backward)
 
 
 def by_pieces(shape: tuple[int, ...], sharding: Any, piece: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
-    """An array of which `piece` gives each device's piece by its slices; devices that hold the same share one call."""
+    """Build an array from `piece`, which returns a device's shard by its slices; equal shards share one call."""
     made: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def of_device(index: Any) -> np.ndarray:
@@ -180,11 +180,11 @@ def by_pieces(shape: tuple[int, ...], sharding: Any, piece: Callable[[tuple[slic
 
 
 def storage_of(row: Row, mesh: Mesh, shape: MeshShape) -> Storage:
-    """How a row of the plan lies on a mesh of JAX.
+    """Return the storage of a row of the plan on a JAX mesh.
 
     Raises:
         InputError: a dtype that JAX has not, or would narrow.
-        PlanError: a phase lies on the host, or is still to be reduced.
+        PlanError: a phase is offloaded, or still to be reduced.
     """
     stored, computed = row.stored.dtype or row.dtype, row.compute.dtype or row.dtype
     if row.has_master and row.state is not None:  # the master copy is the array, and is rounded where it is used
@@ -216,7 +216,7 @@ def _check(row: Row, phase: Phase, layout: Layout) -> None:
 
 
 def _factors(layout: Layout, dim: int, shape: MeshShape) -> list[tuple[int, tuple[str, ...]]]:
-    """For each factor of a dim how many elements lie from it on inwards, and the axes that split it."""
+    """Return for each factor of a dim the number of elements from it on inwards, and the axes that split it."""
     entry = layout.dims[dim]
     assert isinstance(entry, Dim)
     if not entry.fused:
@@ -229,7 +229,8 @@ def _factors(layout: Layout, dim: int, shape: MeshShape) -> list[tuple[int, tupl
 
 
 def _breaks(layouts: Iterable[Layout], dim: int, shape: MeshShape) -> list[int]:
-    """Where a dim has to come apart, for all phases: elements inside of each split factor but the outermost."""
+    """Return the positions at which a dim is divided into parts, for all phases: before each split factor but the
+    outermost."""
     inside = {at for layout in layouts for at, axes in _factors(layout, dim, shape) if at and axes}
     return sorted(inside, reverse=True)
 
@@ -240,7 +241,7 @@ def _cut(size: int, breaks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _axes(layout: Layout, breaks: Sequence[Sequence[int]], shape: MeshShape) -> list[list[tuple[str, ...]]]:
-    """For each dim the axes of each of its parts."""
+    """Return the axes of each part of each dim."""
     found = []
     for dim, at in enumerate(breaks):
         split = dict(_factors(layout, dim, shape))
@@ -249,19 +250,19 @@ def _axes(layout: Layout, breaks: Sequence[Sequence[int]], shape: MeshShape) -> 
 
 
 def _runs(sizes: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, tuple[Any, ...]]]:
-    """What lies side by side in a dim that is kept in parts: which slice of the dim, and where in the piece.
+    """Iterate over the contiguous runs of a dim in parts: the slice of the dim, and the position in the shard.
 
-    >>> list(_runs((3, 4), [(1, 3), (2, 5)]))  # places 1 and 2 of three, of each the end of four; the rest is padding
+    >>> list(_runs((3, 4), [(1, 3), (2, 5)]))  # indices 1 and 2 of three, of each the end of four; the rest is padding
     [(slice(6, 8, None), (0, slice(0, 2, None))), (slice(10, 12, None), (1, slice(0, 2, None)))]
     """
     *outer, (start, stop) = bounds
     stop = min(stop, sizes[-1])
     outermost = (range(first, min(last, size)) for (first, last), size in zip(outer, sizes, strict=False))
-    for places in itertools.product(*outermost) if stop > start else ():
+    for indices in itertools.product(*outermost) if stop > start else ():
         base = 0
-        for place, size in zip(places, sizes[1:], strict=True):
-            base = (base + place) * size
-        inside = (*(place - first for place, (first, _) in zip(places, outer, strict=True)), slice(0, stop - start))
+        for index, size in zip(indices, sizes[1:], strict=True):
+            base = (base + index) * size
+        inside = (*(index - first for index, (first, _) in zip(indices, outer, strict=True)), slice(0, stop - start))
         yield slice(base + start, base + stop), inside
 
 

@@ -16,12 +16,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Lowering:
-    """What stands in the table.
+    """An entry of the table.
 
     Attributes:
         function: on arrays and Python values, with the op's own arguments.
         elementwise: each element of the result depends on the same element of the operands alone, broadcasting aside.
-        random: it draws, and takes a key of JAX as the keyword `key`.
+        random: whether it draws, and takes a JAX key as the keyword `key`.
     """
 
     function: Callable[..., Any]
@@ -33,7 +33,7 @@ _TABLE: dict[str, Lowering] = {}
 
 
 def lowering(*ops: Any, elementwise: bool = False, random: bool = False) -> Callable[[F], F]:
-    """Say what an op of torch is in JAX; a later one replaces an earlier one.
+    """Register the lowering of a torch op to JAX; a later registration replaces an earlier one.
 
     The function is given the op's arguments in the op's order, with `jax.Array`s in place of tensors, and returns an
     array, or a tuple where the op has several results. The result is cast to the dtype that torch gives it. In-place
@@ -45,7 +45,7 @@ def lowering(*ops: Any, elementwise: bool = False, random: bool = False) -> Call
         random: the function takes `key=`, one for each call of the op and step.
 
     Raises:
-        InputError: something that is no op.
+        InputError: something that is not an op.
 
     >>> @lowering("mine::twice.default", elementwise=True)
     ... def twice(x):
@@ -64,12 +64,12 @@ def lowering(*ops: Any, elementwise: bool = False, random: bool = False) -> Call
 
 
 def find_lowering(op: Any) -> Lowering | None:
-    """What the table has for an op, or None."""
+    """Return the table's lowering of an op, or None."""
     return _TABLE.get(_name(op))
 
 
 def known_ops() -> tuple[str, ...]:
-    """The ops that the table has, sorted.
+    """Return the ops of the table, sorted.
 
     >>> "aten::linear.default" in known_ops()
     True

@@ -22,7 +22,7 @@ __all__ = ["path_name", "shard_params"]
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A leaf's path in a tree as a name for rules: keys joined by dots.
+    """Convert a leaf's path in a tree to a name for rules: keys joined by dots.
 
     >>> tree = {"layers": [{"kernel": 0}]}
     >>> [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
@@ -32,12 +32,12 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def shard_params(params: Any, mesh: Mesh, rules: RulesLike) -> Any:
-    """A tree of arrays or tensors, laid out over a mesh of JAX by rules on the names that its paths make.
+    """Shard a tree of arrays or tensors over a JAX mesh, by rules on the names of its paths.
 
     Args:
         params: any tree of arrays, numpy arrays or tensors, such as flax's parameters; or of `jax.ShapeDtypeStruct`s,
             as `jax.eval_shape` makes them, which get shardings: `load` reads a checkpoint into them.
-        mesh: of JAX.
+        mesh: a JAX mesh.
         rules: as for a model, with text layouts: `Rules({"kernel": "in out@tp"}, unmatched="replicate")`.
 
     Returns:
@@ -46,7 +46,7 @@ def shard_params(params: Any, mesh: Mesh, rules: RulesLike) -> Any:
     Raises:
         RuleError, LayoutError: the rules do not say one clear thing about these names; a fused dim is split inside,
             which no array of this shape can be.
-        InputError: a dim that its axes do not divide; a leaf that is no array, or that JAX would narrow.
+        InputError: a dim that its axes do not divide; a leaf that is not an array, or that JAX would narrow.
 
     >>> from shardlib.jax import make_mesh
     >>> tree = {"dense": {"kernel": torch.ones(4, 8), "bias": torch.ones(8)}}
@@ -77,7 +77,7 @@ def _checked(name: str, leaf: Any) -> Any:
 
 
 def _hold(module: nn.Module, name: str, leaf: Any) -> None:
-    """A tensor without values under this name, for rules to resolve on."""
+    """Register a tensor without values under a name, for rules to resolve."""
     *parents, last = name.split(".")
     for parent in parents:
         if parent not in dict(module.named_children()):

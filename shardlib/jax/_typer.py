@@ -1,10 +1,10 @@
-"""Types a program of JAX: along which axes of a mesh each of its values is split, and where nobody said so.
+"""Typing of a JAX program: the mesh axes that split each of its values, and where this is not declared.
 
-JAX's explicit sharding types one primitive after another, on a mesh that has no devices. It stops at the first one that
-it finds ambiguous, knows some not at all, and lets others move data without a word. For these the rules are ours: where
-Megatron and XLA's partitioner have one answer it is taken (a contracted dim that both operands split alike is summed,
-an operand that is whole is cut where the other one is). What has none is a *finding*, and typing goes on with one
-answer, so that all are found at once. What has one that costs communication which no border speaks of is a *reshard*.
+JAX's explicit sharding types one primitive after another, on a mesh without devices. It stops at the first ambiguous
+one, supports some not at all, and lets others communicate silently. For these we have rules: where Megatron and XLA's
+partitioner agree, we take their answer (a contracted dim with the same split in both operands is summed, an unsharded
+operand is sliced like the other one). A case without an answer is a *finding*, and typing continues with a default, so
+that all findings are reported at once. Communication that no border declares is a *reshard*.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Finding", "Typed", "Typer", "abstract_mesh", "spec_of"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A place where layouts meet that do not say one thing.
+    """An op whose operands have contradictory or ambiguous layouts.
 
     Attributes:
         module: its dotted name; "" is the model itself.
         op: the op of torch.
-        operands: what meets there, each dim's global size with the axes that split it.
-        conflict: what is contradictory, ambiguous, or moved without a word.
-        advice: what to do.
+        operands: the operands, as each dim's global size with the axes that split it.
+        conflict: the contradiction, ambiguity, or silent communication.
+        advice: a remedy.
     """
 
     module: str
@@ -50,13 +50,13 @@ class Finding:
 
 @dataclass
 class Typed:
-    """What a program's types say.
+    """The types of a program.
 
     Attributes:
         findings: contradictions and ambiguities.
-        reshards: values that have to be moved though no border says so.
-        moved: what the layouts that were declared cost, by kind: "sum", "gather", "exchange".
-        ops: how many primitives were typed.
+        reshards: values that are redistributed although no border says so.
+        moved: number of communications of the declared layouts, by kind: "sum", "gather", "exchange".
+        ops: the number of typed primitives.
     """
 
     findings: list[Finding]
@@ -66,12 +66,12 @@ class Typed:
 
 
 def abstract_mesh(shape: MeshShape, kind: AxisType = AxisType.Auto) -> Any:
-    """A mesh without devices, which stands where a `Mesh` does."""
+    """Return a mesh without devices, which can replace a `Mesh`."""
     return AbstractMesh(shape.sizes, shape.names, axis_types=(kind,) * len(shape))
 
 
 def spec_of(spec: PartitionSpec | Sequence[Any], ndim: int) -> Spec:
-    """The axes of each dim; what JAX writes in several ways comes out as one."""
+    """Return the axes of each dim in one normal form."""
     entries = [*spec, *[None] * (ndim - len(tuple(spec)))]
     return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 
@@ -87,11 +87,11 @@ class Typer:
     def run(
         self, jaxpr: Any, constants: Sequence[Operand], inputs: Sequence[Operand], scope: str = ""
     ) -> list[Operand]:
-        """The types of a program's results, for types of its inputs."""
+        """Return the types of a program's results, for types of its inputs."""
         known: dict[Any, Operand] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
 
         def read(var: Any) -> Operand:
-            return Operand.whole(var.aval, literal=var) if isinstance(var, Literal) else known[var]
+            return Operand.unsharded(var.aval, literal=var) if isinstance(var, Literal) else known[var]
 
         for eqn in jaxpr.eqns:
             operands = [read(var) for var in eqn.invars]
@@ -103,7 +103,7 @@ class Typer:
     def _typed(self, eqn: Any, operands: list[Operand], scope: str) -> list[Operand]:
         name = eqn.primitive.name
         if (inner := _inner(eqn)) is not None and len(inner.jaxpr.invars) == len(operands):
-            constants = [Operand.whole(var.aval) for var in inner.jaxpr.constvars]
+            constants = [Operand.unsharded(var.aval) for var in inner.jaxpr.constvars]
             return self.run(inner.jaxpr, constants, operands, scope)
         self.typed.ops += 1
         if name == "sharding_constraint":
@@ -116,26 +116,26 @@ class Typer:
         return outs
 
     def _ruled(self, eqn: Any, operands: list[Operand], scope: str) -> Ruling:
-        """What holds for a primitive; conflicts are noted."""
-        whole = Ruling(tuple(((),) * len(getattr(var.aval, "shape", ())) for var in eqn.outvars))
+        """Apply the ruling of a primitive, and note conflicts."""
+        unsharded = Ruling(tuple(((),) * len(getattr(var.aval, "shape", ())) for var in eqn.outvars))
         if not any(any(o.spec) for o in operands):
-            return whole
+            return unsharded
         asked, refusal = (None, "") if rules.has_rule(eqn) else self._asked(eqn, operands)
         try:
             ruling = rules.ruled(eqn, operands, asked, self.shape)
         except Conflict as conflict:
             self._note(self.typed.findings, eqn, operands, scope, conflict.text, conflict.advice)
-            return Ruling(conflict.outs) if conflict.outs else whole
+            return Ruling(conflict.outs) if conflict.outs else unsharded
         if ruling is None:
             advice = f"JAX says: {refusal.splitlines()[0]}" if refusal else ""
             self._note(self.typed.reshards, eqn, operands, scope, "computes with whole operands", advice)
-            return whole
+            return unsharded
         for text in ruling.reshards:
             self._note(self.typed.reshards, eqn, operands, scope, text, "")
         return ruling
 
     def _asked(self, eqn: Any, operands: list[Operand]) -> tuple[tuple[Spec, ...] | None, str]:
-        """What JAX's explicit sharding says, or why it says nothing."""
+        """Return the decision of JAX's explicit sharding, or why there is none."""
         given = [o for o in operands if o.literal is None]
         structs = [
             jax.ShapeDtypeStruct(
@@ -161,9 +161,9 @@ class Typer:
         return tuple(spec_of(r.sharding.spec if r.sharding is not None else (), len(r.shape)) for r in leaves), ""
 
     def _constrained(self, eqn: Any, operand: Operand) -> Operand:
-        """A border of the plan, or how a parameter lies."""
-        said = [*eqn.params["sharding"].spec, *[None] * len(operand.spec)][: len(operand.spec)]
-        given = {d: spec_of((e,), 1)[0] for d, e in enumerate(said) if e is not PartitionSpec.UNCONSTRAINED}
+        """Apply a constraint: a border of the plan, or a parameter's layout."""
+        entries = [*eqn.params["sharding"].spec, *[None] * len(operand.spec)][: len(operand.spec)]
+        given = {d: spec_of((e,), 1)[0] for d, e in enumerate(entries) if e is not PartitionSpec.UNCONSTRAINED}
         taken = {axis for axes in given.values() for axis in axes}
         left = (tuple(a for a in axes if a not in taken) for axes in operand.spec)
         spec = tuple(given.get(d, axes) for d, axes in enumerate(left))
@@ -176,8 +176,8 @@ class Typer:
         module, bar, op = scope.split("/")[0].partition("|")
         if not bar:
             return  # before the first op: a parameter's padding comes off
-        told = tuple(o.text for o in operands if o.aval.ndim)
-        finding = Finding("" if module == "(root)" else module, op, told, text, advice)
+        shown = tuple(o.text for o in operands if o.aval.ndim)
+        finding = Finding("" if module == "(root)" else module, op, shown, text, advice)
         if finding not in to:
             to.append(finding)
 
@@ -187,7 +187,7 @@ def _entry(axes: tuple[str, ...]) -> Any:
 
 
 def _inner(eqn: Any) -> Any:
-    """The program that a call stands for; None for primitives, and for loops."""
+    """Return the inner program of a call; None for primitives and for loops."""
     if eqn.primitive.name in ("scan", "while", "cond"):
         return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):

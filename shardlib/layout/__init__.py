@@ -1,4 +1,5 @@
-"""How one tensor lies on a mesh: the value, its text, and its conversions."""
+"""Layouts: how one tensor is sharded over a mesh, their text form, and conversions to DTensor placements and JAX
+specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How what a rank holds under one layout is divided among ranks under a finer one."""
+"""Division of a local shard among the ranks of the axes that a finer layout adds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Cut", "cut"]
 
 @dataclass(frozen=True)
 class Cut:
-    """A local tensor, and which part of it each rank of a group gets.
+    """A local tensor, and the part of it that each rank of a group gets.
 
     Attributes:
-        shape: of the local tensor that is divided.
-        dim: along which.
+        shape: the local shape that is divided.
+        dim: the dim that is divided.
         parts: for each rank of the group, in rank order, its slices of that dim; several of a fused one.
 
     >>> rows = cut(Layout.parse("out@tp in"), Layout.parse("out@(tp,dp) in"), (8, 3), "dp=2,tp=2", {"dp": 0, "tp": 1})
@@ -46,7 +46,7 @@ class Cut:
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
-        """Elements of each rank's part."""
+        """The number of elements of each rank's part."""
         return tuple(map(math.prod, self._part_shapes))
 
     @cached_property
@@ -55,7 +55,7 @@ class Cut:
 
     @cached_property
     def in_runs(self) -> bool:
-        """Whether the parts of a contiguous tensor are runs of its memory, one after another in rank order."""
+        """Whether the parts of a contiguous tensor are contiguous runs of its memory, in rank order."""
         outer = math.prod(self.shape[: self.dim]) == 1
         ends = [0, *(part.stop for parts in self.parts for part in parts)]
         starts = [part.start for parts in self.parts for part in parts]
@@ -64,16 +64,16 @@ class Cut:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each rank's run begins in memory, in elements; for parts in runs."""
+        """The offset of each rank's run in memory, in elements; only for parts in runs."""
         return tuple(accumulate(self.numels[:-1], initial=0))
 
     def take(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """A rank's part: a view where it is one slice."""
+        """Return a rank's part: a view where it is one slice, else a copy."""
         parts = [tensor.narrow(self.dim, part.start, part.stop - part.start) for part in self.parts[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def places(self, tensor: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Views of a tensor that a rank's part fills, each with the slice of that part's dim that belongs there."""
+        """Iterate over the views of `tensor` that a rank's part fills, each with its slice of that part along `dim`."""
         done = 0
         for part in self.parts[rank]:
             size = part.stop - part.start
@@ -81,9 +81,9 @@ class Cut:
             done += size
 
     def put(self, tensor: torch.Tensor, rank: int, part: torch.Tensor) -> None:
-        """Write a rank's part into its place."""
-        for place, chosen in self.places(tensor, rank):
-            place.copy_(part.narrow(self.dim, chosen.start, chosen.stop - chosen.start))
+        """Copy a rank's part into `tensor`."""
+        for view, chosen in self.places(tensor, rank):
+            view.copy_(part.narrow(self.dim, chosen.start, chosen.stop - chosen.start))
 
 
 def cut(
@@ -93,17 +93,20 @@ def cut(
     mesh: MeshShape | str,
     coordinate: Mapping[str, int],
 ) -> Cut | None:
-    """How the part that a rank has under `src` is divided under `dst` among the ranks of the axes that `dst` adds.
+    """Divide the shard that a rank holds under `src` among the ranks of the axes that `dst` adds.
 
     Args:
-        src: what the rank holds.
-        dst: splits one dim further; None is returned where it splits none.
-        global_shape: of the tensor.
+        src: the layout of the shard.
+        dst: a layout that splits one dim further.
+        global_shape: the global shape of the tensor.
         mesh: names and sizes of the axes.
-        coordinate: of the rank. Ranks of the group are in mesh order of the added axes, the last one fastest.
+        coordinate: the rank's coordinate. Ranks of the group are in mesh order of the added axes, the last one fastest.
+
+    Returns:
+        The division, or None where `dst` splits no dim further.
 
     Raises:
-        LayoutError: `dst` splits more than one dim further, or a part that the rank does not hold.
+        LayoutError: `dst` splits more than one dim further, or elements that the rank does not hold.
     """
     return _cut(src, dst, tuple(global_shape), MeshShape.of(mesh), tuple(coordinate.items()))
 
@@ -120,11 +123,11 @@ def _cut(
     if not added:
         return None
     at = dict(coordinate)
-    places = [{**at, **dict(zip(added, index, strict=True))} for index in product(*(range(mesh[a]) for a in added))]
-    held = src.local_slices(global_shape, mesh, at)
-    given = [dst.local_slices(global_shape, mesh, place) for place in places]
-    changed = [dim for dim, slices in enumerate(held) if any(part[dim] != slices for part in given)]
-    local = tuple(sum(part.stop - part.start for part in slices) for slices in held)
+    ranks = [{**at, **dict(zip(added, index, strict=True))} for index in product(*(range(mesh[a]) for a in added))]
+    local_slices = src.local_slices(global_shape, mesh, at)
+    given = [dst.local_slices(global_shape, mesh, rank) for rank in ranks]
+    changed = [dim for dim, slices in enumerate(local_slices) if any(part[dim] != slices for part in given)]
+    local = tuple(sum(part.stop - part.start for part in slices) for slices in local_slices)
     if len(changed) > 1:
         raise LayoutError(
             f'Layout "{dst}" splits {len(changed)} dims of a tensor of global shape {global_shape} further than '
@@ -136,20 +139,20 @@ def _cut(
     parts: list[Slices] = []
     for part in given:
         end = parts[-1][-1].stop if parts else 0
-        parts.append(tuple(_inside(held[dim], part[dim], src, dst)) or (slice(end, end),))
+        parts.append(tuple(_inside(local_slices[dim], part[dim], src, dst)) or (slice(end, end),))
     return Cut(local, dim, tuple(parts))
 
 
-def _inside(held: Slices, wanted: Slices, src: Layout, dst: Layout) -> Iterator[slice]:
-    """Slices of the whole dim as slices of what is held of it; none of an empty part."""
-    offsets = list(accumulate((part.stop - part.start for part in held), initial=0))
+def _inside(local_slices: Slices, wanted: Slices, src: Layout, dst: Layout) -> Iterator[slice]:
+    """Iterate over `wanted`, given in the global dim, as slices of the local dim; an empty part yields nothing."""
+    offsets = list(accumulate((part.stop - part.start for part in local_slices), initial=0))
     for piece in (piece for piece in wanted if piece.stop > piece.start):
-        for part, offset in zip(held, offsets, strict=False):
+        for part, offset in zip(local_slices, offsets, strict=False):
             if part.start <= piece.start and piece.stop <= part.stop:
                 yield slice(offset + piece.start - part.start, offset + piece.stop - part.start)
                 break
         else:
             raise LayoutError(
-                f'Under layout "{dst}" a rank has a part of the tensor that it does not have under "{src}". Add the '
+                f'Under layout "{dst}" a rank has elements of the tensor that it does not have under "{src}". Add the '
                 "axes innermost, as in out@(tp,dp)."
             )

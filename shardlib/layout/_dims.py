@@ -1,4 +1,4 @@
-"""What a layout says about one dim: the factors it is fused from, and the mesh axes that split each of them."""
+"""Dims of a layout: the factors that a dim is fused from, and the mesh axes that split each factor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Dim:
-    """One tensor dim: its factors, outermost (slowest varying) first."""
+    """One tensor dim, as its factors, outermost (slowest varying) first."""
 
     factors: tuple[Factor, ...]
 
@@ -69,15 +69,15 @@ Dims: TypeAlias = tuple[Dim | EllipsisType, ...]
 
 
 def plain(name: str = "_", *axes: str) -> Dim:
-    """A dim that is not fused."""
+    """Return a dim that is not fused."""
     return Dim((Factor(name, axes),))
 
 
 def axes_of_dims(dims: Dims) -> tuple[str, ...]:
-    """Every axis that splits some dim, with repeats, in the order of the text."""
+    """Return every axis that splits some dim, with repeats, in the order of the text."""
     return tuple(axis for dim in dims if isinstance(dim, Dim) for axis in dim.axes)
 
 
 def spell(axes: tuple[str, ...]) -> str:
-    """Axes as a text writes them after "@"."""
+    """Format axes as a layout's text has them after "@"."""
     return axes[0] if len(axes) == 1 else f"({','.join(axes)})"

@@ -1,4 +1,4 @@
-"""Fitting dims to a tensor and a mesh: expanding "...", inferring factor sizes, settling "?", and what can be wrong.
+"""Fit dims to a tensor and a mesh: expand "...", infer factor sizes, resolve "?", and find what does not fit.
 
 A problem is a short fact and an advice; `Layout` adds the text, the tensor and the mesh that it is about.
 """
@@ -21,7 +21,7 @@ Problem: TypeAlias = tuple[str, str]
 
 
 def expand(dims: Dims, ndim: int) -> Dims:
-    """Put one unnamed, unsplit dim for each that "..." stands for; unchanged where that cannot give `ndim` dims."""
+    """Replace "..." by unnamed, unsplit dims; return the dims unchanged where that cannot give `ndim` dims."""
     missing = ndim - (len(dims) - 1)
     if ... not in dims or missing < 0:
         return dims
@@ -30,14 +30,14 @@ def expand(dims: Dims, ndim: int) -> Dims:
 
 
 def fit_dim(dim: Dim, size: int, mesh: MeshShape) -> Dim:
-    """The dim with its one open factor inferred and its optional splits settled."""
+    """Return the dim with its one open factor inferred and its optional splits resolved."""
     if not dim.fused:
         return Dim((_settle(dim.factors[0], size, mesh),))
     return Dim(tuple(_fit_factor(factor, size // dim.known_size, mesh) for factor in dim.factors))
 
 
 def settle(dim: Any, mesh: MeshShape) -> Any:
-    """The dim with the optional splits of factors settled whose size is known."""
+    """Resolve the optional splits of those factors whose size is known."""
     if not isinstance(dim, Dim):
         return dim
     return Dim(tuple(f if f.size is None else _settle(f, f.size, mesh) for f in dim.factors))
@@ -58,7 +58,7 @@ def _settle(factor: Factor, size: int, mesh: MeshShape) -> Factor:
 
 
 def axis_problems(axes: Iterable[str], mesh: MeshShape) -> Iterator[Problem]:
-    """Axes that the mesh does not have."""
+    """Iterate over the axes that the mesh does not have."""
     known = ", ".join(f'"{name}"' for name in mesh.names)
     for axis in axes:
         if axis not in mesh:
@@ -69,7 +69,7 @@ def axis_problems(axes: Iterable[str], mesh: MeshShape) -> Iterator[Problem]:
 
 
 def shape_problems(dims: Dims, global_shape: tuple[int, ...]) -> Iterator[Problem]:
-    """Dims that are not those of the tensor."""
+    """Iterate over the dims that do not match those of the tensor."""
     if len(dims) != len(global_shape):
         yield (
             f"it names {_count(len(dims) - dims.count(...))}, the tensor has {_count(len(global_shape))}",
@@ -102,7 +102,7 @@ def _size_problems(index: int, dim: Dim, size: int) -> Iterator[Problem]:
 
 
 def mesh_problems(dims: Dims, mesh: MeshShape) -> Iterator[Problem]:
-    """Splits that cannot be said as placements: unsettled, of unknown stride, or uneven inside a fused dim."""
+    """Iterate over the splits that have no placements: unresolved, of unknown stride, or uneven inside a fused dim."""
     for dim in dims:
         assert isinstance(dim, Dim)
         yield from _unsettled(dim)

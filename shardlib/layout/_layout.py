@@ -1,4 +1,4 @@
-"""The value: how one tensor lies on a mesh."""
+"""The value `Layout`: how one tensor is sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = ["Layout"]
 
 @dataclass(frozen=True, repr=False)
 class Layout:
-    """How one tensor lies on a mesh: for each dim the axes that split it, outermost first, and the axes over which
-    it is still to be reduced. A frozen, hashable value; it needs no process group and no device.
+    """The layout of one tensor on a mesh: the axes that split each dim, outermost first, and the axes over which its
+    value is still to be reduced. A frozen, hashable value; it needs no process group and no device.
 
     Text form, which `parse` reads and `str` gives back:
 
@@ -95,7 +95,7 @@ class Layout:
 
     @classmethod
     def replicate(cls, ndim: int) -> Layout:
-        """A tensor of `ndim` dims that every rank holds whole.
+        """Return the layout of a tensor of `ndim` dims that is replicated on every rank.
 
         >>> Layout.replicate(2)
         Layout("_ _")
@@ -129,7 +129,7 @@ class Layout:
         return frozenset(chain(axes_of_dims(self.dims), self.partial))
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
-        """The axes that split one dim, in the order of its factors.
+        """Return the axes that split one dim, in the order of its factors.
 
         >>> Layout.parse("batch@(dp,fsdp) embed").axes_of(0)
         ('dp', 'fsdp')
@@ -138,7 +138,7 @@ class Layout:
         return entry.axes if isinstance(entry, Dim) else ()
 
     def with_axes(self, dim: int, axes: Sequence[str], *, factor: int = 0) -> Layout:
-        """The layout with one dim (of a fused dim, one factor) split by exactly these axes, outermost first.
+        """Return the layout with one dim (of a fused dim, one factor) split by exactly these axes, outermost first.
 
         >>> Layout.parse("vocab@tp embed").with_axes(0, ("fsdp", "tp"))
         Layout("vocab@(fsdp,tp) embed")
@@ -153,7 +153,7 @@ class Layout:
         return replace(self, dims=tuple(dims))
 
     def with_axes_dropped(self, names: Iterable[str]) -> Layout:
-        """The layout as seen on a mesh without these axes: they split nothing and reduce nothing.
+        """Return the layout on a mesh without these axes: they neither split nor reduce anything.
 
         >>> Layout.parse("embed@(fsdp,tp) + sum@dp").with_axes_dropped(["fsdp", "dp"])
         Layout("embed@tp")
@@ -165,7 +165,7 @@ class Layout:
         return replace(self, dims=dims, partials=tuple(pair for pair in self.partials if pair[0] not in gone))
 
     def with_ndim(self, ndim: int) -> Layout:
-        """The layout with "..." expanded to `ndim` dims.
+        """Return the layout with "..." expanded to `ndim` dims.
 
         Raises:
             LayoutError: the layout cannot have that many dims.
@@ -183,8 +183,8 @@ class Layout:
         return replace(self, dims=dims)
 
     def resolve(self, global_shape: Sequence[int], mesh: MeshLike) -> Layout:
-        """The layout made concrete for one tensor on one mesh: "..." expanded, the open factor of each fused dim
-        inferred, every "?" settled, and all of it checked.
+        """Return the concrete layout of one tensor on one mesh: "..." expanded, the open factor of each fused dim
+        inferred and every "?" resolved. The result is checked against both.
 
         Plain dims may be uneven; the factors of a fused dim must divide.
 
@@ -197,7 +197,7 @@ class Layout:
         return _resolve(self, tuple(global_shape), MeshShape.of(mesh))
 
     def validate(self, global_shape: Sequence[int], mesh: MeshLike) -> None:
-        """Check that the layout fits a tensor and a mesh; see `resolve`, which also returns what it means there.
+        """Check that the layout fits a tensor and a mesh; `resolve` does the same and returns the concrete layout.
 
         Raises:
             LayoutError: an unknown axis, another number of dims, factor sizes that contradict the tensor or that do
@@ -206,7 +206,7 @@ class Layout:
         self.resolve(global_shape, mesh)
 
     def placements(self, mesh: MeshLike, *, ndim: int | None = None) -> tuple[Placement, ...]:
-        """The same as DTensor placements: one per mesh axis, in mesh order.
+        """Return the DTensor placements of the layout: one per mesh axis, in mesh order.
 
         A fused dim, or axes whose order differs from the mesh's, becomes `_StridedShard`. An axis of size one is
         `Replicate()`. Where a dim is uneven and its axes stand in another order than the mesh's, build the DTensor with
@@ -234,7 +234,7 @@ class Layout:
         global_shape: Sequence[int] | None = None,
         dim_names: Sequence[str] | None = None,
     ) -> Layout:
-        """The layout that DTensor placements describe; `placements` undoes it.
+        """Return the layout that DTensor placements describe; the inverse of `placements`.
 
         Args:
             placements: one per mesh axis, in mesh order.
@@ -268,7 +268,7 @@ class Layout:
         return layout if global_shape is None else layout.resolve(global_shape, shape)
 
     def partition_spec(self) -> PartitionSpec:
-        """The same as a `jax.sharding.PartitionSpec`; imports jax. Says nothing of dtype and memory kind.
+        """Return the layout as a `jax.sharding.PartitionSpec`, which has no dtype and no memory kind. Imports jax.
 
         Raises:
             LayoutError: JAX has no spec for it: a fused dim split inside, a partial axis, or "?" or "..." still open.
@@ -281,7 +281,8 @@ class Layout:
 
     @classmethod
     def from_partition_spec(cls, spec: PartitionSpec, ndim: int, *, dim_names: Sequence[str] | None = None) -> Layout:
-        """The layout that a `jax.sharding.PartitionSpec` describes. Dims beyond the end of the spec are not split.
+        """Return the layout that a `jax.sharding.PartitionSpec` describes. Dims beyond the end of the spec are not
+        split.
 
         Raises:
             LayoutError: the spec is longer than `ndim`, or leaves a dim unconstrained.
@@ -296,7 +297,7 @@ class Layout:
     def local_slices(
         self, global_shape: Sequence[int], mesh: MeshLike, coordinate: Mapping[str, int]
     ) -> tuple[Slices, ...]:
-        """Which elements of the global tensor the rank at `coordinate` holds.
+        """Return the slices of the global tensor that the rank at `coordinate` holds.
 
         For each dim the slices that, joined in this order, are the local dim: one slice for a plain dim, several for
         a dim split inside a fused factor, never none. The local tensor is the product of the dims' slices; `take`
@@ -306,7 +307,7 @@ class Layout:
         uneven and the last ones empty. DTensor shards of the same placements are the same.
 
         Args:
-            global_shape: of the tensor.
+            global_shape: the global shape of the tensor.
             mesh: names and sizes of the axes.
             coordinate: axis to index, for at least the axes that split the tensor; `MeshShape.coordinate(rank)`.
 
@@ -319,7 +320,7 @@ class Layout:
     def local_shape(
         self, global_shape: Sequence[int], mesh: MeshLike, coordinate: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """The shape of what the rank at `coordinate` holds.
+        """Return the local shape on the rank at `coordinate`.
 
         >>> Layout.parse("vocab@tp embed").local_shape((50257, 768), "tp=4", {"tp": 3})
         (12562, 768)
@@ -333,23 +334,23 @@ class Layout:
         mesh: MeshLike,
         coordinate: Mapping[str, int] | None = None,
     ) -> int:
-        """The bytes that one rank holds.
+        """Return the size in bytes of one rank's local shard.
 
         Args:
-            global_shape: of the tensor.
-            dtype: of the tensor; a dtype that the layout fixes comes before it.
+            global_shape: the global shape of the tensor.
+            dtype: the dtype of the tensor; a dtype of the layout takes precedence.
             mesh: names and sizes of the axes.
-            coordinate: of the rank; by default the first rank, which holds no less than any other.
+            coordinate: the rank's coordinate; by default the first rank, whose shard is the largest.
 
         >>> Layout.parse("vocab@tp embed").local_bytes((50257, 768), torch.float32, "tp=4")
         38599680
         """
         shape = MeshShape.of(mesh)
-        place = dict.fromkeys(shape.names, 0) if coordinate is None else coordinate
-        return math.prod(self.local_shape(global_shape, shape, place)) * (self.dtype or dtype).itemsize
+        where = dict.fromkeys(shape.names, 0) if coordinate is None else coordinate
+        return math.prod(self.local_shape(global_shape, shape, where)) * (self.dtype or dtype).itemsize
 
     def uneven_dims(self, global_shape: Sequence[int], mesh: MeshLike) -> tuple[int, ...]:
-        """The dims whose shards differ in size from rank to rank.
+        """Return the dims whose local sizes differ between ranks.
 
         >>> Layout.parse("vocab@tp embed").uneven_dims((50257, 768), "tp=4")
         (0,)
@@ -357,7 +358,7 @@ class Layout:
         return _uneven_dims(self, tuple(global_shape), MeshShape.of(mesh))
 
     def take(self, tensor: torch.Tensor, mesh: MeshLike, coordinate: Mapping[str, int]) -> torch.Tensor:
-        """The part of a global tensor that the rank at `coordinate` holds: a view where every dim is one slice.
+        """Return the local shard of a global tensor on the rank at `coordinate`: a view where every dim is one slice.
 
         >>> Layout.parse("(2 half@tp)").take(torch.arange(8), "tp=2", {"tp": 1})
         tensor([2, 3, 6, 7])
@@ -368,7 +369,7 @@ class Layout:
         return tensor
 
     def put(self, shards: Sequence[torch.Tensor], global_shape: Sequence[int], mesh: MeshLike) -> torch.Tensor:
-        """The global tensor of the shards of all ranks, in rank order: `put` of what `take` gives is the identity.
+        """Assemble the global tensor from the shards of all ranks, in rank order; the inverse of `take`.
 
         No communication and no reduction: partial axes are an error, ranks that hold the same elements overwrite each
         other in rank order.
@@ -390,7 +391,7 @@ class Layout:
         return full
 
     def picture(self, global_shape: Sequence[int], mesh: MeshLike) -> str:
-        """The tensor cut into the pieces that ranks hold, drawn with characters: where each piece begins, who has it.
+        """Draw the tensor cut into the pieces that ranks hold, with characters: where each piece begins, and its ranks.
 
         Of more than two dims those that are split are drawn. A DTensor's picture is that of
         `Layout.from_placements(tensor.placements, tensor.device_mesh, global_shape=tensor.shape)`, a `jax.Array`'s that
@@ -445,7 +446,7 @@ class Layout:
         for axis in axes_of_dims(self.dims):
             if not 0 <= coordinate.get(axis, -1) < mesh[axis]:
                 raise LayoutError(
-                    f'Layout "{self}" on mesh "{mesh}": coordinate {dict(coordinate)} gives no place on axis "{axis}". '
+                    f'Layout "{self}" on mesh "{mesh}": coordinate {dict(coordinate)} gives no index on axis "{axis}". '
                     f"Give an index from 0 to {mesh[axis] - 1}, as MeshShape.coordinate(rank) does for every axis."
                 )
 
@@ -531,7 +532,7 @@ def _dim_names(
 
 
 def _outer_index(slices: tuple[Slices, ...]) -> tuple[torch.Tensor, ...]:
-    """An index that selects the product of the dims' slices."""
+    """Return an index that selects the product of the dims' slices."""
     positions = [torch.cat([torch.arange(part.start, part.stop) for part in dim]) for dim in slices]
     return tuple(at.reshape([-1] + [1] * (len(positions) - 1 - dim)) for dim, at in enumerate(positions))
 

@@ -1,4 +1,4 @@
-"""Which elements of a global tensor one rank holds.
+"""The elements of a global tensor that one rank holds.
 
 The axes of a factor cut it one after another, outermost first, each as `torch.chunk` does: chunks of ceil(size / n),
 the last ones shorter or empty. So a rank holds one interval of every factor, 6 elements over 2 x 2 are [2, 1, 2, 1]
@@ -26,7 +26,8 @@ _Range: TypeAlias = tuple[int, int]
 
 
 def intervals(dim: Dim, size: int, mesh: MeshShape, coordinate: Mapping[str, int]) -> tuple[_Range, ...]:
-    """The interval [start, stop) of each factor that the rank at `coordinate` holds, of a dim of that global size."""
+    """Return the interval [start, stop) of each factor that the rank at `coordinate` holds of a dim of global size
+    `size`."""
     return tuple(
         _nested_chunk(
             size if factor.size is None else factor.size,
@@ -37,27 +38,28 @@ def intervals(dim: Dim, size: int, mesh: MeshShape, coordinate: Mapping[str, int
 
 
 def dim_slices(dim: Dim, size: int, mesh: MeshShape, coordinate: Mapping[str, int]) -> Slices:
-    """The elements of a dim that the rank at `coordinate` holds, as slices in local order; never an empty tuple."""
-    held = intervals(dim, size, mesh, coordinate)
+    """Return the elements of a dim that the rank at `coordinate` holds, as slices in local order; never an empty
+    tuple."""
+    ranges = intervals(dim, size, mesh, coordinate)
     sizes = tuple(size if factor.size is None else factor.size for factor in dim.factors)
-    return _product(held, sizes)
+    return _product(ranges, sizes)
 
 
 @lru_cache(maxsize=65536)
 def _nested_chunk(size: int, cuts: tuple[tuple[int, int], ...]) -> _Range:
-    start, held = 0, size
+    start, length = 0, size
     for n, index in cuts:
-        chunk = math.ceil(held / n)
-        first = min(index * chunk, held)
-        start, held = start + first, min(chunk, held - first)
-    return start, start + held
+        chunk = math.ceil(length / n)
+        first = min(index * chunk, length)
+        start, length = start + first, min(chunk, length - first)
+    return start, start + length
 
 
 @lru_cache(maxsize=65536)
-def _product(held: tuple[_Range, ...], sizes: tuple[int, ...]) -> Slices:
-    """The elements of a product of intervals, the most minor factor last, as runs of neighbours."""
+def _product(ranges: tuple[_Range, ...], sizes: tuple[int, ...]) -> Slices:
+    """Return the elements of a product of intervals, the most minor factor last, as contiguous slices."""
     runs, block = [(0, 1)], 1
-    for (start, stop), size in zip(reversed(held), reversed(sizes), strict=True):
+    for (start, stop), size in zip(reversed(ranges), reversed(sizes), strict=True):
         if runs == [(0, block)]:
             runs = [(start * block, stop * block)]
         else:

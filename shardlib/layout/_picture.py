@@ -1,4 +1,4 @@
-"""A tensor cut into the pieces that ranks hold, drawn with characters."""
+"""Drawings of a tensor cut into the pieces that ranks hold, with characters."""
 
 from __future__ import annotations
 
@@ -16,39 +16,43 @@ if TYPE_CHECKING:
 __all__ = ["draw", "drawn_dims"]
 
 _MOST = 16  # rows and columns of a picture; of more, the first and the last are drawn
-_MOST_RANKS = 6  # of a set of ranks that is no interval
+_MOST_RANKS = 6  # of a set of ranks that is not an interval
 _Pieces = Sequence[Sequence[slice]]  # for each dim the slices that a rank holds
 
 
 def draw(layout: Layout, global_shape: tuple[int, ...], mesh: MeshShape) -> str:
-    """See `Layout.picture`."""
+    """Draw a layout; see `Layout.picture`."""
     layout = layout.resolve(global_shape, mesh)
     ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
     used = [axis for axis in mesh.names if axis in layout.axes]
     for rank in range(mesh.world_size):
-        place = mesh.coordinate(rank)
-        ranks[tuple(place[axis] for axis in used)].append(rank)
-    held = [
-        (layout.local_slices(global_shape, mesh, dict(zip(used, place, strict=True))), of)
-        for place, of in ranks.items()
+        index = mesh.coordinate(rank)
+        ranks[tuple(index[axis] for axis in used)].append(rank)
+    shards = [
+        (layout.local_slices(global_shape, mesh, dict(zip(used, index, strict=True))), of)
+        for index, of in ranks.items()
     ]
     dims = drawn_dims(layout, len(global_shape))
     rows, columns = ([None, *dims] if len(dims) == 1 else dims) if dims else (None, None)
     lines = _grid(
-        _labels(layout, global_shape, held, rows), _labels(layout, global_shape, held, columns), held, rows, columns
+        _labels(layout, global_shape, shards, rows),
+        _labels(layout, global_shape, shards, columns),
+        shards,
+        rows,
+        columns,
     )
-    return "\n".join([f'{global_shape} "{layout}" on "{mesh}"', *lines, *_notes(layout, held, dims)])
+    return "\n".join([f'{global_shape} "{layout}" on "{mesh}"', *lines, *_notes(layout, shards, dims)])
 
 
 def drawn_dims(layout: Layout, ndim: int) -> list[int]:
-    """Two dims, those that are split first."""
+    """Return at most two dims to draw, preferring those that are split."""
     split = [dim for dim in range(ndim) if layout.axes_of(dim)]
     rest = [dim for dim in range(ndim) if dim not in split]
     return sorted((split + rest)[:2])
 
 
 class _Labels:
-    """One side of the picture: what the dim is called, and where what ranks hold begins and ends."""
+    """One side of the picture: the name of its dim, and the intervals between the boundaries of local shards."""
 
     def __init__(self, name: str, cuts: Sequence[int]) -> None:
         self.name = name
@@ -60,20 +64,20 @@ class _Labels:
 
 
 def _labels(
-    layout: Layout, shape: Sequence[int], held: Sequence[tuple[_Pieces, list[int]]], dim: int | None
+    layout: Layout, shape: Sequence[int], shards: Sequence[tuple[_Pieces, list[int]]], dim: int | None
 ) -> _Labels:
     if dim is None:
         return _Labels("", (0, 1))
-    cuts = {0, shape[dim], *(edge for pieces, _ in held for part in pieces[dim] for edge in (part.start, part.stop))}
+    cuts = {0, shape[dim], *(edge for pieces, _ in shards for part in pieces[dim] for edge in (part.start, part.stop))}
     entry = layout.dims[dim]
     name = " ".join(factor.name for factor in entry.factors) if isinstance(entry, Dim) else ""
     return _Labels(f"dim {dim}" if name.strip("_ ") == "" else name, sorted(cuts))
 
 
 def _grid(
-    rows: _Labels, columns: _Labels, held: Sequence[tuple[_Pieces, list[int]]], down: int | None, across: int | None
+    rows: _Labels, columns: _Labels, shards: Sequence[tuple[_Pieces, list[int]]], down: int | None, across: int | None
 ) -> list[str]:
-    cells = [[_cell(held, (down, row), (across, column)) for column in columns.shown] for row in rows.shown]
+    cells = [[_cell(shards, (down, row), (across, column)) for column in columns.shown] for row in rows.shown]
     starts = [
         "..." if interval is None else str(interval[0]) if across is not None else "" for interval in columns.shown
     ]
@@ -95,13 +99,13 @@ def _grid(
     return [each.rstrip() for each in (*head, *lines, f"{'':<{margin}}{line('└', '┴', '┘')}")]
 
 
-def _cell(held: Sequence[tuple[_Pieces, list[int]]], *where: tuple[int | None, tuple[int, int] | None]) -> str:
-    """The ranks that hold an interval of the one drawn dim and one of the other."""
+def _cell(shards: Sequence[tuple[_Pieces, list[int]]], *where: tuple[int | None, tuple[int, int] | None]) -> str:
+    """Return the text of one cell: the ranks that hold the given interval of each drawn dim."""
     if any(interval is None for _, interval in where):
         return "..."
     found = [
         rank
-        for pieces, ranks in held
+        for pieces, ranks in shards
         if all(dim is None or _holds(pieces[dim], interval) for dim, interval in where)
         for rank in ranks
     ]
@@ -114,7 +118,7 @@ def _holds(parts: Sequence[slice], interval: tuple[int, int] | None) -> bool:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in few characters.
+    """Format ranks in few characters.
 
     >>> ranks_text([0, 1, 2, 3]), ranks_text([1, 3]), ranks_text(list(range(0, 64, 4)))
     ('0-3', '1,3', '0,4,8,...,60')
@@ -125,8 +129,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ",".join(shown if len(shown) <= _MOST_RANKS else [*shown[:3], "...", shown[-1]])
 
 
-def _notes(layout: Layout, held: Iterable[tuple[_Pieces, list[int]]], dims: Sequence[int]) -> list[str]:
-    empty = sorted(r for pieces, ranks in held if any(_length(parts) == 0 for parts in pieces) for r in ranks)
+def _notes(layout: Layout, shards: Iterable[tuple[_Pieces, list[int]]], dims: Sequence[int]) -> list[str]:
+    empty = sorted(r for pieces, ranks in shards if any(_length(parts) == 0 for parts in pieces) for r in ranks)
     hidden = [dim for dim in range(len(layout.dims)) if dim not in dims and layout.axes_of(dim)]
     notes = [f"ranks that hold nothing: {ranks_text(empty)}"] if empty else []
     notes += [f"dim {dim} is split over {', '.join(layout.axes_of(dim))} too, and not drawn" for dim in hidden]

@@ -1,4 +1,4 @@
-"""Layout dims to DTensor placements, and back."""
+"""Conversion between layout dims and DTensor placements."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from shardlib.layout._fit import Problem
 __all__ = ["dims_of", "partials_of", "placements_of", "problems"]
 
 _Cut: TypeAlias = tuple[str, int, int]
-"""How one axis cuts a dim: (axis, its size, split factor)."""
+"""One cut of a dim by an axis: (axis, its size, split factor)."""
 
 
 def _cuts_of(dim: Dim, mesh: MeshShape) -> tuple[_Cut, ...]:
-    """How the mesh cuts a dim, one step per splitting axis in mesh order. Axes of size one cut nothing.
+    """Return the steps by which the mesh cuts a dim, one per splitting axis in mesh order. Axes of size one cut
+    nothing.
 
     The split factor of an axis is the number of pieces, at the moment it is applied, that are more major than it.
     Write the dim as digits, the most major first: the axes of each factor, then what is left of that factor. Digits
@@ -28,8 +29,8 @@ def _cuts_of(dim: Dim, mesh: MeshShape) -> tuple[_Cut, ...]:
     factors divided by the axes already applied to them, and axes still to come. With heads@(tp,dp) on the mesh
     (dp, tp), dp is applied first, inside each of the tp pieces: split factor tp.
     """
-    held = set(dim.axes)
-    return tuple((axis, n, _split_factor(dim, axis, mesh)) for axis, n in mesh.items() if axis in held and n > 1)
+    splitting = set(dim.axes)
+    return tuple((axis, n, _split_factor(dim, axis, mesh)) for axis, n in mesh.items() if axis in splitting and n > 1)
 
 
 def _split_factor(dim: Dim, axis: str, mesh: MeshShape) -> int:
@@ -48,7 +49,7 @@ def _digits_before(dim: Dim, axis: str, earlier: tuple[str, ...], mesh: MeshShap
 
 
 def placements_of(dims: Dims, partial: Mapping[str, str], mesh: MeshShape) -> tuple[Placement, ...]:
-    """One placement per mesh axis, in mesh order. An axis of size one replicates, whatever it was to do."""
+    """Return one placement per mesh axis, in mesh order. An axis of size one replicates, whatever the layout says."""
     found: dict[str, Placement] = {axis: Partial(op) for axis, op in partial.items() if mesh[axis] > 1}
     for index, dim in enumerate(dims):
         assert isinstance(dim, Dim), "the ellipsis is expanded before"
@@ -61,14 +62,15 @@ def _shard(index: int, factor: int) -> Placement:
 
 
 def problems(placements: Sequence[Placement], mesh: MeshShape, ndim: int) -> Iterator[Problem]:
-    """What keeps placements from being a layout, but for the order of their splits, which `dims_of` finds."""
+    """Iterate over what no layout can express in placements, except the order of their splits, which `dims_of`
+    checks."""
     if len(placements) != len(mesh):
         yield f"{len(placements)} placements were given for {len(mesh)} axes", "Give one placement per mesh axis."
         return
     for axis, placement in zip(mesh.names, placements, strict=True):
         if type(placement) not in (Shard, _StridedShard, Replicate, Partial):
             yield (
-                f'{placement!r} on axis "{axis}" is none of Shard, _StridedShard, Replicate and Partial',
+                f'{placement!r} on axis "{axis}" is not a Shard, _StridedShard, Replicate or Partial',
                 "Redistribute the tensor to one of these first.",
             )
         elif isinstance(placement, Shard | _StridedShard) and not -ndim <= placement.dim < ndim:
@@ -76,13 +78,13 @@ def problems(placements: Sequence[Placement], mesh: MeshShape, ndim: int) -> Ite
 
 
 def partials_of(placements: Iterable[Placement], mesh: MeshShape) -> tuple[tuple[str, str], ...]:
-    """The pairs (axis, reduction) of the partial placements."""
+    """Return the pairs (axis, reduction) of the partial placements."""
     pairs = zip(mesh.names, placements, strict=True)
     return tuple((axis, p.reduce_op) for axis, p in pairs if isinstance(p, Partial) and mesh[axis] > 1)
 
 
 def dims_of(placements: Sequence[Placement], mesh: MeshShape, names: Sequence[str]) -> tuple[Dim, ...]:
-    """The dims that give these placements; the last factor of a fused dim has no size yet.
+    """Return the dims that have these placements; the last factor of a fused dim has no size yet.
 
     Raises:
         ValueError: a split does not fall on a boundary of the splits before it; the text is a short fact.
@@ -109,7 +111,7 @@ _Digit: TypeAlias = int | str | None
 
 
 def _insert(digits: list[_Digit], axis: str, n: int, factor: int) -> list[_Digit]:
-    """Let an axis cut the digits so that `factor` pieces of what a rank holds are more major than it."""
+    """Insert an axis into the digits so that `factor` local pieces are more major than it."""
     passed = 1
     for at, digit in enumerate(digits):
         if isinstance(digit, str):
@@ -129,7 +131,7 @@ def _cut(digit: int | None, axis: str, n: int, factor: int, passed: int) -> list
 
 
 def _factors(digits: Iterable[_Digit], sizes: Mapping[str, int], name: str) -> Iterator[Factor]:
-    """Group the digits: the axes that precede a digit split the factor that it belongs to."""
+    """Group digits into factors: the axes that precede a digit split the factor that it belongs to."""
     axes: tuple[str, ...] = ()
     for digit in digits:
         if isinstance(digit, str):

@@ -1,4 +1,4 @@
-"""Layout dims to a JAX `PartitionSpec`, and back. The only place here that imports jax, and only when called."""
+"""Conversion between layout dims and a JAX `PartitionSpec`. Only these functions import jax, when they are called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["dims_of", "problems", "problems_in", "spec_of"]
 
 
 def problems(dims: Dims, partials: Sequence[tuple[str, str]]) -> Iterator[Problem]:
-    """What a `PartitionSpec` cannot say."""
+    """Iterate over what a `PartitionSpec` cannot express."""
     for axis, op in partials:
         yield f'a pending {op} over "{axis}" has no form there', "Reduce first; with_axes_dropped forgets it."
     for dim in dims:
@@ -37,7 +37,7 @@ def _dim_problems(dim: Dim) -> Iterator[Problem]:
 
 
 def spec_of(dims: Dims) -> PartitionSpec:
-    """One entry per dim: None, an axis, or a tuple of axes, outermost first."""
+    """Return the spec of the dims, one entry per dim: None, an axis, or a tuple of axes, outermost first."""
     from jax.sharding import PartitionSpec
 
     return PartitionSpec(*(_entry(dim.axes) for dim in dims if isinstance(dim, Dim)))
@@ -48,7 +48,7 @@ def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
 
 
 def problems_in(spec: PartitionSpec, ndim: int) -> Iterator[Problem]:
-    """What in a `PartitionSpec` is no layout."""
+    """Iterate over what a layout cannot express in a `PartitionSpec`."""
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         yield "it has unreduced or reduced axes", "Give a spec of split axes alone."
     if len(spec) > ndim:
@@ -59,7 +59,7 @@ def problems_in(spec: PartitionSpec, ndim: int) -> Iterator[Problem]:
 
 
 def dims_of(spec: PartitionSpec, names: Sequence[str]) -> tuple[Dim, ...]:
-    """One plain dim per name; dims beyond the end of the spec are not split."""
+    """Return one dim per name, not fused; dims beyond the end of the spec are not split."""
     entries = [*spec, *[None] * (len(names) - len(spec))]
     return tuple(Dim((Factor(name, _axes(entry)),)) for name, entry in zip(names, entries, strict=True))
 

@@ -38,7 +38,7 @@ _GRAMMAR = (
 
 
 class Parts(NamedTuple):
-    """What a text says, before it becomes a `Layout`."""
+    """The fields of a text, before they become a `Layout`."""
 
     dims: Dims
     partials: tuple[tuple[str, str], ...]
@@ -60,7 +60,7 @@ def read(text: str, sizes: Mapping[str, int]) -> Parts:
 
 
 def write(parts: Parts, *, sizes: bool) -> str:
-    """The canonical text; with `sizes`, factors whose size is known carry it and nothing is lost."""
+    """Write the canonical text; with `sizes`, factors of known size carry it, so that no information is lost."""
     words = [" ".join(_write_dim(dim, sizes) for dim in parts.dims)]
     by_op = groupby(sorted(parts.partials, key=lambda pair: (pair[1], pair[0])), key=lambda pair: pair[1])
     words += [f"+ {op}@{spell(tuple(axis for axis, _ in pairs))}" for op, pairs in by_op]
@@ -132,7 +132,9 @@ def _read_factor(text: str, match: re.Match[str], sizes: Mapping[str, int]) -> F
 def _read_axes(text: str, axes: str) -> tuple[str, ...]:
     names = tuple(axis.strip() for axis in axes.strip("()").split(","))
     if bad := [axis for axis in names if not axis.isidentifier()]:
-        _refuse(text, f'"{bad[0]}" in "@{axes}" is no axis name', "Write @axis, or @(outer,inner) for several axes.")
+        _refuse(
+            text, f'"{bad[0]}" in "@{axes}" is not an axis name', "Write @axis, or @(outer,inner) for several axes."
+        )
     return names
 
 
@@ -143,7 +145,7 @@ def _read_partial(text: str, term: str) -> list[tuple[str, str]]:
     op, axes = match.groups()
     if op not in REDUCTIONS:
         known = ", ".join(REDUCTIONS)
-        _refuse(text, f'"{op}" is no reduction', f"Known are {known}.{nearest(op, REDUCTIONS)}")
+        _refuse(text, f'"{op}" is not a reduction', f"Known are {known}.{nearest(op, REDUCTIONS)}")
     return [(axis, op) for axis in _read_axes(text, axes)]
 
 
@@ -157,7 +159,7 @@ def _read_phase(text: str, phase: str) -> tuple[torch.dtype | None, Memory]:
             dtype = _DTYPES[word]
         else:
             hint = nearest(word, ["device", "host", *_DTYPES])
-            _refuse(text, f'"{word}" is no dtype', f'After ":" give a torch dtype, "device" or "host".{hint}')
+            _refuse(text, f'"{word}" is not a dtype', f'After ":" give a torch dtype, "device" or "host".{hint}')
     return dtype, memory
 
 

@@ -1,4 +1,4 @@
-"""What it takes to get from one layout to another: a short list of collectives, each with its bytes.
+"""Transitions from one layout to another: a short list of collectives, each with its bytes.
 
 The model of cost. Without pending reductions a layout says which set of elements each rank holds, and a transition
 must send every rank what it needs and lacks: |needs \\ holds| elements, averaged over ranks. That is zero from a layout
@@ -35,10 +35,10 @@ class Collective:
     """One step of a transition.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all"; "slice", where each rank keeps its part of
-            what it holds and nothing is sent; "copy", between host and device memory.
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all"; "slice", where each rank keeps a part of
+            its shard and sends nothing; "copy", between host and device memory.
         axes: the mesh axes whose ranks take part together, in mesh order.
-        bytes: what one rank sends (of a copy: moves), averaged over ranks, rounded up.
+        bytes: bytes that one rank sends (for a copy: copies), averaged over ranks, rounded up.
     """
 
     kind: Kind
@@ -50,24 +50,25 @@ class Collective:
 
 
 def cost(collectives: Iterable[Collective]) -> int:
-    """The bytes that one rank sends over the network in a transition; copies between host and device do not count."""
+    """Return the bytes that one rank sends over the network; copies between host and device do not count."""
     return sum(step.bytes for step in collectives if step.kind != "copy")
 
 
 def transition(
     src: Layout, dst: Layout, global_shape: Sequence[int], dtype: torch.dtype, mesh: MeshLike
 ) -> tuple[Collective, ...]:
-    """The cheapest collectives that turn a tensor laid out as `src` into one laid out as `dst`.
+    """Return the cheapest collectives that turn a tensor laid out as `src` into one laid out as `dst`.
 
-    Laws: nothing to do costs nothing; splitting what is whole costs nothing; among layouts without pending reductions
-    `cost` obeys the triangle inequality; a pending reduction costs no more than reducing first and moving then. Axes
-    that neither layout names take no part: borrowing an idle axis could make a reduction cheaper, but no engine does.
+    Laws: a transition from a layout to itself costs nothing, as does splitting a replicated tensor. Among layouts
+    without pending reductions `cost` obeys the triangle inequality; a pending reduction costs no more than reducing
+    first and moving then. Axes that neither layout names are not used, even where an idle axis could make a reduction
+    cheaper.
 
     Args:
         src: the layout at hand; its partial axes are reduced where `dst` does not have them partial too.
         dst: the layout wanted.
-        global_shape: of the tensor.
-        dtype: in which it travels.
+        global_shape: the global shape of the tensor.
+        dtype: the dtype that is sent.
         mesh: names and sizes of the axes. Axes of size one cost nothing and are not mentioned.
 
     Raises:
@@ -100,16 +101,16 @@ def _transition(
 def _copied(
     src: Layout, dst: Layout, global_shape: tuple[int, ...], dtype: torch.dtype, mesh: MeshShape
 ) -> tuple[Collective, ...]:
-    """Between host and device goes what lies on the host, at whichever end; collectives run on the device."""
+    """Return the copy between host and device, of the shard at the host end; collectives run on the device."""
     if src.memory == dst.memory:
         return ()
     on_host = src if src.memory == "host" else dst
     return (Collective("copy", (), on_host.local_bytes(global_shape, dtype, mesh)),)
 
 
-_Place: TypeAlias = tuple[int, int]
+_Position: TypeAlias = tuple[int, int]
 """Where an axis splits a tensor: (dim, number of pieces of that dim that are more major than the axis)."""
-_Places: TypeAlias = Mapping[str, _Place]
+_Positions: TypeAlias = Mapping[str, _Position]
 
 
 @dataclass(frozen=True)
@@ -131,30 +132,33 @@ def _route_cost(route: _Route) -> tuple[Fraction, int]:
 
 
 def _routes(space: _Space, src: Layout, dst: Layout) -> Iterator[_Route]:
-    """Every way worth comparing: slice what may be sliced, reduce, then exchange what is still missing."""
-    here, there = space.places(src), space.places(dst)
+    """Iterate over the candidate routes: slice what can be sliced, reduce, then exchange what is still missing."""
+    here, there = space.positions(src), space.positions(dst)
     fresh = [axis for axis, op in dst.partial.items() if src.partial.get(axis) != op]
     pending = {axis: op for axis, op in src.partial.items() if dst.partial.get(axis) != op}
     last = _free(fresh)
     if not pending:
         yield _exchange(space, here, there) + last
         return
-    early = {axis: place for axis, place in there.items() if axis not in here and axis not in pending}
+    early = {axis: position for axis, position in there.items() if axis not in here and axis not in pending}
     sliced = space.add(here, early)
     for targets in product(*(_targets(space, axis, there) for axis in pending)):
-        reduced = space.add(sliced, {axis: place for axis, place in zip(pending, targets, strict=True) if place})
+        reduced = space.add(
+            sliced, {axis: position for axis, position in zip(pending, targets, strict=True) if position}
+        )
         reduction = _reduction(space, pending, sliced, reduced)
         yield _free(set(sliced) - set(here)) + reduction + _exchange(space, reduced, there) + last
 
 
-def _targets(space: _Space, axis: str, there: _Places) -> list[_Place | None]:
-    """What to reduce an axis into: every rank's copy (None), the place it has at the end, the inside of some dim."""
+def _targets(space: _Space, axis: str, there: _Positions) -> list[_Position | None]:
+    """Return what an axis can be reduced into: every rank's copy (None), its position in `dst`, or the inside of some
+    dim."""
     wanted = [there[axis]] if axis in there else []
     return [None, *wanted, *((dim, _INNERMOST) for dim in range(len(space.global_shape)))]
 
 
-def _reduction(space: _Space, pending: Mapping[str, str], before: _Places, after: _Places) -> _Route:
-    """Reduce-scatter the axes that have a place afterwards, then all-reduce the others, one collective per operator."""
+def _reduction(space: _Space, pending: Mapping[str, str], before: _Positions, after: _Positions) -> _Route:
+    """Reduce-scatter the axes that split a dim afterwards, then all-reduce the others, one collective per operator."""
     steps, size = [], space.size(before)
     for scatter in (True, False):
         for op in sorted(set(pending.values())):
@@ -167,9 +171,9 @@ def _reduction(space: _Space, pending: Mapping[str, str], before: _Places, after
     return steps
 
 
-def _exchange(space: _Space, here: _Places, there: _Places) -> _Route:
-    """Give each rank the elements that it needs and lacks."""
-    split = {axis: place for axis, place in there.items() if axis not in here}
+def _exchange(space: _Space, here: _Positions, there: _Positions) -> _Route:
+    """Send each rank the elements that it needs and does not hold."""
+    split = {axis: position for axis, position in there.items() if axis not in here}
     moved = {axis for axis in here if axis in there and here[axis] != there[axis]}
     gathered = set(here) - set(there)
     sliced = space.add(here, split)
@@ -190,19 +194,20 @@ def _sent(kind: Kind, axes: Iterable[str], elements: Fraction) -> _Route:
 
 
 _INNERMOST = 0
-"""In a wished-for place: inside whatever splits the dim already."""
+"""In a wished position: inside whatever splits the dim already."""
 
 
 @dataclass(frozen=True)
 class _Space:
-    """Places of axes on one tensor and one mesh, and the sets of elements that they mean."""
+    """Positions of axes on one tensor and one mesh, and the sets of elements that they select."""
 
     global_shape: tuple[int, ...]
     mesh: MeshShape
 
-    def places(self, layout: Layout) -> dict[str, _Place]:
-        """Where a concrete layout has its axes; the same places mean the same elements, however they are written."""
-        found: dict[str, _Place] = {}
+    def positions(self, layout: Layout) -> dict[str, _Position]:
+        """Map each axis of a concrete layout to its position; equal positions select equal elements, however they are
+        written."""
+        found: dict[str, _Position] = {}
         for index, dim in enumerate(layout.dims):
             assert isinstance(dim, Dim)
             found |= {axis: (index, major) for axis, major in self._majors(dim)}
@@ -217,33 +222,34 @@ class _Space:
                 major *= self.mesh[axis]
             outer *= factor.size or 1  # only a plain dim, or none, is without a size in a concrete layout
 
-    def add(self, places: _Places, wishes: _Places) -> dict[str, _Place]:
-        """`places` with each wish granted that can be: axes that are whole can split there without moving others."""
-        granted = dict(places)
+    def add(self, positions: _Positions, wishes: _Positions) -> dict[str, _Position]:
+        """Add each wished position that is possible, that is, where its axis can split without moving other axes."""
+        granted = dict(positions)
         for axis, (dim, major) in wishes.items():
             trial = {**granted, axis: (dim, major or self._inside(granted, dim))}
             granted = trial if self.dim_at(trial, dim) else granted
         return granted
 
-    def _inside(self, places: _Places, dim: int) -> int:
-        return max((major * self.mesh[axis] for axis, (at, major) in places.items() if at == dim), default=1)
+    def _inside(self, positions: _Positions, dim: int) -> int:
+        return max((major * self.mesh[axis] for axis, (at, major) in positions.items() if at == dim), default=1)
 
-    def size(self, places: _Places) -> Fraction:
-        """Elements per rank, averaged over ranks; exact for uneven splits too, which leave nothing out."""
-        return Fraction(math.prod(self.global_shape), math.prod(self.mesh[axis] for axis in places))
+    def size(self, positions: _Positions) -> Fraction:
+        """Return the elements per rank, averaged over ranks; exact for uneven splits too, which omit no element."""
+        return Fraction(math.prod(self.global_shape), math.prod(self.mesh[axis] for axis in positions))
 
-    def overlap(self, here: _Places, there: _Places) -> Fraction:
-        """Elements that a rank has in both, averaged over ranks."""
+    def overlap(self, here: _Positions, there: _Positions) -> Fraction:
+        """Return the number of elements that a rank holds under both, averaged over ranks."""
         axes = sorted({*here, *there})
-        held = torch.ones([self.mesh[axis] for axis in axes], dtype=torch.int64)
+        shared = torch.ones([self.mesh[axis] for axis in axes], dtype=torch.int64)
         for dim in range(len(self.global_shape)):
-            held = held * self._dim_overlap(dim, here, there, axes)
-        return Fraction(int(held.sum()), held.numel())
+            shared = shared * self._dim_overlap(dim, here, there, axes)
+        return Fraction(int(shared.sum()), shared.numel())
 
-    def _dim_overlap(self, dim: int, here: _Places, there: _Places, axes: Sequence[str]) -> torch.Tensor:
-        """The overlap in one dim, as a table over the coordinates of the axes; of length one over axes not in play."""
+    def _dim_overlap(self, dim: int, here: _Positions, there: _Positions, axes: Sequence[str]) -> torch.Tensor:
+        """Return the overlap in one dim, over the coordinates of `axes`; of length one over axes that do not split the
+        dim."""
         old, new = self.dim_at(here, dim), self.dim_at(there, dim)
-        assert old is not None and new is not None, "places of a layout, and granted ones, are a dim"
+        assert old is not None and new is not None, "positions of a layout, and granted ones, are a dim"
         own = [axis for axis in axes if axis in old.axes + new.axes]
         counts = [
             _common(*(dim_slices(d, self.global_shape[dim], self.mesh, coordinate) for d in (old, new)))
@@ -255,12 +261,12 @@ class _Space:
         for index in product(*(range(self.mesh[axis]) for axis in axes)):
             yield dict(zip(axes, index, strict=True))
 
-    def dim_at(self, places: _Places, dim: int) -> Dim | None:
-        """The dim that is split so, or None where the splits cross or do not divide."""
+    def dim_at(self, positions: _Positions, dim: int) -> Dim | None:
+        """Return the dim that is split so, or None where the splits cross or do not divide."""
         size, passed = self.global_shape[dim], 1
         factors: list[Factor] = []
         axes: tuple[str, ...] = ()
-        for major, axis in sorted((major, axis) for axis, (at, major) in places.items() if at == dim):
+        for major, axis in sorted((major, axis) for axis, (at, major) in positions.items() if at == dim):
             if major % passed:
                 return None
             if major > passed:
@@ -274,7 +280,7 @@ class _Space:
 
 
 def _common(some: Slices, others: Slices) -> int:
-    """How many elements two ascending runs of slices share."""
+    """Count the elements that two ascending runs of slices share."""
     count, i, j = 0, 0, 0
     while i < len(some) and j < len(others):
         count += max(0, min(some[i].stop, others[j].stop) - max(some[i].start, others[j].start))

@@ -1,7 +1,7 @@
 """Optimizers and learning rate schedulers under the names that ColossalAI's users know, on torch's own machinery.
 
-Plain `torch.optim` classes: they need no ranks and no sharded model. Those that need whole tensors have said so to the
-engine, which gives them whole tensors on any mesh.
+Plain `torch.optim` classes: they need no ranks and no sharded model. Those that need full tensors are registered with
+the engine, which steps them on full tensors on any mesh.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Adafactor(torch.optim.Adafactor):
     Args:
         params: parameters, or groups of them.
         lr: the largest relative step; None is 1e-2.
-        eps: what squares of gradients are at least, None being torch's choice for the dtype, and `eps2`.
-        clip_threshold: what the RMS of an update is clipped to.
+        eps: the minimum of squares of gradients, None being torch's choice for the dtype, and `eps2`.
+        clip_threshold: the RMS that an update is clipped to.
         decay_rate: squares are averaged with `1 - t**decay_rate`.
         beta1: None: the update is not averaged.
         weight_decay: decoupled.

@@ -1,4 +1,4 @@
-"""Adam under ColossalAI's names, by torch's fused kernels wherever parameters lie."""
+"""Adam under ColossalAI's names, by torch's fused kernels on every device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardlib.optim._step import Closure, has_kernel, loss_of, refuse, with_grad
 __all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
 
 _DISK = (
-    'state lies in device or host memory here, not on disk. For host memory shard with sl.offload("state"), or boost '
+    'state is in device or host memory here, not on disk. For host memory shard with sl.offload("state"), or boost '
     "with a plugin's cpu_offload=True."
 )
 
@@ -43,7 +43,7 @@ class _Adam(torch.optim.Adam):
 
         Args:
             closure: computes the loss and its gradients, and returns it.
-            div_scale: what gradients are divided by, if it is positive; they stay as they are.
+            div_scale: a divisor of gradients, if it is positive; the gradients themselves do not change.
         """
         loss = loss_of(closure)
         for group in self.param_groups:
@@ -87,13 +87,13 @@ class _Adam(torch.optim.Adam):
             state["step"] = torch.zeros((), dtype=torch.float32)
             for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
                 state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        if fused and state["step"].device != param.device:  # a loaded one may lie elsewhere
+        if fused and state["step"].device != param.device:  # a loaded one may be on another device
             state["step"] = state["step"].to(param.device)
         return state
 
 
 def _uncorrected(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """Adam's update from the averages as they are: no kernel of torch leaves the correction out."""
+    """Update with Adam's averages without bias correction, for which torch has no kernel."""
     state["step"] += 1
     grad, decay = (-grad if group["maximize"] else grad), group["weight_decay"]
     if decay and group["decoupled_weight_decay"]:
@@ -112,7 +112,7 @@ def _uncorrected(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any],
 @register_in_pieces
 @register_elementwise
 class HybridAdam(_Adam):
-    r"""AdamW, or Adam, on parameters on the host and on a device alike: each steps where it lies, by a fused kernel.
+    r"""AdamW, or Adam, on parameters on the host and on a device: each is updated on its device, by a fused kernel.
 
     Under `sl.offload("state")` what is offloaded steps on the host, the rest on the device, in one `step()`.
 
@@ -127,7 +127,7 @@ class HybridAdam(_Adam):
         betas: decay of the averages.
         eps: added to the denominator.
         weight_decay: decoupled, or with `adamw_mode=False` added to the gradient.
-        adamw_mode: which of both.
+        adamw_mode: AdamW if true, else Adam.
         nvme_offload_fraction: 0; state is not kept on disk.
         nvme_offload_dir: None.
 
@@ -167,7 +167,7 @@ class HybridAdam(_Adam):
 @register_in_pieces
 @register_elementwise
 class CPUAdam(HybridAdam):
-    """`HybridAdam` under the name that it has where all parameters lie on the host.
+    """`HybridAdam` under its name for parameters that are all on the host.
 
     >>> CPUAdam(torch.nn.Linear(2, 1).parameters()).defaults["lr"]
     0.001

@@ -19,7 +19,7 @@ __all__ = ["CAME", "DistributedCAME"]
 
 @register_per_tensor
 class CAME(torch.optim.Optimizer):
-    r"""CAME. Of a matrix, averages of squares are kept by row and by column; of other tensors, whole.
+    r"""CAME. Averages of squares are factored into rows and columns for a matrix, and full for other tensors.
 
     .. math::
         r_t, c_t &= \text{row and column means of } g_t^2 + \epsilon_1 \text{, averaged with } \beta_2 \\
@@ -28,12 +28,12 @@ class CAME(torch.optim.Optimizer):
         R_t, C_t &= \text{row and column means of } (\hat u_t - m_t)^2 + \epsilon_2 \text{, averaged with } \beta_3 \\
         w_t &= (1 - \eta\lambda) w_{t-1} - \eta\, m_t / \sqrt{R_t C_t / \bar R_t}
 
-    A tensor that is no matrix steps along `m` itself. More than two dims are a stack of matrices.
+    A tensor that is not a matrix steps along `m` itself. More than two dims are a stack of matrices.
 
     Args:
         params: parameters, or groups of them.
         lr: the learning rate; it has to be given.
-        eps: what is added to squares of gradients, and to squared differences.
+        eps: two numbers that are added to squares of gradients, and to squared differences.
         clip_threshold: `d`.
         betas: decay of the update, of its squares, and of what differs.
         weight_decay: `lambda`.
@@ -91,7 +91,7 @@ class CAME(torch.optim.Optimizer):
 
 
 def _averaged(state: dict[str, Any], name: str, square: torch.Tensor, beta: float, factored: bool) -> torch.Tensor:
-    """One over the root of averaged squares, after these have been taken into the average."""
+    """Update the averages of squares, and return one over their root."""
     if not factored:
         return _into(state, name, square, beta).rsqrt()
     row = _into(state, f"{name}_row", square.mean(-1, keepdim=True), beta)

@@ -28,14 +28,15 @@ def get_galore_param_groups(
     scale: float = 0.25,
     proj_type: str = "std",
 ) -> list[dict[str, Any]]:
-    """Param groups for `GaLoreAdamW`: matrices are projected, other tensors are not, biases and norms do not decay.
+    """Return param groups for `GaLoreAdamW`: matrices are projected, other tensors are not, biases and norms do not
+    decay.
 
     Args:
         model: its parameters.
-        weight_decay: of all but biases and norms.
-        rank: of projections.
+        weight_decay: the decay of all parameters except biases and norms.
+        rank: the rank of projections.
         update_proj_gap: steps after which a projection is computed again.
-        scale: what a projected step is multiplied by.
+        scale: a factor of projected steps.
         proj_type: "std" projects the smaller dim, "reverse_std" the larger one.
 
     >>> groups = get_galore_param_groups(nn.Linear(4, 8), 0.1, rank=2)
@@ -65,7 +66,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
 
     Where a matrix has more rows than columns it is projected from the right instead, on right singular vectors, and
     with `proj_type="reverse_std"` the other way around. Signs of singular vectors are fixed, so that a projection
-    depends on the gradient alone; directions that the gradient does not have at all are no part of it.
+    depends on the gradient alone; directions that the gradient does not have at all are not part of it.
 
     Args:
         params: parameters, or groups such as those of `get_galore_param_groups`.
@@ -125,12 +126,12 @@ class GaLoreAdamW(torch.optim.Optimizer):
                     continue
                 basis, left = self._basis(grad, state, group), _projects_rows(grad, group)
                 update = _adam(basis.mT @ grad if left else grad @ basis, state, group)
-                whole = basis @ update if left else update @ basis.mT
-                param.sub_(whole, alpha=group["lr"] * group["scale"])
+                full = basis @ update if left else update @ basis.mT
+                param.sub_(full, alpha=group["lr"] * group["scale"])
         return loss
 
     def _basis(self, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-        """The projection, as columns; computed again when its time has come."""
+        """Return the projection, as columns; it is recomputed every `update_proj_gap` steps."""
         if "projection" not in state or (state["step"] - 1) % group["update_proj_gap"] == 0:
             found = _directions(grad, group["rank"], _projects_rows(grad, group))
             if not found.any():  # the gradient is zero, and says nothing about later ones
@@ -141,12 +142,12 @@ class GaLoreAdamW(torch.optim.Optimizer):
 
 
 def _projects_rows(grad: torch.Tensor, group: dict[str, Any]) -> bool:
-    """Whether the projection is multiplied from the left."""
+    """Return whether the projection is multiplied from the left."""
     return (grad.shape[0] < grad.shape[1]) == (group["proj_type"] == "std")
 
 
 def _directions(grad: torch.Tensor, rank: int, left: bool) -> torch.Tensor:
-    """The strongest singular vectors as columns, as many as the rank and the matrix allow.
+    """Return the strongest singular vectors as columns, at most `rank` of them.
 
     A singular vector may be turned around, and LAPACK turns it by the last bits of its input: here its entry of largest
     absolute value is positive. Where a singular value is zero but for rounding, any vector would do; it becomes zero.
@@ -161,7 +162,7 @@ def _directions(grad: torch.Tensor, rank: int, left: bool) -> torch.Tensor:
 
 
 def _adam(grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-    """Adam's direction (Kingma & Ba 2014, algorithm 1), in the space of the gradient that is given."""
+    """Return Adam's direction (Kingma & Ba 2014, algorithm 1), in the space of the given gradient."""
     if "exp_avg" not in state:
         state.update(exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
     (beta1, beta2), step = group["betas"], state["step"]

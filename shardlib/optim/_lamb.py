@@ -89,12 +89,12 @@ class Lamb(torch.optim.Optimizer):
 
 
 def _ratio(param: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """The norm of the parameter over that of its direction."""
+    """Return the norm of the parameter over that of its direction."""
     one = torch.ones((), dtype=param.dtype, device=param.device)
     if group["adam"] or not (group.get("always_adapt", True) or group["weight_decay"]):
         return one
-    whole, step = param.norm(), direction.norm()
-    return torch.where((whole > 0) & (step > 0), whole / step, one)
+    param_norm, step = param.norm(), direction.norm()
+    return torch.where((param_norm > 0) & (step > 0), param_norm / step, one)
 
 
 @register_per_tensor
@@ -132,7 +132,7 @@ class FusedLAMB(Lamb):
         adam_w_mode: True: the decay belongs to the direction, as in the paper.
         grad_averaging: True: gradients are weighted with `1 - beta1`, as in the paper.
         set_grad_none: True; `zero_grad(set_to_none=...)` says it.
-        max_grad_norm: what the norm of all gradients is clipped to before the step; 0 is not at all.
+        max_grad_norm: the norm that gradients are clipped to before the step; 0 is no clipping.
         use_nvlamb: take the ratio of norms in groups without decay too; else it is 1 there.
 
     Raises:

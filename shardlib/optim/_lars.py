@@ -80,6 +80,6 @@ def _own_rate(param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) ->
     one = torch.ones((), dtype=param.dtype, device=param.device)
     if not group["lars"]:
         return one
-    whole, slope = param.norm(), grad.norm()
-    rate = group["eeta"] * whole / (slope + group["weight_decay"] * whole + group["epsilon"])
-    return torch.where((whole > 0) & (slope > 0), rate, one)
+    param_norm, grad_norm = param.norm(), grad.norm()
+    rate = group["eeta"] * param_norm / (grad_norm + group["weight_decay"] * param_norm + group["epsilon"])
+    return torch.where((param_norm > 0) & (grad_norm > 0), rate, one)

@@ -1,4 +1,4 @@
-"""Muon is torch's own (Jordan et al. 2024), for matrices; the engine knows that it needs whole ones."""
+"""Muon, which is torch's own (Jordan et al. 2024), for matrices; the engine steps on full tensors for it."""
 
 from __future__ import annotations
 

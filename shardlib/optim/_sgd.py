@@ -16,7 +16,7 @@ __all__ = ["FusedSGD"]
 @register_in_pieces
 @register_elementwise
 class FusedSGD(torch.optim.SGD):
-    r"""SGD with momentum, by torch's fused kernel where a parameter lies on a device that has it.
+    r"""SGD with momentum, by torch's fused kernel where the parameter's device has it.
 
     .. math:: v_t = \mu v_{t-1} + (1 - \tau)(g_t + \lambda w_{t-1}) \qquad w_t = w_{t-1} - \eta v_t
 
@@ -57,11 +57,11 @@ class FusedSGD(torch.optim.SGD):
         loss = loss_of(closure)
         for group in self.param_groups:
             # The kernel takes the momentum of all parameters or of none.
-            alike: dict[tuple[bool, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            groups: dict[tuple[bool, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for param, grad in with_gradients(group):
                 begun = "momentum_buffer" in self.state.get(param, {})
-                alike.setdefault((has_kernel(param, grad, FUSED_SGD_DTYPES), begun), []).append((param, grad))
-            for (fused, _), pairs in alike.items():
+                groups.setdefault((has_kernel(param, grad, FUSED_SGD_DTYPES), begun), []).append((param, grad))
+            for (fused, _), pairs in groups.items():
                 self._update(group, pairs, fused)
         return loss
 

@@ -1,4 +1,4 @@
-"""What steps have in common: the closure, the parameters that have gradients, arguments, and torch's fused kernels."""
+"""Helpers of optimizer steps: the closure, parameters with gradients, arguments, and torch's fused kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def loss_of(closure: Closure) -> Any:
-    """What a closure returns, run with gradients; None without one."""
+    """Run a closure with gradients and return its loss; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -27,19 +27,19 @@ def loss_of(closure: Closure) -> Any:
 
 
 def with_gradients(group: dict[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The parameters of a group that have a gradient, each with it."""
+    """Iterate over the parameters of a group that have a gradient, each with its gradient."""
     for param in group["params"]:
         if param.grad is not None:
             yield param, param.grad
 
 
 def has_kernel(param: torch.Tensor, grad: torch.Tensor, dtypes: Collection[torch.dtype] = FUSED_DTYPES) -> bool:
-    """Whether torch has a fused kernel for a parameter where it lies. They walk parameter and gradient in step."""
+    """Return whether torch has a fused kernel for a parameter. Kernels need equal strides of parameter and gradient."""
     return param.device.type in _DEVICES and param.dtype in dtypes and grad.stride() == param.stride()
 
 
 def checked(who: str, **numbers: float) -> None:
-    """Refuse what is negative, and what is called a beta and is not in [0, 1).
+    """Refuse negative numbers, and betas that are not in [0, 1).
 
     Raises:
         InputError: one is.
@@ -55,7 +55,7 @@ def checked(who: str, **numbers: float) -> None:
 
 
 def refuse(who: str, options: Iterable[tuple[str, Any, Any, str]]) -> None:
-    """Refuse options that have no meaning here: each with its value, the only one that is taken, and the reason.
+    """Refuse options that have no meaning here: each with its value, the only accepted value, and the reason.
 
     Raises:
         InputError: a value is another one.

@@ -1,8 +1,8 @@
 """Learning rate schedulers with ColossalAI's names and arguments, most of them torch's own.
 
-They take an optimizer, what `Booster.boost` returns, or an `OptimizerWrapper`. Those that warm up are functions of the
-first learning rate and the number of steps alone: t below counts steps from 0, w is `warmup_steps`, T is `total_steps`.
-After T they stay where they are at T; a warm-up that is longer goes on to its end, with a warning. So they go on from a
+They take an optimizer, the optimizer of `Booster.boost`, or an `OptimizerWrapper`. Those with a warm-up are functions
+of the initial learning rate and the number of steps only: t below counts steps from 0, w is `warmup_steps`, T is
+`total_steps`. After T the rate is constant; a longer warm-up runs to its end, with a warning. So they continue from a
 state dict, or from `last_epoch`, with the same bits.
 """
 
@@ -41,9 +41,9 @@ Lambda = Callable[[int], float] | Sequence[Callable[[int], float]]
 
 
 class _Warmed(of_torch.LRScheduler):
-    """A rate that is a function of the first one and of the number of steps.
+    """A rate that is a function of the initial rate and of the number of steps.
 
-    It rises as `base (t + 1) / w` while t < w; then a schedule follows, whose own steps are counted from there.
+    It rises as `base (t + 1) / w` while t < w; then a schedule follows, whose steps are counted from there.
     """
 
     _top = 0  # the first rate is reached so many steps after the last one of the warm-up
@@ -80,18 +80,18 @@ class _Warmed(of_torch.LRScheduler):
 
 
 class LinearWarmupLR(_Warmed):
-    """Up in a line, and down to 0: `base (t + 1) / (w + 1)` while t < w, then `base (T - t) / (T - w)`.
+    """Linear warm-up, then linear decay to 0: `base (t + 1) / (w + 1)` while t < w, then `base (T - t) / (T - w)`.
 
-    Warns where the warm-up takes as many steps as there are, or more: the rate then only rises, to `base` at w.
+    Warns if the warm-up takes all steps or more: the rate then only rises, to `base` at w.
 
     Args:
-        optimizer: whose rate is changed.
+        optimizer: the optimizer whose rate is changed.
         total_steps: T, when it is 0.
         warmup_steps: w.
         last_epoch: the step to go on from; -1 begins.
 
     Raises:
-        InputError: steps that are no whole numbers, or none at all.
+        InputError: steps that are not whole numbers, or none at all.
 
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> _rates(LinearWarmupLR(optimizer, total_steps=4, warmup_steps=1), 5)
@@ -275,10 +275,10 @@ class OneCycleLR(of_torch.OneCycleLR):
     """torch's; the largest rate of each group is the one that the optimizer was built with.
 
     Args:
-        optimizer: whose rate, and momentum, is changed.
-        total_steps: of the cycle.
-        **options: of torch's: pct_start, anneal_strategy, cycle_momentum, base_momentum, max_momentum, div_factor,
-            final_div_factor, three_phase, last_epoch.
+        optimizer: the optimizer whose rate and momentum are changed.
+        total_steps: the number of steps of the cycle.
+        **options: options of torch's: pct_start, anneal_strategy, cycle_momentum, base_momentum, max_momentum,
+            div_factor, final_div_factor, three_phase, last_epoch.
 
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
     >>> _rates(OneCycleLR(optimizer, total_steps=5, pct_start=0.4), 5)
@@ -366,13 +366,14 @@ class ConstantLR(of_torch.ConstantLR):
 
 
 def _cosine(base: Any, least: float, step: int, steps: int) -> Any:
-    """From the base to the least rate in half a cosine (Loshchilov & Hutter 2016, https://arxiv.org/abs/1608.03983)."""
+    """Return the rate on a half cosine between two rates (Loshchilov & Hutter 2016,
+    https://arxiv.org/abs/1608.03983)."""
     return least + (base - least) * ((1 + math.cos(math.pi * step / steps)) / 2)
 
 
 def _check_steps(who: str, total: Any, warmup: Any = 0) -> None:
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (total, warmup))
-    if not whole or total < 1 or warmup < 0:
+    are_integers = all(isinstance(n, int) and not isinstance(n, bool) for n in (total, warmup))
+    if not are_integers or total < 1 or warmup < 0:
         raise InputError(
             f"{who} was given total_steps={total!r} and warmup_steps={warmup!r}; give whole numbers: steps in all from "
             "1 up, those of the warm-up from 0 up."
@@ -394,7 +395,7 @@ def _function(who: str, given: Lambda | None) -> Any:
 
 
 def _rates(scheduler: of_torch.LRScheduler, steps: int) -> list[float]:
-    """The first rates, for the examples of this page."""
+    """Return the first rates, for the examples of this page."""
     found = []
     for _ in range(steps):
         found.append(round(float(scheduler.get_last_lr()[0]), 3))

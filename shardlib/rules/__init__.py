@@ -1,4 +1,4 @@
-"""Rules: which tensors of a model lie how on a mesh, by patterns of names."""
+"""Rules: layouts for the tensors of a model, by patterns of names."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Adapters of peft in a model: what rules call its modules, and how adapters lie.
+"""peft adapters in a model: the names of adapted layers in rules, and the layouts of adapters.
 
-peft puts a module in the place of a layer, which holds the layer and, by adapter, the factors of a matrix of low rank
-that is added to the layer's (Hu et al., "LoRA", 2021, https://arxiv.org/abs/2106.09685). The model becomes a part of
-another one. Rules are written for the model without all that: they find a layer under the name that it had, and what
-they say of its weight, `out in`, says how the factors lie:
+peft replaces a layer by a wrapper. It holds the layer and, by adapter, the factors of a low-rank matrix that is added
+to the layer's weight (Hu et al., "LoRA", 2021, https://arxiv.org/abs/2106.09685). The model is wrapped too. Rules are
+written for the model without adapters: they match a layer by its former name, and the layout that they give its weight,
+`out in`, determines those of the factors:
 
-    lora_A   rank in    its `in` as the layer's: whole for a column-parallel layer
-    lora_B   out rank   its `out` as the layer's: whole for a row-parallel layer
+    lora_A   rank in    `in` is split as the layer's: replicated for a column-parallel layer
+    lora_B   out rank   `out` is split as the layer's: replicated for a row-parallel layer
 
-A rule that names a factor itself comes before that. peft is not imported: its classes are known by their names.
+A rule that names a factor takes precedence. peft is not imported: its classes are recognised by their names.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _COPIES = "modules_to_save"
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """The model that adapters were added to: it has the class that it had, and adapters inside."""
+    """Return the model that adapters were added to; its modules include the adapters."""
     return model.get_base_model() if _is_a(model, _MODEL) else model  # type: ignore[operator,no-any-return]
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether peft has put modules of its own in the place of others."""
+    """Return whether peft has wrapped modules of the model."""
     return "peft" in sys.modules and any(_is_a(module, _MODEL, _ADAPTED, _COPIED) for module in model.modules())
 
 
 def renamed(index: ModelIndex) -> tuple[dict[str, str], set[str]]:
-    """What modules and tensors were called before peft renamed them, and those that stand inside of their own place.
+    """Return the former names of modules and tensors that peft renamed, and the names of modules that a wrapper
+    contains under its own former name. Modules that peft added have no former name.
 
     Of what peft has added there is nothing.
     """
@@ -60,7 +61,7 @@ def renamed(index: ModelIndex) -> tuple[dict[str, str], set[str]]:
 
 
 def _before(index: ModelIndex, name: str, before: dict[str, str | None]) -> str | None:
-    """What a module was called, or rather the one in whose place it is; None of what peft has added."""
+    """Return the former name of a module, or of the layer that it wraps; None for a module that peft added."""
     wrapped = _is_a(index.model, _MODEL)
     if not name:
         return None if wrapped else ""
@@ -84,25 +85,26 @@ def _joined(outer: str | None, last: str) -> str | None:
 
 
 def following(index: ModelIndex, name: str, layout: Layout, mesh: MeshShape) -> Iterator[tuple[str, Layout]]:
-    """The tensors of adapters whose layouts follow from that of a tensor, if it is the weight of a layer with some.
+    """Iterate over the adapter tensors whose layouts follow from that of the layer's weight `name`; none for other
+    tensors.
 
     Args:
         index: the model.
-        name: of any tensor.
-        layout: of it, concrete.
-        mesh: that it is concrete on.
+        name: the name of any tensor.
+        layout: the concrete layout of that tensor.
+        mesh: the mesh of that layout.
     """
     layer_name, layer, attribute = index.owner(name)
     outer, _, last = layer_name.rpartition(".")
     if last != "base_layer" or not _is_a(index.modules[outer], _ADAPTED):
         return
-    meant = dims_of(layer)
-    named = meant.dims(attribute, len(layout.dims)) if meant is not None else None
-    if meant is None or named is None or len(named) < 2:
+    registered = dims_of(layer)
+    named = registered.dims(attribute, len(layout.dims)) if registered is not None else None
+    if registered is None or named is None or len(named) < 2:
         return
     of_layer = {word: dim for word, dim in zip(named, layout.dims, strict=True) if isinstance(dim, Dim)}
-    into = next((of_layer[word] for word in meant.contracted if word in of_layer), None)
-    factors = {"lora_A": into, "lora_B": of_layer.get(meant.output or "")}
+    into = next((of_layer[word] for word in registered.contracted if word in of_layer), None)
+    factors = {"lora_A": into, "lora_B": of_layer.get(registered.output or "")}
     for own, _ in index.modules[outer].named_parameters(remove_duplicate=False):
         tensor, kind = f"{outer}.{own}", own.split(".")[0]
         if kind != "base_layer":
@@ -112,18 +114,18 @@ def following(index: ModelIndex, name: str, layout: Layout, mesh: MeshShape) -> 
 
 
 def _dims_of_factor(index: ModelIndex, tensor: str, ndim: int, kind: str, shared: Dim | None) -> tuple[Dim, ...]:
-    """Dims with the one that a factor shares with the layer as it lies there. What else an adapter has is whole."""
+    """Return the dims of an adapter's factor: the shared one is split as in the layer, all others are replicated."""
     _, module, attribute = index.owner(tensor)
-    meant = dims_of(module)
-    named = meant.dims(attribute, ndim) if meant is not None else None
-    if meant is None or named is None or shared is None:
-        return (_whole("_"),) * ndim
-    where = meant.contracted if kind == "lora_A" else (meant.output,)
+    registered = dims_of(module)
+    named = registered.dims(attribute, ndim) if registered is not None else None
+    if registered is None or named is None or shared is None:
+        return (_unsplit("_"),) * ndim
+    where = registered.contracted if kind == "lora_A" else (registered.output,)
     rank = "_" if any(factor.name == "rank" for factor in shared.factors) else "rank"
-    return tuple(shared if word in where else _whole("_" if word == "_" else rank) for word in named)
+    return tuple(shared if word in where else _unsplit("_" if word == "_" else rank) for word in named)
 
 
-def _whole(name: str) -> Dim:
+def _unsplit(name: str) -> Dim:
     return Dim((Factor(name),))
 
 

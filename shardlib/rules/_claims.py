@@ -1,4 +1,4 @@
-"""What single rules say about tensors, before it is decided between them; and which axes a rule names."""
+"""Claims: the layouts that single rules give to tensors, before one is chosen; and the axes that a rule names."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardlib.rules._layouts import AxisUse
 from shardlib.rules._match import Entry
 from shardlib.rules._values import Placed, Role, Text
 
-__all__ = ["Claim", "axes_named", "may_stay_whole", "same_cuts"]
+__all__ = ["Claim", "axes_named", "may_replicate", "same_cuts"]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one rule says about one tensor, under one of its names."""
+    """The layout that one rule gives one tensor, under one of its names."""
 
     entry: Entry
     name: str
@@ -26,7 +26,7 @@ class Claim:
 
 
 def same_cuts(one: Layout, other: Layout) -> bool:
-    """Whether two layouts cut a tensor alike, whatever they call its dims.
+    """Return whether two layouts split a tensor in the same way, whatever names its dims have.
 
     >>> same_cuts(Layout.parse("vocab@tp embed"), Layout.parse("out@tp in"))
     True
@@ -35,7 +35,7 @@ def same_cuts(one: Layout, other: Layout) -> bool:
 
 
 def axes_named(entry: Entry, axes: Mapping[str, AxisUse], default_axis: str) -> tuple[str, ...]:
-    """The axes that a rule splits over, which it names itself, by dim name, or by a role or placement."""
+    """Return the axes that a rule splits over: its own, those of its dim names, or that of its role or placement."""
     match entry.value:
         case Text(_, layout):
             return tuple(dict.fromkeys(axis for use in _uses(layout, axes) for axis in use.axes))
@@ -46,8 +46,8 @@ def axes_named(entry: Entry, axes: Mapping[str, AxisUse], default_axis: str) -> 
     return ()
 
 
-def may_stay_whole(entry: Entry, axes: Mapping[str, AxisUse]) -> bool:
-    """Whether a rule splits something only where it divides."""
+def may_replicate(entry: Entry, axes: Mapping[str, AxisUse]) -> bool:
+    """Return whether a rule splits something only where it divides."""
     return isinstance(entry.value, Text) and any(use.optional for use in _uses(entry.value.layout, axes))
 
 
@@ -63,7 +63,7 @@ def _factors(layout: Layout) -> Iterator[Factor]:
 
 
 def _cuts(layout: Layout) -> tuple[Any, ...]:
-    """For each dim the axes of each split factor, and how many pieces lie outside of that factor."""
+    """Return for each dim the axes of each split factor, and the number of pieces outside of that factor."""
     return tuple(tuple(_cuts_of(dim)) for dim in layout.dims if isinstance(dim, Dim))
 
 

@@ -1,4 +1,4 @@
-"""From a rule's value to the layout of one tensor: axes by dim name, sizes, roles and placements, module dims."""
+"""Conversion of a rule's value to the layout of one tensor: axes by dim name, sizes, roles, placements, module dims."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardlib.layout import Dim, Factor, Layout
 from shardlib.layout._fit import settle
 from shardlib.rules._match import Entry
 from shardlib.rules._model import ModelIndex, summary
-from shardlib.rules._placed import border_of_placements, by_axis, place, unsplit
+from shardlib.rules._placed import border_of_placements, by_axis, placed_dims, unsplit
 from shardlib.rules._sizes import SizeFinder
 from shardlib.rules._values import Role, Text
 from shardlib.rules.dims import ModuleDims, dims_of
@@ -26,14 +26,15 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class AxisUse:
-    """The axes that a dim name stands for; `optional` is the "?" of the text form."""
+    """The axes that a dim name is split over; `optional` is the "?" of the text form."""
 
     axes: tuple[str, ...]
     optional: bool = False
 
 
 def axis_use(given: str | Iterable[str] | None) -> AxisUse:
-    """
+    """Parse the axes of a dim name.
+
     >>> axis_use("tp?"), axis_use(["fsdp", "tp"])
     (AxisUse(axes=('tp',), optional=True), AxisUse(axes=('fsdp', 'tp'), optional=False))
     >>> axis_use(["tp", "sp?"])
@@ -64,7 +65,7 @@ class LayoutMaker:
     _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def for_tensor(self, entry: Entry, name: str) -> Layout:
-        """The layout that a rule which names this very tensor gives it."""
+        """Return the layout that a rule which names this very tensor gives it."""
         module_name, module, attribute = self.index.owner(name)
         shape = tuple(self.index.leaf[name].tensor.shape)
         registered = dims_of(module)
@@ -73,7 +74,7 @@ class LayoutMaker:
         return self._once(key, lambda: self._tensor_layout(entry, name, shape, registered, attribute, sizes))
 
     def for_module(self, entry: Entry, module_name: str) -> dict[str, Layout]:
-        """The layouts that a rule which names this module gives its own tensors: attribute to layout.
+        """Return the layouts that a rule which names this module gives its own tensors, by attribute.
 
         Raises:
             RuleError: the dims of the module's tensors are not known, or the value does not fit them.
@@ -89,7 +90,8 @@ class LayoutMaker:
         return self._once(key, lambda: self._module_layouts(entry, module_name, shapes, registered, sizes))
 
     def for_border(self, entry: Entry, module_name: str) -> Layout:
-        """The layout of an activation. Its shape is not known yet: factors may stay open, and "?" asks for a size."""
+        """Return the layout of an activation, whose shape is not known yet: factors may stay open, and "?" needs a
+        size."""
         match entry.value:
             case Text(_, layout):
                 sizes = self._sizes(entry, None, module_name)
@@ -126,7 +128,7 @@ class LayoutMaker:
             case Text(_, layout):
                 return self._fit(entry, name, shape, self._with_axes(entry, layout), sizes)
             case _:
-                dims = place(entry, name, shape, ("_",) * len(shape), self._placements(entry))
+                dims = placed_dims(entry, name, shape, ("_",) * len(shape), self._placements(entry))
         return self._fit(entry, name, shape, Layout(dims), sizes)
 
     def _module_layouts(
@@ -150,7 +152,7 @@ class LayoutMaker:
     def _spread(
         self, entry: Entry, module_name: str, registered: ModuleDims, known: Mapping[str, tuple[str, ...]]
     ) -> Callable[[str], Dims]:
-        """How a value that speaks about a module is spread over its tensors."""
+        """Return a function from a tensor's attribute to the dims that a rule about the module gives it."""
         primary = next(attr for attr in registered.tensors if attr in known)
         match entry.value:
             case Role():
@@ -164,7 +166,7 @@ class LayoutMaker:
             case _:
                 full = self.index.own[module_name][primary]
                 shape = tuple(self.index.leaf[full].tensor.shape)
-                dims = place(entry, full, shape, known[primary], self._placements(entry))
+                dims = placed_dims(entry, full, shape, known[primary], self._placements(entry))
         # Dims without a name ("_") mean the same only in a tensor whose dims are all the same.
         by_name = {name: dim for name, dim in zip(known[primary], dims, strict=True) if name != "_"}
         return lambda attr: (
@@ -172,7 +174,7 @@ class LayoutMaker:
         )
 
     def _role(self, entry: Entry, name: str, registered: ModuleDims) -> Factor:
-        """The dim that a role splits."""
+        """Return the factor that a role splits."""
         if entry.value == Role("colwise"):
             found, what = [registered.output] if registered.output else [], "output features"
         else:
@@ -251,7 +253,7 @@ class LayoutMaker:
 
 
 def _split(named: tuple[str, ...], target: Factor) -> Dims:
-    """Registered dims, with the factor of that name split."""
+    """Return the registered dims with the target factor split."""
     dims = Layout.parse(" ".join(named)).dims
     return tuple(
         Dim(tuple(target if factor.name == target.name else factor for factor in dim.factors))
@@ -263,14 +265,15 @@ def _split(named: tuple[str, ...], target: Factor) -> Dims:
 def _dims_of_text(
     entry: Entry, module_name: str, layout: Layout, registered: ModuleDims, primary: tuple[str, ...]
 ) -> Dims:
-    """What a text about a module says about its primary tensor: every dim, or one dim, the output features."""
+    """Return the dims of the primary tensor that a text about its module gives: all of them, or the output features
+    only."""
     if len(layout.dims) == 1 and layout.ndim == 1 and len(primary) > 1:
         output = next((at for at, name in enumerate(primary) if registered.output in _words(name)), None)
         if output is not None:
             return tuple(_only(layout) if at == output else unsplit(name) for at, name in enumerate(primary))
     if layout.ndim is not None and layout.ndim != len(primary):
-        whole = f'all {len(primary)} dims of its weight, "{" ".join(primary)}"'
-        either = f'its output features ("{registered.output}") or {whole}' if registered.output else whole
+        every = f'all {len(primary)} dims of its weight, "{" ".join(primary)}"'
+        either = f'its output features ("{registered.output}") or {every}' if registered.output else every
         raise RuleError(
             f'Rule {entry}: it names {layout.ndim} dim{"s" * (layout.ndim > 1)}, but for module "{module_name}" a text '
             f"names {either}. Write that, or name a parameter."

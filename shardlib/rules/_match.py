@@ -1,4 +1,4 @@
-"""Which modules, tensors and borders of a model a rule speaks about."""
+"""Matching of rules with the modules, tensors and borders of a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """What one rule found. `modules` own tensors; `containers` own none, so only their borders can be laid out."""
+    """The matches of one rule. `modules` own tensors; `containers` own none, so that a rule can lay out only their
+    borders."""
 
     tensors: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -43,7 +44,7 @@ class Match:
 
 
 class Matcher:
-    """Finds what rules speak about, in one model. What adapters have renamed is found by its former name too."""
+    """Matches rules with one model. Modules that adapters renamed match under their former names too."""
 
     def __init__(self, index: ModelIndex) -> None:
         self.index = index
@@ -56,7 +57,7 @@ class Matcher:
         self._formers = NameIndex(self._former)
 
     def match(self, entry: Entry) -> Match:
-        """What a rule speaks about.
+        """Return the modules, tensors and borders that a rule matches.
 
         Raises:
             RuleError: `X.output` can be read both as the border of X and as a module called "output".
@@ -77,7 +78,7 @@ class Matcher:
         return Match(tuple(tensors), modules, containers)
 
     def readable_names(self) -> Iterable[str]:
-        """Names as a pattern would write them: numbers folded, modules before tensors."""
+        """Return names as a pattern would write them: numbers folded, modules before tensors."""
         return dict.fromkeys(folded(name) for name in (*self.index.modules, *self.index.leaf) if name)
 
     def _borders(self, key: str) -> Iterable[tuple[str, Side]]:
@@ -92,7 +93,7 @@ class Matcher:
         return [name for former in self._formers.select(pattern) for name in self._former[former]]
 
     def _select_modules(self, base: str | Pattern, side: str) -> list[str]:
-        """The modules that a border's key names; of one that an adapter has taken in, what stands in its place."""
+        """Return the modules that a border's key names; for one that an adapter wraps, its wrapper."""
         if isinstance(base, str):
             pattern = compile_pattern(base)
             found = _in_order(self._modules.select(pattern), self._named_before(pattern))
@@ -107,7 +108,7 @@ def _in_order(found: list[str], more: list[str]) -> list[str]:
 
 
 def border_key(key: str) -> tuple[str | Pattern, Side] | None:
-    """Cut "X.output" into the pattern X and the side; None when the key does not end so. "^output" is the root's.
+    """Split "X.output" into the pattern X and the side; None when the key does not end so. "^output" is the root's.
 
     A regular expression speaks about border names whole, so it is given back compiled and uncut.
 

@@ -1,4 +1,4 @@
-"""What a layout means for the module that a tensor belongs to, in the words that a plan prints."""
+"""Notes on layouts: what a layout means for the module of its tensor, as a plan prints it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from shardlib._mesh import MeshShape
 from shardlib.layout import Layout
 from shardlib.rules.dims import ModuleDims
 
-__all__ = ["contracted_axes", "split_in_words", "whole_in_words"]
+__all__ = ["contracted_axes", "replicated_note", "split_note"]
 
 
 def contracted_axes(layout: Layout, registered: ModuleDims, tensor: str, mesh: MeshShape) -> tuple[str, ...]:
-    """The model axes that split a dim which the module sums over: its output is a sum still to be taken over them."""
+    """Return the model axes that split a dim which the module contracts: its output is a pending sum over them."""
     if not layout.axes:
         return ()
     named = registered.dims(tensor, len(layout.dims)) or ()
@@ -26,10 +26,10 @@ def contracted_axes(layout: Layout, registered: ModuleDims, tensor: str, mesh: M
     )
 
 
-def split_in_words(
+def split_note(
     layout: Layout, global_shape: Sequence[int], registered: ModuleDims | None, tensor: str, mesh: MeshShape
 ) -> str:
-    """A tensor that some axis splits: which dims, what they are to the module, and whether a split is uneven."""
+    """Return the note on a split tensor: which dims, their role in the module, and whether a split is uneven."""
     named = registered.dims(tensor, len(global_shape)) if registered else None
     dims = [at for at in range(len(global_shape)) if layout.axes_of(at)]
     words = [
@@ -42,10 +42,10 @@ def split_in_words(
     return ", ".join(words) + ("; uneven" if uneven else "")
 
 
-def whole_in_words(*, absent: Sequence[str], added_to_a_sum: bool, optional: bool) -> str:
-    """A tensor with a rule that no axis of this mesh splits, and why.
+def replicated_note(*, absent: Sequence[str], added_to_a_sum: bool, optional: bool) -> str:
+    """Return the note on a tensor with a rule that no axis of this mesh splits, with the reason.
 
-    >>> whole_in_words(absent=["tp"], added_to_a_sum=False, optional=False)
+    >>> replicated_note(absent=["tp"], added_to_a_sum=False, optional=False)
     'replicated: the mesh has no tp'
     """
     if added_to_a_sum:

@@ -1,4 +1,4 @@
-"""What a model consists of, read once: modules, tensors, and which names mean the same tensor."""
+"""Index of a model's modules and tensors, read once, with the names that share one tensor."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class ModelIndex:
         return self._first[id(module)]
 
     def owner(self, tensor_name: str) -> tuple[str, nn.Module, str]:
-        """The module that owns a tensor: its name, itself, and the tensor's attribute there."""
+        """Return the module that owns a tensor: its name, the module, and the tensor's attribute there."""
         module_name, _, attribute = tensor_name.rpartition(".")
         return module_name, self.modules[module_name], attribute
 
     def enclosing(self, module_name: str) -> Iterable[nn.Module]:
-        """A module and the modules around it, innermost first."""
+        """Iterate over a module and the modules around it, innermost first."""
         yield self.modules[module_name]
         while module_name:
             module_name = module_name.rpartition(".")[0]
@@ -81,7 +81,7 @@ class ModelIndex:
 
 
 def folded(name: str) -> str:
-    """A name with its numbers replaced, so that repeated blocks read as one.
+    """Replace the numbers in a name, so that repeated blocks have the same name.
 
     >>> folded("blocks.11.attn.w1.weight")
     'blocks.*.attn.w1.weight'
@@ -90,12 +90,13 @@ def folded(name: str) -> str:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of the whole (global) tensor."""
+    """Return the bytes of the global tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def readable_bytes(count: int) -> str:
-    """
+    """Format a number of bytes.
+
     >>> readable_bytes(640), readable_bytes(3 * 2**20)
     ('640 B', '3.0 MiB')
     """
@@ -108,7 +109,7 @@ def readable_bytes(count: int) -> str:
 
 
 def summary(shapes: Mapping[str, tuple[int, ...]], *, limit: int = 12) -> str:
-    """Names and global shapes in a line, repeated blocks folded, at most `limit` of them.
+    """Format names and global shapes in one line, repeated blocks folded, at most `limit` of them.
 
     >>> summary({"h.0.w": (4, 2), "h.1.w": (4, 2), "b": (4,)})
     '"h.*.w" (4, 2) x2, "b" (4,)'

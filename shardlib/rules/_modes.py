@@ -1,4 +1,4 @@
-"""Modes: what rules say besides, when a mode of them is chosen. A parallel mode is a layout: a few more rules."""
+"""Modes of rules: a few more rules, which apply when their mode is chosen."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_modes(rules: Rules) -> None:
 
 
 def changes_of(rules: Rules, names: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of rules that modes change; what a later one says wins.
+    """Return the fields of rules that the modes change; a later mode takes precedence.
 
     Raises:
         RuleError: the rules have no mode of a name.

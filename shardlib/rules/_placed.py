@@ -13,11 +13,11 @@ from shardlib.layout import Dim, Factor, Layout
 from shardlib.rules._match import Entry
 from shardlib.rules._values import PerAxis, Placed
 
-__all__ = ["border_of_placements", "by_axis", "place", "unsplit"]
+__all__ = ["border_of_placements", "by_axis", "placed_dims", "unsplit"]
 
 
 def by_axis(entry: Entry, mesh: MeshShape, default_axis: str) -> list[tuple[str, Placement]]:
-    """The placements of a rule with the axis of each, in the order in which they nest."""
+    """Return the placements of a rule with their axes, in the order in which they nest."""
     if isinstance(entry.value, Placed):
         return [(axis or default_axis, placement) for axis, placement in entry.value.by_axis]
     assert isinstance(entry.value, PerAxis)
@@ -31,14 +31,14 @@ def by_axis(entry: Entry, mesh: MeshShape, default_axis: str) -> list[tuple[str,
     )
 
 
-def place(
+def placed_dims(
     entry: Entry,
     name: str,
     global_shape: tuple[int, ...],
     named: Sequence[str],
     placements: Sequence[tuple[str, Placement]],
 ) -> tuple[Dim, ...]:
-    """Placements on a tensor whose dims have names; axes on one dim nest in the order given."""
+    """Apply placements to a tensor with named dims; axes on one dim nest in the order given."""
     dims = [unsplit(each) for each in named]
     for axis, placement in placements:
         if not isinstance(placement, Replicate):
@@ -48,12 +48,13 @@ def place(
 
 
 def unsplit(name: str) -> Dim:
-    """A dim that nothing splits; of a fused name, "(qkv heads head)", with its factors."""
+    """Return a dim that no axis splits; a fused name, "(qkv heads head)", has several factors."""
     return Dim(tuple(Factor(word) for word in name.strip("()").split()))
 
 
 def border_of_placements(entry: Entry, placements: Sequence[tuple[str, Placement]]) -> Layout:
-    """Splits counted from the front leave the dims behind open, those counted from the back the dims in front."""
+    """Return the layout of an activation. Dims counted from the front leave those behind open, and the other way
+    round."""
     split = [(axis, p.dim) for axis, p in placements if isinstance(p, Shard)]
     if len(split) < sum(not isinstance(p, Replicate) for _, p in placements) or len({d < 0 for _, d in split}) > 1:
         raise RuleError(

@@ -1,4 +1,4 @@
-"""What is said when rules do not say one clear thing about a model."""
+"""Errors for rules that do not give a model one unambiguous layout."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardlib.rules._match import Entry, Match, Matcher, border_key
 from shardlib.rules._model import ModelIndex, readable_bytes, summary
 from shardlib.rules._resolution import Border, TensorLayout
 
-__all__ = ["axis_refused", "border_told_twice", "match_refused", "told_twice", "unmatched"]
+__all__ = ["axis_refused", "conflicting_borders", "conflicting_layouts", "match_refused", "unmatched"]
 
 
 def axis_refused(entry: Entry, axis: str, mesh: MeshShape, declared: Sequence[str]) -> RuleError | None:
-    """Why a rule may not split over an axis; None when it may."""
+    """Return the error for a rule that splits over an axis it may not use; None when it may."""
     if axis in mesh and mesh.kind(axis) == "pipeline":
         return RuleError(
-            f'Rule {entry}: "{axis}" is a pipeline axis, which splits the list of modules and no tensor. Use one of '
+            f'Rule {entry}: "{axis}" is a pipeline axis, which splits the list of modules, not a tensor. Use one of '
             f"{_quoted((*mesh.data_axes, *mesh.model_axes))}."
         )
     if axis in mesh or axis in declared:
@@ -31,7 +31,7 @@ def axis_refused(entry: Entry, axis: str, mesh: MeshShape, declared: Sequence[st
 
 
 def match_refused(entry: Entry, match: Match, index: ModelIndex, *, optional: bool) -> RuleError | None:
-    """Why what a rule matched is not enough; None when it is."""
+    """Return the error for a rule that matches too little; None when it matches enough."""
     if match.empty and match.containers:
         return _only_containers(entry, match.containers[0], index)
     if match.empty and not optional:
@@ -39,37 +39,37 @@ def match_refused(entry: Entry, match: Match, index: ModelIndex, *, optional: bo
     return None
 
 
-def told_twice(name: str, global_shape: tuple[int, ...], first: Claim, second: Claim) -> RuleError:
-    """Two rules disagree about one tensor, or one rule (or two) about tied ones."""
-    said = f'rule {first.entry} says "{first.layout}"', f'rule {second.entry} says "{second.layout}"'
+def conflicting_layouts(name: str, global_shape: tuple[int, ...], first: Claim, second: Claim) -> RuleError:
+    """Return the error for two rules that disagree on one tensor, or on tied ones."""
+    claims = f'rule {first.entry} gives "{first.layout}"', f'rule {second.entry} gives "{second.layout}"'
     if first.name != second.name:
         return RuleError(
-            f'"{first.name}" and "{second.name}" are tied: one tensor, global shape {global_shape}, told two layouts. '
-            f"For the first {said[0]}, for the second {said[1]}. Give both the same layout, or give a rule to one of "
-            "them only."
+            f'"{first.name}" and "{second.name}" are tied: one tensor, global shape {global_shape}, given two layouts. '
+            f"For the first, {claims[0]}; for the second, {claims[1]}. Give both the same layout, or give a rule to "
+            "one of them only."
         )
     return RuleError(
-        f'"{name}", global shape {global_shape}, is told two layouts: {said[0]}; {said[1]}. Narrow one of the '
+        f'"{name}", global shape {global_shape}, is given two layouts: {claims[0]}; {claims[1]}. Narrow one of the '
         f'patterns, or let the later rule win with override=("{second.entry.key}",).'
     )
 
 
-def border_told_twice(first: Border, second: Border) -> RuleError:
-    """Two rules disagree about one module border."""
+def conflicting_borders(first: Border, second: Border) -> RuleError:
+    """Return the error for two rules that disagree on one module border."""
     return RuleError(
-        f'The {first.side} of module "{first.module}" is told two layouts: rule "{first.rule}" says "{first.layout}"; '
-        f'rule "{second.rule}" says "{second.layout}". Narrow one of the patterns, or let the later rule win with '
-        f'override=("{second.rule}",).'
+        f'The {first.side} of module "{first.module}" is given two layouts: rule "{first.rule}" gives '
+        f'"{first.layout}"; rule "{second.rule}" gives "{second.layout}". Narrow one of the patterns, or let the '
+        f'later rule win with override=("{second.rule}",).'
     )
 
 
 def unmatched(tensors: Sequence[TensorLayout]) -> RuleError:
-    """Parameters without a rule, where that is not allowed."""
+    """Return the error for parameters without a rule, where each needs one."""
     left = {each.name: each.global_shape for each in tensors}
     total = readable_bytes(sum(each.global_bytes for each in tensors))
     return RuleError(
         f"{len(left)} parameter{'s' * (len(left) > 1)} ({total}) match no rule: {summary(left)}. Give each a rule "
-        '("replicate" keeps it whole on every rank), or pass unmatched="replicate".'
+        '("replicate" keeps a full copy on every rank), or pass unmatched="replicate".'
     )
 
 

@@ -1,4 +1,4 @@
-"""What rules do, told to a person: one name explained, and a table of how many bytes each rule covers."""
+"""Reports on rules: the explanation of one name, and a table of the bytes that each rule covers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Coverage", "CoverageRow", "coverage", "explain"]
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """One rule: how many tensors it decides, their bytes, and how many of those bytes an axis splits.
+    """One rule: the number of tensors that it decides, their bytes, and how many of these bytes an axis splits.
 
     `agreeing` counts tensors that it matches too but that another rule decides: tied ones, or overridden. `rule` is
     None in the row of parameters and buffers that no rule matches.
@@ -42,9 +42,8 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How the bytes of a model are spread over rules; tied tensors count once. `str()` is a table, in which "1 +2"
-    tensors are one that the rule decides and two on which it agrees with the rule that does.
-    """
+    """The bytes of a model by rule; tied tensors count once. `str()` is a table, in which "1 +2" tensors are one that
+    the rule decides and two on which it agrees with the rule that does."""
 
     rows: tuple[CoverageRow, ...]
 
@@ -60,7 +59,7 @@ class Coverage:
 
     @property
     def replicated_bytes(self) -> int:
-        """Bytes of tensors that every rank holds whole, by a rule or for want of one."""
+        """Bytes of tensors that no axis splits, by a rule or for lack of one."""
         return self.bytes - self.split_bytes
 
     @property
@@ -96,7 +95,7 @@ def coverage(rules: Rules, model: nn.Module, mesh: MeshShape | None) -> Coverage
 
 
 def explain(rules: Rules, name: str, model: nn.Module | None, mesh: MeshShape | None) -> str:
-    """Which rules speak about a name and, with a model, what they mean for it."""
+    """List the rules that match a name and, with a model, the layout that they give."""
     if model is None:
         lines = list(_by_name(rules, name)) or ["  no rule matches"]
         return "\n".join([f'"{name}"', *lines])
@@ -123,7 +122,7 @@ def _about(resolver: Resolver, resolution: Resolution, name: str, mesh: MeshShap
     else:
         known = (*index.leaf, *index.modules)
         raise RuleError(
-            f'"{name}" is no parameter, buffer or module of {type(index.model).__qualname__}, which has '
+            f'"{name}" is not a parameter, buffer or module of {type(index.model).__qualname__}, which has '
             f"{len(index.leaf)} tensors in {len(index.modules)} modules. Give a full name.{nearest(name, known)}"
         )
 
@@ -173,7 +172,7 @@ def _matches_border(entry: Entry, name: str) -> bool:
 
 
 def _widest_mesh(rules: Rules) -> MeshShape:
-    """A mesh with every axis that the rules name, each of size one, so that nothing can fail to divide."""
+    """Return a mesh with every axis that the rules name, each of size one, so that no dim fails to divide."""
     if any(isinstance(entry.value, PerAxis) for entry in rules.entries):
         raise RuleError('These rules give one placement per mesh axis; pass mesh=..., as in "dp=2,tp=4".')
     axes: Iterable[str] = (axis for entry in rules.entries for axis in axes_named(entry, rules.axis_uses, rules.axis))

@@ -1,4 +1,4 @@
-"""What rules say about one model on one mesh: a layout for every tensor and every module border."""
+"""Resolutions: a layout for every tensor and every module border of one model on one mesh."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Side = Literal["input", "output"]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """One parameter or buffer; of a tied group, all of it.
+    """The layout of one parameter or buffer; one value for all names of a tied tensor.
 
     Attributes:
         name: the canonical name, the first under which the model lists the tensor.
         tied: every name of the tensor, the canonical one first.
         layout: concrete: one dim per tensor dim, factor sizes known, only axes of the mesh.
         rule: the pattern of the rule that gave the layout, as written; None when no rule did.
-        note: what the layout means for the tensor's module, in words.
+        note: the meaning of the layout for the tensor's module, in words.
     """
 
     name: str
@@ -40,16 +40,16 @@ class TensorLayout:
 
     @property
     def global_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the global tensor."""
         return torch.Size(self.global_shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Border:
-    """An activation that enters or leaves a module.
+    """The layout of an activation that enters or leaves a module.
 
     Attributes:
-        layout: what it is brought into; None leaves it as it is and only completes its gradient.
+        layout: the layout that it is redistributed to; None leaves it as it is and only completes its gradient.
         rule: the pattern of the rule that asked for it; None for a border that follows from parameter layouts.
     """
 

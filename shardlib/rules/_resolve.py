@@ -1,4 +1,4 @@
-"""Rules, a model and a mesh: one layout for every tensor and every border, or an error that says which is unclear."""
+"""Resolution of rules on a model and a mesh: one layout for every tensor and every border, or an error."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardlib._mesh import MeshShape
 from shardlib.layout import Layout
 from shardlib.rules import _refusals
 from shardlib.rules._adapters import following, has_adapters
-from shardlib.rules._claims import Claim, axes_named, may_stay_whole, same_cuts
+from shardlib.rules._claims import Claim, axes_named, may_replicate, same_cuts
 from shardlib.rules._layouts import LayoutMaker
 from shardlib.rules._match import Entry, Match, Matcher
-from shardlib.rules._meaning import contracted_axes, split_in_words, whole_in_words
+from shardlib.rules._meaning import contracted_axes, replicated_note, split_note
 from shardlib.rules._model import Leaf, ModelIndex
 from shardlib.rules._resolution import Border, Resolution, Side, TensorLayout
 from shardlib.rules._sizes import SizeFinder
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Resolver"]
 
-# A whole activation, of any number of dims.
-_WHOLE = Layout.parse("...")
+# A replicated activation, of any number of dims.
+_REPLICATED = Layout.parse("...")
 
 
 class Resolver:
     """One resolution; its steps are kept so that `explain` and `coverage` can show them.
 
-    With `strict=False` rules that match nothing and parameters without a rule are recorded, not refused.
+    With `strict=False`, rules that match nothing and parameters without a rule are recorded and do not raise.
     """
 
     def __init__(self, rules: Rules, model: nn.Module, mesh: MeshShape, *, strict: bool = True) -> None:
@@ -48,7 +48,7 @@ class Resolver:
         self.chosen = {leaf.name: self._choose(leaf) for leaf in self.index.leaves}
 
     def resolution(self) -> Resolution:
-        """The layouts that were chosen, and the borders that follow from them."""
+        """Return the chosen layouts and the borders that follow from them."""
         tensors = {leaf.name: self._tensor(leaf) for leaf in self.index.leaves}
         resolution = Resolution(self.mesh, tensors, self._borders(tensors))
         if self.strict and self.rules.unmatched == "error" and resolution.unmatched:
@@ -74,7 +74,7 @@ class Resolver:
     # Tensors.
 
     def _claims(self) -> dict[str, list[Claim]]:
-        """What the rules say about each tensor, by its canonical name and in the order of the rules."""
+        """Return the claims on each tensor, by its canonical name and in the order of the rules."""
         claims: dict[str, list[Claim]] = {leaf.name: [] for leaf in self.index.leaves}
         for entry, match in self.matches.items():
             for name, layout in self._laid_out(entry, match):
@@ -82,7 +82,7 @@ class Resolver:
         return self._with_adapters(claims) if has_adapters(self.index.model) else claims
 
     def _with_adapters(self, claims: dict[str, list[Claim]]) -> dict[str, list[Claim]]:
-        """What rules say about a layer's weight they say about its adapters, unless a rule names these."""
+        """Add claims on adapters that no rule names, which follow from the claims on their layer's weight."""
         made = {name: list(given) for name, given in claims.items()}
         for claim in (claim for given in claims.values() for claim in given):
             for name, layout in following(self.index, claim.name, claim.layout, self.mesh):
@@ -105,16 +105,16 @@ class Resolver:
                     yield own[attribute], layout
 
     def _choose(self, leaf: Leaf) -> Claim | None:
-        """The last claim of a rule that overrides, else the one that all others agree with."""
+        """Return the last claim of a rule that overrides, else the claim that all others agree with."""
         chosen: Claim | None = None
-        for claim in self._standing(self.claims[leaf.name]):
+        for claim in self._not_overridden(self.claims[leaf.name]):
             if chosen is not None and not same_cuts(chosen.layout, claim.layout):
-                raise _refusals.told_twice(leaf.name, tuple(leaf.tensor.shape), chosen, claim)
+                raise _refusals.conflicting_layouts(leaf.name, tuple(leaf.tensor.shape), chosen, claim)
             chosen = chosen or claim
         return chosen
 
-    def _standing(self, claims: list[Claim]) -> list[Claim]:
-        """Claims without those that a later rule overrides."""
+    def _not_overridden(self, claims: list[Claim]) -> list[Claim]:
+        """Return the claims without those that a later rule overrides."""
         overriding = [i for i, claim in enumerate(claims) if claim.entry.key in self.rules.override]
         if not overriding:
             return claims
@@ -143,13 +143,13 @@ class Resolver:
         module_name, module, attribute = self.index.owner(claim.name)
         registered = dims_of(module)
         if claim.layout.axes:
-            return split_in_words(claim.layout, leaf.tensor.shape, registered, attribute, self.mesh)
+            return split_note(claim.layout, leaf.tensor.shape, registered, attribute, self.mesh)
         named = axes_named(claim.entry, self.rules.axis_uses, self.rules.axis)
         known = registered is not None and attribute in registered.tensors
-        return whole_in_words(
+        return replicated_note(
             absent=() if any(axis in self.mesh for axis in named) else named,
             added_to_a_sum=known and bool(self._summed(module_name, registered)),
-            optional=may_stay_whole(claim.entry, self.rules.axis_uses),
+            optional=may_replicate(claim.entry, self.rules.axis_uses),
         )
 
     # Borders.
@@ -169,12 +169,12 @@ class Resolver:
                 border = Border(module_name, side, self.maker.for_border(entry, module_name), entry.key, "asked for")
                 before = borders.get((module_name, side), border)
                 if before.layout != border.layout and entry.key not in self.rules.override:
-                    raise _refusals.border_told_twice(before, border)
+                    raise _refusals.conflicting_borders(before, border)
                 borders[module_name, side] = border
         return borders
 
     def _derived(self, module_name: str, tensors: Mapping[str, TensorLayout]) -> Border | None:
-        """The output border that follows from the layouts of a module's own parameters."""
+        """Return the output border that follows from the layouts of a module's own parameters."""
         live = [axis for axis in self.mesh.model_axes if self.mesh[axis] > 1]
         leaves = [self.index.leaf[full] for full in self.index.own[module_name].values()]
         parameters = [tensors[leaf.name] for leaf in leaves if leaf.kind == "parameter"]
@@ -182,13 +182,13 @@ class Resolver:
             return None
         if summed := self._summed(module_name, dims_of(self.index.modules[module_name])):
             reason = f"sum over {', '.join(summed)} of a row-parallel output"
-            return Border(module_name, "output", _WHOLE, None, reason)
+            return Border(module_name, "output", _REPLICATED, None, reason)
         if all(each.layout.axes.isdisjoint(live) for each in parameters):
             return Border(module_name, "output", None, None, "gradient border")
         return None
 
     def _summed(self, module_name: str, registered: ModuleDims | None) -> list[str]:
-        """The axes over which a module's output is a sum, because a dim that it contracts is split."""
+        """Return the axes over which a module's output is a pending sum, because they split a dim that it contracts."""
         if registered is None:
             return []
         chosen = {attr: self.chosen[self.index.leaf[name].name] for attr, name in self.index.own[module_name].items()}

@@ -1,4 +1,4 @@
-"""The rule set: patterns and layouts as a value, checked as far as it can be without a model."""
+"""The rule set: patterns and layouts as a value, checked as far as possible without a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AxisNames = str | Iterable[str] | None
 
 @dataclass(frozen=True, repr=False)
 class Rules:
-    """How the tensors of a model lie on a mesh: patterns of names, each with a layout.
+    """Layouts for the tensors of a model on a mesh, by patterns of names.
 
     Args:
         rules: pattern to layout. A pattern names a module, a parameter, a buffer, or (ending in `.input` or `.output`)
@@ -44,21 +44,21 @@ class Rules:
             placement per mesh axis, a `Layout`, or None to replicate.
         activations: rules that can only mean module borders.
         axes: dim name to the mesh axis (or axes, outermost first; "tp?" where it divides) that splits it wherever it is
-            named without "@". An axis named here may be missing from a mesh; the dim is then whole.
+            named without "@". An axis named here may be missing from a mesh; the dim is then not split.
         sizes: sizes of the factors of fused dims: numbers, or attribute paths ("config.n_head") looked up on the module
             and then on the modules around it.
-        unmatched: what happens to a parameter that no rule matches: "error" or "replicate".
-        optional: keys that may match nothing.
-        override: keys that win over rules before them.
+        unmatched: the treatment of a parameter that no rule matches: "error" or "replicate".
+        optional: keys of rules that may match nothing.
+        override: keys of rules that take precedence over earlier ones.
         axis: the mesh axis of roles and bare placements.
-        stages: which modules run on which stage of a pipeline axis: names, with bars between stages, as in
-            "embed, blocks.0-3 | blocks.4-7, norm, head", or `Balanced(...)`; see `shardlib.rules.stages`. A mesh
-            without such an axis has no use for them.
-        modes: name to what the rules say besides when `mode(name)` chooses it: `rules`, which win over those that are
-            there, `activations`, `axes`, `sizes` and `optional`, each as above.
-        description: what the rules are for, in a line.
-        models: qualified names of the model classes that they are for, as in "transformers.GPT2LMHeadModel".
-        notes: key to a comment, kept in the file form; no part of the value.
+        stages: the modules on each stage of a pipeline axis: names, with bars between stages, as in
+            "embed, blocks.0-3 | blocks.4-7, norm, head", or `Balanced(...)`; see `shardlib.rules.stages`. They are
+            not used on a mesh without such an axis.
+        modes: name to the changes that `mode(name)` applies: `rules`, which override those that are there,
+            `activations`, `axes`, `sizes` and `optional`, each as above.
+        description: the purpose of the rules, in one line.
+        models: qualified names of the model classes that the rules are for, as in "transformers.GPT2LMHeadModel".
+        notes: key to a comment, kept in the file form; not part of the value.
 
     Raises:
         RuleError: a key, a value or an option cannot be read.
@@ -123,12 +123,12 @@ class Rules:
 
     @classmethod
     def of(cls, rules: Rules | Mapping[str, Any]) -> Rules:
-        """Rules from what a function may be given: rules, or a plain mapping of them."""
+        """Return `rules` as `Rules`; a plain mapping is wrapped."""
         return rules if isinstance(rules, Rules) else cls(rules)
 
     @classmethod
     def from_toml(cls, source: str | Path) -> Rules:
-        """Read the file form, from its text or from a path (a `Path`, or text that ends in ".toml").
+        """Read rules from the text of a layout file or from a path (a `Path`, or text that ends in ".toml").
 
         Raises:
             RuleError: the file is not TOML (with its line), or says something that rules do not know.
@@ -143,35 +143,35 @@ class Rules:
             raise RuleError(f"{where}: {fault}") from None
 
     def to_toml(self) -> str:
-        """The file form; `Rules.from_toml(rules.to_toml()) == rules`."""
+        """Return the text of a layout file; `Rules.from_toml(rules.to_toml()) == rules`."""
         return toml.write(self)
 
     @classmethod
     def from_tp_plan(cls, model: nn.Module, *, axis: str = "tp") -> Rules:
-        """The rules that a Hugging Face model carries in its `tp_plan`; see `shardlib.rules.foreign`."""
+        """Convert the `tp_plan` that a Hugging Face model carries; see `shardlib.rules.foreign`."""
         return cls(**foreign.read_tp_plan(model, axis))
 
     @classmethod
     def from_parallelize_plan(cls, plan: Mapping[str, Any], *, axis: str = "tp") -> Rules:
-        """The rules that a plan for torch's `parallelize_module` means; see `shardlib.rules.foreign`."""
+        """Convert a plan for torch's `parallelize_module`; see `shardlib.rules.foreign`."""
         return cls(**foreign.read_parallelize_plan(plan, axis))
 
     @classmethod
     def from_logical_axes(cls, names: Any, rules: Iterable[logical.LogicalRule]) -> Rules:
-        """The rules that logical axes of flax, t5x and MaxText mean, in the words of `flax.linen.logical_to_mesh_axes`.
+        """Convert logical axes of flax, t5x and MaxText, as `flax.linen.logical_to_mesh_axes` reads them.
 
         The pairs stand in order of precedence: each gives its mesh axes to the dim of that name, unless the dim has
-        some, or was settled by None, or another dim of the tensor has one of them. Names without a pair are not split.
-        Names of dims become those of the layouts, paths in the tree those of tensors: `layers.0.kernel`.
+        axes already, or a pair with None, or another dim of the tensor has one of them. Names without a pair are not
+        split. Names of dims become those of the layouts, paths in the tree those of tensors: `layers.0.kernel`.
 
         Args:
-            names: a tree of dicts and lists whose leaves say what the dims of a parameter are called: a tuple with a
+            names: a tree of dicts and lists whose leaves name the dims of a parameter: a tuple with a
                 name, or None, for each; a `PartitionSpec` of names, as `nn.get_partition_spec` makes them; a box of
                 flax (`nn.LogicallyPartitioned`), with or without a value. An array without a box is not split.
             rules: pairs of a logical name and a mesh axis, several of them, or None.
 
         Raises:
-            RuleError: a leaf that has no names, or one name twice; a pair that is none.
+            RuleError: a leaf without names, or with one name twice; a malformed pair.
 
         >>> names = {"dense": {"kernel": ("embed", "mlp"), "bias": ("mlp",)}}
         >>> Rules.from_logical_axes(names, [("mlp", "tp"), ("embed", ("tp", "fsdp")), ("embed", "fsdp")])
@@ -180,10 +180,10 @@ class Rules:
         return cls(**logical.read_logical_axes(names, rules))
 
     def to_logical_axes(self, model: nn.Module, mesh: MeshLike) -> logical.LogicalAxes:
-        """How a model's parameters and buffers lie by these rules, in flax's form; `from_logical_axes` undoes it.
+        """Return the layouts of a model's parameters and buffers as logical axes; the inverse of `from_logical_axes`.
 
-        A logical name is that of the dim, as far as it means the same mesh axes everywhere. What is said of module
-        borders is not in it: models of flax say that inside (`nn.with_logical_constraint`).
+        A logical name is the dim's name, where that has the same mesh axes in all tensors. Module borders are not
+        included: flax models constrain activations inside (`nn.with_logical_constraint`).
 
         Raises:
             RuleError: as `resolve`; a fused dim that is split inside.
@@ -198,7 +198,7 @@ class Rules:
         return logical.write_logical_axes(self.resolve(model, mesh))
 
     def with_stages(self, stages: StagesLike) -> Rules:
-        """The same rules with other stages, as for those of a layout file.
+        """Return the same rules with other stages, as for those of a layout file.
 
         >>> Rules({"head": None}).with_stages("embed | head").stages
         'embed | head'
@@ -206,8 +206,7 @@ class Rules:
         return replace(self, stages=stages)
 
     def mode(self, *names: str) -> Rules:
-        """The same rules with what their modes of these names say besides, or as a registered tensor mode ("2d") has
-        them.
+        """Return the rules with these modes applied: modes of the rules, or registered tensor modes such as "2d".
 
         Raises:
             RuleError: there is no such mode; a tensor mode that brings transforms, which rules cannot hold.
@@ -223,7 +222,7 @@ class Rules:
         changes = changes_of(self, names)
         given = {option: changes.pop(option) for option in ("axes", "sizes")}
         made = replace(self, **changes, axes={}, sizes={}, modes={})
-        for option, by_name in given.items():  # what rules of the mode have taken the place of may have named others
+        for option, by_name in given.items():  # rules that the mode replaced may have named others
             stated = {name for mode in names for name in self.modes[mode].get(option, ())}
             given[option] = {name: each for name, each in by_name.items() if name in stated or name in made.dim_names}
         return replace(made, **given)
@@ -240,18 +239,18 @@ class Rules:
         return mode.rules(self)
 
     def resolve(self, model: nn.Module, mesh: MeshLike) -> Resolution:
-        """A layout for every parameter and buffer of a model, and for the module borders that need one.
+        """Resolve a layout for every parameter and buffer of a model, and for the module borders that need one.
 
         Pure: no process group and no device; the model may be on `meta`.
 
         Raises:
             RuleError: a rule matches nothing, two rules disagree, a parameter has no rule, an axis is unknown or used
-                twice, a layout does not fit its tensor, tied parameters are told two things.
+                twice, a layout does not fit its tensor, tied parameters get two layouts.
         """
         return Resolver(self, model, MeshShape.of(mesh)).resolution()
 
     def explain(self, name: str, model: nn.Module | None = None, mesh: MeshLike | None = None) -> str:
-        """Which rules speak about a name, and with a model what they mean for it, on a mesh what each rank holds.
+        """List the rules that match a name; with a model the layout that they give, and with a mesh the local shape.
 
         >>> print(Rules({"attn.qkv": "colwise"}).explain("blocks.0.attn.qkv.weight"))
         "blocks.0.attn.qkv.weight"
@@ -260,7 +259,8 @@ class Rules:
         return _report.explain(self, name, model, None if mesh is None else MeshShape.of(mesh))
 
     def coverage(self, model: nn.Module, mesh: MeshLike | None = None) -> _report.Coverage:
-        """How many tensors and bytes each rule covers; prints as a table. It refuses nothing that it can show."""
+        """Count the tensors and bytes that each rule covers; prints as a table. Unmatched rules and parameters are
+        listed, not refused."""
         return _report.coverage(self, model, None if mesh is None else MeshShape.of(mesh))
 
     @cached_property
@@ -273,7 +273,7 @@ class Rules:
 
     @cached_property
     def axis_uses(self) -> dict[str, AxisUse]:
-        """`axes` in one form."""
+        """The parsed `axes`."""
         return {name: axis_use(given) for name, given in self.axes.items()}
 
     @cached_property
@@ -290,8 +290,8 @@ class Rules:
         for key, value in self.activations.items():
             if border_key(key) is None:
                 raise RuleError(
-                    f'Rule "{key}": {spelled(value)} stands in activations and names no module border. End the key in '
-                    '".input" or ".output", or move the rule to the parameters.'
+                    f'Rule "{key}": {spelled(value)} stands in activations and does not name a module border. End '
+                    'the key in ".input" or ".output", or move the rule to the parameters.'
                 )
         keys = (*self.rules, *self.activations)
         if twice := [key for key in self.activations if key in self.rules]:
@@ -300,12 +300,12 @@ class Rules:
             for key in getattr(self, option):
                 if key not in keys:
                     raise RuleError(
-                        f'{option} names "{key}", which is no key of the rules; they have {_listed(keys)}. Write the '
-                        f"key as it stands in the rules.{nearest(key, keys)}"
+                        f'{option} names "{key}", which is not a key of the rules; they have {_listed(keys)}. Write '
+                        f"the key as it stands in the rules.{nearest(key, keys)}"
                     )
 
     def _check_names(self) -> None:
-        """A misspelt name in `axes` or `sizes` would be a dim that nothing splits."""
+        """Refuse a name in `axes` or `sizes` that no layout mentions, since a misspelt one would split nothing."""
         used = self.dim_names
         for option in ("axes", "sizes"):
             for name in getattr(self, option):
@@ -322,8 +322,8 @@ class Rules:
         for name, use in self.axis_uses.items():
             if wrong := [axis for axis in use.axes if not (isinstance(axis, str) and _NAME.fullmatch(axis))]:
                 raise RuleError(
-                    f'axes gives dim "{name}" the axis {wrong[0]!r}, which is no axis name. Give one, as in "tp" (or '
-                    '"tp?" to split only where it divides), or several, as in ("fsdp", "tp").'
+                    f'axes gives dim "{name}" the axis {wrong[0]!r}, which is not an axis name. Give one, as in "tp" '
+                    '(or "tp?" to split only where it divides), or several, as in ("fsdp", "tp").'
                 )
         for name, size in self.sizes.items():
             if not _is_size(size):
@@ -338,7 +338,7 @@ def _shown(rules: Mapping[str, Value]) -> str:
 
 
 def _words(value: Value) -> Iterable[str]:
-    """The names of dims and factors that a value mentions."""
+    """Iterate over the names of dims and factors that a value mentions."""
     dims = value.layout.dims if isinstance(value, Text) else ()
     return (factor.name for dim in dims if isinstance(dim, Dim) for factor in dim.factors)
 

@@ -15,7 +15,7 @@ __all__ = ["SizeFinder"]
 
 @dataclass(frozen=True)
 class SizeFinder:
-    """Finds sizes by factor name; an attribute path is tried on the module itself, then on those around it."""
+    """Finds sizes by factor name; an attribute path is looked up on the module itself, then on those around it."""
 
     index: ModelIndex
     sizes: Mapping[str, int | str]
@@ -23,7 +23,7 @@ class SizeFinder:
     def find(
         self, entry: Entry, names: Iterable[str], module_name: str, also: Mapping[str, int | str]
     ) -> dict[str, int]:
-        """The sizes of the names that a rule mentions, and of those that the module's own dims mention (`also`)."""
+        """Return the sizes of the names that a rule mentions, and of those in the module's own dims (`also`)."""
         wanted = {**also, **{name: self.sizes[name] for name in names if name in self.sizes}}
         return {name: self._size(entry, name, given, module_name) for name, given in wanted.items()}
 

@@ -1,4 +1,4 @@
-"""What may stand on the right of a rule: text, a role name, placements, a layout or None, each read into one form."""
+"""Values of rules, parsed: text, a role name, placements, a layout or None."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _WRITE = (
 
 @dataclass(frozen=True)
 class Role:
-    """A role of the field: which dim it splits is looked up per module."""
+    """A role; which dim it splits depends on the module."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Text:
-    """A layout by the names of its dims; axes may still be missing and come from the rule set's `axes`."""
+    """A layout by the names of its dims; axes may be missing, and come from the rule set's `axes`."""
 
     text: str
     layout: Layout
@@ -62,7 +62,7 @@ Value = Role | Text | Placed | PerAxis
 
 
 def read_value(key: str, given: Any) -> Value:
-    """Read what a user wrote for `key`.
+    """Parse the value that a user wrote for `key`.
 
     Raises:
         RuleError: it cannot be read, or is a placement that no parameter can be stored in.
@@ -87,11 +87,11 @@ def read_value(key: str, given: Any) -> Value:
             return PerAxis(tuple(_placement(key, each) for each in given))
         case Role() | Text() | Placed() | PerAxis():
             return given
-    raise RuleError(f'Rule "{key}": {given!r} is a {type(given).__name__}, which says no layout. {_WRITE}.')
+    raise RuleError(f'Rule "{key}": {given!r} is a {type(given).__name__}, which is not a layout. {_WRITE}.')
 
 
 def spelled(value: Value) -> str:
-    """A value as a user would write it.
+    """Format a value as a user would write it.
 
     >>> spelled(read_value("attn.proj", Shard(1)))
     'Shard(1)'
@@ -139,14 +139,14 @@ def _only_split(key: str, layout: Layout) -> Layout:
 
 
 def _refuse_misspelt_role(key: str, text: str) -> None:
-    # Read as a layout, a misspelt role is a dim that nothing splits: it would replicate without a word.
+    # Read as a layout, a misspelt role is a dim that nothing splits: it would silently replicate.
     if not text.isidentifier():
         return
     close = _OTHER_NAMES.get(text) or next(iter(difflib.get_close_matches(text, ROLES, n=1, cutoff=0.75)), None)
     if close:
         raise RuleError(
-            f'Rule "{key}": "{text}" is no role; there are {", ".join(map(_quoted, ROLES))}. Did you mean "{close}"? '
-            f'For a dim that is called "{text}" choose another name.'
+            f'Rule "{key}": "{text}" is not a role; there are {", ".join(map(_quoted, ROLES))}. Did you mean '
+            f'"{close}"? For a dim that is called "{text}" choose another name.'
         )
 
 
@@ -157,7 +157,8 @@ def _placement(key: str, given: Any) -> Placement:
     if isinstance(given, Shard | Replicate | _StridedShard):
         return given
     raise RuleError(
-        f'Rule "{key}": {_shown(given)} is no placement that a tensor can be stored in. Give Shard(dim) or Replicate().'
+        f'Rule "{key}": {_shown(given)} is not a placement that a tensor can be stored in. Give Shard(dim) or '
+        "Replicate()."
     )
 
 
@@ -170,7 +171,7 @@ def _placement_of(key: str, text: str, match: re.Match[str]) -> Placement:
     if kind == "_StridedShard" and dim is not None and factor is not None:
         return _StridedShard(int(dim), split_factor=int(factor))
     raise RuleError(
-        f'Rule "{key}": "{text}" is no placement. Write "Shard(0)", "Replicate()" or "_StridedShard(0, '
+        f'Rule "{key}": "{text}" is not a placement. Write "Shard(0)", "Replicate()" or "_StridedShard(0, '
         'split_factor=3)".'
     )
 

@@ -1,4 +1,4 @@
-"""What the dims of a module's tensors mean: an open registry, so that one rule can speak for weight and bias alike."""
+"""Registry of the dims of modules' tensors, so that one rule can name a module and lay out its weight and bias."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModuleDims:
     linear: bool = field(default=False, compare=False)
 
     def dims(self, tensor: str, ndim: int) -> tuple[str, ...] | None:
-        """The dims of one tensor, `*name` spelled out; None for an unknown tensor or another number of dims.
+        """Return the dims of one tensor, `*name` expanded; None for an unknown tensor or another number of dims.
 
         >>> ModuleDims({"weight": "out in *kernel"}).dims("weight", 4)
         ('out', 'in', '_', '_')
@@ -78,14 +78,14 @@ def register_dims(
     linear: bool = False,
     **tensors: str,
 ) -> None:
-    """Say what the dims of your own module's tensors mean, so that rules may name the module.
+    """Register the dims of a module type's tensors, so that rules may name the module.
 
-    The same call may run again, as a notebook's cell does.
+    Repeating the same call is allowed, as when a notebook cell runs again.
 
     Args:
-        module_type: the class, or its qualified name ("transformers.pytorch_utils.Conv1D") when importing it is not
-            wanted. Subclasses are included.
-        dims: instead of the keywords a `ModuleDims`, or a function from a module to one where they depend on it.
+        module_type: the class, or its qualified name ("transformers.pytorch_utils.Conv1D") to avoid
+            importing it. Subclasses are included.
+        dims: a `ModuleDims` instead of the keywords, or a function from a module to one.
         output: the dim that is the module's output features.
         contracted: dims that the module sums over.
         sizes: sizes of the factors of fused dims: numbers or attribute paths on the module.
@@ -94,29 +94,29 @@ def register_dims(
         **tensors: parameter or buffer name to its dims in storage order.
 
     Raises:
-        RuleError: no tensor given, `output` or `contracted` name no dim, `linear` of other tensors than a weight of
-            these two dims and a bias, or the type already means something else.
+        RuleError: no tensor is given, `output` or `contracted` is not a dim, `linear` of other tensors than a weight of
+            these two dims and a bias, or the type is registered differently.
 
     >>> class Scale(nn.Linear): ...
     >>> register_dims(Scale, weight="out in", bias="out", output="out", contracted=("in",))
     >>> dims_of(Scale(4, 8)).tensors["bias"]
     'out'
     """
-    meant = dims or ModuleDims(tensors, output, tuple(contracted), dict(sizes or {}), linear)
-    if isinstance(meant, ModuleDims):
-        _check(module_type, meant)
-    known = _REGISTRY.get(module_type, meant)
-    if known != meant and not is_again(known, meant):
+    registered = dims or ModuleDims(tensors, output, tuple(contracted), dict(sizes or {}), linear)
+    if isinstance(registered, ModuleDims):
+        _check(module_type, registered)
+    known = _REGISTRY.get(module_type, registered)
+    if known != registered and not is_again(known, registered):
         raise RuleError(
             f"register_dims({_called(module_type)}): this type is registered already, as {_spelled(known)}. Register a "
             "subclass of your own, or name the parameters in your rules."
         )
-    if linear or known is meant or known != meant:
-        _REGISTRY[module_type] = meant
+    if linear or known is registered or known != registered:
+        _REGISTRY[module_type] = registered
 
 
 def dims_of(module: nn.Module) -> ModuleDims | None:
-    """The dims of a module's own tensors, by its class or a base class; None when nobody registered them.
+    """Return the dims of a module's own tensors, by its class or a base class; None when none are registered.
 
     A class whose name ends in "Norm" and whose parameters are all one-dimensional and equally long is a norm.
 
@@ -157,7 +157,7 @@ def _registered(cls: type) -> ModuleDims | DimsOf | None:
 
 
 def split_dims(text: str) -> tuple[str, ...]:
-    """Cut a text form into dims, fused ones whole.
+    """Split a text form into dims; a fused dim stays in one piece.
 
     >>> split_dims("(qkv heads head) embed")
     ('(qkv heads head)', 'embed')
@@ -182,7 +182,7 @@ def _check(module_type: type | str, dims: ModuleDims) -> None:
         unknown = [name for name in names if name is not None and name not in dims.names]
         if unknown:
             raise RuleError(
-                f'register_dims({_called(module_type)}): {what} names "{unknown[0]}", which is no dim of '
+                f'register_dims({_called(module_type)}): {what} names "{unknown[0]}", which is not a dim of '
                 f"{_spelled(dims)}. Use one of the dims given for its tensors."
             )
     if dims.linear and not _is_linear(dims):

@@ -1,8 +1,8 @@
-"""Rules that others wrote: the `tp_plan` of Hugging Face models, and plans for torch's `parallelize_module`.
+"""Conversion of foreign rules: the `tp_plan` of Hugging Face models, and plans for torch's `parallelize_module`.
 
 Both describe local tensors: where inputs are gathered, where outputs are scattered, which gradients are summed by hand.
-Here activations are of global shape, so most of that follows from the parameter layouts. What is kept is how parameters
-are split, and the places where the plan wants an activation whole or split.
+Here activations have global shapes, so most of that follows from the parameter layouts. The conversion keeps the splits
+of parameters, and the module borders where a plan requires an activation replicated or split.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Q_NAMES = ("q_proj", "q", "query")
 
 @dataclass
 class _Draft:
-    """Arguments of `Rules` in the making."""
+    """Arguments of `Rules` under construction."""
 
     axis: str
     rules: dict[str, Any] = field(default_factory=dict)
@@ -44,12 +44,12 @@ class _Draft:
 
 
 def has_tp_plan(model: nn.Module) -> bool:
-    """Whether a model carries a tensor-parallel plan in Hugging Face's form."""
+    """Return whether a model carries a tensor-parallel plan in Hugging Face's form."""
     return bool(_tp_plan(model))
 
 
 def read_tp_plan(model: nn.Module, axis: str = "tp") -> dict[str, Any]:
-    """The arguments of `Rules` that say what a model's `tp_plan` says.
+    """Return the arguments of `Rules` that express a model's `tp_plan`.
 
     The styles are those of transformers 5.23 (`distributed/tensor_parallel.py`, `distributed/expert_parallel.py`) and
     of 4.50 to 5.22. Query, key and value projections are split by whole heads where the attention knows its `head_dim`;
@@ -84,7 +84,7 @@ def _tp_plan(model: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Target:
-    """What a plan entry speaks about: a raw parameter of `ndim` dims, or (None) a module."""
+    """The target of a plan entry: a raw parameter of `ndim` dims, or (None) a module."""
 
     key: str
     name: str
@@ -154,11 +154,11 @@ def _packed_row(draft: _Draft, index: ModelIndex, target: _Target) -> None:
         draft.rules[target.key] = f"... (packed features@{draft.axis})"
 
 
-def _whole(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+def _replicate(draft: _Draft, index: ModelIndex, target: _Target) -> None:
     draft.rules[target.key] = "replicate"
 
 
-def _whole_output(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+def _replicated_output(draft: _Draft, index: ModelIndex, target: _Target) -> None:
     draft.activations[f"{target.key}.output"] = "replicate"
 
 
@@ -173,7 +173,7 @@ def _experts(draft: _Draft, index: ModelIndex, target: _Target) -> None:
 
 
 def _nothing(draft: _Draft, index: ModelIndex, target: _Target) -> None:
-    """The style corrects local arithmetic that a global view never does."""
+    """Do nothing: the style corrects local arithmetic, which a global view does not need."""
 
 
 def _both(first: _Read, second: _Read) -> _Read:
@@ -187,34 +187,34 @@ def _both(first: _Read, second: _Read) -> _Read:
 _STYLES: dict[str, _Read] = {
     "colwise": _column,
     "local_colwise": _column,
-    "colwise_rep": _both(_column, _whole_output),
-    "colwise_gather_output": _both(_column, _whole_output),
+    "colwise_rep": _both(_column, _replicated_output),
+    "colwise_gather_output": _both(_column, _replicated_output),
     "rowwise": _row,
     "local_rowwise": _row,
     "rowwise_rep": _row,
     "rowwise_split_input": _row,
     "embedding_rowwise": _row,
-    "embedding_colwise": _both(_column, _whole_output),
+    "embedding_colwise": _both(_column, _replicated_output),
     "packed_colwise": _packed_column,
     "local_packed_colwise": _packed_column,
     "packed_rowwise": _packed_row,
     "local_packed_rowwise": _packed_row,
     "sequence_parallel": _sequence,
-    "replicate": _whole,
-    "replicated_with_grad_allreduce": _whole,
-    "mla_kv_a_proj": _whole,
-    "all_reduce": _whole_output,
-    "gather": _whole_output,
-    "moe_tp_experts": _whole_output,
-    "ep_dispatch_experts": _whole_output,
+    "replicate": _replicate,
+    "replicated_with_grad_allreduce": _replicate,
+    "mla_kv_a_proj": _replicate,
+    "all_reduce": _replicated_output,
+    "gather": _replicated_output,
+    "moe_tp_experts": _replicated_output,
+    "ep_dispatch_experts": _replicated_output,
     "grouped_gemm": _experts,
     "moe_identity_expert": _nothing,
     "local_params": _nothing,
     "local": _nothing,
 }
 _REFUSED = {
-    "ep_router": "rewrites the router's choice of experts per rank and is no layout",
-    "isolated": "runs a module on its own local tensors and sums by hand, which is no layout",
+    "ep_router": "rewrites the router's choice of experts per rank and is not a layout",
+    "isolated": "runs a module on its own local tensors and sums by hand, which is not a layout",
 }
 
 
@@ -222,7 +222,7 @@ _REFUSED = {
 
 
 def read_parallelize_plan(plan: Mapping[str, Any], axis: str = "tp") -> dict[str, Any]:
-    """The arguments of `Rules` that say what a plan for `parallelize_module` says: paths from the root, `*` included.
+    """Return the arguments of `Rules` that express a plan for `parallelize_module`: paths from the root, `*` included.
 
     Raises:
         RuleError: a style that is not torch's, or one that lays out several tensors of one border differently.
@@ -279,13 +279,14 @@ def _torch_both(draft: _Draft, key: str, style: Any) -> None:
 
 
 def _border(draft: _Draft, key: str, side: str, layouts: Iterable[Placement | None]) -> None:
-    """A border lays out the first tensor that crosses it; others must be left alone or follow it."""
+    """Lay out the first tensor that crosses a border; the plan must leave the others alone or treat them in the same
+    way."""
     given = list(dict.fromkeys(each for each in layouts if each is not None))
     if len(given) > 1 or not all(isinstance(each, Shard | Replicate) for each in given):
         what = ", ".join(map(repr, given))
         raise RuleError(
             f'The plan wants the {side}s of "{key.removeprefix("^")}" as {what}; a module border has one layout, '
-            "whole or split. Lay out the modules that these tensors come from or go to instead."
+            "replicated or split. Lay out the modules that these tensors come from or go to instead."
         )
     if given:
         draft.activations[f"^{side}" if key == "^" else f"{key}.{side}"] = given[0]

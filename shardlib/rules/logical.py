@@ -1,8 +1,8 @@
-"""Logical axes of flax, t5x and MaxText: names of dims beside parameters, and which mesh axes the names stand for.
+"""Logical axes of flax, t5x and MaxText: names for the dims of parameters, and the mesh axes that split each name.
 
-What a list of pairs means is what `flax.linen.logical_to_mesh_axes` says (flax 0.12). Pairs are read in their order,
-not in that of the dims: each gives its mesh axes to the dim of its name, if that dim has got none and no other dim of
-the tensor has one of them. None settles a dim as whole. A name without a pair is whole.
+A list of pairs is read as by `flax.linen.logical_to_mesh_axes` (flax 0.12). Pairs are read in their order, not in that
+of the dims: each gives its mesh axes to the dim of its name, if that dim has none yet and no other dim of the tensor
+has one of them. A pair with None leaves a dim unsplit, as does a name without a pair.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LogicalAxes(NamedTuple):
     """Layouts in flax's form: `Rules.from_logical_axes(*axes)` reads it.
 
     Attributes:
-        names: nested dicts, as the parameters' names are; each leaf has a name, or None, for each dim.
-        rules: pairs of a name and the mesh axes that it stands for, as for `flax.linen.logical_axis_rules`.
+        names: nested dicts, by the parts of the parameters' names; each leaf has a name, or None, for each dim.
+        rules: pairs of a name and its mesh axes, as for `flax.linen.logical_axis_rules`.
     """
 
     names: dict[str, Any]
@@ -42,7 +42,7 @@ class LogicalAxes(NamedTuple):
 
 
 def read_logical_axes(logical: Any, rules: Iterable[LogicalRule]) -> dict[str, Any]:
-    """The arguments of `Rules` that say what logical axes say; see `Rules.from_logical_axes`.
+    """Return the arguments of `Rules` that express logical axes; see `Rules.from_logical_axes`.
 
     >>> read_logical_axes({"wi": ("embed", "mlp")}, [("embed", "fsdp"), ("mlp", ("fsdp", "tp")), ("mlp", "tp")])
     {'rules': {'^wi': 'embed@fsdp mlp@tp'}}
@@ -76,7 +76,7 @@ def _pair(rule: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Dicts and lists are walked, as JAX does; anything else is a leaf, named by its path."""
+    """Iterate over the leaves with their paths; dicts and lists are nodes, as in JAX, anything else is a leaf."""
     if isinstance(tree, Mapping):
         inner: Iterable[tuple[Any, Any]] = tree.items()
     elif isinstance(tree, list):
@@ -103,7 +103,7 @@ def _text(parameter: str, leaf: Any, pairs: Sequence[tuple[str, tuple[str, ...]]
 
 
 def _names_of(parameter: str, leaf: Any) -> tuple[Names, bool]:
-    """What dims are called, and whether whole ones may follow, as after a `PartitionSpec` that is short."""
+    """Return the names of a leaf's dims, and whether unsplit dims may follow, as after a short `PartitionSpec`."""
     boxed = getattr(leaf, "names", None)  # nn.Partitioned, nn.LogicallyPartitioned and t5x's AxisMetadata
     names = leaf if boxed is None else boxed
     if names is None or (not isinstance(names, tuple | str) and hasattr(names, "shape")):
@@ -139,7 +139,7 @@ def _dim(name: str | None, axes: tuple[str, ...]) -> str:
 
 
 def _word(name: str | None) -> str:
-    """A dim's name in a layout, where it can be one."""
+    """Return a dim's name as a layout can have it, else "_"."""
     try:
         Layout.parse(name or "_")
     except LayoutError:
@@ -151,7 +151,7 @@ def _word(name: str | None) -> str:
 
 
 def write_logical_axes(resolution: Resolution) -> LogicalAxes:
-    """A resolution in flax's form; see `Rules.to_logical_axes`."""
+    """Convert a resolution to logical axes; see `Rules.to_logical_axes`."""
     if inside := [each for each in resolution.tensors.values() if _is_split_inside(each.layout, resolution.mesh)]:
         listed = "".join(f'\n  "{each.name}": "{each.layout}"' for each in inside[:8])
         more = f"\n  and {len(inside) - 8} more" if len(inside) > 8 else ""
@@ -176,8 +176,9 @@ def _is_split_inside(layout: Layout, mesh: MeshShape) -> bool:
 
 
 def _called(tensor: TensorLayout, mesh: MeshShape, meanings: dict[str, tuple[str, ...]]) -> Names:
-    """A name for each dim that means its axes in all tensors: that of the dim, where it does; with the axes behind it,
-    where it already means others; None for a whole dim whose name means a split one."""
+    """Return a logical name for each dim of a tensor, such that each name has the same mesh axes in all tensors. That
+    is the dim's own name where possible, with its axes appended where the name already has others; None for an unsplit
+    dim whose name is split elsewhere."""
     names: list[str | None] = []
     for dim in tensor.layout.dims:
         assert isinstance(dim, Dim), "a resolution's layouts are concrete"

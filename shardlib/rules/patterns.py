@@ -21,14 +21,14 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Pattern:
-    """A compiled pattern. `tail` is the literal last segment every match must have, or None when there is none."""
+    """A compiled pattern. `tail` is the literal last segment of every match, or None when there is none."""
 
     text: str
     regex: re.Pattern[str]
     tail: str | None
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern matches a dotted name.
+        """Return whether the pattern matches a dotted name.
 
         >>> compile_pattern("attn.qkv").matches("blocks.7.attn.qkv")
         True
@@ -62,7 +62,7 @@ def compile_pattern(text: str) -> Pattern:
 
 
 class NameIndex:
-    """Names grouped by their last segment, so that most patterns look at few of them.
+    """Names grouped by their last segment, so that most patterns are tested on few of them.
 
     >>> NameIndex(["wte", "h.0.mlp", "h.1.mlp"]).select(compile_pattern("h.*.mlp"))
     ['h.0.mlp', 'h.1.mlp']
@@ -75,7 +75,7 @@ class NameIndex:
             self._by_tail.setdefault(name.rpartition(".")[2], []).append(name)
 
     def select(self, pattern: Pattern) -> list[str]:
-        """The names that a pattern matches, in the order in which they were given."""
+        """Return the names that a pattern matches, in the order in which they were given."""
         candidates = self.names if pattern.tail is None else self._by_tail.get(pattern.tail, [])
         return [name for name in candidates if pattern.regex.fullmatch(name)]
 
@@ -98,8 +98,8 @@ _ANY = rf"(?:[^.]+{_END})*"
 
 def _source(segments: list[str], anchored: bool, text: str) -> str:
     # Without `^` a pattern may begin anywhere: that is a `**` in front. Two `**` in a row are one.
-    whole = segments if anchored else ["**", *segments]
-    kept = [s for s, before in zip(whole, ["", *whole], strict=False) if (s, before) != ("**", "**")]
+    full = segments if anchored else ["**", *segments]
+    kept = [s for s, before in zip(full, ["", *full], strict=False) if (s, before) != ("**", "**")]
     return "".join(_ANY if segment == "**" else _one(segment, text) + _END for segment in kept)
 
 

@@ -1,13 +1,14 @@
-"""Stages of a pipeline: which modules of a model run on which stage, by names or by balance.
+"""Stages of a pipeline: the modules of a model that run on each stage, by names or by balance.
 
     "embed, blocks.0-3 | blocks.4-7, norm, head"    stages between bars, names of modules between commas
     Balanced()                                      runs of modules with about equally many parameters
     Balanced(by="flops")                            runs of modules that compute about equally much
     Balanced([3, 5])                                so many blocks on each stage
 
-A name is a pattern as in rules, in which `4-7` stands for the numbers from 4 to 7; of what it matches, the outermost
-modules count. What is no module but a parameter is one that the stage reads itself, as a model with a tied head does
-that has no module for it. Modules without parameters that no stage names run on every stage.
+A name is a pattern as in rules, in which `4-7` stands for the numbers from 4 to 7; it selects the outermost modules
+that it matches. A name of a parameter
+assigns a parameter that the stage reads itself, as a model with a tied head does without a module for it. Modules
+without parameters that no stage names run on every stage.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["Balanced", "By", "Stage", "StagesLike", "Weigh", "read_stages", "res
 By = Literal["params", "flops", "time"]
 
 Weigh = Callable[[nn.Module, Sequence[str], By], Sequence[float]]
-"""What modules of these names weigh, by "flops" or "time": it runs them, on an example that it has been given."""
+"""Returns the weights of the named modules, by "flops" or "time", by running them on an example."""
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _ON_EACH = re.compile(r"(\d+) on each rank")
@@ -41,15 +42,15 @@ class Stage:
     """One stage of a pipeline, resolved on a model.
 
     Attributes:
-        modules: names of the modules that it calls, in the model's order; none of them lies in another one.
-        tensors: names of parameters that lie in none of them and that it reads itself.
+        modules: names of the modules that it calls, in the model's order; none of them contains another.
+        tensors: names of parameters outside of these modules that it reads itself.
     """
 
     modules: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor of this name is one of the stage's.
+        """Return whether a tensor of this name belongs to the stage.
 
         >>> Stage(("blocks.1",), ("scale",)).holds("blocks.1.weight"), Stage(("blocks.1",)).holds("blocks.10.weight")
         (True, False)
@@ -62,18 +63,18 @@ class Balanced:
     """Stages of about equal weight: consecutive modules in the order in which the model registers them.
 
     Args:
-        counts: how many of the model's repeated blocks each stage gets; what precedes the first block is on the first
-            stage, what follows the last on the last. Without it, stages are cut so that the heaviest is as light as
-            it can be.
-        by: what weighs: "params", the number of parameters; "flops", the operations of a forward on the example that
-            `plan` or `shard_model` is given, counted without values; "time", the seconds that forward and backward of
-            each module take, alone and on zeros of the example's shapes, on the device of rank 0, where `shard_model`
-            measures them. An embedding has many parameters and costs next to nothing: by flops and time it goes along
-            with others.
-        per_rank: how many stages each rank of the pipeline gets, for schedules that interleave them.
+        counts: the number of the model's repeated blocks on each stage; modules before the first block are on the first
+            stage, those after the last block on the last. Without it, stages are cut so that the heaviest is as light
+            as it can be.
+        by: the measure of weight: "params", the number of parameters; "flops", the operations of a forward on the
+            example that `plan` or `shard_model` is given, counted without values; "time", the seconds that forward and
+            backward of each module take, alone and on zeros of the example's shapes, on the device of rank 0, where
+            `shard_model` measures them. An embedding has many parameters and costs next to nothing: by flops and time
+            it shares a stage with others.
+        per_rank: the number of stages on each rank of the pipeline, for schedules that interleave them.
 
     Raises:
-        RuleError: counts that are none, another `by`.
+        RuleError: malformed counts, another `by`.
 
     >>> Balanced([3, 5]), Balanced()
     (Balanced([3, 5]), Balanced(by="params"))
@@ -111,7 +112,7 @@ class Balanced:
 
     @property
     def text(self) -> str:
-        """The form that stands in files; `read_stages` reads it."""
+        """The form in layout files, which `read_stages` parses."""
         each = f", {self.per_rank} on each rank" if self.per_rank > 1 else ""
         return f"balanced({', '.join(map(str, self.counts)) or self.by + each})"
 
@@ -120,10 +121,10 @@ StagesLike = str | Sequence[str] | Balanced | None
 
 
 def read_stages(given: StagesLike) -> str | Balanced | None:
-    """Stages in one form, from any in which they may be given.
+    """Parse stages, from any form in which they may be given.
 
     Raises:
-        RuleError: what names no stages, or a stage with nothing in it.
+        RuleError: anything else, or a stage without a name.
 
     >>> read_stages(["embed, blocks.0-3", "blocks.4-7, head"])
     'embed, blocks.0-3 | blocks.4-7, head'
@@ -166,7 +167,8 @@ def _items(text: str) -> list[list[str]]:
 
 
 def _expanded(item: str) -> list[str]:
-    """
+    """Expand the ranges of numbers in a name.
+
     >>> _expanded("encoder.blocks.0-2")
     ['encoder.blocks.0', 'encoder.blocks.1', 'encoder.blocks.2']
     """
@@ -190,13 +192,13 @@ def _expanded(item: str) -> list[str]:
 def resolve_stages(
     given: str | Balanced, model: nn.Module, ranks: int, weigh: Weigh | None = None
 ) -> tuple[Stage, ...]:
-    """The stages of a model for a pipeline axis of so many ranks.
+    """Assign the modules of a model to the stages of a pipeline axis with `ranks` ranks.
 
     Args:
-        given: names, or how to balance.
-        model: that is cut.
-        ranks: of the pipeline axis.
-        weigh: what modules cost, where that has to be found by running them.
+        given: names of modules, or a `Balanced`.
+        model: the model to divide.
+        ranks: the size of the pipeline axis.
+        weigh: measures modules, where they have to be run for it.
 
     Raises:
         RuleError: a name that matches nothing; a module in two stages; parameters in none; blocks in an order in which
@@ -221,7 +223,7 @@ def _named(text: str, model: nn.Module) -> tuple[Stage, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     of_modules, of_tensors = NameIndex(name for name in modules if name), NameIndex(tensors)
-    order = {name: place for place, name in enumerate(modules)}
+    order = {name: index for index, name in enumerate(modules)}
     stages = []
     for items in _items(text):
         called: list[str] = []
@@ -247,7 +249,7 @@ def _outermost(names: list[str]) -> list[str]:
 
 
 def _called(name: str, modules: dict[str, nn.Module]) -> Iterator[str]:
-    """The module itself, or, where it only holds others, these."""
+    """Iterate over the module, or over the children of one that only holds others."""
     if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
         for key, _ in modules[name].named_children():
             yield from _called(f"{name}.{key}", modules)
@@ -304,16 +306,16 @@ def _by_counts(given: Balanced, units: list[tuple[str, nn.Module]], blocks: list
             "counts that add up to these."
         )
     names = [name for name, _ in units]
-    places = [names.index(block) for block in blocks]
+    positions = [names.index(block) for block in blocks]
     ends, taken = [], 0
     for count in given.counts[:-1]:
         taken += count
-        ends.append(places[taken] if taken < len(places) else len(names))
+        ends.append(positions[taken] if taken < len(positions) else len(names))
     return tuple(Stage(tuple(names[a:b])) for a, b in pairwise((0, *ends, len(names))))
 
 
 def _repeated(model: nn.Module) -> list[str]:
-    """The elements of the outermost lists that hold at least two modules with parameters."""
+    """Return the elements of the outermost lists that hold at least two modules with parameters."""
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in found)
@@ -324,17 +326,17 @@ def _repeated(model: nn.Module) -> list[str]:
 
 
 def _holders(blocks: Iterable[str]) -> set[str]:
-    """Every module that a block lies in."""
-    held: set[str] = set()
+    """Return every module that contains a block."""
+    found: set[str] = set()
     for name in blocks:
         while name:
             name = name.rpartition(".")[0]
-            held.add(name)
-    return held
+            found.add(name)
+    return found
 
 
 def _units(module: nn.Module, name: str, holders: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that stay whole, in the order in which they are registered."""
+    """Iterate over the modules that are not divided, in the order in which they are registered."""
     if name not in holders:
         yield name, module
         return
@@ -343,7 +345,7 @@ def _units(module: nn.Module, name: str, holders: set[str]) -> Iterator[tuple[st
 
 
 def _directly(model: nn.Module, units: list[tuple[str, nn.Module]], start: int, end: int) -> tuple[str, ...]:
-    """Parameters of modules that come apart: they go with the first unit that is registered in the same module."""
+    """Return parameters of divided modules: they go with the first unit that is registered in the same module."""
     owners = [name.rpartition(".")[0] for name, _ in units]
     found = []
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -356,7 +358,7 @@ def _directly(model: nn.Module, units: list[tuple[str, nn.Module]], start: int, 
 
 
 def _partition(weights: Sequence[float], count: int) -> list[int]:
-    """Where runs end, so that the heaviest run is as light as can be.
+    """Return the ends of runs such that the heaviest run is as light as possible.
 
     best[k][i] is the least that the heaviest of k runs of the first i weights can be: the minimum over j < i of
     max(best[k-1][j], weights[j] + ... + weights[i-1]).
@@ -386,7 +388,7 @@ def _partition(weights: Sequence[float], count: int) -> list[int]:
     return ends[::-1]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- checks --------------------------------------------------------------------------------------------------
 
 
 def _check_count(shown: str, count: int, ranks: int) -> None:
@@ -399,9 +401,9 @@ def _check_count(shown: str, count: int, ranks: int) -> None:
 
 
 def _check_nesting(shown: str, stages: Sequence[Stage]) -> None:
-    places = [(name, number) for number, stage in enumerate(stages) for name in stage.modules]
-    for name, number in places:
-        for other, at in places:
+    assigned = [(name, number) for number, stage in enumerate(stages) for name in stage.modules]
+    for name, number in assigned:
+        for other, at in assigned:
             if (other == name and at != number) or other.startswith(f"{name}."):
                 where = f"stages {number} and {at}" if at != number else f"stage {number} twice"
                 raise RuleError(
@@ -412,15 +414,15 @@ def _check_nesting(shown: str, stages: Sequence[Stage]) -> None:
 
 
 def _check_order(shown: str, stages: Sequence[Stage], model: nn.Module) -> None:
-    """Elements of one list run one after another, so that stages follow them."""
+    """Check that the elements of one list, which run one after another, are on stages in that order."""
     of_list: dict[str, list[tuple[int, int, str]]] = {}
     for number, stage in enumerate(stages):
         for name in stage.modules:
             holder, _, key = name.rpartition(".")
             if key.isdecimal() and isinstance(model.get_submodule(holder), nn.ModuleList | nn.Sequential):
                 of_list.setdefault(holder, []).append((int(key), number, name))
-    for places in of_list.values():
-        for (_, before, first), (_, after, second) in pairwise(sorted(places)):
+    for elements in of_list.values():
+        for (_, before, first), (_, after, second) in pairwise(sorted(elements)):
             if after < before:
                 raise RuleError(
                     f'stages={_quoted(shown)}: "{second}" runs after "{first}", and is on stage {after}, before stage '

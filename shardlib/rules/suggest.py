@@ -1,7 +1,7 @@
-"""First rules for a model that nobody wrote rules for: guessed from its modules, each guess marked as one.
+"""Suggestion of rules for a model without any: guessed from its modules, each guess marked as one.
 
-What is looked at: names that attention and MLPs usually bear, pairs of linear layers that widen and narrow again, an
-output as wide as an embedding is long, weights that are tied, and attributes that tell the number of heads.
+Evidence is: usual names of attention and MLPs, pairs of linear layers that widen and narrow again, an output as wide as
+an embedding is long, tied weights, and attributes with the number of heads.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _NOT_TOKENS = re.compile(r"type|pos|segment|wpe|relative", re.IGNORECASE)
 
 
 def suggest(model: nn.Module) -> Rules:
-    """Propose rules for a model; `rules.notes` tells per key what was guessed and why.
+    """Propose rules for a model; `rules.notes` gives the guess and its reason by key.
 
-    Every parameter gets a rule; what is not recognised is replicated. The model may be on `meta`.
+    Every parameter gets a rule; one that is not recognised is replicated. The model may be on `meta`.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     >>> print(suggest(mlp).to_toml())
@@ -69,7 +69,7 @@ def suggest(model: nn.Module) -> Rules:
 
 @dataclass(frozen=True)
 class _Linear:
-    """A linear layer, by the folded name that stands for all layers like it."""
+    """A linear layer, by the folded name that all layers like it share."""
 
     name: str
     first: str  # the full name of the first layer of that name
@@ -105,7 +105,7 @@ class _Draft:
             self.entries[name], self.notes[name] = value, f"guess: {note}" if note else ""
 
     def groups(self) -> Iterable[list[_Linear]]:
-        """Linear layers by the block that they are in: what lies inside one element of a list of modules."""
+        """Return the linear layers by block: by the element of a list of modules that contains them."""
         blocks: dict[str, list[_Linear]] = {}
         for linear in self.linears.values():
             block = re.match(r"(?:.*\*\.)?", linear.name)
@@ -174,7 +174,7 @@ class _Draft:
         self._output(q.outputs, kv, group)
 
     def _heads_of(self, q: _Linear) -> str:
-        """The name of the inner factor, once its size (or that of "heads") is known; "" when neither is."""
+        """Return the name of the inner factor, once its size (or that of "heads") is known; "" when neither is."""
         if path := self._attribute(q.first, _HEAD_DIM, q.outputs):
             return self._sized("head_dim", path)
         if path := self._attribute(q.first, _HEADS, q.outputs):
@@ -201,14 +201,14 @@ class _Draft:
             self._output(linear.outputs // 3, linear, group)
 
     def _output(self, width: int, after: _Linear, group: list[_Linear]) -> None:
-        """The layer that takes what attention computed: the next one in the block that is as wide as all heads."""
+        """Find the layer that reads the output of attention: the next one in the block that is as wide as all heads."""
         for linear in group[group.index(after) + 1 :]:
             if linear.inputs == width and linear.name not in self.entries and linear.last not in _Q:
                 self.set(linear.name, "rowwise", f'takes the heads of "{after.parent}"')
                 return
 
     def _attribute(self, name: str, candidates: tuple[str, ...], width: int) -> str | None:
-        """The path of an attribute, on a module around `name` or its config, that divides a width."""
+        """Return the path of an attribute, on a module around `name` or its config, that divides a width."""
         for module in self.index.enclosing(name):
             for path in (*candidates, *(f"config.{each}" for each in candidates)):
                 try:
@@ -220,7 +220,7 @@ class _Draft:
         return None
 
     def _sized(self, factor: str, path: str) -> str:
-        """Note where the size of a factor comes from; another path for the same factor gets a name of its own."""
+        """Record the source of a factor's size; another path for the same factor gets a name of its own."""
         if self.sizes.setdefault(factor, path) == path:
             return factor
         return self._sized(f"{factor}_", path)
@@ -248,7 +248,7 @@ class _Draft:
             self.set(up.name, "(gate_up ff)", f'twice as wide as "{down.last}" takes: two halves, one gating the other')
 
     def experts(self) -> None:
-        """Raw three-dimensional parameters that widen and narrow, one slice per expert."""
+        """Find raw three-dimensional parameters that widen and narrow, one slice per expert."""
         for module_name, own in self.index.own.items():
             shapes = {attr: tuple(self.index.leaf[full].tensor.shape) for attr, full in own.items()}
             downs = {attr: shape for attr, shape in shapes.items() if len(shape) == 3 and "down" in attr}
@@ -261,15 +261,15 @@ class _Draft:
         if fused:
             self.sizes["gate_up"] = 2
         middle = "(gate_up ff)" if fused else "ff"
-        self.set(f"{module}.{up}", f"expert {middle} embed", "every expert widens; all are split alike")
+        self.set(f"{module}.{up}", f"expert {middle} embed", "every expert widens; all are split in the same way")
         self.set(f"{module}.{down}", "expert embed ff", "every expert narrows again")
         self.activations[f"{module}.output"] = "replicate"
-        self.notes[f"{module}.output"] = "guess: what the experts add up to is whole again here"
+        self.notes[f"{module}.output"] = "guess: the sum of the experts is replicated here"
 
     # Everything else, and the result.
 
     def replicate_the_rest(self) -> None:
-        """One rule for each kind of parameter that has none yet: by module where its dims are known, else by name."""
+        """Add one rule for each kind of parameter without one: by module where its dims are known, else by name."""
         for leaf in self.index.leaves:
             if leaf.kind == "buffer" or any(self._covered(name) for name in leaf.names):
                 continue
@@ -301,7 +301,7 @@ class _Draft:
         )
 
     def _key(self, name: str) -> str:
-        """The pattern for a folded name, anchored only where it would otherwise find something else as well."""
+        """Return the pattern for a folded name, anchored only where it would otherwise match other modules too."""
         names = NameIndex([*self.index.modules, *self.index.leaf])
         base = name.removesuffix(".output") if name in self.activations else name
         loose, exact = (names.select(compile_pattern(pattern)) for pattern in (base, f"^{base}"))
@@ -309,7 +309,7 @@ class _Draft:
 
 
 def _folded(name: str) -> str:
-    """Numbers inside a name become `*`; a number at the end stays, for it tells layers of one block apart."""
+    """Replace numbers inside a name by `*`; a number at the end stays, since it distinguishes layers of one block."""
     return _NUMBER.sub("*", name)
 
 
@@ -325,7 +325,8 @@ def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _widens(up: _Linear, down: _Linear) -> bool:
-    """Whether `down` takes what `up` gives back to its width: by shape, and by name where the widths are equal."""
+    """Return whether `down` narrows the output of `up` to its input width: by shape, or by name where widths are
+    equal."""
     if up.inputs != down.outputs or up.outputs not in (down.inputs, 2 * down.inputs):
         return False
     named = up.last in _UP and down.last in _DOWN

@@ -1,7 +1,7 @@
-"""Tensor modes by name: a change of rules, the axes that it wants, and transforms that go with it.
+"""Tensor modes by name: a change of rules, the mesh axes that it needs, and the transforms that go with it.
 
-2D, 2.5D and 3D tensor parallelism are the files `layouts/modes/*.toml`, which `shardlib.layouts` registers here; one of
-your own comes in through the same door.
+2D, 2.5D and 3D tensor parallelism are the files `layouts/modes/*.toml`, which `shardlib.layouts` registers here; user
+modes are registered in the same way.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _REGISTERED: dict[str, TensorMode] = {}
 
 @dataclass(frozen=True)
 class TensorMode:
-    """A way to split a model over axes of its own.
+    """A way to split a model over mesh axes of its own.
 
     Attributes:
-        name: how configurations and `Rules.mode` call it.
-        change: what it does with the rules of a model.
+        name: its name in configurations and in `Rules.mode`.
+        change: the function that changes the rules of a model.
         axes: its mesh axes, outermost first, as in "row=q,col=q": a number, or a letter for a size that follows from
             the number of ranks; the same letter is the same size.
-        transforms: what is done with the plan besides, before the user's own transforms.
-        description: in a line.
+        transforms: transforms of the plan, applied before the user's own.
+        description: one line.
     """
 
     name: str
@@ -47,10 +47,10 @@ class TensorMode:
     description: str = ""
 
     def rules(self, rules: Rules) -> Rules:
-        """The rules in this mode.
+        """Return the rules in this mode.
 
         Raises:
-            RuleError: they do not have what it builds on, or it makes no rules of them.
+            RuleError: the mode cannot change these rules, or its function does not return rules.
         """
         try:
             made = self.change(rules)
@@ -64,14 +64,14 @@ class TensorMode:
         return made
 
     def mesh_shape(self, ranks: int, **sizes: int) -> MeshShape:
-        """The axes for a number of ranks.
+        """Return the axes for a number of ranks.
 
         Args:
-            ranks: how many there are for one copy of the model.
-            **sizes: of axes whose size does not follow, by name.
+            ranks: the number of ranks for one copy of the model.
+            **sizes: sizes of axes that do not follow from it, by name.
 
         Raises:
-            MeshError: so many ranks do not make up such axes.
+            MeshError: the axes cannot have so many ranks.
 
         >>> tensor_mode("2d").mesh_shape(9), tensor_mode("2.5d").mesh_shape(8, depth=2)
         (MeshShape("row=3,col=3"), MeshShape("depth=2,row=2,col=2"))
@@ -108,16 +108,16 @@ class TensorMode:
 def register_tensor_mode(
     name: str, *, axes: str = "tp=n", transforms: Iterable[Any] = (), description: str = ""
 ) -> Callable[[Change], Change]:
-    """A decorator: the function makes the rules of a mode from those of a model, and is called by this name from
+    """Register a tensor mode: decorates the function that changes a model's rules. The name is then available to
     `Rules.mode`, `layouts.load(..., mode=)`, the command line, `HybridParallelPlugin(tensor_mode=)` and
     `parallel=dict(tensor=dict(mode=...))` of a configuration.
 
     Args:
-        name: of the mode; not one that is taken.
+        name: the name of the mode, which must be new.
         axes: see `TensorMode`.
-        transforms: the same. Where rules alone are asked for (`Rules.mode`), a mode with transforms is refused:
+        transforms: see `TensorMode`. `Rules.mode` returns rules only, and refuses a mode with transforms;
             `tensor_mode(name)` has both.
-        description: in a line.
+        description: one line.
 
     Raises:
         RuleError: the name is taken, or the axes cannot be read.
@@ -141,10 +141,10 @@ def register_tensor_mode(
 
 
 def tensor_mode(name: str) -> TensorMode:
-    """A registered mode.
+    """Return a registered tensor mode.
 
     Raises:
-        RuleError: nobody registered one of that name.
+        RuleError: no mode of that name is registered.
 
     >>> tensor_mode("3d").axes
     'depth=q,row=q,col=q'
@@ -159,7 +159,7 @@ def tensor_mode(name: str) -> TensorMode:
 
 
 def registered_tensor_modes() -> Mapping[str, TensorMode]:
-    """All of them, by name."""
+    """Return all registered tensor modes by name."""
     return dict(_REGISTERED)
 
 
@@ -177,7 +177,7 @@ def _read_axes(name: str, text: str) -> dict[str, str]:
 
 
 def _some_that_do(parts: Mapping[str, str], sizes: Mapping[str, int]) -> str:
-    """Numbers of ranks that fit, for a message."""
+    """Return numbers of ranks that fit, for a message."""
     counts = []
     for q in (1, 2, 3):
         letters = {letter: q for letter in parts.values() if not letter.isdigit()}

@@ -1,6 +1,6 @@
 """The file form of rules. Read by `tomllib`; written by a few lines of our own.
 
-description = "..."             what the rules are for
+description = "..."             the purpose of the rules
 models = ["package.Class"]      the model classes they are for
 unmatched = "replicate"         and optional, override, axis, as in `Rules`
 stages = "embed | head"         stages of a pipeline, or "balanced(params)", "balanced(3, 5)"
@@ -9,7 +9,7 @@ stages = "embed | head"         stages of a pipeline, or "balanced(params)", "ba
 [sizes]                         factor name = number, or attribute path
 [params]                        pattern = layout text, role, "Shard(0)", {axis = "Shard(0)"} or a list of placements
 [activations]                   pattern ending in .input or .output = the same
-[modes.NAME.SECTION]            a section of these, or "optional" in [modes.NAME]: what a mode adds, as in `Rules`
+[modes.NAME.SECTION]            a section of these, or "optional" in [modes.NAME]: changes of a mode, as in `Rules`
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read(source: str | Path) -> tuple[str, dict[str, Any]]:
-    """Where the rules come from, for messages, and the arguments of `Rules` that the file gives.
+    """Read a layout file; return its source, for messages, and the arguments of `Rules` in it.
 
     Raises:
-        RuleError: no such file, no valid TOML, an unknown key, a value of the wrong kind.
+        RuleError: no such file, invalid TOML, an unknown key, a value of the wrong kind.
 
     >>> read('axis = "tp"\\n[params]\\nup = "colwise"')
     ('rules given as text', {'axis': 'tp', 'rules': {'up': 'colwise'}})
@@ -60,7 +60,7 @@ def read(source: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def write(rules: Rules) -> str:
-    """The file form of rules; reading it gives equal rules. Notes become comments."""
+    """Write rules as a layout file; reading it gives equal rules. Notes become comments."""
     head = [f"{key} = {_value(given)}" for key, given in _plain_values(rules)]
     sections = [
         ("axes", [f"{_key(name)} = {_value(given)}" for name, given in rules.axes.items()]),
@@ -89,7 +89,7 @@ def _mode(where: str, name: str, given: Any) -> dict[str, Any]:
     for key in given:
         if key not in known:
             raise RuleError(
-                f'{where}: "{key}" is no section of a mode, which may have {_listed(known)}.{nearest(key, known)}'
+                f'{where}: "{key}" is not a section of a mode, which may have {_listed(known)}.{nearest(key, known)}'
             )
     return {_IN_MODES.get(key, "optional"): section for key, section in given.items()}
 
@@ -124,7 +124,7 @@ def _checked(where: str, key: str, given: Any) -> Any:
     known = (*_PLAIN, *_SECTIONS)
     if key not in known:
         raise RuleError(
-            f'{where}: "{key}" is no key of a layout file, which may have {_listed(known)}. Correct it, or move it '
+            f'{where}: "{key}" is not a key of a layout file, which may have {_listed(known)}. Correct it, or move it '
             f"into [params] if it is a pattern.{nearest(key, known)}"
         )
     wanted = _PLAIN.get(key, dict)

@@ -26,12 +26,13 @@ def load(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def dump(value: Any, *, whole: str = "") -> bytes:
-    """The value as bytes that `load` turns back, here or on a rank. What the module `whole` has goes by value."""
+def dump(value: Any, *, by_value_module: str = "") -> bytes:
+    """Serialize a value to bytes for `load`, here or on a rank. Functions of the module `by_value_module` go by
+    value."""
     if cloudpickle is None:
         return pickle.dumps(value)
     buffer = io.BytesIO()
-    pickler = _pickler(buffer, whole)
+    pickler = _pickler(buffer, by_value_module)
     try:
         pickler.dump(value)
     finally:
@@ -43,13 +44,13 @@ def dump(value: Any, *, whole: str = "") -> bytes:
 def dump_call(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, by_value: bool = False
 ) -> bytes:
-    """A call as bytes; `by_value` sends the function as it is here, with whatever was done to its module.
+    """Serialize a call; `by_value` sends the function with the changes that were made to its module here.
 
     Raises:
         TypeError: one of the three cannot be sent; the message says which argument.
     """
     try:
-        return dump((fn, tuple(args), dict(kwargs)), whole=fn.__module__ if by_value else "")
+        return dump((fn, tuple(args), dict(kwargs)), by_value_module=fn.__module__ if by_value else "")
     except Exception as error:
         raise TypeError(_culprit(fn, args, kwargs, error)) from error
 
@@ -69,7 +70,7 @@ def _culprit(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def why_not(value: Any) -> str:
-    """Why a value cannot be sent, or an empty string."""
+    """Return why a value cannot be sent, or an empty string."""
     try:
         dump(value)
     except Exception as error:
@@ -82,7 +83,7 @@ def name_of(fn: Any) -> str:
     return getattr(fn, "__qualname__", None) or type(fn).__name__
 
 
-def _pickler(buffer: io.BytesIO, whole: str) -> Any:
+def _pickler(buffer: io.BytesIO, by_value_module: str) -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined, misc]
         """Sends by value what the ranks cannot import."""
 
@@ -93,7 +94,7 @@ def _pickler(buffer: io.BytesIO, whole: str) -> Any:
                 module = sys.modules.get(getattr(value, "__module__", None) or "")
                 if module is None or module in self.by_value:
                     pass
-                elif module.__name__ == whole or not _importable(module):
+                elif module.__name__ == by_value_module or not _importable(module):
                     cloudpickle.register_pickle_by_value(module)
                     self.by_value.append(module)
             return super().reducer_override(value)
@@ -102,7 +103,7 @@ def _pickler(buffer: io.BytesIO, whole: str) -> Any:
 
 
 def _importable(module: ModuleType) -> bool:
-    """Whether a rank, which has this process's `sys.path`, gets the same module by its name."""
+    """Return whether a rank, with this process's `sys.path`, imports the same module by its name."""
     file = getattr(module, "__file__", None)
     if module.__name__ == "__main__":
         return True  # cloudpickle sends it by value by itself

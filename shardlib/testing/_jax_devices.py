@@ -1,4 +1,4 @@
-"""A warm process with as many pretended CPU devices as are asked for, of which JAX must be told before it starts.
+"""A warm process with a number of simulated CPU devices, which JAX needs to know before it starts.
 
 A pool of one rank: what hangs, dies or raises there is reported as it is of ranks. Programs are tiny and run a few
 times: they are compiled without LLVM's optimizations, which take most of the time and change no collective.
@@ -27,7 +27,7 @@ _WARM: dict[int, Ranks] = {}
 
 
 def on_devices(count: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
-    """What `fn(*args)` returns in a process where JAX has `count` CPU devices at least, and numbers of 64 bits.
+    """Return `fn(*args)` from a process where JAX has at least `count` CPU devices, and 64-bit numbers.
 
     Raises:
         HangError, RankDied, RankError: as of ranks.

@@ -34,7 +34,7 @@ from shardlib.testing._worker import Call, Failure, serve
 __all__ = ["HangError", "RankDied", "RankError", "Ranks", "Spent", "preload", "ranks", "shared_pool", "spent"]
 
 _GRACE_SECONDS = 5.0  # after one rank failed, the others get so long to notice
-_ASKED_SECONDS = 1.0  # to say where one stands
+_ASKED_SECONDS = 1.0  # to report a standing
 _START_SECONDS = 300.0  # to import torch, on a machine however busy
 _LONGEST_TEMPORARY_FOLDER = 103 - 32  # bytes: a socket's path ends at 103 (macOS) or 107, multiprocessing adds 32
 _PRELOAD = [
@@ -52,7 +52,7 @@ class RankError(ShardlibError):
     """Ranks that did not do what they were given: see `HangError` and `RankDied`; or something that cannot be sent.
 
     Attributes:
-        standing: where each rank stood, rank 0 first, where it is known.
+        standing: each rank's standing, rank 0 first, if it is known.
     """
 
     def __init__(self, message: str, standing: Sequence[Standing] = ()) -> None:
@@ -126,13 +126,13 @@ class Ranks:
             HangError: a rank did not answer within `timeout` seconds.
             RankDied: the process of a rank ended.
             RankError: the function, an argument or a result cannot be sent.
-            Exception: what a rank raised, with the rank, its traceback and where the others stood as a note.
+            Exception: the error of a rank, with the rank, its traceback and the others' standings as a note.
         """
         limit = self.timeout if timeout is None else timeout
         return self.workers.call(fn, args, kwargs, self.world_size, limit)
 
     def close(self) -> None:
-        """End the processes; a later `run` starts new ones."""
+        """Close the pool and end its processes; a later `run` starts new ones."""
         self.workers.close()
 
     def __call__(self, world_size: int) -> Ranks:
@@ -146,18 +146,18 @@ class Ranks:
 
 
 def ranks(world_size: int, *, timeout: float = 120.0) -> Ranks:
-    """A pool of its own. Prefer `shared_pool` in tests: starting processes takes seconds."""
+    """Return a new pool. Prefer `shared_pool` in tests: starting processes takes seconds."""
     return Ranks(world_size, timeout, _Workers())
 
 
 def shared_pool(world_size: int, *, timeout: float = 120.0) -> Ranks:
-    """The pool that this whole process shares, grown when a larger world is asked for."""
+    """Return the pool that this process shares; it grows when a larger world is asked for."""
     return Ranks(world_size, timeout, _SHARED)
 
 
 @dataclass
 class Spent:
-    """What calls on ranks took so far: calls by world size, their seconds, processes started, seconds of starting."""
+    """Statistics of calls on ranks: calls by world size, their seconds, processes started, seconds of starting."""
 
     calls: Counter[int] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -169,7 +169,7 @@ _SPENT = Spent()
 
 
 def spent() -> Spent:
-    """What all pools of this process spent so far, as a copy."""
+    """Return the statistics of all pools of this process, as a copy."""
     return Spent(Counter(_SPENT.calls), _SPENT.seconds, _SPENT.starts, _SPENT.seconds_starting)
 
 
@@ -184,7 +184,7 @@ class _Worker:
     stacks: Any  # a file without a name, to which the process writes its stack on SIGUSR1
 
     def send(self, *messages: bytes) -> None:
-        """Send to a process that may be gone: whoever listens for its answer learns that."""
+        """Send to a process that may be gone: the receiver of its answer notices."""
         with contextlib.suppress(OSError):
             for message in messages:
                 self.calls.send_bytes(message)
@@ -199,7 +199,7 @@ class _Worker:
         self.questions.close()
 
     def end(self) -> str:
-        """How its process ended."""
+        """Describe how the rank's process ended."""
         self.process.join(1.0)
         code = self.process.exitcode
         if code is not None and code < 0:
@@ -278,7 +278,7 @@ class _Workers:
         self.port = port or self.port
 
     def close(self) -> None:
-        """Let idle ranks end by themselves, so that a tool that measures them (coverage) can write what it found."""
+        """Let idle ranks end by themselves, so that a measuring tool (coverage) can write its results."""
         if self.owner == os.getpid():
             for worker in self.alive:
                 worker.hang_up()
@@ -303,7 +303,7 @@ atexit.register(_SHARED.close)
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Have ranks that start from now on find these modules imported, if no rank has started in this process yet.
+    """Import these modules before ranks start, so that ranks share them; has no effect once a rank has started.
 
     The processes are forked from one that has imported them: so none may start a thread when it is imported.
     """
@@ -390,7 +390,7 @@ class _Round:
             self._dump_stacks()
 
     def _dump_stacks(self) -> None:
-        """Have processes that do not answer write their stacks; faulthandler does that without Python's lock."""
+        """Request the stacks of processes that do not answer; faulthandler writes them without Python's lock."""
         silent = sorted(self.asked & self.waiting)
         for rank in silent:
             with contextlib.suppress(ProcessLookupError):
@@ -401,13 +401,13 @@ class _Round:
             self.standing[rank] = Standing(rank, "silent", stack=self.workers[rank].stack())
 
     def _let_go(self) -> None:
-        """Let ranks that failed close their connections, and those that fail from now on."""
+        """Tell ranks that failed, and those that fail from now on, to close their connections."""
         self.holding = False
         for failure in self.failures:
             self.workers[failure.rank].send(b"")
 
     def _listen(self, until: float) -> bool:
-        """Take what comes next; False when nothing came until then."""
+        """Receive the next message; return False when none came until then."""
         pipes = {self.workers[rank].calls: rank for rank in self.waiting}
         questions = {self.workers[rank].questions: rank for rank in self.asked & self.waiting}
         ready = wait([*pipes, *questions], max(0.0, until - time.monotonic()))
@@ -424,8 +424,10 @@ class _Round:
         try:
             answer = _carry.load(worker.calls.recv_bytes())
         except (EOFError, OSError):
-            said = worker.end()
-            answer = Failure(rank, 0.0, said, None, Standing(rank, "died", said=said, stack=worker.stack()), died=True)
+            ending = worker.end()
+            answer = Failure(
+                rank, 0.0, ending, None, Standing(rank, "died", said=ending, stack=worker.stack()), died=True
+            )
         if isinstance(answer, bytes):
             self.answers[rank] = answer
             return
@@ -444,7 +446,7 @@ class _Round:
             self.standing[rank] = standing or Standing(rank, "idle")
 
     def standings(self) -> list[Standing]:
-        """One for each rank: how it ended, or where it stood when it was asked, before it lost a peer."""
+        """Return the state of each rank: how it ended, or its standing when it was asked, before it lost a peer."""
         lost = {f.rank: f.standing for f in self.failures if lost_a_peer(f.text)}
         own = {f.rank: f.standing for f in self.failures if f.rank not in lost and f.rank not in self.late}
         done = {rank: Standing(rank, "done") for rank in self.answers if rank not in self.late}
@@ -457,7 +459,7 @@ class _Round:
         return bool(self.waiting or self.late or any(failure.died for failure in self.failures))
 
     def throw(self, name: str, timeout: float) -> None:
-        """Raise what went wrong, if anything."""
+        """Raise the error of the call, if there is one."""
         if self.late:
             message = f"{_ranks(self.late)} did not answer within {timeout:g} s in {name}; new processes are started."
             raise HangError("\n".join([message, *self._told(stacks=True)]), self.standings())
@@ -489,7 +491,7 @@ class _Round:
         )
 
     def _told(self, *, stacks: bool = False) -> list[str]:
-        """Where ranks stood, unless all of them raised the same."""
+        """Describe the standings of ranks, unless all of them raised the same error."""
         standings = self.standings()
         if len({(s.state, s.said) for s in standings}) == 1 and standings[0].state == "raised":
             return [f"All {len(standings)} ranks raised this."] if len(standings) > 1 else []
@@ -500,7 +502,7 @@ class _Round:
 
 
 def _first_cause(failures: list[Failure]) -> Failure:
-    """The failure that came first, leaving aside those that only report that a peer went away."""
+    """Return the failure that came first, except those that only report a lost peer."""
     own = [failure for failure in failures if not lost_a_peer(failure.text)]
     return min(own or failures, key=lambda failure: failure.when)
 

@@ -2,7 +2,7 @@
 
 A row claims: operands placed so on one mesh axis, and the op run on each rank's local tensors, give the outputs
 placed so. Here the operands of a real call are cut up as the row says, the op runs once per pretended rank, and the
-pieces are put together as the row says and compared with the op on the whole.
+pieces are put together as the row says and compared with the op on full tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AtenCall:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values and strides in storage of its own."""
+    """Copy a tensor with its strides to storage of its own."""
     flat = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
     return tensor.clone() if _overlaps(tensor) else flat.copy_(tensor.detach())
 
@@ -66,7 +66,7 @@ class CallRecorder(TorchDispatchMode):
 
 
 def calls_of(functions: Iterable[Callable[[], Any]]) -> Iterator[AtenCall]:
-    """The calls that functions make, each once: calls are alike in shapes, types, strides and other arguments."""
+    """Return the distinct calls of functions: calls are equal in shapes, dtypes, strides and other arguments."""
     seen = set()
     for function in functions:
         with CallRecorder() as recorder:
@@ -94,7 +94,7 @@ class Claim:
 
 
 def claims(call: AtenCall, sizes: Sequence[int] = (2, 3)) -> Iterator[Claim]:
-    """Every row that the op's rule gives for a call, whatever the operands' placements are beforehand."""
+    """Iterate over the rows that the op's rule gives for a call, for all placements of the operands."""
     rule = rule_of(call.op)
     if rule is None or not call.tensors or is_random(call.op):
         return  # random ops are drawn for the whole tensor, without a row
@@ -113,7 +113,7 @@ def claims(call: AtenCall, sizes: Sequence[int] = (2, 3)) -> Iterator[Claim]:
 
 
 def _can_be_pieces(row: Row, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether ranks can hold a row's operands: nothing adds numbers of eight bits, so that none of them is a sum."""
+    """Return whether ranks can hold a row's operands: 8-bit floats cannot be pending sums."""
     return not any(
         isinstance(place, Partial) and tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
         for place, tensor in zip(row.ins, tensors, strict=True)
@@ -121,7 +121,7 @@ def _can_be_pieces(row: Row, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _currents(tensors: list[torch.Tensor], size: int) -> Iterator[tuple[Placement, ...]]:
-    """Placements that operands may come with: all whole, all sums, all split on a dim, plainly or fused."""
+    """Iterate over placements of operands: all replicated, all partial, all split on a dim, fused or not."""
     yield (Replicate(),) * len(tensors)
     yield (Partial("sum"),) * len(tensors)
     for back in range(1, 1 + max((t.ndim for t in tensors), default=0)):
@@ -167,7 +167,7 @@ def _meta(tensor: torch.Tensor) -> Meta:
 
 
 def disprove(claim: Claim) -> str | None:
-    """Why a claim is false, or None when it holds for this call."""
+    """Return why a claim is false, or None when it holds for this call."""
     seed_all(1)
     try:
         return _compare(claim, _run_ranks(claim))
@@ -178,14 +178,14 @@ def disprove(claim: Claim) -> str | None:
 def _compare(claim: Claim, pieces: list[list[Any]]) -> str | None:
     args, kwargs = claim.call.fresh()
     wanted = _results(claim.call.op(*args, **kwargs), args, kwargs, claim.call)
-    for i, (whole, place) in enumerate(zip(wanted, _result_places(claim), strict=True)):
-        if isinstance(whole, torch.Tensor) and (wrong := _differs(whole, place, [p[i] for p in pieces], claim)):
+    for i, (full, place) in enumerate(zip(wanted, _result_places(claim), strict=True)):
+        if isinstance(full, torch.Tensor) and (wrong := _differs(full, place, [p[i] for p in pieces], claim)):
             return f"output {i}: {wrong}"
     return None
 
 
 def _results(result: Any, args: Any, kwargs: Any, call: AtenCall) -> list[Any]:
-    """What the op returns and what it wrote to."""
+    """Return the results of the op and the tensors that it wrote to."""
     return [*pytree.tree_leaves(result, is_leaf=lambda x: x is None), *written_to(call.op, args, kwargs)]
 
 
@@ -258,7 +258,7 @@ def _local(claim: Claim, locals_: list[torch.Tensor], rank: int) -> Local:
 
 @dataclass
 class _Meeting:
-    """Where the pretended ranks of one claim reduce over each other."""
+    """The meeting point at which the simulated ranks of one claim reduce."""
 
     size: int
 
@@ -310,12 +310,12 @@ class _SimulatedRank:
 
 
 def cut(tensor: torch.Tensor, place: Any, size: int) -> list[torch.Tensor]:
-    """What each rank holds of a tensor."""
+    """Return each rank's local tensor."""
     if isinstance(place, _StridedShard):
-        turns = tensor.unflatten(place.dim, (place.split_factor, -1))
+        parts_of_pieces = tensor.unflatten(place.dim, (place.split_factor, -1))
         return [
             piece.flatten(place.dim, place.dim + 1).clone(memory_format=torch.contiguous_format)
-            for piece in turns.chunk(size, place.dim + 1)
+            for piece in parts_of_pieces.chunk(size, place.dim + 1)
         ]
     if isinstance(place, Shard):
         pieces = list(tensor.chunk(size, place.dim))
@@ -327,28 +327,28 @@ def cut(tensor: torch.Tensor, place: Any, size: int) -> list[torch.Tensor]:
 
 
 def _summands(tensor: torch.Tensor, size: int, place: Partial) -> list[torch.Tensor]:
-    """Unlike parts that add up to (or average to) the tensor. They are whole numbers, to lose no digits on the way."""
+    """Return different summands of a tensor (or of its average). They are integers, so that sums are exact."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
         return [tensor.clone()] + [torch.zeros_like(tensor)] * (size - 1)
-    whole = tensor * size if place.reduce_op == "avg" else tensor
+    full = tensor * size if place.reduce_op == "avg" else tensor
     parts = [torch.randint_like(tensor.real, -4, 5).to(tensor.dtype) for _ in range(size - 1)]
-    return [*parts, whole - sum(parts)]
+    return [*parts, full - sum(parts)]
 
 
-def _differs(whole: torch.Tensor, place: Any, pieces: list[torch.Tensor], claim: Claim) -> str | None:
-    shapes = [tuple(p.shape) for p in cut(whole, place, claim.size)]
+def _differs(full: torch.Tensor, place: Any, pieces: list[torch.Tensor], claim: Claim) -> str | None:
+    shapes = [tuple(p.shape) for p in cut(full, place, claim.size)]
     if [tuple(p.shape) for p in pieces] != shapes:
         return f"local shapes {[tuple(p.shape) for p in pieces]}, where {place} means {shapes}"
-    if any(p.dtype != whole.dtype for p in pieces):
-        return f"local dtypes {[p.dtype for p in pieces]}, the whole has {whole.dtype}"
+    if any(p.dtype != full.dtype for p in pieces):
+        return f"local dtypes {[p.dtype for p in pieces]}, the whole has {full.dtype}"
     if schema_of(claim.call.op).name.split("::")[1].rstrip("_") in _WITHOUT_VALUES:
         return None
-    near = _tolerance([*claim.call.tensors, whole])
+    near = _tolerance([*claim.call.tensors, full])
     if isinstance(place, Partial):
         total = torch.stack(list(pieces)).sum(0)
         total = total / claim.size if place.reduce_op == "avg" else total
-        return None if _close(total.to(whole.dtype), whole, near) else "the parts do not add up to the whole"
-    for rank, (piece, wanted) in enumerate(zip(pieces, cut(whole, place, claim.size), strict=True)):
+        return None if _close(total.to(full.dtype), full, near) else "the parts do not add up to the whole"
+    for rank, (piece, wanted) in enumerate(zip(pieces, cut(full, place, claim.size), strict=True)):
         if not _close(piece, wanted, near):
             return f"rank {rank} differs from its part of the whole"
     return None

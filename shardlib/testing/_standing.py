@@ -1,4 +1,4 @@
-"""Where a rank stands: module, collective, axis, shape and line, read from outside while it runs or hangs.
+"""Standings of ranks: module, collective, axis, shape and line, read from outside while a rank runs or hangs.
 
 Nothing is recorded for it beforehand. Another thread of the rank reads the frames of the main thread (hooks of
 autograd run there too, on CPU), and torch's flight recorder says which collective is under way.
@@ -24,10 +24,10 @@ State = Literal["running", "waiting", "idle", "done", "raised", "died", "silent"
 
 @dataclass(frozen=True)
 class Standing:
-    """Where one rank stood when it was asked.
+    """The standing of one rank when it was asked.
 
     Attributes:
-        rank: of the pool's world.
+        rank: the number of the rank in the pool.
         state: "waiting" in a collective, "running" between two, "done", "raised", "died"; "silent" where the process
             did not even answer, which then only has a `stack`.
         phase: "forward", "backward", or an empty string outside of both.
@@ -35,12 +35,12 @@ class Standing:
             may stand here in backward, where a hook was at work on one.
         collective: "all_reduce", ...; empty where the rank is in none.
         axis: the mesh axis that the collective goes along; "world" for the default group where no axis is known.
-        shape, dtype: of the collective's first tensor.
+        shape, dtype: shape and dtype of the collective's first tensor.
         where: file, line and function of the innermost line that is neither torch's nor shardlib's.
         group: the ranks that take part in the collective.
         sequence: its number among the collectives of its group.
         stack: the whole stack as text.
-        said: how the exception reads, where there was one.
+        said: the message of the exception, if there was one.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class Standing:
 
 
 def of_main_thread(rank: int, since_ns: int) -> Standing:
-    """Where this process's main thread stands; called on another thread."""
+    """Return the standing of this process's main thread; called on another thread."""
     frame = _current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return Standing(rank, "silent")
@@ -89,7 +89,7 @@ def of_main_thread(rank: int, since_ns: int) -> Standing:
 
 
 def of_traceback(rank: int, error: BaseException, since_ns: int) -> Standing:
-    """Where an exception was raised. A rank that lost a peer in a collective still waits in it, as far as it knows."""
+    """Return the standing at an exception. A rank that lost a peer in a collective counts as waiting in it."""
     frames = list(_of_tb(error.__traceback__))
     if lost_a_peer(str(error)):
         return replace(_of_frames(rank, "waiting", frames, _last(since_ns)), said="lost a peer")
@@ -99,7 +99,7 @@ def of_traceback(rank: int, error: BaseException, since_ns: int) -> Standing:
 
 
 def lost_a_peer(text: str) -> bool:
-    """Whether an error of gloo's only says that another rank closed its connections."""
+    """Return whether an error of gloo only reports that another rank closed its connections."""
     return any(words in text for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
 
 
@@ -107,7 +107,7 @@ _Frames = list[tuple[FrameType, int]]
 
 
 def _outer(frame: FrameType | None) -> _Frames:
-    """The frame and those around it, outermost first."""
+    """Return the frame and those around it, outermost first."""
     found: _Frames = []
     while frame is not None:
         found.append((frame, frame.f_lineno))
@@ -116,7 +116,7 @@ def _outer(frame: FrameType | None) -> _Frames:
 
 
 def _text(frames: _Frames) -> str:
-    """The stack below the machinery that called the function."""
+    """Format the stack inside the machinery that called the function."""
     inner = next((i for i in reversed(range(len(frames))) if frames[i][0].f_code.co_filename in _MACHINERY), -1)
     lines = traceback.StackSummary.extract(iter(frames[inner + 1 :])).format()
     return "".join(["Stack (most recent call last):\n", *lines])
@@ -142,7 +142,7 @@ def _of_frames(rank: int, state: State, frames: _Frames, pending: dict[str, Any]
 
 
 def _module(frames: _Frames) -> tuple[str, str]:
-    """Phase, and the innermost module or, in backward, parameter."""
+    """Return the phase, and the innermost module or, in backward, parameter."""
     from torch import nn
 
     engine = _begin_of_backward(frames)
@@ -159,7 +159,7 @@ def _module(frames: _Frames) -> tuple[str, str]:
 
 
 def _begin_of_backward(frames: _Frames) -> int:
-    """The index of the frame that runs autograd's engine, or 0."""
+    """Return the index of the frame that runs autograd's engine, or 0."""
     return next((i for i, (f, _) in enumerate(frames) if f.f_code.co_name == "_engine_run_backward"), 0)
 
 
@@ -173,7 +173,7 @@ def _called_module(frame: FrameType) -> Any:
 
 
 def _named(value: Any, root: Any, frames: _Frames) -> str:
-    """The name of a module or parameter below the outermost module, which a user's frame may hold."""
+    """Return the name of a module or parameter below the outermost module, which a user's frame may hold."""
     from torch import nn
 
     roots = [root] if root is not None else _modules_at_hand(frames)
@@ -188,7 +188,7 @@ def _named(value: Any, root: Any, frames: _Frames) -> str:
 
 
 def _modules_at_hand(frames: _Frames) -> list[Any]:
-    """Modules that the frames hold, the one with the most inside first."""
+    """Return the modules that the frames hold, the one with the most submodules first."""
     from torch import nn
 
     held = {id(v): v for frame, _ in frames for v in list(frame.f_locals.values()) if isinstance(v, nn.Module)}
@@ -196,7 +196,7 @@ def _modules_at_hand(frames: _Frames) -> list[Any]:
 
 
 def _where(frames: _Frames) -> str:
-    """The innermost line of the user's, in short and with its text."""
+    """Return the user's innermost line, in short and with its text."""
     for frame, line in reversed(frames):
         file = frame.f_code.co_filename
         if not _foreign(file):
@@ -217,7 +217,7 @@ def _foreign(file: str) -> bool:
 
 
 def _pending(since_ns: int) -> dict[str, Any] | None:
-    """The oldest collective of this call that is still under way; whoever waits for a later one waits for it too."""
+    """Describe the oldest pending collective of this call, for which later collectives wait too."""
     under_way = [entry for entry in _recorded(since_ns) if not entry["retired"]]
     return _described(under_way[0]) if under_way else None
 
@@ -265,7 +265,7 @@ _DTYPES = {
 
 
 def _distributed_function(frames: _Frames) -> str:
-    """The function of torch.distributed that the innermost frames are in, such as `new_group`."""
+    """Return the function of torch.distributed that the innermost frames are in, such as `new_group`."""
     name = ""
     for frame, _ in reversed(frames):
         file = frame.f_code.co_filename.replace(os.sep, "/")
@@ -276,11 +276,11 @@ def _distributed_function(frames: _Frames) -> str:
     return name.lstrip("_")
 
 
-# --- all ranks, told ----------------------------------------------------------------------------------------------
+# --- all ranks, as text -------------------------------------------------------------------------------------------
 
 
 def table(standings: Iterable[Standing]) -> str:
-    """One line a rank, in columns."""
+    """Format one line per rank, in columns."""
     rows = [(f"rank {s.rank}", *s._columns) for s in sorted(standings, key=lambda s: s.rank)]
     used = [i for i in range(len(rows[0])) if any(row[i] for row in rows)] if rows else []
     widths = {i: max(len(row[i]) for row in rows) for i in used}
@@ -288,7 +288,8 @@ def table(standings: Iterable[Standing]) -> str:
 
 
 def explain(standings: Sequence[Standing]) -> str:
-    """Who waits for whom: for each group the collective that most of it waits in, and those who are elsewhere."""
+    """Explain a hang: for each group, the collective in which most of its ranks wait, and the ranks that are
+    elsewhere."""
     by_rank = {s.rank: s for s in standings}
     lines: list[str] = []
     for group in dict.fromkeys(s.group for s in standings if s.group):

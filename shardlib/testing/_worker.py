@@ -1,4 +1,4 @@
-"""What runs in the process of one rank: it waits for calls, answers them, and says where it stands when asked."""
+"""The process of one rank: it waits for calls, answers them, and reports its standing when asked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OWN_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank is told besides the work itself. Ranks of one call meet at `port`, under the prefix `number`."""
+    """The context of a call on a rank. Ranks of one call meet at `port`, under the prefix `number`."""
 
     rank: int
     world_size: int
@@ -63,8 +63,7 @@ class Failure:
 
 def serve(calls: Connection, questions: Connection, stacks: Connection, first: bool) -> None:
     """Answer calls until the parent ends. `stacks` is an open file without a name, for the stack of a process that
-    cannot answer or that crashes.
-    """
+    hangs or crashes."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(file=stacks.fileno(), all_threads=True)
@@ -98,14 +97,14 @@ class _Rank:
         self.clean = _Clean()
 
     def open_store(self) -> int:
-        """Make the place where the ranks of a pool find each other, and return its port, which the system chose."""
+        """Open the store at which the ranks of a pool meet, and return its port, which the system chose."""
         import torch.distributed as dist
 
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return self.store.port
 
     def say_where_it_stands(self, questions: Connection) -> None:
-        """Runs on a thread of its own, which sleeps until the parent asks; it ends the process when the parent ends."""
+        """Report standings when the parent asks, on a separate thread, which ends the process when the parent ends."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number = _carry.load(questions.recv_bytes())
@@ -123,7 +122,7 @@ class _Rank:
             return Standing(call.rank, "running", stack=stack)
 
     def answer(self, call: Call, work: bytes) -> None:
-        """Carry a call out, send what came of it, and clean up after that, while the parent goes on."""
+        """Run a call, send its result, and clean up while the parent goes on."""
         sys.path[:] = call.path
         os.chdir(call.folder)
         _set_environment(call.environment)
@@ -157,7 +156,7 @@ class _Rank:
         os.environ.update(RANK=str(call.rank), LOCAL_RANK=str(call.rank), WORLD_SIZE=str(call.world_size))
         store = dist.PrefixStore(str(call.number), self._store_at(call))
         dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size)
-        dist.barrier()  # whoever is done before another has connected would close the door on it
+        dist.barrier()  # a rank that is done would close connections before another has connected
         try:
             yield
         finally:
@@ -171,8 +170,8 @@ class _Rank:
             threading.Thread(target=groups.clear, daemon=True).start()
 
     def _leave(self, call: Call, *, wait: bool) -> None:
-        """Stay until all ranks are done, unless one waits for this one and would only learn by its leaving that it
-        waits in vain: a rank on its way out of a collective finds it failed when a peer closes its connections."""
+        """Wait until all ranks are done, unless another rank waits for this one in vain: it only fails when a peer
+        closes its connections."""
         if self.store is None:
             return
         with contextlib.suppress(RuntimeError):  # a DistStoreError: a rank that is not done in time, or a parent gone
@@ -201,7 +200,7 @@ _ROUNDS = 4
 
 
 def _collect(*, spring: bool = False) -> None:
-    """Free what a call left. What survives is mostly what it imported: most later collections need not look at that.
+    """Free the objects of a call. Most survivors are imported modules, which later collections need not visit.
 
     A model's parameters are freed only once what was computed with them is, so that one collection may not be enough.
     """
@@ -237,7 +236,7 @@ def _main_stack() -> str:
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:
-    """Make `os.environ` that of the caller; what an earlier call or an import has set is gone."""
+    """Set `os.environ` to the caller's; variables of earlier calls and imports are removed."""
     wanted = _OWN_ENVIRONMENT | dict(environment)
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
@@ -252,7 +251,7 @@ class _Clean:
     """
 
     def seed(self) -> None:
-        """Random numbers begin alike in every call and on every rank."""
+        """Seed random numbers, equally for every call and rank."""
         import torch
 
         torch.manual_seed(0)

@@ -151,7 +151,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angles.sin().to(torch.get_default_dtype()), persistent=False)
 
     def forward(self, at: torch.Tensor) -> torch.Tensor:
-        """Cosines and sines of these positions, `(2, seq, head / 2)`."""
+        """Return cosines and sines of these positions, `(2, seq, head / 2)`."""
         return torch.stack([self.cos[at], self.sin[at]])
 
 
@@ -337,7 +337,7 @@ class ConvNet(nn.Module):
 
 
 def rules_for(model: nn.Module, *, sequence: bool = False) -> Rules:
-    """Tensor parallelism for one of these models, over the axis "tp": what one would write by hand.
+    """Return tensor-parallel rules for one of these models, over the axis "tp", as a user would write them.
 
     Heads that do not divide stay whole; everything else may be uneven.
 
@@ -366,7 +366,8 @@ def rules_for(model: nn.Module, *, sequence: bool = False) -> Rules:
 
 
 def _mlp_rules(model: MLP) -> dict[str, Any]:
-    """Column, then row; the second hidden layer stays whole, unless it is the first one again."""
+    """Return column-, then row-parallel rules; the second hidden layer is replicated, unless it is the first one
+    again."""
     rules: dict[str, Any] = {"up": "colwise", "scale": "width@tp", "mix": "rowwise", "down": "replicate"}
     if model.buffers_change:
         rules |= {"offset": "width@tp", "shift": "width@tp"}
@@ -374,7 +375,7 @@ def _mlp_rules(model: MLP) -> dict[str, Any]:
 
 
 def _transformer_rules(model: Transformer, sequence: bool) -> Rules:
-    """Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3."""
+    """Return the rules of Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3."""
     rules: dict[str, Any] = {"embed": "rowwise", "head": "colwise", "position": "replicate", "norm*": "replicate"}
     if hasattr(model.blocks[0].attn, "qkv"):
         rules["attn.qkv"], sizes = "(qkv heads@tp? head)", {"qkv": 3, "heads": model.heads}
@@ -434,7 +435,7 @@ class Numbers:
 
 
 def batch_for(model: nn.Module, rows: int = 8) -> Callable[[int], torch.Tensor]:
-    """What makes the global batch of a step for one of these models: the same for the same step, on every rank.
+    """Return a function that creates the global batch of a step for one of these models, equal on every rank.
 
     Sequences are shorter than the longest that the model takes, by three eighths.
 

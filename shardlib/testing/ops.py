@@ -64,7 +64,7 @@ class Sample:
         return self.fn(*args, **kwargs)
 
     def outcome(self) -> list[Any]:
-        """Outputs, gradients and inputs after one run, forward and backward, on plain tensors."""
+        """Return outputs, gradients and inputs after one run, forward and backward, on plain tensors."""
         return _outcome(self, [_leaf(t) for t in self.tensors], None)
 
 
@@ -81,7 +81,8 @@ class Finding:
 
 
 def check_function(sample: Sample, mesh: DeviceMesh, *, tries: int = 24) -> list[Finding]:
-    """Run a sample in many placements on a mesh and compare with plain tensors. Call it on all ranks alike."""
+    """Run a sample in many placements on a mesh and compare with plain tensors. All ranks call it with the same
+    arguments."""
     wanted = sample.outcome()
     return [_try(sample, mesh, where, wanted) for where in placements_to_try(sample.tensors, mesh, tries)]
 
@@ -106,7 +107,7 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _outcome(sample: Sample, leaves: list[torch.Tensor], mesh: DeviceMesh | None) -> list[Any]:
-    """Outputs, then gradients of the leaves, then the leaves' own values (an op may write to them)."""
+    """Return outputs, then gradients of the leaves, then the leaves' own values (an op may write to them)."""
     seed_all(0)
     outputs = pytree.tree_leaves(sample.run(leaves))
     roots = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -122,7 +123,7 @@ def _direction(output: torch.Tensor, i: int, mesh: DeviceMesh | None) -> torch.T
 
 
 def _full(value: Any) -> Any:
-    """As a user takes it, so that placements have to be such as DTensor reads; by our way where gloo lacks the type."""
+    """Gather a DTensor as a user does, which needs valid placements; by our own gather where gloo lacks the dtype."""
     if not isinstance(value, DTensor):
         return value
     detached = value.detach()
@@ -146,8 +147,8 @@ def _difference(found: list[Any], wanted: list[Any], tolerance: float) -> str | 
 
 def _unlike(a: Any, b: Any, tolerance: float) -> str | None:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        alike = a is b or a == b or (isinstance(b, float) and abs(a - b) <= tolerance * (1 + abs(b)))
-        return None if type(a) is type(b) and alike else f"{a!r}, plain: {b!r}"
+        equal = a is b or a == b or (isinstance(b, float) and abs(a - b) <= tolerance * (1 + abs(b)))
+        return None if type(a) is type(b) and equal else f"{a!r}, plain: {b!r}"
     if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return f"{list(a.shape)} {a.dtype}, plain: {list(b.shape)} {b.dtype}"
     a, b = (_comparable(t) for t in (a, b))
@@ -164,7 +165,7 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tolerance(inputs: list[torch.Tensor], outputs: list[Any]) -> float:
-    """Sums are done in another order: a few digits less than the coarsest type that takes part.
+    """Return the tolerance: sums are reordered, which costs a few digits of the coarsest dtype.
 
     Types of two bytes have two or three digits: there it is a quarter (bfloat16), less than what a sum that is missing
     or done twice makes.
@@ -178,7 +179,8 @@ def _tolerance(inputs: list[torch.Tensor], outputs: list[Any]) -> float:
 
 
 def placements_to_try(tensors: Sequence[torch.Tensor], mesh: DeviceMesh, tries: int) -> list[tuple[Placements, ...]]:
-    """Each tensor split, summed or fused alone; all split alike; and a few at random. The same on every rank."""
+    """Return placements to try: each tensor split, summed or fused alone; all split equally; and a few at random. Equal
+    on every rank."""
     options = [list(_options(t, mesh)) for t in tensors]
     whole = tuple(_whole(mesh) for _ in tensors)
     found = [whole]
@@ -203,7 +205,7 @@ def _split(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> Placements:
 
 
 def _options(tensor: torch.Tensor, mesh: DeviceMesh) -> Iterator[Placements]:
-    """On one axis everything that a tensor may be; on several, such a choice for each axis, in turn."""
+    """Return all placements of a tensor on one axis; on several axes, such a choice for each axis, in turn."""
     single: list[Placement] = [Shard(d) for d in range(tensor.ndim)]
     if (tensor.is_floating_point() and tensor.dtype.itemsize > 1) or tensor.is_complex():
         single.append(Partial("sum"))
@@ -221,13 +223,13 @@ def _options(tensor: torch.Tensor, mesh: DeviceMesh) -> Iterator[Placements]:
 
 
 def _factors(tensor: torch.Tensor, dim: int, mesh: DeviceMesh, axis: int = 0) -> list[int]:
-    """A factor of a fused split that this dim allows, if there is one."""
+    """Return a factor of a fused split that this dim allows, if there is one."""
     size = tensor.shape[dim]
     return [k for k in (2, 3) if size and size % (k * mesh.size(axis)) == 0][:1]
 
 
 def _fused(tensor: torch.Tensor, dim: int, factor: int, axis: int, mesh: DeviceMesh) -> Placements:
-    """A fused split on one axis; each other axis splits the next dim.
+    """Return a fused split on one axis; each other axis splits the next dim.
 
     A factor that is the size of the last axis, with a plain split there, is the order of axes (last, first).
     """
@@ -238,7 +240,7 @@ def _fused(tensor: torch.Tensor, dim: int, factor: int, axis: int, mesh: DeviceM
 
 
 def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    """A plain tensor, the same on all ranks, as a DTensor. Sums are cut into unlike parts, one per rank."""
+    """Convert a plain tensor, equal on all ranks, to a DTensor. Partial placements get different summands on ranks."""
     local = whole = tensor.detach().clone()
     for axis, place in enumerate(placements):
         if isinstance(place, Partial):
@@ -250,7 +252,7 @@ def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DT
 
 
 def _summand(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """2x, -x, and zeros in between: they add up to x in any order and to the last bit, where that is finite."""
+    """Return a summand: 2x, -x, or zeros, which add up to x exactly in any order, where that is finite."""
     size, mine = mesh.size(axis), mesh.get_local_rank(axis)
     if size == 1:
         return tensor
@@ -278,12 +280,12 @@ class Verdict:
 _UNFIT = (
     "hash_tensor",  # depends on the last bit of its input, which a sum done in another order changes
     "jiterator",  # compiled by an accelerator when called
-    "as_strided|partial_views",  # reads what lies beside its input, which a copy of the input does not have
+    "as_strided|partial_views",  # reads memory beside its input, which a copy of the input does not have
 )
 
 
 def database(only: str | None = None) -> list[str]:
-    """Names of the ops in PyTorch's database, variants told apart."""
+    """Return the names of the ops in PyTorch's database, with their variants."""
     names = [f"{i.name}|{i.variant_test_name}" for i in op_database() if i.dtypes]
     return [name for name in names if not name.startswith(_UNFIT) and (only is None or name.startswith(only))]
 
@@ -292,7 +294,7 @@ FORMS = ("call", "in place", "view", "out")
 
 
 def samples_of(name: str, *, count: int = 6, form: str = "call", dtype: torch.dtype | None = None) -> list[Sample]:
-    """Sample inputs of one op, float64 where it takes that; none where the op has no such form or type."""
+    """Return sample inputs of one op, in float64 where possible; none where the op has no such form or dtype."""
     base, _, variant = name.partition("|")
     info = next(i for i in op_database() if i.name == base and i.variant_test_name == variant)
     fn = _formed(info, form)
@@ -311,7 +313,7 @@ def samples_of(name: str, *, count: int = 6, form: str = "call", dtype: torch.dt
 
 
 def _formed(info: Any, form: str) -> Callable[..., Any] | None:
-    """The function of an op in one of `FORMS`, if there is one."""
+    """Return the function of an op in one of `FORMS`, if there is one."""
     if form == "call":
         return _Metadata(info.op) if info.name.startswith(_UNSET) else info.op
     if form == "out":

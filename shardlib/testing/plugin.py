@@ -31,7 +31,7 @@ __all__ = ["Mark", "check", "pool"]
 
 @dataclass(frozen=True)
 class Mark:
-    """What the marks on a test say together; the mark nearest to the test wins."""
+    """The combined marks of a test; the mark nearest to the test takes precedence."""
 
     world_size: int
     timeout: float
@@ -44,24 +44,28 @@ class Mark:
         Raises:
             pytest.UsageError: an argument that the mark does not have, or that makes no sense.
         """
-        said: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "world_size": item.config.getoption("--shardlib-world-size"),
             "timeout": item.config.getoption("--shardlib-timeout"),
             "on_ranks": False,
         }
         for mark in reversed(list(item.iter_markers("shardlib"))):
             try:
-                said |= inspect.signature(_arguments).bind(*mark.args, **mark.kwargs).arguments
+                arguments |= inspect.signature(_arguments).bind(*mark.args, **mark.kwargs).arguments
             except TypeError as error:
                 raise _refused(item, f"{error}; it takes world_size, timeout and on_ranks") from None
-        wrong = [f"{name}={said[name]!r} is no {what}" for name, (what, good) in _GOOD.items() if not good(said[name])]
+        wrong = [
+            f"{name}={arguments[name]!r} is not {what}"
+            for name, (what, good) in _GOOD.items()
+            if not good(arguments[name])
+        ]
         if wrong:
             raise _refused(item, " and ".join(wrong))
-        return cls(**said)
+        return cls(**arguments)
 
 
 def _arguments(world_size: int = ..., *, timeout: float = ..., on_ranks: bool = ...) -> None:  # type: ignore[assignment]
-    """The arguments of the mark."""
+    """Declare the arguments of the mark."""
 
 
 def _number(value: Any, kind: Any) -> bool:
@@ -69,8 +73,8 @@ def _number(value: Any, kind: Any) -> bool:
 
 
 _GOOD: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "world_size": ("positive integer", lambda value: _number(value, int)),
-    "timeout": ("positive number of seconds", lambda value: _number(value, int | float)),
+    "world_size": ("a positive integer", lambda value: _number(value, int)),
+    "timeout": ("a positive number of seconds", lambda value: _number(value, int | float)),
     "on_ranks": ("True or False", lambda value: isinstance(value, bool)),
 }
 
@@ -100,7 +104,7 @@ _BEFORE = pytest.StashKey[Spent]()
 
 
 def pool(config: pytest.Config) -> Ranks:
-    """The pool of this run, of the size that the running test has."""
+    """Return the pool of this run, of the running test's size."""
     if _POOL not in config.stash:
         preload(config.getini("shardlib_preload"))
         config.stash[_POOL] = shared_pool(
@@ -178,7 +182,7 @@ class _Test:
         self.packed = _carry.dump_call(function, args, kwargs, by_value=True)
 
     def __call__(self) -> tuple[str, str]:
-        """Run it on a rank; what is no error but an end of pytest's own is returned."""
+        """Run it on a rank; what is not an error but an end of pytest's own is returned."""
         function, args, kwargs = _carry.load(self.packed)
         try:
             function(*args, **kwargs)
@@ -193,8 +197,8 @@ def _agree(ended: list[tuple[str, str]]) -> None:
     __tracebackhide__ = True
     ends = [end for end, _ in ended]
     if len(set(ends)) > 1:
-        told = ", ".join(f"rank {rank} {end or 'ran on'}" for rank, end in enumerate(ends))
-        pytest.fail(f"Ranks must skip or run a test together: {told}.", pytrace=False)
+        outcomes = ", ".join(f"rank {rank} {end or 'ran on'}" for rank, end in enumerate(ends))
+        pytest.fail(f"Ranks must skip or run a test together: {outcomes}.", pytrace=False)
     if ends[0] == "skip":
         pytest.skip(ended[0][1])
     if ends[0] == "xfail":
@@ -205,7 +209,7 @@ def _agree(ended: list[tuple[str, str]]) -> None:
 
 
 def _report(item: pytest.Item) -> None:
-    """Say with the test's report what it spent on ranks; reports travel through xdist and into junit files."""
+    """Add the test's time on ranks to its report, which passes through xdist and into junit files."""
     before, now = item.stash[_BEFORE], spent()
     calls = now.calls - before.calls
     if calls:

@@ -7,8 +7,8 @@ For what needs no processes: laws of layouts and prices, at a fraction of a mill
   does not hold up: all ranks run the same Python lines there, and code that asks for its rank gets a symbolic number
   for all of them, with which `shard_model` fails at once; and a plain tensor that is distributed to a fused layout is
   silently cut wrong. A warm call on four real ranks costs some ten milliseconds: `shardlib.testing.ranks`.
-- Partial layouts may be sums and means, or maxima, or minima: a sum of maxima is no maximum of sums, and a layout does
-  not say which is meant.
+- Partial layouts may be sums and means, or maxima, or minima: a sum of maxima is not a maximum of sums, and a layout
+  does not say which is meant.
 
 >>> stored, compute = Layout.parse("a@(tp,fsdp) b"), Layout.parse("a@tp b")
 >>> t = torch.arange(24.0).reshape(8, 3)
@@ -49,7 +49,7 @@ _UNLIKE: dict[str, Callable[[torch.Tensor, int, int], torch.Tensor]] = {
 
 
 def cut(tensor: torch.Tensor, layout: Layout, mesh: MeshLike) -> list[torch.Tensor]:
-    """What each rank holds of a tensor, rank 0 first. Partial layouts get unlike summands, exact for whole numbers.
+    """Return every rank's local tensor, rank 0 first. Partial layouts get different summands, exact for integers.
 
     >>> cut(torch.arange(4), Layout.parse("a@tp"), "tp=2")
     [tensor([0, 1]), tensor([2, 3])]
@@ -69,7 +69,7 @@ def cut(tensor: torch.Tensor, layout: Layout, mesh: MeshLike) -> list[torch.Tens
 
 
 def whole(shards: Sequence[torch.Tensor], layout: Layout, global_shape: Sequence[int], mesh: MeshLike) -> torch.Tensor:
-    """The tensor whose shards these are, reduced over partial axes: `whole` of what `cut` gives is the identity.
+    """Assemble a tensor from its shards, reduced over partial axes; the inverse of `cut`.
 
     Raises:
         LayoutError: ranks that hold the same elements do not agree; or the shards do not fit the layout.
@@ -96,7 +96,7 @@ def whole(shards: Sequence[torch.Tensor], layout: Layout, global_shape: Sequence
 def carry_out(
     shards: Sequence[torch.Tensor], src: Layout, dst: Layout, global_shape: Sequence[int], mesh: MeshLike
 ) -> list[torch.Tensor]:
-    """Perform the collectives that `transition(src, dst, ...)` lists, one after another, on the shards of all ranks.
+    """Perform the collectives that `transition(src, dst, ...)` lists, in order, on the shards of all ranks.
 
     Where each rank gets exactly what the listed kinds, axes and bytes allow, and in the end what `dst` says.
 
@@ -108,25 +108,25 @@ def carry_out(
     shape, size = MeshShape.of(mesh), tuple(global_shape)
     steps = transition(src, dst, size, shards[0].dtype, shape)
     problem = ""
-    for places in _scatter_choices(steps, len(size)):
+    for scatter_dims in _scatter_choices(steps, len(size)):
         ranks = _Ranks.holding(shards, src, dst, size, shape)
-        problem = ranks.perform(steps, places)
+        problem = ranks.perform(steps, scatter_dims)
         if not problem:
             return ranks.shards()
     listed = ", ".join(map(str, steps)) or "nothing"
     raise LayoutError(f'From "{src}" to "{dst}" of {size} on mesh "{shape}" by {listed}: {problem}.')
 
 
-_Place = int | None
-"""The dim in which a scattered axis splits what is there, or None for the place that it has in the end."""
+_ScatterDim = int | None
+"""The dim that a scattered axis splits, or None for the dim that it splits in the end."""
 
 
-def _scatter_choices(steps: Sequence[Collective], ndim: int) -> Iterator[Mapping[str, _Place]]:
-    """A list of collectives does not say where a reduction scatters to; every place and order of axes is tried."""
+def _scatter_choices(steps: Sequence[Collective], ndim: int) -> Iterator[Mapping[str, _ScatterDim]]:
+    """Iterate over the dims to scatter to, which collectives do not name: every choice and order of axes is tried."""
     scattered = [axis for step in steps if step.kind == "reduce_scatter" for axis in step.axes]
     for axes in permutations(scattered):
-        for places in product((None, *range(ndim)), repeat=len(axes)):
-            yield dict(zip(axes, places, strict=True))
+        for scatter_dims in product((None, *range(ndim)), repeat=len(axes)):
+            yield dict(zip(axes, scatter_dims, strict=True))
 
 
 @dataclass
@@ -156,11 +156,11 @@ class _Ranks:
     def shards(self) -> list[torch.Tensor]:
         return [self.dst.take(v, self.mesh, c) for v, c in zip(self.values, _coordinates(self.mesh), strict=True)]
 
-    def perform(self, steps: Sequence[Collective], places: Mapping[str, _Place]) -> str:
-        """All of them; what is wrong, or an empty string."""
+    def perform(self, steps: Sequence[Collective], scatter_dims: Mapping[str, _ScatterDim]) -> str:
+        """Perform all steps; return what is wrong, or an empty string."""
         fresh = {a: op for a, op in self.dst.partials if self.src.partial.get(a) != op and self.mesh[a] > 1}
         for step in steps:
-            sent = self._perform(step, places)
+            sent = self._perform(step, scatter_dims)
             if step.kind != "copy" and math.ceil(sent * self.values[0].dtype.itemsize) != step.bytes:
                 return f"{step} sends {float(sent * self.values[0].dtype.itemsize):g} bytes a rank"
         for rank, (has, wants) in enumerate(zip(self.holds, self.needs, strict=True)):
@@ -171,18 +171,18 @@ class _Ranks:
                 self.values[rank] = _UNLIKE[op](self.values[rank], coordinate[axis], self.mesh[axis])
         return ""
 
-    def _perform(self, step: Collective, places: Mapping[str, _Place]) -> Fraction:
-        """Elements that a rank sends, on average."""
+    def _perform(self, step: Collective, scatter_dims: Mapping[str, _ScatterDim]) -> Fraction:
+        """Perform one step; return the elements that a rank sends, on average."""
         if step.kind == "slice":
             for axis in step.axes:
                 self._keep(axis, None)
         elif step.kind in ("all_reduce", "reduce_scatter"):
-            return self._reduce(step, places)
+            return self._reduce(step, scatter_dims)
         elif step.kind in ("all_gather", "all_to_all"):
             return self._exchange(step.axes)
         return Fraction(0)
 
-    def _reduce(self, step: Collective, places: Mapping[str, _Place]) -> Fraction:
+    def _reduce(self, step: Collective, scatter_dims: Mapping[str, _ScatterDim]) -> Fraction:
         held = Fraction(sum(int(has.sum()) for has in self.holds), len(self.holds))
         op = self.src.partial[step.axes[0]]
         for group in self.mesh.groups(step.axes):
@@ -193,12 +193,12 @@ class _Ranks:
         sent = held * Fraction(n - 1, n)
         if step.kind == "all_reduce":
             return 2 * sent
-        for axis in (axis for axis in places if axis in step.axes):
-            self._keep(axis, places[axis])
+        for axis in (axis for axis in scatter_dims if axis in step.axes):
+            self._keep(axis, scatter_dims[axis])
         return sent
 
     def _exchange(self, axes: Sequence[str]) -> Fraction:
-        """Ranks of a group send each other what they need and lack."""
+        """Exchange between the ranks of a group the elements that each needs and lacks."""
         received, holds, values = 0, list(self.holds), list(self.values)
         for group in self.mesh.groups(axes):
             for rank in group:
@@ -210,20 +210,20 @@ class _Ranks:
         self.holds, self.values = holds, values
         return Fraction(received, len(holds))
 
-    def _keep(self, axis: str, dim: _Place) -> None:
-        """Let an axis split what its ranks hold: a dim of it, or as it is split in the end."""
+    def _keep(self, axis: str, dim: _ScatterDim) -> None:
+        """Let an axis split the elements that its ranks hold: in a dim, or as in the destination."""
         coordinates = list(_coordinates(self.mesh))
         for group in self.mesh.groups((axis,)):
             for index, rank in enumerate(group):
                 if dim is None:
-                    alike = [need for need, c in zip(self.needs, coordinates, strict=True) if c[axis] == index]
-                    self.holds[rank] = self.holds[rank] & torch.stack(alike).any(0)
+                    needs_here = [need for need, c in zip(self.needs, coordinates, strict=True) if c[axis] == index]
+                    self.holds[rank] = self.holds[rank] & torch.stack(needs_here).any(0)
                 else:
                     self.holds[rank] = self.holds[rank] & _chunk(self.holds[rank], dim, index, len(group))
 
 
 def _chunk(held: torch.Tensor, dim: int, index: int, n: int) -> torch.Tensor:
-    """One of n pieces of what is held, along a dim."""
+    """Return one of n pieces of the held elements, along a dim."""
     others = [d for d in range(held.ndim) if d != dim]
     rows = (held.any(others) if others else held).nonzero().flatten().chunk(n)
     mine = torch.zeros(held.shape[dim], dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The context of a job: its config, its mesh, and where this rank stands on it. Read-only."""
+"""The context of a job: its config, its mesh, and this rank's coordinate. Read-only."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["ParallelContext", "ParallelMode", "global_context", "remember"]
 
 
 class ParallelMode(Enum):
-    """Ways in which ranks share work, each some axes of the mesh. Where a mode is asked for, an axis' name may stand.
+    """Ways in which ranks share work; each belongs to some axes of the mesh. The name of an axis can replace a mode.
 
-    GLOBAL is all ranks, DATA those with other examples, MODEL those that share the work on the same ones, TENSOR (and
-    PARALLEL_1D) those that split tensors, PIPELINE the stages, SEQUENCE those that split sequences, SEQUENCE_DP those
-    and DATA.
+    GLOBAL is all ranks, DATA the ranks with different examples, MODEL those with the same examples, TENSOR (and
+    PARALLEL_1D) those that split tensors, PIPELINE the stages, SEQUENCE those that split sequences, SEQUENCE_DP the
+    last and DATA.
 
     >>> ParallelMode("data")
     <ParallelMode.DATA: 'data'>
@@ -47,7 +47,7 @@ _SEQUENCE = ("sp", "cp")
 
 @dataclass(frozen=True)
 class _Known:
-    """What `initialize` made, in the job as it was configured then."""
+    """The result of `initialize`, for the job as it was configured then."""
 
     config: Config
     mesh: DeviceMesh
@@ -59,14 +59,14 @@ _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, _Known] = weakref.WeakKeyDi
 
 
 def remember(config: Config, mesh: DeviceMesh) -> None:
-    """From now on the context is that of this config on this mesh."""
+    """Set the config and the mesh of the context."""
     world = dist.group.WORLD
     assert world is not None
     _KNOWN[world] = _Known(config, mesh, launched())
 
 
 class ParallelContext:
-    """What `global_context` is: a view of the job that was launched, and of the mesh of `initialize` once there is one.
+    """The class of `global_context`: a view of the launched job, and of the mesh of `initialize` once there is one.
 
     >>> global_context.config.get("BATCH_SIZE", 32)
     32
@@ -83,7 +83,7 @@ class ParallelContext:
 
     @property
     def config(self) -> Config:
-        """What the job was configured with: by `initialize`, else by `launch` or its like, else with nothing."""
+        """The configuration of the job: from `initialize`, else from `launch` or a function like it, else empty."""
         known, job = self._known(), launched()
         return known.config if known is not None else job.config if job is not None else Config()
 
@@ -92,7 +92,7 @@ class ParallelContext:
         """The mesh of `initialize`.
 
         Raises:
-            LaunchError: it was not called yet.
+            LaunchError: `initialize` was not called yet.
         """
         known = self._known()
         if known is None:
@@ -109,21 +109,21 @@ class ParallelContext:
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ranks have examples of their own."""
+        """The number of ranks with examples of their own."""
         return self.get_world_size(ParallelMode.DATA)
 
     @property
     def tensor_parallel_size(self) -> int:
-        """How many ranks split tensors."""
+        """The number of ranks that split tensors."""
         return self.get_world_size(ParallelMode.TENSOR)
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.get_world_size(ParallelMode.PIPELINE)
 
     def axes(self, mode: ParallelMode | str) -> tuple[str, ...]:
-        """The axes of the mesh that a mode is about; none where the mesh has none of them."""
+        """Return the axes of the mesh that belong to a mode; none where the mesh has none of them."""
         shape = self.shape
         if isinstance(mode, str) and mode in shape:
             return (mode,)
@@ -142,38 +142,39 @@ class ParallelContext:
         }[_mode(mode, shape)]
 
     def is_initialized(self, mode: ParallelMode | str) -> bool:
-        """Whether several ranks work together in this mode. GLOBAL and DATA always are, once ranks have met."""
+        """Return whether several ranks work together in this mode. GLOBAL and DATA always are, once the ranks have
+        joined."""
         if mode in (ParallelMode.GLOBAL, ParallelMode.DATA):
             return dist.is_initialized()
         return dist.is_initialized() and self.get_world_size(mode) > 1
 
     def get_global_rank(self) -> int:
-        """This rank's number among all."""
+        """Return this rank's number among all ranks."""
         return _of_job("RANK", 0)
 
     def get_ranks_in_group(self, mode: ParallelMode | str) -> list[int]:
-        """The ranks that work with this one in a mode, by their numbers among all: itself alone, if none do."""
+        """Return the global numbers of the ranks that work with this one in a mode, itself included."""
         rank, axes = self.get_global_rank(), self.axes(mode)
         return next(group for group in self.shape.groups(axes) if rank in group)
 
     def get_world_size(self, mode: ParallelMode | str) -> int:
-        """How many they are."""
+        """Return the number of ranks in this rank's group."""
         return len(self.get_ranks_in_group(mode))
 
     def get_local_rank(self, mode: ParallelMode | str) -> int:
-        """This rank's number among them."""
+        """Return this rank's number in its group."""
         return self.get_ranks_in_group(mode).index(self.get_global_rank())
 
     def is_first_rank(self, mode: ParallelMode | str) -> bool:
-        """Whether this rank is the first of them."""
+        """Return whether this rank is the first of its group."""
         return self.get_local_rank(mode) == 0
 
     def is_last_rank(self, mode: ParallelMode | str) -> bool:
-        """Whether this rank is the last of them."""
+        """Return whether this rank is the last of its group."""
         return self.get_local_rank(mode) == self.get_world_size(mode) - 1
 
     def get_group(self, mode: ParallelMode | str) -> dist.ProcessGroup:
-        """The process group over which they talk.
+        """Return the process group of a mode.
 
         Raises:
             LaunchError: before `initialize`.

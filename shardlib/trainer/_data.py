@@ -27,22 +27,22 @@ def get_dataloader(
     batch_size: int = 1,
     **options: Any,
 ) -> DataLoader:
-    """A dataloader over this rank's share of a data set.
+    """Return a dataloader over this rank's share of a data set.
 
-    Data ranks are those that the job's config leaves beside `parallel.tensor`; ranks of one tensor group get the same
-    examples. Call it after `launch(config=...)`, before `initialize` or after it.
+    The number of data ranks follows from the job's config; ranks of one tensor group get the same examples. Call this
+    after `launch(config=...)`, before or after `initialize`.
 
     Args:
-        dataset: with a length and items by number.
-        add_sampler: share the examples; else every rank gets all of them.
-        shuffle: in another order in each epoch; `Trainer` sets the epoch, other loops call
+        dataset: a data set with a length and items by number.
+        add_sampler: divide the examples; else every rank gets all of them.
+        shuffle: use another order in each epoch; `Trainer` sets the epoch, other loops call
             `loader.sampler.set_epoch(epoch)`.
-        seed: of that order, and of workers.
-        drop_last: leave out the last batch where it is smaller.
-        pin_memory: of torch's `DataLoader`.
-        num_workers: the same.
-        batch_size: of one data rank.
-        **options: of torch's `DataLoader`.
+        seed: the seed of that order, and of workers.
+        drop_last: leave out the last batch if it is smaller.
+        pin_memory: as for torch's `DataLoader`.
+        num_workers: likewise.
+        batch_size: the number of examples per data rank.
+        **options: options of torch's `DataLoader`.
 
     >>> loader = get_dataloader(range(6), batch_size=4)
     >>> [batch.tolist() for batch in loader]
@@ -66,11 +66,11 @@ def get_dataloader(
 
 
 class WholeSteps:
-    """A dataloader without the batches at the end of an epoch that make no whole step.
+    """A dataloader without the batches at the end of an epoch that do not fill a step.
 
     Args:
-        loader: whose other attributes are to be had here too: `sampler`, `dataset`, `state_dict`.
-        passes: batches that make a step.
+        loader: the wrapped loader, whose attributes this one has: `sampler`, `dataset`, `state_dict`.
+        passes: batches per step.
 
     >>> [len(WholeSteps(range(7), 3)), list(WholeSteps(range(7), 3))]
     [6, [0, 1, 2, 3, 4, 5]]
@@ -92,27 +92,27 @@ class WholeSteps:
 
 
 def begins_at(loader: Any) -> int:
-    """How many batches the next iteration leaves out, where a position was loaded."""
+    """Return the number of batches that the next iteration skips, where a position was loaded."""
     return int(getattr(loader, "begins_at", 0))
 
 
 def length_of(loader: Any) -> int:
-    """How many batches an epoch has.
+    """Return the number of batches of an epoch.
 
     Raises:
-        InputError: nobody knows.
+        InputError: the loader has no length.
     """
     try:
         return len(loader)
     except TypeError:
         raise InputError(
-            f"The {type(loader).__name__} has no length, so nobody knows where an epoch ends. Give one with a length, "
+            f"The {type(loader).__name__} has no length, so the end of an epoch is not known. Give one with a length, "
             "or write the loop yourself with the engine."
         ) from None
 
 
 def repeated_at_end(loader: Any) -> int:
-    """How many of the last examples are another rank's too, given again so that ranks have equally many: 1 or none."""
+    """Return how many of the last examples repeat another rank's, so that ranks have equally many: 1 or none."""
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return 0
@@ -122,10 +122,10 @@ def repeated_at_end(loader: Any) -> int:
 
 
 def check_place(loader: Any, what: str, index: int, count: int) -> None:
-    """Refuse a loader of ours that gives this rank another data rank's examples.
+    """Refuse a loader of ours that yields another data rank's examples.
 
     Raises:
-        InputError: it does.
+        InputError: the loader is another data rank's.
     """
     place = getattr(loader, "place", None)
     if place is not None and place[1] != 1 and place != (index, count):

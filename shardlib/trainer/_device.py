@@ -11,7 +11,8 @@ __all__ = ["get_current_device"]
 
 
 def get_current_device() -> torch.device:
-    """Where this rank computes: what `launch` or its like chose, else the accelerator of this process, or the CPU.
+    """Return the device of this rank: that of `launch` or a function like it, else this process's accelerator, or the
+    CPU.
 
     >>> get_current_device()
     device(type='cpu')

@@ -21,19 +21,19 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """What `initialize` returns first: a model to call, and what trains it.
+    """The engine that `initialize` returns: a model to call, and the means to train it.
 
-    `zero_grad`, `engine(x)`, `criterion`, `backward`, `step` make a loop. Where the config says
-    `gradient_accumulation=n`, every n-th `step` is one: the others, and `zero_grad` after them, leave everything as it
-    is, and the gradient of the step is that of the mean over all n losses.
+    A training loop calls `zero_grad`, `engine(x)`, `criterion`, `backward` and `step`. With `gradient_accumulation=n`
+    in the config, every n-th `step` updates the parameters; the others, and `zero_grad` after them, do nothing. The
+    gradient of the step is that of the mean over all n losses.
 
     Args:
-        model: boosted, as it is: its `state_dict` has the names that it has.
+        model: the boosted model; its `state_dict` has its own names.
         optimizer: its `BoostedOptimizer`.
-        criterion: any callable that makes a loss: a mean over the examples of a batch, or `(sum, count)`.
+        criterion: any callable that returns a loss: a mean over the examples of a batch, or `(sum, count)`.
         gradient_handlers: called before gradients are clipped, at each step that is taken.
-        schedule: what is done with one batch.
-        lr_scheduler: that of the optimizer, if there is one.
+        schedule: the treatment of one batch.
+        lr_scheduler: the optimizer's scheduler, if there is one.
 
     >>> from shardlib.trainer import initialize
     >>> model = nn.Linear(4, 2)
@@ -71,10 +71,10 @@ class Engine:
         self.ophooks: dict[BaseOpHook, list[RemovableHandle]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward.
+        """Run the model's forward.
 
         Raises:
-            PlanError: a model in stages, which runs batches as a whole.
+            PlanError: a model in stages, which runs global batches.
         """
         if isinstance(self.schedule, PipelineSchedule):
             raise PlanError(
@@ -93,7 +93,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device of the model."""
         return self._reducer.executor.device
 
     @property
@@ -107,7 +107,7 @@ class Engine:
         return self._reducer.group_of_all()
 
     def is_between_passes(self) -> bool:
-        """Whether further backward passes belong to the step that has begun."""
+        """Return whether further backward passes belong to the current step."""
         return self._reducer.is_between_passes()
 
     def train(self, mode: bool = True) -> None:
@@ -119,7 +119,7 @@ class Engine:
         self.model.eval()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a step. Between the passes of one it does nothing."""
+        """Clear the gradients at the beginning of a step; does nothing between its passes."""
         self.optimizer.zero_grad(set_to_none)
 
     def backward(self, loss: Any, weight: Any = None) -> None:
@@ -127,10 +127,10 @@ class Engine:
         self.optimizer.backward(loss, weight=weight)
 
     def backward_by_grad(self, tensor: Any, grad: Any) -> None:
-        """Run backward of a tensor, or of several, from gradients that are known: those of the mean loss of this rank.
+        """Run backward of one or several tensors from given gradients: those of this rank's mean loss.
 
         Raises:
-            InputError: other shapes.
+            InputError: gradients of other shapes.
         """
         tensors = tensor if isinstance(tensor, tuple | list) else (tensor,)
         grads = grad if isinstance(grad, tuple | list) else (grad,)
@@ -141,7 +141,7 @@ class Engine:
         self.backward(sum((t * g.detach()).sum() for t, g in zip(tensors, grads, strict=True)))
 
     def step(self) -> None:
-        """Handle and clip gradients, and update the parameters; every n-th time, under accumulation."""
+        """Handle and clip gradients, and update the parameters; under accumulation every n-th time."""
         self.optimizer.step()
         for hook in self.ophooks:
             hook.post_iter()
@@ -157,7 +157,7 @@ class Engine:
 
         Args:
             data_iter: an iterator over batches.
-            forward_only: no backward, and no graph for one.
+            forward_only: run no backward, and record no graph.
             return_loss: compute the loss.
             return_output_label: return output and label too, else None in their places.
 
@@ -176,7 +176,7 @@ class Engine:
         """Call a hook around forward and backward of every module that has parameters of its own.
 
         Raises:
-            PlanError: model axes, whose blocks are compiled: code that is there already would not call it.
+            PlanError: a mesh with model axes, whose blocks are compiled: compiled code would not call the hook.
         """
         if not isinstance(hook, BaseOpHook):
             raise PlanError(f"add_hook was given a {type(hook).__name__}; give a subclass of BaseOpHook.")
@@ -190,6 +190,6 @@ class Engine:
             self.ophooks[hook] = install(hook, self.model)
 
     def remove_hook(self, hook: BaseOpHook) -> None:
-        """Take a hook away that `add_hook` was given."""
+        """Remove a hook that was passed to `add_hook`."""
         for handle in self.ophooks.pop(hook, ()):
             handle.remove()

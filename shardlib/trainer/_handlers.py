@@ -39,18 +39,17 @@ _DONE_ANYWAY: Mapping[str, str] = MappingProxyType(
 
 
 class BaseGradientHandler:
-    """What does something to gradients before they are clipped, once in each step that is taken.
+    """The base of handlers that change gradients before they are clipped, once in each step that is taken.
 
-    A handler finds `param.grad` as the step is going to use it: the gradient of the mean loss over all data ranks and
-    all accumulated passes, with no loss scale in it. It is a plain tensor, the same on all ranks; where the plan splits
-    it (tensor parallel, any stage of `zero`), it is a DTensor of global shape of which each rank has its part. A
-    handler may change it in place, or put another one of the same layout there. It has to do the same on all ranks
-    that hold the same element. To average over data ranks again changes nothing for plain tensors, and would mix up
-    different elements for parts.
+    `param.grad` is the gradient of the step: that of the mean loss over all data ranks and all accumulated passes,
+    without a loss scale. It is a plain tensor, equal on all ranks; where the plan splits it (tensor parallel, any stage
+    of `zero`), it is a sharded DTensor. A handler may change it in place, or replace it by a tensor of the same layout.
+    It must do the same on all ranks that hold the same element. Averaging over data ranks again changes nothing for
+    plain tensors, and would mix different elements of shards.
 
     Args:
-        model: of the engine.
-        optimizer: of the engine.
+        model: the engine's model.
+        optimizer: the engine's optimizer.
 
     >>> class Signs(BaseGradientHandler):
     ...     def handle_gradient(self):
@@ -63,26 +62,26 @@ class BaseGradientHandler:
         self._model, self._optimizer = model, optimizer
 
     def handle_gradient(self) -> None:
-        """Do it. All ranks call it, at the same step. A handler that has a `reduce` need not have it."""
+        """Change the gradients. All ranks call it, at the same step. A handler with a `reduce` need not have it."""
         if not self.reduces():
             raise NotImplementedError(f"{type(self).__name__} has neither handle_gradient nor reduce.")
 
     def reduce(self, bucket: GradientBucket) -> Any:
-        """In the place of the all-reduce over data ranks, if a subclass has it; see `reduce_gradients_by`. It comes for
-        each bucket while backward runs."""
+        """Replace the all-reduce over data ranks in a subclass; see `reduce_gradients_by`. Runs for each bucket during
+        backward."""
         raise NotImplementedError
 
     @classmethod
     def reduces(cls) -> bool:
-        """Whether the class has a `reduce` of its own."""
+        """Return whether the class has a `reduce` of its own."""
         return cls.reduce is not BaseGradientHandler.reduce
 
 
 def register_gradient_handler(name: str | None = None) -> Callable[[C], C]:
-    """A decorator: a config may name the class, as in `gradient_handler=[dict(type="Signs")]`.
+    """Decorate a class so that a config may name it, as in `gradient_handler=[dict(type="Signs")]`.
 
     Args:
-        name: by default that of the class.
+        name: the name in a config; by default that of the class.
 
     >>> @register_gradient_handler("halves")
     ... class Halves(BaseGradientHandler):
@@ -94,10 +93,10 @@ def register_gradient_handler(name: str | None = None) -> Callable[[C], C]:
 
 
 def check_gradient_handlers(described: Any) -> tuple[Mapping[str, Any], ...]:
-    """What a config says under `gradient_handler`, before anything is built.
+    """Check the `gradient_handler` of a config, before anything is built.
 
     Raises:
-        PlanError: no list of dicts with a `type` each, or a type that nobody registered.
+        PlanError: not a list of dicts with a `type` each, or a type that is not registered.
     """
     if not isinstance(described, list | tuple) or not all(
         isinstance(one, Mapping) and "type" in one for one in described
@@ -110,7 +109,7 @@ def check_gradient_handlers(described: Any) -> tuple[Mapping[str, Any], ...]:
         kind = one["type"]
         if not GRADIENT_HANDLER.has(kind) and kind not in _DONE_ANYWAY:
             raise PlanError(
-                f'The config names a gradient handler "{kind}", which nobody registered. Put '
+                f'The config names a gradient handler "{kind}", which is not registered. Put '
                 "@GRADIENT_HANDLER.register_module over its class, in a module that is imported before initialize."
                 f"{nearest(str(kind), _DONE_ANYWAY)}"
             )
@@ -120,10 +119,10 @@ def check_gradient_handlers(described: Any) -> tuple[Mapping[str, Any], ...]:
 def build_gradient_handlers(
     described: Iterable[Mapping[str, Any]], model: nn.Module, optimizer: BoostedOptimizer
 ) -> list[BaseGradientHandler]:
-    """The handlers that a config names, but for those of ColossalAI whose work is done anyway.
+    """Build the handlers that a config names, except for those of ColossalAI whose work is done anyway.
 
     Raises:
-        PlanError: one is built of other options than it takes, or is no handler; two reduce gradients.
+        PlanError: one has unknown options, or is not a handler; two reduce gradients.
     """
     built = []
     for one in described:
@@ -135,9 +134,10 @@ def build_gradient_handlers(
 
 
 def _let_reduce(model: nn.Module, handlers: list[BaseGradientHandler]) -> None:
-    """
+    """Let the handler with a `reduce` of its own reduce the model's gradients.
+
     Raises:
-        PlanError: two handlers want to, or gradients are in parts.
+        PlanError: two handlers have a `reduce`, or gradients are sharded.
     """
     if len(handlers) > 1:
         names = " and ".join(type(handler).__name__ for handler in handlers)

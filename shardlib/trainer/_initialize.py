@@ -34,29 +34,29 @@ def initialize(
     config: Mapping[str, Any] | str | Path | None = None,
     verbose: bool = True,
 ) -> tuple[Engine, Any, Any, Any]:
-    """Make an engine: shard the model in place as the config says, and let its optimizer and scheduler go on with it.
+    """Create an engine: shard the model in place as the config says, and rebind its optimizer and scheduler.
 
-    The keys that mean something are in docs/trainer.md; all others are yours, and readable in `global_context.config`.
+    The known keys are in docs/trainer.md; all others are yours, and readable in `global_context.config`.
 
     Args:
-        model: a plain module. Where ranks have built it with other values, all take rank 0's.
-        optimizer: built from its parameters.
-        criterion: any callable that makes a loss.
-        train_dataloader: this rank's, as `get_dataloader` makes it.
-        test_dataloader: the same.
-        lr_scheduler: built on the optimizer; its steps are those that the optimizer takes.
-        config: a dict or the path of a .py or .toml file; by default that of `launch` or its like.
-        verbose: rank 0 tells what was made.
+        model: a plain module. If ranks have built it with different values, all take rank 0's.
+        optimizer: an optimizer of its parameters.
+        criterion: any callable that returns a loss.
+        train_dataloader: this rank's dataloader, as from `get_dataloader`.
+        test_dataloader: likewise.
+        lr_scheduler: a scheduler of the optimizer; it counts the steps that the optimizer takes.
+        config: a dict or the path of a .py or .toml file; by default that of `launch` or a function like it.
+        verbose: whether rank 0 logs the result.
 
     Returns:
-        The engine; the train dataloader, under accumulation without the batches that make no whole step; the test
+        The engine; the train dataloader, under accumulation without the batches that do not fill a step; the test
         dataloader; the scheduler.
 
     Raises:
-        PlanError: a config that asks for what is not to be had.
-        LaunchError: sizes that do not fit the number of ranks, before ranks talk.
-        InputError: a dataloader that shares examples in another way.
-        ShardlibError: what `Booster.boost` says. Nothing has changed then.
+        PlanError: a config with unsupported settings.
+        LaunchError: sizes that do not fit the number of ranks, before ranks communicate.
+        InputError: a dataloader that divides examples in another way.
+        ShardlibError: an error of `Booster.boost`, before any change.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.Adam(model.parameters())
@@ -94,10 +94,10 @@ def initialize(
 
 def _told(settings: Settings, booster: Booster) -> str:
     plugin = settings.plugin
-    said = [f"mesh {MeshShape.of(booster.mesh)} of {dist.get_world_size()} ranks"]
-    said += [f"{plugin.num_microbatches} microbatches"] if plugin.pp_size > 1 else []
-    said += [f"zero stage {plugin.zero_stage}"] if plugin.zero_stage else []
-    said += [repr(plugin.amp)] if plugin.amp is not None else []
-    said += [f"{plugin.passes} passes a step"] if plugin.passes > 1 else []
-    said += [f"gradients clipped to {plugin.max_norm:g}"] if plugin.max_norm else []
-    return "training on " + ", ".join(said)
+    parts = [f"mesh {MeshShape.of(booster.mesh)} of {dist.get_world_size()} ranks"]
+    parts += [f"{plugin.num_microbatches} microbatches"] if plugin.pp_size > 1 else []
+    parts += [f"zero stage {plugin.zero_stage}"] if plugin.zero_stage else []
+    parts += [repr(plugin.amp)] if plugin.amp is not None else []
+    parts += [f"{plugin.passes} passes a step"] if plugin.passes > 1 else []
+    parts += [f"gradients clipped to {plugin.max_norm:g}"] if plugin.max_norm else []
+    return "training on " + ", ".join(parts)

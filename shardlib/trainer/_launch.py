@@ -29,7 +29,7 @@ def launch(
     *,
     timeout: Timeout = None,
 ) -> Launched:
-    """`shardlib.booster.launch`, with the config in the first place.
+    """Call `shardlib.booster.launch`, with the config as the first argument.
 
     >>> launch({"BATCH_SIZE": 4}, rank=1, world_size=1, host="localhost", port=29500)
     Traceback (most recent call last):
@@ -47,7 +47,7 @@ def launch_from_torch(
     *,
     timeout: Timeout = None,
 ) -> Launched:
-    """`shardlib.booster.launch_from_torch`, with the config in the first place.
+    """Call `shardlib.booster.launch_from_torch`, with the config as the first argument.
 
     >>> launch_from_torch("config.py").config.BATCH_SIZE  # doctest: +SKIP
     32
@@ -65,7 +65,7 @@ def launch_from_slurm(
     *,
     timeout: Timeout = None,
 ) -> Launched:
-    """`shardlib.booster.launch_from_slurm`, with the config in the first place.
+    """Call `shardlib.booster.launch_from_slurm`, with the config as the first argument.
 
     >>> launch_from_slurm("config.py", "node-1", 29500).rank  # doctest: +SKIP
     0
@@ -83,7 +83,7 @@ def launch_from_openmpi(
     *,
     timeout: Timeout = None,
 ) -> Launched:
-    """`shardlib.booster.launch_from_openmpi`, with the config in the first place.
+    """Call `shardlib.booster.launch_from_openmpi`, with the config as the first argument.
 
     >>> launch_from_openmpi("config.py", "node-1", 29500).rank  # doctest: +SKIP
     0

@@ -21,13 +21,13 @@ _FORMAT = "[%(asctime)s] %(levelname)s rank %(rank)s: %(message)s"
 
 
 class DistributedLogger:
-    """Python's logging, where a line is written by the ranks that are asked for.
+    """Python's logging, where given ranks write a line.
 
-    It writes to stderr by a logger of its own below "shardlib", and hands nothing on to the root logger, which stays as
-    it is. `get_dist_logger` gives one for each name.
+    It writes to stderr by a logger below "shardlib", which does not propagate to the root logger. `get_dist_logger`
+    returns one for each name.
 
     Args:
-        name: of Python's logger, below "shardlib".
+        name: the name of Python's logger, below "shardlib".
 
     >>> get_dist_logger("docs") is get_dist_logger("docs")
     True
@@ -46,21 +46,21 @@ class DistributedLogger:
         """Write a line.
 
         Args:
-            message: of any type.
-            ranks: which ranks write it, such as [0]; by default all that come here.
+            message: the message, of any type.
+            ranks: the ranks that write it, such as [0]; by default every rank that calls this.
         """
         self._log(logging.INFO, message, ranks)
 
     def warning(self, message: Any, ranks: Sequence[int] | None = None) -> None:
-        """`info`, as a warning."""
+        """Log a message as `info` does, as a warning."""
         self._log(logging.WARNING, message, ranks)
 
     def debug(self, message: Any, ranks: Sequence[int] | None = None) -> None:
-        """`info`, for the level DEBUG."""
+        """Log a message as `info` does, for debugging."""
         self._log(logging.DEBUG, message, ranks)
 
     def error(self, message: Any, ranks: Sequence[int] | None = None) -> None:
-        """`info`, as an error. It raises nothing."""
+        """Log a message as `info` does, as an error. Raises nothing."""
         self._log(logging.ERROR, message, ranks)
 
     def set_level(self, level: str) -> None:
@@ -71,9 +71,9 @@ class DistributedLogger:
         """Write to a file too, one for each rank: `rank_0.log` and so on.
 
         Args:
-            path: their folder; made if need be.
-            mode: "a" to go on in a file that is there, "w" to begin it anew.
-            level: what is written there.
+            path: the folder of the files; created if needed.
+            mode: "a" to append to an existing file, "w" to replace it.
+            level: the least level that is written.
             suffix: put into the file's name, `rank_0_suffix.log`.
         """
         number, folder = _level(level), Path(path)
@@ -85,7 +85,7 @@ class DistributedLogger:
 
     def close(self) -> None:
         """Close the files, and write to stderr alone."""
-        for handler in [held for held in self._logger.handlers if isinstance(held, logging.FileHandler)]:
+        for handler in [each for each in self._logger.handlers if isinstance(each, logging.FileHandler)]:
             self._logger.removeHandler(handler)
             handler.close()
 
@@ -121,7 +121,7 @@ _MADE: dict[str, DistributedLogger] = {}
 
 
 def get_dist_logger(name: str = "trainer") -> DistributedLogger:
-    """The logger of a name, the same one each time.
+    """Return the logger of a name, the same one each time.
 
     >>> logger = get_dist_logger()
     >>> logger.info("an epoch has ended", ranks=[])

@@ -31,26 +31,26 @@ class Metric:
     epoch_only = False
 
     def reset(self) -> None:
-        """An epoch begins."""
+        """Reset the metric at the start of an epoch."""
         raise NotImplementedError
 
     def get_last_step_value(self) -> float:
-        """Of the last step. Collective: all ranks ask for it."""
+        """Return the value of the last step. Collective: all ranks call it."""
         raise NotImplementedError
 
     def get_accumulated_value(self) -> float:
-        """Of all steps since `reset`. Collective, but for the ends of epochs: the value is known then."""
+        """Return the value of all steps since `reset`. Collective, except at the end of an epoch, when it is known."""
         raise NotImplementedError
 
     def describe(self, value: float) -> str:
-        """A value as it is shown."""
+        """Format a value."""
         return f"{value:.5g}"
 
 
 class _Ratio(Metric):
-    """Sums above and below a line: adding up first makes each example count as each other does.
+    """A ratio of sums, in which all examples have equal weight.
 
-    They are over all ranks: model axes count all examples equally often, and a stage that has no outputs adds none.
+    Sums are over all ranks: model axes count all examples equally often, and a stage without outputs adds none.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -102,22 +102,22 @@ class LossMetric(_Ratio):
     """
 
     def update(self, loss: Any, batch_size: int) -> None:
-        """Take a step's loss: a mean over so many examples, or a pair (sum, count)."""
+        """Add a step's loss: a mean over a number of examples, or a pair (sum, count)."""
         if isinstance(loss, tuple | list):
             self._add(*loss)
         elif loss is not None and batch_size:
-            # Not times zero where there are none: the mean over nothing is no number.
+            # Not times zero where there are none: the mean over nothing is not a number.
             self._add(loss.detach().double() * batch_size, batch_size)
         else:
             self._add(0.0, 0)
 
 
 class AccuracyMetric(_Ratio):
-    """How many of all examples are right.
+    """The fraction of all examples whose prediction is right.
 
     Args:
-        engine: whose data ranks' examples count.
-        accuracy_func: of output and label: how many examples are right; or how many of how many, a pair.
+        engine: the engine, over whose data ranks examples are counted.
+        accuracy_func: a function (output, label) -> the number of right examples, or a pair (right, all).
 
     >>> from shardlib.trainer import initialize
     >>> model = torch.nn.Linear(2, 2)
@@ -135,13 +135,13 @@ class AccuracyMetric(_Ratio):
         self.accuracy_func = accuracy_func
 
     def update(self, output: Any, label: Any, batch_size: int) -> None:
-        """Take a step.
+        """Add a step.
 
         Raises:
-            InputError: what the function says is no number of examples.
+            InputError: the function's result is not a number of examples.
         """
-        said = self.accuracy_func(output, label) if batch_size else 0
-        right, count = map(float, said if isinstance(said, tuple | list) else (said, batch_size))
+        result = self.accuracy_func(output, label) if batch_size else 0
+        right, count = map(float, result if isinstance(result, tuple | list) else (result, batch_size))
         if not right.is_integer() or not 0 <= right <= count:
             raise InputError(
                 f"accuracy_func says {right:g} of {count:g} examples; it is to say how many are right, not which part: "
@@ -154,8 +154,8 @@ class LearningRateMetric(Metric):
     """The learning rate of the first group, as it is.
 
     Args:
-        epoch_only: whether it changes with epochs.
-        lr_scheduler: whose rate it is.
+        epoch_only: whether the rate changes with epochs only.
+        lr_scheduler: the scheduler of the rate.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     >>> LearningRateMetric(True, torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5)).get_accumulated_value()
@@ -166,7 +166,7 @@ class LearningRateMetric(Metric):
         self.epoch_only, self.lr_scheduler = epoch_only, lr_scheduler
 
     def reset(self) -> None:
-        """It stays."""
+        """Keep the value."""
 
     def get_last_step_value(self) -> float:
         return float(self.lr_scheduler.get_last_lr()[0])
@@ -179,9 +179,9 @@ class ThroughputMetric(_Ratio):
     """Examples a second: of all data ranks together, or of this one.
 
     Args:
-        engine: it.
-        tflop_per_step: trillions of operations that a step takes on a rank, to show how many a second that is.
-        use_local: of this rank alone.
+        engine: the engine.
+        tflop_per_step: trillions of operations of a step on one rank, to show operations per second.
+        use_local: count this rank's examples only.
 
     >>> from shardlib.trainer import initialize
     >>> model = torch.nn.Linear(2, 2)
@@ -202,7 +202,7 @@ class ThroughputMetric(_Ratio):
         self._steps = 0
 
     def update(self, num_samples: int, seconds: float) -> None:
-        """Take a step."""
+        """Add a step."""
         self._steps += 1
         self._add(num_samples, seconds)
 
@@ -222,7 +222,7 @@ class ThroughputMetric(_Ratio):
 
 
 class Accuracy:
-    """How many of a batch the largest output is right for: for `AccuracyHook(Accuracy())`.
+    """The number of examples of a batch whose largest output is right, for `AccuracyHook(Accuracy())`.
 
     >>> Accuracy()(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     tensor(1)

@@ -11,7 +11,7 @@ __all__ = ["BaseOpHook", "install"]
 
 
 class BaseOpHook:
-    """What `Engine.add_hook` takes: override what you need.
+    """The base of hooks for `Engine.add_hook`: override the methods that you need.
 
     >>> class Names(BaseOpHook):
     ...     def pre_fwd_exec(self, module, *args):
@@ -23,19 +23,19 @@ class BaseOpHook:
     """
 
     def pre_fwd_exec(self, module: nn.Module, *args: Any) -> None:
-        """Before a module's forward, with its arguments."""
+        """Run before a module's forward, with its arguments."""
 
     def post_fwd_exec(self, module: nn.Module, *args: Any) -> None:
-        """After it, with the same."""
+        """Run after a module's forward, with the same arguments."""
 
     def pre_bwd_exec(self, module: nn.Module, input: Any, output: Any) -> None:
-        """Before a module's backward; `output` are gradients of its outputs, `input` is None."""
+        """Run before a module's backward; `output` are gradients of its outputs, `input` is None."""
 
     def post_bwd_exec(self, module: nn.Module, input: Any) -> None:
-        """After it, with the gradients of its inputs."""
+        """Run after a module's backward, with the gradients of its inputs."""
 
     def post_iter(self) -> None:
-        """After `Engine.step`."""
+        """Run after `Engine.step`."""
 
 
 def install(hook: BaseOpHook, model: nn.Module) -> list[RemovableHandle]:

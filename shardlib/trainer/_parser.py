@@ -8,7 +8,7 @@ __all__ = ["get_default_parser"]
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """A parser with the options that a script hands on to `launch`. Add your own; one of the same name replaces it.
+    """Return a parser with the options that a script passes to `launch`. Your own option of the same name replaces one.
 
     >>> args = get_default_parser().parse_args(["--config", "config.py", "--from_torch"])
     >>> args.config, args.from_torch, args.rank

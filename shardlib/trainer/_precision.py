@@ -1,4 +1,4 @@
-"""What `fp16=dict(mode=..., ...)` of a config stands for."""
+"""The values of `fp16=dict(mode=..., ...)` in a config."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _KINDS: Mapping[AMP_TYPE, type[MixedPrecision]] = {
 
 
 def amp_of(given: Any) -> MixedPrecision | None:
-    """What a config says under `fp16`; None for nothing.
+    """Parse the `fp16` of a config; None for none.
 
     Raises:
         PlanError: no mode, an unknown one, or an option that the mode does not have.

@@ -1,4 +1,4 @@
-"""A progress bar on rank 0, where somebody looks at it."""
+"""A progress bar on rank 0, on a terminal."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["progress"]
 
 @contextmanager
 def progress(title: str, total: int, *, begin: int = 0, shown: bool) -> Iterator[Callable[[Mapping[str, str]], None]]:
-    """A bar that advances by one each time that what this gives is called, with numbers to show beside it.
+    """Show a bar that advances at each call of the yielded function, which also takes numbers to show.
 
-    Nothing is shown on other ranks, nor where stderr is no terminal.
+    Nothing is shown on other ranks, nor where stderr is not a terminal.
     """
     console = Console(stderr=True)
     if not shown or _of_job("RANK", 0) != 0 or not console.is_terminal:

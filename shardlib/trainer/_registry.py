@@ -48,11 +48,11 @@ class Registry:
         return register if cls is None else register(cls)
 
     def has(self, name: str) -> bool:
-        """Whether a class is registered under the name."""
+        """Return whether a class is registered under the name."""
         return name in self._held
 
     def get_module(self, name: str) -> Any:
-        """The class of a name.
+        """Return the class of a name.
 
         Raises:
             PlanError: there is none.

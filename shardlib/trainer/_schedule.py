@@ -33,7 +33,7 @@ SCHEDULE = Registry("schedule")
 
 
 def register_schedule(name: str | None = None) -> Callable[[C], C]:
-    """A decorator: a config may name the class, as in `schedule=dict(type="Twice")`.
+    """Decorate a class so that a config may name it, as in `schedule=dict(type="Twice")`.
 
     Args:
         name: by default that of the class.
@@ -48,11 +48,11 @@ def register_schedule(name: str | None = None) -> Callable[[C], C]:
 
 
 def check_schedule(described: Any, *, staged: bool) -> Mapping[str, Any] | None:
-    """What a config says under `schedule`, before anything is built.
+    """Check the `schedule` of a config, before anything is built.
 
     Raises:
-        PlanError: no dict with a `type` that somebody registered; one that is no schedule, or none for stages where
-            the model is cut into them.
+        PlanError: not a dict with a registered `type`; one that is not a schedule, or none for stages, if the model
+            has stages.
     """
     if described is None:
         return None
@@ -62,7 +62,7 @@ def check_schedule(described: Any, *, staged: bool) -> Mapping[str, Any] | None:
     wanted = PipelineSchedule if staged else BaseSchedule
     if not (isinstance(cls, type) and issubclass(cls, wanted)):
         raise PlanError(
-            f'The config names the schedule "{described["type"]}", and {cls!r} is no subclass of {wanted.__name__}'
+            f'The config names the schedule "{described["type"]}", and {cls!r} is not a subclass of {wanted.__name__}'
             f"{', which a model in stages needs' if staged else ''}."
         )
     if cls.forward_backward_step is BaseSchedule.forward_backward_step:
@@ -71,7 +71,7 @@ def check_schedule(described: Any, *, staged: bool) -> Mapping[str, Any] | None:
 
 
 def build_schedule(described: Mapping[str, Any] | None, *, staged: bool) -> BaseSchedule:
-    """The schedule that a config names, or the usual one."""
+    """Build the schedule that a config names, or the default."""
     if described is None:
         return PipelineSchedule() if staged else NonPipelineSchedule()
     options = {key: value for key, value in described.items() if key != "type"}
@@ -79,16 +79,15 @@ def build_schedule(described: Mapping[str, Any] | None, *, staged: bool) -> Base
 
 
 class BaseSchedule:
-    """What an engine does with one batch. Your own is a subclass with a `forward_backward_step`.
+    """The treatment of one batch by an engine. Your own is a subclass with a `forward_backward_step`.
 
     Args:
-        data_process_func: makes `(data, label)` of a batch; by default a batch is such a pair.
+        data_process_func: converts a batch to `(data, label)`; by default a batch is such a pair.
 
     Attributes:
-        batch_size: how many examples the last batch had on this rank, and that count: those that only make ranks have
-            equally many do not.
-        repeated: how many examples at the end of the next batch do not count; for evaluation.
-        has_output: whether this rank gets outputs: in a pipeline, those of the last stage do.
+        batch_size: the number of examples of the last batch on this rank, without repeated ones.
+        repeated: the number of examples at the end of the next batch that are repeated and not counted; for evaluation.
+        has_output: whether this rank has outputs: in a pipeline, ranks of the last stage have.
 
     >>> schedule = NonPipelineSchedule(lambda batch: (batch["x"], batch["y"]))
     >>> schedule.load_batch(iter([{"x": torch.ones(3, 2), "y": torch.zeros(3)}]), torch.device("cpu"))[1]
@@ -104,10 +103,10 @@ class BaseSchedule:
         self.has_output = True
 
     def load_batch(self, data_iter: Iterator[Any], device: torch.device) -> tuple[Any, Any]:
-        """The next batch as data and label, on a device.
+        """Load the next batch as data and label on a device.
 
         Raises:
-            InputError: it is no such pair.
+            InputError: the batch is not such a pair.
         """
         batch = next(data_iter)
         if self.data_process_func is not None:
@@ -115,9 +114,9 @@ class BaseSchedule:
         elif isinstance(batch, Mapping):
             batch = batch, None  # as Hugging Face's collators make it: labels are among the model's arguments
         if not isinstance(batch, tuple | list) or len(batch) != 2:
-            held = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+            length = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
             raise InputError(
-                f"A batch is a {type(batch).__name__}{held}; give pairs (data, label), dicts of a model's arguments, "
+                f"A batch is a {type(batch).__name__}{length}; give pairs (data, label), dicts of a model's arguments, "
                 "or a data_process_func that makes pairs: initialize(...), then engine.schedule.data_process_func = ..."
             )
         data, label = _moved(batch[0], device), _moved(batch[1], device)
@@ -189,7 +188,7 @@ class PipelineSchedule(BaseSchedule):
     of the last stage; others have None.
 
     Args:
-        num_microbatches: how many; by default as many as the config says.
+        num_microbatches: the number of microbatches; by default the config's.
         data_process_func: see `BaseSchedule`.
 
     >>> PipelineSchedule(num_microbatches=4).num_microbatches
@@ -227,7 +226,7 @@ class PipelineSchedule(BaseSchedule):
         return (done.outputs, label, done.loss) if return_output_label else (None, None, done.loss)
 
     def _evaluate(self, engine: Engine, data: Any, label: Any, return_loss: bool, return_output_label: bool) -> Result:
-        """The loss is made of the outputs, without those rows that do not count."""
+        """Evaluate the model; the loss is computed from the outputs, without padded rows."""
         done = pipeline_step(engine.model, data, microbatches=self.num_microbatches, forward_only=True)
         output, self.has_output = done.outputs, done.outputs is not None
         if self.has_output and self.repeated:
@@ -248,7 +247,7 @@ class _OfMicrobatches:
 
 
 def rows_of(data: Any) -> int:
-    """How many examples there are: the first dim of the first tensor.
+    """Return the number of examples: the first dim of the first tensor.
 
     >>> rows_of({"ids": torch.zeros(4, 7), "mask": [torch.zeros(4)]}), rows_of(3)
     (4, 0)
@@ -288,5 +287,5 @@ def _moved(data: Any, device: torch.device) -> Any:
 
 
 def _part(data: Any, rows: int, part: slice) -> Any:
-    """Of all tensors that have a row for each example, some rows."""
+    """Take some rows of all tensors that have a row for each example."""
     return _mapped(data, lambda tensor: tensor[part] if tensor.ndim and tensor.shape[0] == rows else tensor)

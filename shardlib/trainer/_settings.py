@@ -1,4 +1,4 @@
-"""What the keys of a config mean here: a plugin, and what the engine does around it. Nothing has happened yet."""
+"""Settings of a config: a plugin, and the engine's own options. Parsing them has no side effects."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["EnginePlugin", "Settings", "shape_of"]
 
 @recipe
 class EnginePlugin(HybridParallelPlugin):
-    """What a config comes to: `HybridParallelPlugin`, with a precision as an object, and steps of several passes.
+    """The plugin of a config: `HybridParallelPlugin`, with a precision as an object, and steps of several passes.
 
     Args:
         amp: the precision; by default the model's own.
-        passes: backward passes that make a step.
-        hosted: parameters, gradients and state lie in host memory.
+        passes: backward passes per step.
+        hosted: whether parameters, gradients and state are in host memory.
 
     >>> EnginePlugin(precision="fp32", zero_stage=1, passes=4).transforms(nn.Linear(2, 2))
     (zero(1), accumulate(4))
@@ -49,13 +49,13 @@ class EnginePlugin(HybridParallelPlugin):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a config says.
+    """The settings of a config.
 
     Attributes:
         plugin: mesh, rules and transforms.
-        handlers: gradient handlers, described.
-        cudnn: flags of `torch.backends.cudnn` that were said.
-        schedule: what is done with a batch, described; None for the usual.
+        handlers: descriptions of gradient handlers.
+        cudnn: the given flags of `torch.backends.cudnn`.
+        schedule: the description of the schedule; None for the default.
     """
 
     plugin: EnginePlugin
@@ -65,10 +65,10 @@ class Settings:
 
     @classmethod
     def of(cls, config: Config) -> Settings:
-        """Read the keys that mean something here; all others are the user's.
+        """Read the known keys; all others are the user's.
 
         Raises:
-            PlanError: a key that says what is not to be had, with what to say instead.
+            PlanError: an unsupported key, with its replacement.
             LaunchError: sizes that do not fit the number of ranks.
         """
         check_sizes(config)
@@ -91,7 +91,7 @@ _CUDNN = {"cudnn_benchmark": "benchmark", "cudnn_deterministic": "deterministic"
 
 
 def shape_of(config: Config) -> MeshShape:
-    """The mesh that a config asks for, with as many ranks as there are."""
+    """Return the mesh of a config, with the ranks of this job."""
     check_sizes(config)
     return EnginePlugin(precision="fp32", **_parallel(config)).mesh_shape().resolve(_of_job("WORLD_SIZE", 1))
 
@@ -100,11 +100,11 @@ def shape_of(config: Config) -> MeshShape:
 
 
 def check_sizes(config: Config) -> None:
-    """Data ranks are what pipeline and tensor leave of all ranks.
+    """Check that data ranks are what pipeline and tensor leave of all ranks.
 
     Raises:
-        PlanError: what is no size; stages without a number of microbatches.
-        LaunchError: they leave no whole number, or another one than `parallel.data` says.
+        PlanError: an invalid size; stages without a number of microbatches.
+        LaunchError: the number of data ranks is not an integer, or differs from `parallel.data`.
     """
     pipeline, tensor, data = (_size(config, part) for part in ("pipeline", "tensor", "data"))
     if (pipeline or 1) > 1:
@@ -125,7 +125,7 @@ def check_sizes(config: Config) -> None:
 
 
 def _size(config: Config, part: str) -> int | None:
-    """Of `parallel=dict(tensor=2)` or `parallel=dict(tensor=dict(size=2))`; None where nobody said."""
+    """Return the size in `parallel=dict(tensor=2)` or `parallel=dict(tensor=dict(size=2))`; None if it is not set."""
     parallel = config.get("parallel")
     if parallel is None:
         return None
@@ -147,34 +147,34 @@ def _size(config: Config, part: str) -> int | None:
 
 
 def _parallel(config: Config) -> dict[str, Any]:
-    """The keywords of the plugin that `parallel` comes to."""
+    """Return the plugin's keywords for `parallel`."""
     tensor = (config.get("parallel") or {}).get("tensor")
-    said = dict(tensor) if isinstance(tensor, Mapping) else {}
-    mode = said.get("mode")
-    named = {} if mode is None or str(mode).lower() == "1d" else _tensor_mode(str(mode), said)
-    _only(said, ("size", "mode", "rules", *named.get("tensor_sizes", ())), "parallel.tensor")
+    options = dict(tensor) if isinstance(tensor, Mapping) else {}
+    mode = options.get("mode")
+    named = {} if mode is None or str(mode).lower() == "1d" else _tensor_mode(str(mode), options)
+    _only(options, ("size", "mode", "rules", *named.get("tensor_sizes", ())), "parallel.tensor")
     for part in ("pipeline", "data"):
         given = (config.get("parallel") or {}).get(part)
         _only(given if isinstance(given, Mapping) else (), ("size",), f"parallel.{part}")
     stages = _size(config, "pipeline") or 1
-    sizes = {"tp_size": _size(config, "tensor") or 1, "pp_size": stages, "custom_policy": said.get("rules"), **named}
+    sizes = {"tp_size": _size(config, "tensor") or 1, "pp_size": stages, "custom_policy": options.get("rules"), **named}
     return sizes if stages == 1 else {**sizes, **_stages(config)}
 
 
-def _tensor_mode(mode: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """`mode="2.5d", depth=2`, in any case of letters."""
+def _tensor_mode(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `mode="2.5d", depth=2`, in any case of letters."""
     try:
         found = tensor_mode(mode if mode in registered_tensor_modes() else mode.lower())
     except RuleError as fault:
         raise PlanError(
             f"The config says parallel.tensor.mode={mode!r}; it is '1d', None or a tensor mode. {fault}"
         ) from None
-    sizes = {key: said[key] for key in said if key not in ("size", "mode", "rules")}
+    sizes = {key: options[key] for key in options if key not in ("size", "mode", "rules")}
     return {"tensor_mode": found.name, "tensor_sizes": sizes}
 
 
 def _stages(config: Config) -> dict[str, Any]:
-    """How batches run through the stages of a pipeline."""
+    """Return the keywords of a pipeline's schedule."""
     if config.get("NUM_MICRO_BATCHES") is None:
         raise PlanError(
             "The config says parallel.pipeline and no NUM_MICRO_BATCHES; say into how many microbatches a batch is cut."
@@ -196,7 +196,7 @@ _PLACES = ("cuda", "cpu", "auto")
 
 
 def _divided(config: Config) -> dict[str, Any]:
-    """The keywords of the plugin that `zero` and `fp16` come to."""
+    """Return the plugin's keywords for `zero` and `fp16`."""
     zero, amp = config.get("zero"), amp_of(config.get("fp16"))
     if zero is None:
         return {"amp": amp}
@@ -224,7 +224,7 @@ def _of_stage(zero: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_older(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """A model in float16 and in parts, its optimizer on copies in float32."""
+    """Check keywords of the older API: a sharded model in float16, its optimizer with copies in float32."""
     known = {
         "shard_strategy": (None, "the plan divides each tensor by its dims; sl.plan_of(model) shows how."),
         "gradient_predivide_factor": (1.0, "gradients are summed and then divided, in one place."),
@@ -245,13 +245,13 @@ def _of_older(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[st
     _only(optimizer, (*scale, "gpu_margin_mem_ratio"), "zero.optimizer_config")
     margin = optimizer.get("gpu_margin_mem_ratio", 0.0)
     refuse("zero.optimizer_config", "gpu_margin_mem_ratio", margin, 0.0, "state lies where its parameters do.")
-    place = model.get("tensor_placement_policy", "cuda")
-    if place not in _PLACES:
+    policy = model.get("tensor_placement_policy", "cuda")
+    if policy not in _PLACES:
         raise PlanError(
-            f"The config says zero.model_config.tensor_placement_policy={place!r}; give 'cuda' or 'cpu'."
-            f"{nearest(str(place), _PLACES)}"
+            f"The config says zero.model_config.tensor_placement_policy={policy!r}; give 'cuda' or 'cpu'."
+            f"{nearest(str(policy), _PLACES)}"
         )
-    if place == "auto":
+    if policy == "auto":
         raise PlanError(
             "The config says zero.model_config.tensor_placement_policy='auto': nothing is chosen for you; give 'cuda' "
             "to keep all on the device, or 'cpu' to keep it in host memory between uses."
@@ -259,7 +259,7 @@ def _of_older(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[st
     options = {key: optimizer[key] for key in scale if key in optimizer}
     amp = NaiveAMP(wide_reduction=bool(model.get("fp32_reduce_scatter", False)), **options)
     bucket = float(model.get("reduce_scatter_bucket_size_mb", 25)) / 4
-    return {"amp": amp, "zero_stage": 3, "hosted": place == "cpu", "zero_bucket_size_in_m": bucket}
+    return {"amp": amp, "zero_stage": 3, "hosted": policy == "cpu", "zero_bucket_size_in_m": bucket}
 
 
 # --- the rest ---

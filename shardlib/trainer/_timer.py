@@ -39,11 +39,11 @@ class Timer:
         return bool(self._history)
 
     def start(self) -> None:
-        """Begin to measure."""
+        """Start the measurement."""
         self._began = self.current_time
 
     def stop(self, keep_in_history: bool = False) -> float:
-        """End, and keep the measurement if asked to; returns it."""
+        """Stop, and keep the measurement if asked to; return it."""
         if self._began is None:
             raise InputError("A timer was stopped that was not started. Call start() first.")
         self._elapsed, self._began = self.current_time - self._began, None
@@ -52,15 +52,15 @@ class Timer:
         return self._elapsed
 
     def get_elapsed_time(self) -> float:
-        """The last measurement."""
+        """Return the last measurement."""
         return self._elapsed
 
     def get_history_sum(self) -> float:
-        """All that were kept, together."""
+        """Return the sum of all kept measurements."""
         return sum(self._history)
 
     def get_history_mean(self) -> float:
-        """Their mean.
+        """Return the mean of all kept measurements.
 
         Raises:
             InputError: none was kept.
@@ -76,10 +76,10 @@ class Timer:
 
 
 class MultiTimer:
-    """Timers by name, each made when it is started first.
+    """Timers by name, each created at its first start.
 
     Args:
-        on: measure at all.
+        on: whether to measure.
 
     >>> timer = MultiTimer()
     >>> timer.start("step")
@@ -94,16 +94,16 @@ class MultiTimer:
         self._timers: dict[str, Timer] = {}
 
     def start(self, name: str) -> None:
-        """Begin to measure."""
+        """Start a timer."""
         if self._on:
             self._timers.setdefault(name, Timer()).start()
 
     def stop(self, name: str, keep_in_history: bool = False) -> float:
-        """End; returns the seconds, 0 where nothing is measured."""
+        """Stop a timer; return the seconds, 0 where nothing is measured."""
         return self.get_timer(name).stop(keep_in_history) if self._on else 0.0
 
     def get_timer(self, name: str) -> Timer:
-        """The timer of a name.
+        """Return the timer of a name.
 
         Raises:
             InputError: none was started under it.
@@ -114,17 +114,17 @@ class MultiTimer:
         return self._timers[name]
 
     def has(self, name: str) -> bool:
-        """Whether there is a timer of this name."""
+        """Return whether there is a timer of this name."""
         return name in self._timers
 
     def reset(self, name: str | None = None) -> None:
-        """Let one forget all, or every one."""
+        """Reset one timer, or all."""
         for known, timer in self._timers.items():
             if name in (None, known):
                 timer.reset()
 
     def is_on(self) -> bool:
-        """Whether it measures."""
+        """Return whether timers measure."""
         return self._on
 
     def set_status(self, mode: bool) -> None:

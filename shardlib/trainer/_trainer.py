@@ -22,17 +22,17 @@ class Trainer:
     """Trains an engine for epochs, evaluates it, and calls hooks on the way.
 
     Args:
-        engine: what `initialize` returned first.
-        timer: measures epochs ("Train-epoch", "Test-epoch") and steps ("Train-step", "Test-step"); by default one of
-            its own.
-        logger: tells on rank 0 what begins; nobody by default.
-        schedule: instead of the engine's.
+        engine: the engine of `initialize`.
+        timer: measures epochs ("Train-epoch", "Test-epoch") and steps ("Train-step", "Test-step"); by default its
+            own.
+        logger: logs on rank 0 when an epoch begins; None by default.
+        schedule: replaces the engine's.
 
     Attributes:
-        cur_epoch, cur_step: epochs and batches that were trained on; in hooks, the numbers of those under way, from 0.
-        max_epochs, max_steps, steps_per_epoch: of `fit`.
+        cur_epoch, cur_step: epochs and batches that were trained on; in hooks, the numbers of the current ones, from 0.
+        max_epochs, max_steps, steps_per_epoch: the limits of `fit`.
         steps_of_epoch: batches of this epoch that were trained on.
-        states: what hooks keep: `states["metrics"]["train"]["Loss"].get_accumulated_value()`.
+        states: the state of hooks: `states["metrics"]["train"]["Loss"].get_accumulated_value()`.
 
     >>> import torch
     >>> from shardlib.trainer import hooks, initialize
@@ -72,14 +72,14 @@ class Trainer:
 
     @property
     def schedule(self) -> BaseSchedule:
-        """What the engine does with one batch."""
+        """The schedule that the engine applies to one batch."""
         return self.engine.schedule
 
     def _reset_states(self) -> None:
         self.states: dict[str, Any] = {"metrics": {"train": {}, "test": {}}, "step_metrics": {}}
 
     def begin_at(self, epoch: int, step: int, of_epoch: int = 0) -> None:
-        """Go on from here: so many epochs and batches were trained on, and so many of the epoch that goes on."""
+        """Continue from a position: epochs and batches trained on, and batches of the current epoch."""
         self.cur_epoch, self.cur_step, self._begin_at = epoch, step, of_epoch
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -98,19 +98,19 @@ class Trainer:
         """Train for epochs, from `cur_epoch` on.
 
         Args:
-            train_dataloader: batches `(data, label)`, or what the schedule makes such pairs of. With a length. If its
-                sampler has `set_epoch`, that is called.
-            epochs: how many there are in all.
-            max_steps: batches in all; training ends there.
-            test_dataloader: to evaluate on after an epoch.
-            test_interval: in epochs; after the first one, and then after each so many.
-            hooks: what to call.
-            display_progress: a bar on rank 0, in a terminal.
-            return_output_label: give hooks outputs and labels; else None.
+            train_dataloader: batches `(data, label)`, or batches that the schedule converts to such pairs; with a
+                length. If its sampler has `set_epoch`, that is called.
+            epochs: the number of epochs in all.
+            max_steps: the number of batches in all, after which training ends.
+            test_dataloader: batches to evaluate after an epoch.
+            test_interval: the number of epochs between evaluations, after the one of the first epoch.
+            hooks: the hooks to call.
+            display_progress: show a bar on rank 0, in a terminal.
+            return_output_label: pass outputs and labels to hooks; else None.
 
         Raises:
-            PlanError: hooks that are none, numbers that cannot be.
-            InputError: batches that are none.
+            PlanError: invalid hooks or numbers.
+            InputError: invalid batches.
         """
         _check("epochs", epochs, 0)
         _check("test_interval", test_interval, 1)
@@ -158,7 +158,7 @@ class Trainer:
         self.timer.reset("Train-step")
 
     def _batches_of_epoch(self) -> Iterator[Any]:
-        """Batches of the epoch, from where it begins."""
+        """Iterate over the batches of the epoch, from its position."""
         loader = self.train_dataloader
         _set_epoch(loader, self.cur_epoch)
         self.steps_of_epoch, self._begin_at = self._begin_at, 0
@@ -177,13 +177,13 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Evaluate once; what hooks measure is in `states`.
+        """Evaluate once; the results of hooks are in `states`.
 
-        Examples that a sampler gives twice, so that ranks have equally many, count once.
+        Examples that a sampler repeats, so that ranks have equally many, count once.
 
         Args:
             test_dataloader: batches, as for `fit`.
-            hooks: what to call.
+            hooks: the hooks to call.
             display_progress: see `fit`.
             return_output_label: see `fit`.
         """
@@ -216,7 +216,7 @@ class Trainer:
             self.timer.reset("Test-step")
 
     def predict(self, data: Any) -> Any:
-        """The model's output of one batch of data, without labels."""
+        """Return the model's output for one batch of data, without labels."""
         with self._evaluating():
             output, _, _ = self.engine.execute_schedule(
                 iter([(data, None)]), forward_only=True, return_loss=False, return_output_label=True

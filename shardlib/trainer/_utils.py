@@ -1,4 +1,4 @@
-"""What loops of one's own ask for beside the engine: checkpoints of an epoch, and which ranks there are."""
+"""Helpers for custom training loops beside the engine: checkpoints of an epoch, and the ranks of the job."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     lr_scheduler: Any = None,
 ) -> Saving:
-    """Save what was trained so far. Collective: every rank calls it.
+    """Save the state of training. Collective: every rank calls it.
 
     Args:
-        file: becomes a folder, as `shardlib.save` writes it.
-        epoch: a number that `load_checkpoint` gives back.
-        model: of the engine.
+        file: the path of a folder, as for `shardlib.save`.
+        epoch: a number that `load_checkpoint` returns.
+        model: the engine's model.
         optimizer: the same.
         lr_scheduler: the one that drives it.
 
@@ -49,17 +49,17 @@ def load_checkpoint(
     lr_scheduler: Any = None,
     strict: bool = True,
 ) -> int:
-    """Load what `save_checkpoint` or `shardlib.save` wrote, on any number of ranks, with any config. Collective.
+    """Load a checkpoint of `save_checkpoint` or `shardlib.save`, on any number of ranks, with any config. Collective.
 
     Args:
         file: the folder.
-        model: is written to, and so are the others where they are given.
+        model: the model, which is overwritten, as are the other objects.
         optimizer: see there.
         lr_scheduler: see there.
-        strict: names that either side lacks are an error.
+        strict: raise if a name is only in the model or only in the checkpoint.
 
     Returns:
-        The epoch that was saved with it; -1 where none was.
+        The saved epoch; -1 if there is none.
 
     >>> load_checkpoint("nowhere", nn.Linear(2, 2))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -71,7 +71,7 @@ def load_checkpoint(
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at now, for `launch` of a job that runs on it alone.
+    """Return a port of this machine that is free now, for `launch` of a job on this machine alone.
 
     >>> 1024 <= free_port() <= 65535
     True
@@ -82,7 +82,7 @@ def free_port() -> int:
 
 
 def is_using_ddp() -> bool:
-    """Whether several ranks have examples of their own.
+    """Return whether several ranks have examples of their own.
 
     >>> is_using_ddp()
     False
@@ -91,7 +91,7 @@ def is_using_ddp() -> bool:
 
 
 def is_using_pp() -> bool:
-    """Whether there are several stages.
+    """Return whether there are several stages.
 
     >>> is_using_pp()
     False

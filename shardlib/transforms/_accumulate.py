@@ -1,4 +1,4 @@
-"""Gradient accumulation as a part of the plan: what is reduced how often depends on it."""
+"""Gradient accumulation, which determines how often gradients are reduced."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Accumulate", "accumulate"]
 
 
 def accumulate(microbatches: int) -> Transform:
-    """A step is made of the gradients of so many microbatches.
+    """Accumulate the gradients of `microbatches` microbatches in each step.
 
-    Whole gradients (stages 0 and 1) are reduced once a step; split ones (stages 2 and 3) at every microbatch, or they
-    would have to be kept whole.
+    Replicated gradients (stages 0 and 1) are reduced once a step, sharded ones (stages 2 and 3) at every microbatch;
+    otherwise they would have to be kept unsharded.
 
     Raises:
-        PlanError: less than one; applied to a plan, one that accumulates another number already.
+        PlanError: less than one; applied to a plan, if it accumulates another number already.
 
     >>> from torch import nn
     >>> import shardlib as sl
@@ -34,7 +34,7 @@ def accumulate(microbatches: int) -> Transform:
 
 @dataclass(frozen=True, repr=False)
 class Accumulate(Transform):
-    """What `accumulate` makes."""
+    """The transform that `accumulate` returns."""
 
     call: ClassVar[str] = "accumulate"
     microbatches: int

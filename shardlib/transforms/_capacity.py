@@ -1,4 +1,4 @@
-"""A limit on what experts take, for those who would rather drop tokens than wait for a popular expert."""
+"""Limit on the tokens that experts take, to drop tokens instead of waiting for a popular expert."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Capacity", "capacity"]
 
 
 def capacity(factor: float) -> Transform:
-    """Let the tokens of a rank ask each expert at most `factor` times as often as they do on average.
+    """Limit the tokens that a rank sends to each expert to `factor` times the average.
 
-    Of one rank's choices for an expert the first `ceil(factor * tokens * choices / experts)` stay, all first choices
-    before all second ones; the others are dropped: they add nothing to their token, whose other choices keep their
-    weights. Without this transform every choice counts, as on one device.
+    An expert takes the first `ceil(factor * tokens * choices / experts)` choices of a rank, all first choices before
+    all second ones, and drops the others. A dropped choice adds nothing to its token, whose other choices keep their
+    weights. Without this transform no choice is dropped, as on one device.
 
     Args:
-        factor: 1 is room for exactly as many as come if all experts are equally popular; 1.25 and 2 are usual.
+        factor: 1 is the number of tokens per expert under uniform routing; 1.25 and 2 are usual.
 
     Raises:
         PlanError: a factor that is not positive; applied to a plan, experts that no expert axis of more than one rank
@@ -36,7 +36,7 @@ def capacity(factor: float) -> Transform:
 
 @dataclass(frozen=True, repr=False)
 class Capacity(Transform):
-    """What `capacity` makes."""
+    """The transform that `capacity` returns."""
 
     call: ClassVar[str] = "capacity"
     leading: ClassVar[int] = 1

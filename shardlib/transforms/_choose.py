@@ -1,4 +1,4 @@
-"""What the arguments of several transforms mean on a plan: which axes, which rows."""
+"""Arguments that several transforms share: axes and rows of a plan."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shardlib.transforms._transform import Transform
 __all__ = ["Names", "add_note", "as_names", "axes_of", "chosen", "names_in", "quoted", "refuse_another"]
 
 Names: TypeAlias = str | Sequence[str] | None
-"""One name, several, or None for all that there are."""
+"""One name, several, or None for all."""
 
 
 def as_names(value: Names) -> str | tuple[str, ...] | None:
-    """The same, hashable."""
+    """Return the names in a hashable form."""
     return value if value is None or isinstance(value, str) else tuple(value)
 
 
 def axes_of(plan: Plan, axis: Names, who: object) -> tuple[str, ...]:
-    """The data axes of more than one rank that are meant, in mesh order unless given in another.
+    """Return the selected data axes of more than one rank, in mesh order unless given in another.
 
     Raises:
         PlanError: an axis that the mesh lacks, one that is not a data axis, one given twice.
@@ -37,8 +37,8 @@ def axes_of(plan: Plan, axis: Names, who: object) -> tuple[str, ...]:
             )
         if name not in mesh.data_axes:
             raise PlanError(
-                f'{who}: "{name}" is a {mesh.kind(name)} axis of mesh "{mesh}"; what every rank of an axis holds alike '
-                f'is divided over data axes only, here {quoted(mesh.data_axes)}. To split over "{name}" write a rule.'
+                f'{who}: "{name}" is a {mesh.kind(name)} axis of mesh "{mesh}"; replicated state is '
+                f'divided over data axes only, here {quoted(mesh.data_axes)}. To split over "{name}" write a rule.'
             )
         if given.count(name) > 1:
             raise PlanError(f'{who}: axis "{name}" is named twice; name each axis once.')
@@ -46,7 +46,7 @@ def axes_of(plan: Plan, axis: Names, who: object) -> tuple[str, ...]:
 
 
 def chosen(plan: Plan, only: Names, who: object) -> set[str]:
-    """Names of the rows of parameters that patterns match, of tensors or of modules that they are in.
+    """Return the names of the parameters that patterns match, directly or through a module around them.
 
     Raises:
         PlanError: a pattern that matches no parameter.
@@ -70,14 +70,14 @@ def chosen(plan: Plan, only: Names, who: object) -> set[str]:
 
 
 def names_in(row: Row) -> Iterator[str]:
-    """Every name of a tensor, and of each module that it is in."""
+    """Iterate over every name of a tensor, and of each module that contains it."""
     for name in row.tied:
         parts = name.split(".")
         yield from (".".join(parts[:count]) for count in range(len(parts) + 1))
 
 
 def add_note(plan: Plan, note: str) -> Plan:
-    """The plan with a note, once."""
+    """Add a note to the plan, once."""
     return plan if note in plan.notes else plan.replace(notes=(*plan.notes, note))
 
 
@@ -86,11 +86,13 @@ def quoted(names: Sequence[str]) -> str:
 
 
 def refuse_another(plan: Plan, made: Transform) -> None:
-    """Refuse a transform after one of its kind that says something else.
+    """Refuse a transform after one of its kind with other arguments.
 
     Raises:
-        PlanError: the plan names such a one.
+        PlanError: the plan was made with such a transform.
     """
     others = [name for name in plan.transforms if name.startswith(f"{made.call}(") and name != repr(made)]
     if others:
-        raise PlanError(f"{made}: the plan was made with {others[0]}, which says otherwise. Choose one of the two.")
+        raise PlanError(
+            f"{made}: the plan was made with {others[0]}, which has other arguments. Choose one of the two."
+        )

@@ -1,4 +1,4 @@
-"""Fit: as little in host memory as a budget of device memory asks for."""
+"""Offloading to fit a budget of device memory, with as little in host memory as possible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardlib._plan import Phase, Plan, Row
-from shardlib._plan.text import human_bytes
+from shardlib._plan.readable import human_bytes
 from shardlib.errors import PlanError
 from shardlib.transforms._choose import add_note
 from shardlib.transforms._offload import put_on_host
@@ -26,19 +26,19 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
 
 
 def fit(budget: float | str, *, state_tensors: int = 2) -> Transform:
-    """Move as little to host memory as lets each rank's device hold the rest.
+    """Offload to host memory until each rank fits a budget of device memory.
 
-    What costs least goes first: optimizer state, which is used where it lies, the largest tensors first; then, of
-    parameters that are stored in parts, the stored part and its gradient too, which are copied to the device whenever
-    they are used. A plan that fits stays as it is. Put it behind the transforms that divide and change precision.
+    The cheapest tensors are offloaded first: optimizer state, which is updated on the host, the largest tensors first;
+    then stored shards of parameters and their gradients, which are copied to the device whenever they are used. A plan
+    that fits is not changed. Apply `fit` after transforms that shard and that change precision.
 
     Args:
-        budget: bytes of device memory for one rank's parameters, gradients, state, buffers and what a step borrows
-            (`Plan.memory`); activations need room beside it. A number, or such as "40GB" (10**9) or "40GiB" (2**30).
+        budget: bytes of device memory for one rank's parameters, gradients, state, buffers and workspace of a step
+            (`Plan.memory`), without activations. A number, or text such as "40GB" (10**9) or "40GiB" (2**30).
         state_tensors: tensors of optimizer state for each parameter: 2 for Adam, 1 for SGD with momentum.
 
     Raises:
-        PlanError: a budget that is none; applied to a plan, one that cannot be met.
+        PlanError: a malformed budget; applied to a plan, a budget that cannot be met.
 
     >>> from torch import nn
     >>> import shardlib as sl
@@ -72,7 +72,7 @@ class _Fit(Transform):
                     plan = put_on_host(plan, phase, going)
         if (over := self._over(plan)) > 0:
             raise PlanError(
-                f"{self}: with all in host memory that may lie there, a rank's device still holds "
+                f"{self}: with everything offloaded that can be, a rank's device still holds "
                 f"{human_bytes(self.budget + over)}. Divide more, with zero(3) or over more ranks, or give a larger "
                 "budget."
             )
@@ -83,14 +83,14 @@ class _Fit(Transform):
         return memory.device + memory.buckets - self.budget
 
     def _size(self, row: Row, phases: Sequence[Phase], plan: Plan) -> int:
-        """Bytes that leave the device with a row."""
+        """Return the bytes that leave the device with a row."""
         copies = {"state": self.state_tensors + row.has_master}
         here = (phase for phase in phases if row.layouts[phase].memory != "host")
         return sum(copies.get(phase, 1) * row.local_bytes(plan.mesh, phase=phase) for phase in here)
 
 
 def _enough(sizes: Mapping[str, int], wanted: int) -> set[str]:
-    """Few names whose sizes make up what is wanted, with little more than that; all, if they do not.
+    """Choose few names whose sizes add up to at least `wanted`, with little more than that; all names if they do not.
 
     >>> sorted(_enough({"a": 5, "b": 3, "c": 2, "d": 2}, 7)), sorted(_enough({"a": 5}, 7))
     (['a', 'c'], ['a'])
@@ -110,7 +110,8 @@ def _may_go(row: Row, phases: Sequence[Phase], plan: Plan) -> bool:
 
 
 def _bytes(budget: float | str) -> int:
-    """
+    """Parse a number of bytes.
+
     >>> _bytes("40GB"), _bytes("1.5 GiB"), _bytes(1e9)
     (40000000000, 1610612736, 1000000000)
     """

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: stage 3 of ZeRO under the name and with the habits of PyTorch's `fully_shard`."""
+"""Fully sharded data parallelism: ZeRO stage 3 with the options of PyTorch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ __all__ = ["Fsdp", "Hsdp", "fsdp", "hsdp"]
 
 
 def fsdp(axis: Names = None, *, reshard_after_forward: bool | None = None, only: Names = None) -> Transform:
-    """`zero(3)`, and whether gathered parameters are let go between forward and backward.
+    """Shard as `zero(3)` does, and choose whether parameters are resharded between forward and backward.
 
     Args:
         axis: a data axis, several, outermost first, or None for all.
-        reshard_after_forward: True: those of every unit are let go and gathered again; False: they stay; None, as
-            `fully_shard` does for its root: those of repeated blocks are let go, others stay.
+        reshard_after_forward: True: parameters of every unit are resharded after forward and gathered again for
+            backward; False: they stay unsharded; None, as `fully_shard` does for its root: those of repeated blocks are
+            resharded, others stay unsharded.
         only: patterns of parameters, or of modules, as in rules; None is all.
 
     Raises:
-        PlanError: applied to a plan, an axis that is no data axis, a pattern that matches nothing.
+        PlanError: applied to a plan, an axis that is not a data axis, a pattern that matches nothing.
 
     >>> from torch import nn
     >>> import shardlib as sl
-    >>> parted = sl.plan(nn.Linear(64, 64, bias=False), "dp=4", {"weight": "out in"}) | fsdp()
-    >>> str(parted["weight"].stored), str(parted["weight"].compute), parted["weight"].reshard
+    >>> sharded = sl.plan(nn.Linear(64, 64, bias=False), "dp=4", {"weight": "out in"}) | fsdp()
+    >>> str(sharded["weight"].stored), str(sharded["weight"].compute), sharded["weight"].reshard
     ('out@dp in', 'out in', False)
     """
     return Fsdp(as_names(axis), reshard_after_forward, as_names(only))
 
 
 def hsdp(*, shard: Names, replicate: str, only: Names = None) -> Transform:
-    """Hybrid sharding: `fsdp` over one data axis, whole copies over another.
+    """Shard as `fsdp` does over one data axis and replicate over another (hybrid sharding).
 
     Args:
         shard: the data axis, or axes, over which parameters are split.
-        replicate: the data axis over which they are not; gradients are reduced over both.
+        replicate: the data axis over which they are replicated; gradients are reduced over both.
         only: patterns of parameters, or of modules, as in rules; None is all.
 
     Raises:
-        PlanError: applied to a plan, an axis that is no data axis, one named twice, or one that splits something and
-            should replicate.
+        PlanError: applied to a plan, an axis that is not a data axis, one named twice, or a `replicate` axis that
+            splits a tensor already.
 
     >>> from torch import nn
     >>> import shardlib as sl
@@ -58,7 +59,7 @@ def hsdp(*, shard: Names, replicate: str, only: Names = None) -> Transform:
 
 @dataclass(frozen=True, repr=False)
 class Fsdp(Transform):
-    """What `fsdp` makes."""
+    """The transform that `fsdp` returns."""
 
     call: ClassVar[str] = "fsdp"
     axis: str | tuple[str, ...] | None = None
@@ -71,7 +72,7 @@ class Fsdp(Transform):
 
 @dataclass(frozen=True, repr=False)
 class Hsdp(Transform):
-    """What `hsdp` makes."""
+    """The transform that `hsdp` returns."""
 
     call: ClassVar[str] = "hsdp"
     leading: ClassVar[int] = 0

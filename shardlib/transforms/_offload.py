@@ -1,4 +1,4 @@
-"""Offload: what is not computed with lies in host memory."""
+"""Offloading of parameters, gradients and optimizer state to host memory."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ _PHASES: dict[str, Phase] = {"state": "state", "params": "stored", "grads": "gra
 
 
 def offload(what: str | Sequence[str] = "state", *, fraction: float = 1.0, only: Names = None) -> Transform:
-    """Keep phases of parameters in host memory: state is used there, parameters are copied to the device to be used.
+    """Keep phases of parameters in host memory. Optimizer state is updated there; parameters are copied to the device
+    to be used.
 
-        "state"   gradients are copied to the host for a step, which is made there, and updated parameters back
+        "state"   gradients are copied to the host for the update, and updated parameters back to the device
         "all"     with zero(3) or fsdp(): parameters are copied to the device whenever a unit gathers them, and
                   gradients to the host as soon as they are reduced
 
-    On an accelerator these two run. torch keeps a gradient where its parameter is, and steps there, so that "params"
-    or "grads" without the others can be planned only; where the device is a CPU nothing has to move.
+    On an accelerator only these two can run. torch keeps a gradient on the device of its parameter and updates it
+    there, so "params" or "grads" without the others can only be planned. Where the device is a CPU, nothing is copied.
 
     Args:
         what: "state" (the optimizer's), "params" (between steps), "grads", several of them, or "all".
-        fraction: how much of each phase's bytes, from 0 to 1. Whole tensors go, the largest first, until as much lies
-            in host memory.
+        fraction: the fraction of each phase's bytes to offload, from 0 to 1. Tensors are not divided; the largest are
+            offloaded first.
         only: patterns of parameters, or of modules, as in rules; None is all.
 
     Raises:
-        PlanError: another word, a fraction that is none; applied to a plan, a pattern that matches nothing.
+        PlanError: another word, a fraction outside of 0 to 1; applied to a plan, a pattern that matches nothing.
 
     >>> from torch import nn
     >>> import shardlib as sl
@@ -46,7 +47,7 @@ def offload(what: str | Sequence[str] = "state", *, fraction: float = 1.0, only:
     for word in words:
         if word not in _PHASES and (word != "all" or len(words) > 1):
             raise PlanError(
-                f'offload({what!r}): "{word}" is none of {quoted(list(_PHASES))}, one or several of which may be '
+                f'offload({what!r}): "{word}" is not one of {quoted(list(_PHASES))}, of which several may be '
                 f'given, and "all" stands for all three.{nearest(str(word), [*_PHASES, "all"])}'
             )
     if not words or isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
@@ -56,7 +57,7 @@ def offload(what: str | Sequence[str] = "state", *, fraction: float = 1.0, only:
 
 @dataclass(frozen=True, repr=False)
 class Offload(Transform):
-    """What `offload` makes."""
+    """The transform that `offload` returns."""
 
     call: ClassVar[str] = "offload"
     what: str | tuple[str, ...] = "state"
@@ -78,7 +79,7 @@ def _moved(plan: Plan, phase: Phase, names: set[str], fraction: float) -> Plan:
 
 
 def _largest(plan: Plan, rows: Sequence[Row], phase: Phase, fraction: float) -> set[str]:
-    """Names of the largest rows, enough of them to hold a fraction of the bytes of all."""
+    """Return the names of the largest rows that together have at least a fraction of all bytes."""
     sizes = {row.name: row.local_bytes(plan.mesh, phase=phase) for row in rows}
     wanted, going = fraction * sum(sizes.values()), set[str]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -89,7 +90,7 @@ def _largest(plan: Plan, rows: Sequence[Row], phase: Phase, fraction: float) -> 
 
 
 def put_on_host(plan: Plan, phase: Phase, names: Collection[str]) -> Plan:
-    """The plan with one phase of some rows there."""
+    """Return the plan with one phase of some rows in host memory."""
 
     def moved(row: Row) -> Row:
         if row.name not in names:

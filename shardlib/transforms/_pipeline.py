@@ -1,4 +1,4 @@
-"""How a pipeline runs as a part of the plan: where stages lie and what is in flight depends on it."""
+"""Pipeline schedule and microbatches, which determine the rank of each stage and the activations in flight."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Scheduled", "pipeline"]
 
 
 def pipeline(schedule: str = "", microbatches: int = 0) -> Transform:
-    """The stages of a pipeline run by this schedule, on so many microbatches.
+    """Run the stages of a pipeline by a schedule, on a number of microbatches.
 
     Args:
         schedule: "gpipe", "1f1b", "interleaved", "interleaved-zb" or "zbv"; by default "1f1b", or "interleaved" where
             ranks have several stages. See `shardlib._plan.schedules`.
-        microbatches: into how many each batch is cut; 0 leaves it to `pipeline_step`.
+        microbatches: the number of microbatches of each batch; 0 leaves it to `pipeline_step`.
 
     Raises:
-        PlanError: a schedule that is none, or a number below zero; applied to a plan, one without stages, or numbers
-            for which the schedule has no order.
+        PlanError: an unknown schedule, or a number below zero; applied to a plan, if it has no stages, or numbers for
+            which the schedule has no order.
 
     >>> from torch import nn
     >>> import shardlib as sl
@@ -42,7 +42,7 @@ def pipeline(schedule: str = "", microbatches: int = 0) -> Transform:
 
 @dataclass(frozen=True, repr=False)
 class Scheduled(Transform):
-    """What `pipeline` makes."""
+    """The transform that `pipeline` returns."""
 
     call: ClassVar[str] = "pipeline"
     schedule: str = ""

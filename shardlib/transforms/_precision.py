@@ -1,4 +1,4 @@
-"""Precision: in which dtype a parameter is kept, computed with, and updated."""
+"""Precision: the dtypes in which parameters are stored, computed with and updated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def precision(
     scaling: str = "current",
     history: int = 16,
 ) -> Transform:
-    """In which dtypes a model of float32 is trained.
+    """Choose the dtypes in which a model of float32 is trained.
 
         "bf16"         stored, compute, grad bfloat16; state float32, with a master copy of each parameter
         "fp16_naive"   the same in float16, and the loss is scaled
@@ -45,20 +45,20 @@ def precision(
     Only parameters of float32 change: buffers, and parameters that the model defines in another dtype, stay.
 
     Args:
-        name: one of these.
+        name: one of the above.
         master: False: state in the low dtype too, without a master copy.
         autocast: all float32, and forward under autocast to bfloat16 (of "bf16" and "fp8"; "fp16" is that of float16).
-        reduce: the dtype in which gradients travel between ranks; by default the one that they have.
+        reduce: the dtype in which gradients are reduced between ranks; by default their own.
         keep: patterns of parameters, or of modules, that stay float32.
-        scaler: how the loss is scaled; by default `LossScale()` for "fp16" and "fp16_naive", else not at all.
-        linears: patterns of the linear modules that "fp8" is about.
-        scaling: of "fp8": "current" scales a tensor by what is largest in it now; "delayed" by what was largest in it,
-            on any rank, in earlier steps, and cuts off what is larger.
-        history: how many steps "delayed" looks back.
+        scaler: the scale of the loss; by default `LossScale()` for "fp16" and "fp16_naive", else none.
+        linears: patterns of the linear modules that "fp8" applies to.
+        scaling: the scaling of "fp8": "current" scales a tensor by its present absolute maximum; "delayed" by its
+            absolute maximum on all ranks in earlier steps, and saturates larger values.
+        history: the number of earlier steps for "delayed".
 
     Raises:
-        PlanError: another name, arguments that contradict it; applied to a plan, one of another precision, a model of
-            float64, a pattern that matches nothing.
+        PlanError: another name, arguments that contradict it; applied to a plan, if it has another precision, a model
+            of float64, a pattern that matches nothing.
 
     >>> from torch import nn
     >>> import shardlib as sl
@@ -87,7 +87,7 @@ def precision(
 
 @dataclass(frozen=True, repr=False)
 class Precision(Transform):
-    """What `precision` makes."""
+    """The transform that `precision` returns."""
 
     call: ClassVar[str] = "precision"
     name: str
@@ -102,7 +102,7 @@ class Precision(Transform):
 
     @property
     def low(self) -> torch.dtype | None:
-        """The dtype that parameters are kept and computed with in, or None where they stay float32."""
+        """The dtype in which parameters are stored and computed with, or None where they stay float32."""
         return None if self.autocast or self.name in ("fp16", "fp32") else _LOW[self.name]
 
     def __call__(self, plan: Plan) -> Plan:
@@ -124,7 +124,7 @@ class Precision(Transform):
         return row.replace(**{p: _with_dtype(layout, wanted[p], row, self) for p, layout in row.layouts.items()})
 
     def _step(self) -> dict[str, Any]:
-        """The settings of the step that it asks for."""
+        """Return the settings of the step that this precision requires."""
         scaled = self.name in ("fp16", "fp16_naive")
         return {
             "autocast": _LOW[self.name] if self.autocast or self.name == "fp16" else None,
@@ -142,7 +142,7 @@ def _check(made: Precision) -> None:
         (not made.master and made.low is None, "master=False", "parameters that stay float32 have no copy"),
         (bool(made.keep) and made.low is None, "keep", "every parameter stays float32"),
         (made.scaler is not None and made.name == "fp32", "scaler", "gradients of float32 need none"),
-        (made.linears != "**" and made.name != "fp8", "linears", 'they are what "fp8" is about'),
+        (made.linears != "**" and made.name != "fp8", "linears", 'they apply to "fp8" only'),
         (made.scaling == "delayed" and made.name != "fp8", "scaling", 'it is for "fp8"'),
         (made.history != 16 and made.scaling != "delayed", "history", 'it is for scaling="delayed"'),
     ]
@@ -187,10 +187,10 @@ def _with_dtype(layout: Layout, dtype: torch.dtype, row: Row, made: Precision) -
 
 
 def _set(step: Step, wanted: dict[str, Any], made: Precision) -> Step:
-    """The step with these settings, where they say something."""
-    said = {name: value for name, value in wanted.items() if value}
-    for name, value in said.items():
+    """Return the step with these settings; those that are unset stay as they are."""
+    changed = {name: value for name, value in wanted.items() if value}
+    for name, value in changed.items():
         before = getattr(step, name)
         if before and before != value:
             raise PlanError(f"{made}: the step has {name}={before} already, and would get {value}. Choose one.")
-    return step.replace(**said)
+    return step.replace(**changed)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what forward computes inside a module is computed again in backward, not kept."""
+"""Activation checkpointing: the activations of a module are not kept after forward, and recomputed in backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CheckpointActivations", "checkpoint_activations"]
 def checkpoint_activations(pattern: str | Sequence[str] = "units") -> Transform:
     """Recompute the activations of modules in backward: less memory, one more forward of these modules.
 
-    Several of them add up.
+    Several such transforms add up.
 
     Args:
         pattern: patterns of modules, as in rules, or "units" for the repeated blocks that the plan found.
@@ -41,7 +41,7 @@ def checkpoint_activations(pattern: str | Sequence[str] = "units") -> Transform:
 
 @dataclass(frozen=True, repr=False)
 class CheckpointActivations(Transform):
-    """What `checkpoint_activations` makes."""
+    """The transform that `checkpoint_activations` returns."""
 
     call: ClassVar[str] = "checkpoint_activations"
     pattern: str | tuple[str, ...] = "units"

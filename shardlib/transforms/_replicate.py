@@ -14,10 +14,10 @@ __all__ = ["Replicate", "replicate"]
 
 
 def replicate(only: Names = None) -> Transform:
-    """Every data rank holds all of its model rank's part, as `DistributedDataParallel` does.
+    """Replicate parameters over all data axes, as `DistributedDataParallel` does.
 
-    Without a pattern it is the identity, neutral in compositions. With one, data axes that split these parameters,
-    by a transform before it or by a rule, are taken away again.
+    Without a pattern this is the identity transform. With one, data axes that split these parameters, by an earlier
+    transform or by a rule, are removed.
 
     >>> from torch import nn
     >>> import shardlib as sl
@@ -30,7 +30,7 @@ def replicate(only: Names = None) -> Transform:
 
 @dataclass(frozen=True, repr=False)
 class Replicate(Transform):
-    """What `replicate` makes."""
+    """The transform that `replicate` returns."""
 
     call: ClassVar[str] = "replicate"
     only: str | tuple[str, ...] | None = None
@@ -39,10 +39,10 @@ class Replicate(Transform):
         if self.only is None:
             return plan
         names = chosen(plan, self.only, self)
-        return plan.map_rows(lambda row: _whole(row, plan.mesh) if row.name in names else row)
+        return plan.map_rows(lambda row: _replicated(row, plan.mesh) if row.name in names else row)
 
 
-def _whole(row: Row, mesh: MeshShape) -> Row:
+def _replicated(row: Row, mesh: MeshShape) -> Row:
     data = [axis for axis in mesh.data_axes if axis not in row.compute.axes]
     layouts = {phase: row.layouts[phase].with_axes_dropped(data) for phase in PHASES if phase in row.layouts}
     return row.replace(**layouts, reshard=True)

@@ -1,17 +1,16 @@
-"""Where data axes split a tensor: one dim, inside whatever splits it already.
+"""Choice of the dim that data axes split: one dim, inside the axes that split it already.
 
-A piece is then a part of what its rank computes with, so that it is gathered along data axes alone. Which dim does not
-change what is computed, only how even the pieces are and how they lie in memory:
+A shard is then part of the compute shard of its rank, so that it is gathered over data axes alone. The dim does not
+change the results, only the balance of the shards and their memory layout:
 
 1. dim 0 if its pieces come out even, or if they waste less than 1/16; pieces of it are contiguous;
 2. else the first dim whose pieces come out even;
 3. else, for one axis, a fused dim that nothing splits yet, on its last factor that it divides: PyTorch (2.13) gathers
    a DTensor with a fused dim over two axes in the wrong order;
 4. else the largest dim of at least as many elements as pieces, unevenly;
-5. else none: scalars and tiny tensors stay whole.
+5. else none: scalars and tiny tensors stay replicated.
 
-A dim that data axes split already comes before all others wherever it would do, so that the axes of a tensor gather
-on one dim.
+A dim that data axes split already is preferred wherever it qualifies, so that data axes split one dim of a tensor.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from fractions import Fraction
 from shardlib._mesh import MeshLike, MeshShape
 from shardlib.layout import Dim, Layout
 
-__all__ = ["Place", "axes_at", "find_place", "spread", "with_axes_at"]
+__all__ = ["FactorIndex", "axes_at", "find_factor", "spread", "with_axes_at"]
 
-Place = tuple[int, int]
+FactorIndex = tuple[int, int]
 """A dim and one of its factors."""
 
 _LITTLE = Fraction(1, 16)
 
 
 def spread(layout: Layout, global_shape: Sequence[int], mesh: MeshLike, axes: Iterable[str]) -> Layout:
-    """The layout with these axes innermost on one dim, or as it is where they fit nowhere.
+    """Return the layout with these axes innermost on one dim, or unchanged where no dim can be split.
 
-    Laws: the piece that a rank holds lies inside the one it held; pieces of all ranks joined are the whole; they are
-    even wherever an even choice exists, but for a first dim that wastes less than 1/16.
+    Laws: the shard of a rank lies inside its shard under `layout`; the shards of all ranks cover the tensor; they are
+    even wherever an even choice exists, except for a first dim whose padding is less than 1/16.
 
     >>> spread(Layout.parse("vocab@tp embed"), (512, 64), "dp=2,tp=4", ["dp"])
     Layout("vocab@(tp,dp) embed")
@@ -46,12 +45,14 @@ def spread(layout: Layout, global_shape: Sequence[int], mesh: MeshLike, axes: It
     """
     shape, added = MeshShape.of(mesh), tuple(axes)
     resolved = layout.resolve(global_shape, shape)
-    place = find_place(resolved, global_shape, shape, added)
-    return layout if place is None else with_axes_at(resolved, place, (*axes_at(resolved, place), *added))
+    index = find_factor(resolved, global_shape, shape, added)
+    return layout if index is None else with_axes_at(resolved, index, (*axes_at(resolved, index), *added))
 
 
-def find_place(layout: Layout, global_shape: Sequence[int], mesh: MeshShape, axes: Sequence[str]) -> Place | None:
-    """The dim and factor of a concrete layout that the axes are to split."""
+def find_factor(
+    layout: Layout, global_shape: Sequence[int], mesh: MeshShape, axes: Sequence[str]
+) -> FactorIndex | None:
+    """Return the dim and factor of a concrete layout that the axes should split, or None."""
     pieces = math.prod(mesh[axis] for axis in axes)
     if 0 in global_shape or pieces == 1:
         return None
@@ -60,37 +61,37 @@ def find_place(layout: Layout, global_shape: Sequence[int], mesh: MeshShape, axe
     plain = [dim for dim in order if not _dim(layout, dim).fused]
 
     def even(dim: int) -> bool:
-        held = math.prod(mesh[axis] for axis in layout.axes_of(dim))
-        return global_shape[dim] % (held * pieces) == 0
+        pieces_now = math.prod(mesh[axis] for axis in layout.axes_of(dim))
+        return global_shape[dim] % (pieces_now * pieces) == 0
 
-    if plain and plain[0] == order[0] and (even(plain[0]) or _waste(local[plain[0]], pieces) < _LITTLE):
+    if plain and plain[0] == order[0] and (even(plain[0]) or _padding(local[plain[0]], pieces) < _LITTLE):
         return plain[0], 0
     if found := [(dim, 0) for dim in plain if even(dim)]:
         return found[0]
     alone = sum(mesh[axis] > 1 for axis in axes) == 1
-    if found := [place for dim in order if alone for place in _inside(layout, dim, mesh, pieces)]:
+    if found := [index for dim in order if alone for index in _inside(layout, dim, mesh, pieces)]:
         return found[0]
     largest = max(plain, key=lambda dim: local[dim], default=None)
     return (largest, 0) if largest is not None and local[largest] >= pieces else None
 
 
-def axes_at(layout: Layout, place: Place) -> tuple[str, ...]:
-    """The axes that split one factor."""
-    return _dim(layout, place[0]).factors[place[1]].axes
+def axes_at(layout: Layout, index: FactorIndex) -> tuple[str, ...]:
+    """Return the axes that split one factor."""
+    return _dim(layout, index[0]).factors[index[1]].axes
 
 
-def with_axes_at(layout: Layout, place: Place, axes: Sequence[str]) -> Layout:
-    """The layout with exactly these axes on one factor."""
-    return layout.with_axes(place[0], axes, factor=place[1])
+def with_axes_at(layout: Layout, index: FactorIndex, axes: Sequence[str]) -> Layout:
+    """Return the layout with exactly these axes on one factor."""
+    return layout.with_axes(index[0], axes, factor=index[1])
 
 
-def _waste(size: int, pieces: int) -> Fraction:
-    """What part of equal pieces that hold everything is empty."""
+def _padding(size: int, pieces: int) -> Fraction:
+    """Return the fraction of padding in equal pieces of a dim."""
     return 1 - Fraction(size, pieces * math.ceil(size / pieces)) if size else Fraction(0)
 
 
-def _inside(layout: Layout, dim: int, mesh: MeshShape, pieces: int) -> Iterator[Place]:
-    """The factors of a fused dim that may be split, the last one first."""
+def _inside(layout: Layout, dim: int, mesh: MeshShape, pieces: int) -> Iterator[FactorIndex]:
+    """Iterate over the factors of a fused dim that can be split, the last one first."""
     factors = _dim(layout, dim).factors
     split = any(mesh[axis] > 1 for factor in factors for axis in factor.axes)
     if len(factors) > 1 and not split:

@@ -1,4 +1,4 @@
-"""Transforms from text, as they print: calls of known functions with literal arguments, joined by `|`."""
+"""Parsing of transforms: calls of known functions with literal arguments, joined by `|`, as they print."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _KNOWN: Mapping[str, Callable[..., Transform]] = {
     )
 }
 _INNER: Mapping[str, Callable[..., Any]] = {"LossScale": LossScale}
-_MOST = 10_000  # characters; the longest call that means something is a line
+_MOST = 10_000  # characters; a meaningful call fits a line
 
 
 def parse(text: str) -> Transform:
-    """The transform that a text names: `parse(repr(t)) == t`. Nothing in the text is run.
+    """Parse the text of a transform: `parse(repr(t)) == t`. No code in the text is executed.
 
     Raises:
         PlanError: the text is not made of such calls, or a call's arguments are refused.
@@ -61,7 +61,7 @@ def parse(text: str) -> Transform:
         tree = ast.parse(text.strip(), mode="eval").body
         return _transform(tree, text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _unread(text, f"it is no expression ({error})") from error
+        raise _unread(text, f"it is not an expression ({error})") from error
 
 
 def _transform(node: ast.expr, text: str) -> Transform:
@@ -76,7 +76,7 @@ def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., Any]]) 
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     name = ast.unparse(call.func)
     if name not in known:
-        raise _unread(text, f'"{name}" is no transform', nearest(name, known))
+        raise _unread(text, f'"{name}" is not a transform', nearest(name, known))
     if any(isinstance(each, ast.Starred) for each in call.args) or any(word.arg is None for word in call.keywords):
         raise _unread(text, "arguments are starred")
     given = [_value(each, text) for each in call.args]
@@ -94,7 +94,7 @@ def _value(node: ast.expr, text: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError) as error:
-        raise _unread(text, f"{ast.unparse(node)} is no literal") from error
+        raise _unread(text, f"{ast.unparse(node)} is not a literal") from error
 
 
 def _unread(text: str, fact: str, hint: str = "") -> PlanError:

@@ -1,4 +1,4 @@
-"""A transform as a value: a function from plan to plan that compares, travels, composes, and prints as its call."""
+"""The value `Transform`: a function from plan to plan that compares, serializes, composes, and prints as its call."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ __all__ = ["Pipeline", "Transform"]
 
 @dataclass(frozen=True, repr=False)
 class Transform:
-    """A function from plan to plan. Its kinds are leaves: frozen dataclasses that say what they do in `__call__`.
+    """A function from plan to plan. Each kind is a frozen dataclass that implements `__call__`.
 
-    Laws: `(plan | a) | b == plan | (a | b)`; `replicate() | a == a == a | replicate()` in what they do; the repr reads
-    as the call that makes it.
+    Laws: `(plan | a) | b == plan | (a | b)`; `replicate() | a`, `a` and `a | replicate()` give equal plans; the repr is
+    the call that makes the transform.
     """
 
     call: ClassVar[str] = ""
-    """The name of the public function that makes it."""
+    """The name of the public function that returns it."""
     leading: ClassVar[int] = 1
-    """How many of its fields that function takes by position."""
+    """The number of fields that this function takes by position."""
 
     def __call__(self, plan: Plan) -> Plan:
         raise NotImplementedError
 
     def __or__(self, other: Transform | Callable[[Plan], Plan]) -> Pipeline:
-        """First this, then the other."""
+        """Compose this transform with a later one."""
         if not callable(other):
             raise PlanError(f"{self} | {other!r}: give functions that take a Plan and return a Plan.")
         return Pipeline((*_parts(self), *_parts(other)))
 
     def __ror__(self, other: Callable[[Plan], Plan]) -> Pipeline:
-        """First a plain function, then this."""
+        """Compose a plain function with this transform, which is later."""
         if not callable(other):
             raise PlanError(f"{other!r} | {self}: give functions that take a Plan and return a Plan.")
         return Pipeline((other, *_parts(self)))
@@ -54,7 +54,7 @@ class Transform:
 
 @dataclass(frozen=True, repr=False)
 class Pipeline(Transform):
-    """Transforms one after another."""
+    """Several transforms in sequence."""
 
     parts: tuple[Callable[[Plan], Plan], ...]
 

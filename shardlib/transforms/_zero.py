@@ -1,4 +1,4 @@
-"""ZeRO: what every data rank would hold alike is divided among them (Rajbhandari et al. 2020)."""
+"""ZeRO: state that data parallelism replicates is sharded over the data ranks (Rajbhandari et al. 2020)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardlib._plan import Phase, Plan, Row
 from shardlib.errors import PlanError
 from shardlib.layout import Dim, Layout
 from shardlib.transforms._choose import Names, add_note, as_names, axes_of, chosen
-from shardlib.transforms._spread import Place, axes_at, find_place, with_axes_at
+from shardlib.transforms._spread import FactorIndex, axes_at, find_factor, with_axes_at
 from shardlib.transforms._transform import Transform
 
 __all__ = ["Zero", "split_plan", "zero"]
@@ -20,34 +20,36 @@ _PHASES: dict[int, tuple[Phase, ...]] = {1: ("state",), 2: ("grad", "state"), 3:
 
 
 def zero(stage: int, *, axis: Names = None, only: Names = None, overlap: bool = False) -> Transform:
-    """Divide optimizer state (stage 1), gradients too (2), parameters between steps too (3), over data axes.
+    """Shard optimizer state (stage 1), gradients too (2), and stored parameters too (3) over data axes.
 
-        stage 1: state  whole -> split    gradients are reduced to pieces, updated pieces are gathered
-        stage 2: grad   whole -> split    and a whole gradient does not outlive its reduction
-        stage 3: stored whole -> split    and parameters are gathered before they are used, and let go after it
+        stage 1: state  replicated -> sharded    gradients are reduce-scattered, updated shards are all-gathered
+        stage 2: grad   replicated -> sharded    the unsharded gradient is freed after its reduction
+        stage 3: stored replicated -> sharded    parameters are unsharded before use and resharded after it
 
-    Parameters are gathered by units (`plan.units`): repeated blocks, and layers outside of them. What lies in none, a
-    tied tensor say, stays gathered from the model's entry to the end of backward.
+    Parameters are gathered by units (`plan.units`): repeated blocks, and layers outside of them. Parameters outside of
+    all units, such as tied ones, stay unsharded from the model's forward to the end of backward.
 
-    What a rule splits stays split; the axes go inside of it. Buffers stay whole, and frozen parameters have only
-    stage 3. A phase that an axis splits already is left as it is, so `zero(2) | zero(2)` is `zero(2)`.
+    Dims that a rule splits stay split; the data axes are added innermost. Buffers stay replicated, and of frozen
+    parameters only the stored phase is sharded. A phase that an axis splits already is not changed, so
+    `zero(2) | zero(2)` is `zero(2)`.
 
     Args:
         stage: 1, 2 or 3.
         axis: a data axis of the mesh, several of them, outermost first, or None for all.
         only: patterns of parameters, or of modules, as in rules; None is all.
-        overlap: at stages 1 and 2, let updated parameters of repeated blocks arrive while the next forward runs; each
-            block waits for its own. Until then they hold the values before the step: forward, `state_dict()`,
-            `shardlib.save`, the optimizer and loading wait for them, code that reads `p` itself after a step does not.
+        overlap: at stages 1 and 2, all-gather updated parameters of repeated blocks during the next forward; each block
+            waits for its own. Until then they hold the values before the step. Forward, `state_dict()`,
+            `shardlib.save`, the optimizer and loading wait for them; code that reads a parameter directly after a step
+            does not.
 
     Raises:
-        PlanError: another stage; applied to a plan, an axis that is no data axis, a pattern that matches nothing.
+        PlanError: another stage; applied to a plan, an axis that is not a data axis, a pattern that matches nothing.
 
     >>> from torch import nn
     >>> import shardlib as sl
-    >>> whole = sl.plan(nn.Linear(64, 64, bias=False), "dp=4", {"weight": "out in"})
-    >>> parted = whole | zero(1)
-    >>> str(parted["weight"].state), parted.memory().state == whole.memory().state // 4
+    >>> made = sl.plan(nn.Linear(64, 64, bias=False), "dp=4", {"weight": "out in"})
+    >>> sharded = made | zero(1)
+    >>> str(sharded["weight"].state), sharded.memory().state == made.memory().state // 4
     ('out@dp in', True)
     >>> zero(2, axis="dp")
     zero(2, axis="dp")
@@ -67,7 +69,7 @@ def zero(stage: int, *, axis: Names = None, only: Names = None, overlap: bool = 
 
 @dataclass(frozen=True, repr=False)
 class Zero(Transform):
-    """What `zero` makes."""
+    """The transform that `zero` returns."""
 
     call: ClassVar[str] = "zero"
     stage: int
@@ -88,7 +90,7 @@ class Zero(Transform):
 
 
 def split_plan(plan: Plan, phases: tuple[Phase, ...], axis: Names, only: Names, who: object) -> Plan:
-    """The plan with these phases of parameters split over data axes as well."""
+    """Return the plan with these phases of parameters split over data axes as well."""
     axes, names = axes_of(plan, axis, who), chosen(plan, only, who)
     if not axes:
         return add_note(plan, f'{who} divides nothing: no such data axis of "{plan.mesh}" has more than one rank.')
@@ -108,15 +110,15 @@ def _split_layouts(
     layouts: tuple[Layout, ...], global_shape: tuple[int, ...], axes: tuple[str, ...], mesh: MeshShape
 ) -> tuple[Layout, ...] | str:
     """The layouts of some phases with the axes added, or why they are not."""
-    # Later phases are split at least as far as earlier ones, so the last one says what is new to the tensor.
+    # Later phases are split at least as far as earlier ones, so the axes that the last one lacks are new to the tensor.
     last = layouts[-1].resolve(global_shape, mesh)
     new = [axis for axis in axes if axis not in last.axes]
-    place = find_place(last, global_shape, mesh, new) if new else None
-    if new and place is None:
+    index = find_factor(last, global_shape, mesh, new) if new else None
+    if new and index is None:
         fused = any(isinstance(dim, Dim) and dim.fused for dim in last.dims)
         return f"{'fused dim not split' if fused else 'too small to split'} over {','.join(new)}"
     for axis in axes:
-        layouts = _nested(layouts, global_shape, axis, place if axis in new else _held_place(last, axis), mesh)
+        layouts = _nested(layouts, global_shape, axis, index if axis in new else _factor_of(last, axis), mesh)
     return layouts
 
 
@@ -124,8 +126,8 @@ def _noted(row: Row, note: str) -> Row:
     return row if note in row.note else row.replace(note="; ".join(filter(None, (row.note, note))))
 
 
-def _held_place(layout: Layout, axis: str) -> Place | None:
-    """What an axis splits; None if nothing."""
+def _factor_of(layout: Layout, axis: str) -> FactorIndex | None:
+    """Return the factor that an axis splits; None if it splits none."""
     for at, dim in enumerate(layout.dims):
         for factor, entry in enumerate(dim.factors if isinstance(dim, Dim) else ()):
             if axis in entry.axes:
@@ -134,23 +136,23 @@ def _held_place(layout: Layout, axis: str) -> Place | None:
 
 
 def _nested(
-    layouts: tuple[Layout, ...], global_shape: tuple[int, ...], axis: str, place: Place | None, mesh: MeshShape
+    layouts: tuple[Layout, ...], global_shape: tuple[int, ...], axis: str, index: FactorIndex | None, mesh: MeshShape
 ) -> tuple[Layout, ...]:
-    """The layouts of some phases with one more axis on one place, where they lack it.
+    """Add an axis to one factor in the layouts of some phases, where they lack it.
 
-    Pieces of each phase stay parts of those of the phase before it: after the axis, which stands innermost in the first
-    phase, come the axes that later phases have besides.
+    Shards of each phase stay parts of those of the phase before it: the axis is innermost in the first phase, and
+    the axes that only later phases have come after it.
     """
-    if place is None:
+    if index is None:
         return layouts
     resolved = [layout.resolve(global_shape, mesh) for layout in layouts]
-    first = axes_at(resolved[0], place)
+    first = axes_at(resolved[0], index)
     outer = first if axis in first else (*first, axis)
 
     def nested(layout: Layout) -> Layout:
-        here = axes_at(layout, place)
+        here = axes_at(layout, index)
         if axis in here or axis not in layout.axes:
-            return with_axes_at(layout, place, (*outer, *(a for a in here if a not in outer)))
+            return with_axes_at(layout, index, (*outer, *(a for a in here if a not in outer)))
         return layout
 
     return tuple(map(nested, resolved))

@@ -57,7 +57,7 @@ def test_a_toml_file_gives_the_same_as_its_dict(tmp_path: Path):
             "\"{}\": it does not run: NameError: name 'nothing' is not defined (line 2).",
         ),
         ("c.py", "a = (\n", "\"{}\": it does not run: SyntaxError: '(' was never closed (c.py, line 1) (line 1)."),
-        ("c.toml", "a = \n", '"{}": it is no valid TOML: Invalid value (at line 1, column 5).'),
+        ("c.toml", "a = \n", '"{}": it is not valid TOML: Invalid value (at line 1, column 5).'),
         (
             "c.toml",
             "paralel = 2\n",

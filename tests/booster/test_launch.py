@@ -210,7 +210,7 @@ NUMBERS: dict[str, Any] = {"rank": 0, "world_size": 1, "host": "localhost", "por
         ({"host": "tcp://a"}, 'host=\'tcp://a\' was given; give a name or an address, such as "localhost" or "[::1]".'),
         (
             {"host": "10.0.0.1:29500"},
-            "host='10.0.0.1:29500' was given, which is no IPv6 address; give the port by itself, as in "
+            "host='10.0.0.1:29500' was given, which is not an IPv6 address; give the port by itself, as in "
             'host="10.0.0.1", port=29500.',
         ),
         ({"timeout": 0}, "timeout=0 was given; give a positive number of seconds, or a timedelta."),
@@ -265,8 +265,8 @@ def test_a_backend_that_is_not_there_is_refused(bare):
         (
             lambda: launch_from_openmpi("localhost", 29500),
             dict.fromkeys(VARIABLES["launch_from_openmpi"], "one"),
-            'launch_from_openmpi found OMPI_COMM_WORLD_RANK="one", which is no integer. `mpirun -n N python script.py` '
-            "of Open MPI sets it; do not set it by hand.",
+            'launch_from_openmpi found OMPI_COMM_WORLD_RANK="one", which is not an integer. `mpirun -n N python '
+            "script.py` of Open MPI sets it; do not set it by hand.",
         ),
     ],
 )

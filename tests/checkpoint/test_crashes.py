@@ -133,7 +133,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_folder_that_nobody_can_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Tests may run as root, who can write to read-only folders: a file where a folder should be stops root too."""
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         Trained(1.0).save(tmp_path / "file" / "checkpoint")
 
     def read_only(path: Any, *args: Any, **kwargs: Any) -> None:
@@ -147,10 +147,10 @@ def test_a_folder_that_nobody_can_write_to(tmp_path: Path, monkeypatch: pytest.M
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter-1.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="exists and is no checkpoint of shardlib"):
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint of shardlib"):
         Trained(1.0).save(tmp_path / "thesis")
     (tmp_path / "file").write_text("more work")
-    with pytest.raises(CheckpointError, match="exists and is no checkpoint of shardlib"):
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint of shardlib"):
         Trained(1.0).save(tmp_path / "file")
     assert (tmp_path / "thesis" / "chapter-1.txt").read_text() == "years of work"
     assert (tmp_path / "file").read_text() == "more work"

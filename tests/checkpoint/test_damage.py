@@ -262,7 +262,7 @@ def test_text_that_is_no_manifest(text: str):
 _BAD: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "a path that leads out": (("files", 0, 0), "../outside.safetensors", "names a file '../outside.safetensors'"),
     "an absolute path": (("files", 0, 0), "/etc/passwd", "names a file '/etc/passwd'"),
-    "a negative slice": (("tensors", "model", "0.weight", 2, 0, 1, 0), -1, "holds -1, which is no size"),
+    "a negative slice": (("tensors", "model", "0.weight", 2, 0, 1, 0), -1, "holds -1, which is not a size"),
     "a huge shape": (("tensors", "model", "0.weight", 1, 0), 1 << 61, "elements from 4 to 2305843009213693952"),
     "overlapping pieces": (("tensors", "model", "0.weight", 2), [[0, [0, 0], [3, 3]], [0, [2, 0], [2, 3]]], "overlap"),
     "a missing piece": (("tensors", "model", "0.weight", 2), [[0, [0, 0], [3, 3]]], "from 3 to 4 of dim 0 are in no"),

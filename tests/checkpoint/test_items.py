@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardlib._mesh import MeshShape
 from shardlib.checkpoint._boxes import Box, parts, tiles
-from shardlib.checkpoint._items import Home, Item
+from shardlib.checkpoint._items import Item, RankMesh
 from shardlib.checkpoint._share import file_groups, packed, sources, turns, written_by
 from shardlib.layout import Layout
 from shardlib.testing import strategies
@@ -31,11 +31,11 @@ def _items(
     mesh: MeshShape, tensors: list[tuple[tuple[int, ...], Layout]], rank: int, ranks: tuple[int, ...]
 ) -> list[Item]:
     """What a rank holds of tensors whose elements are their own numbers."""
-    home, found = Home(mesh, ranks), []
+    rank_mesh, found = RankMesh(mesh, ranks), []
     for n, (shape, layout) in enumerate(tensors):
         layout = layout.resolve(shape, mesh)
-        local = layout.take(_numbered(shape), mesh, home.coordinate(rank)).clone()
-        found.append(Item("model", f"t{n}", shape, torch.int64, layout, home, local))
+        local = layout.take(_numbered(shape), mesh, rank_mesh.coordinate(rank)).clone()
+        found.append(Item("model", f"t{n}", shape, torch.int64, layout, rank_mesh, local))
     return found
 
 
@@ -157,7 +157,7 @@ def test_no_file_has_a_name_twice_or_is_too_large_for_no_reason(pieces: list[tup
 
 def test_whole_tensors_go_to_files_in_order_and_files_to_ranks_evenly():
     make: Callable[[int], Item] = lambda n: Item(  # noqa: E731
-        "model", f"t{n}", (4,), torch.float32, Layout.replicate(1), Home.everywhere(2), torch.zeros(4)
+        "model", f"t{n}", (4,), torch.float32, Layout.replicate(1), RankMesh.everywhere(2), torch.zeros(4)
     )
     groups = file_groups([make(n) for n in range(4)], 32, 2)
     assert groups == [(0, [0, 1]), (1, [2, 3])]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlib import MeshShape, Rules, checkpoint
-from shardlib.checkpoint import _save, _where
+from shardlib.checkpoint import _paths, _save
 from shardlib.errors import CheckpointError
 from shardlib.testing import shared_pool
 from shardlib.testing.models import MLP, batch_for
@@ -33,7 +33,7 @@ def _case(mesh: str) -> Case:
 # Where a rank is lost: what it calls there, and the phase that the others then name.
 _PLACES = {
     "writing": (_save, "write_tensors", "write"),
-    "replacing": (_where, "commit", "put in place"),
+    "replacing": (_paths, "commit", "put in place"),
     "finishing": (_save, "sync_folder", "write"),
 }
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.checkpoint import _files, _load, _where
+from shardlib.checkpoint import _files, _load, _paths
 from shardlib.engine import materialize
 from shardlib.errors import CheckpointError
 
@@ -78,7 +78,7 @@ def stepping(folder: Path, at: int, steps: Iterator[None], monkeypatch: pytest.M
 
 
 def _at_once(path: Path) -> Iterator[None]:
-    _where.commit(path)
+    _paths.commit(path)
     yield
 
 
@@ -86,7 +86,7 @@ def _by_steps(path: Path) -> Iterator[None]:
     """As `commit` does it."""
     os.replace(path, path.with_name(f".{path.name}.previous"))
     yield
-    os.replace(_where.writing(path), path)
+    os.replace(_paths.writing(path), path)
     yield
     shutil.rmtree(path.with_name(f".{path.name}.previous"))
     yield
@@ -104,7 +104,7 @@ def test_at_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ver
     while at <= operations:
         path = tmp_path / f"{at}" / "checkpoint"
         shutil.copytree(tmp_path / "old", path)
-        shutil.copytree(tmp_path / "new", _where.writing(path))
+        shutil.copytree(tmp_path / "new", _paths.writing(path))
         job = Job(UNTOUCHED)
         with stepping(path.parent, at, replace(path), monkeypatch) as done:
             try:
@@ -170,8 +170,8 @@ def test_ranks_do_not_read_different_ones(tmp_path: Path, manifest: bool, when: 
     if manifest:
         _save(path, OLD)
         _save(tmp_path / "new", NEW)
-        (tmp_path / "new").rename(_where.writing(path))
-        replace = partial(_where.commit, path)
+        (tmp_path / "new").rename(_paths.writing(path))
+        replace = partial(_paths.commit, path)
     else:
         _save_files(path, OLD)
         replace = partial(_save_files, path, NEW)

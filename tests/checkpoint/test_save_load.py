@@ -184,7 +184,7 @@ def test_a_dataloader_goes_on_where_its_data_rank_was(tmp_path: Path):
     assert pool.run(_dataloader, path, "dp=2,tp=2", False) == [(10, ()), (10, ()), (11, ()), (11, ())]
     assert pool(2).run(_dataloader, path, "dp=2,tp=1", False) == [(10, ()), (11, ())]
     refused = pool(1).run(_dataloader, path, "dp=1,tp=1", False)[0]
-    assert "the dataloader was at different places on 2 ranks" in refused
+    assert "the dataloader was at different positions on 2 ranks" in refused
 
 
 def _notes(path: str, mesh: str) -> tuple[str, ...]:
@@ -236,7 +236,7 @@ def test_no_checkpoint_there(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r'there is nothing at ".*/bset". Did you mean "best"?'):
         checkpoint.load(tmp_path / "bset", nn.Linear(2, 2))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"is no checkpoint: it holds neither shardlib.json, nor safetensors"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: it holds neither shardlib.json, nor safetensors"):
         checkpoint.load(tmp_path / "empty", nn.Linear(2, 2))
 
 

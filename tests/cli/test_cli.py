@@ -308,7 +308,7 @@ WRONG: list[tuple[str, int, str]] = [
     (
         f"{GPT} --mesh tp=2 --example 2x3:bfloat61",
         2,
-        '--example "2x3:bfloat61": "bfloat61" is no dtype, as "int64" or "bfloat16" are. Did you mean "bfloat16"?',
+        '--example "2x3:bfloat61": "bfloat61" is not a dtype, as "int64" or "bfloat16" are. Did you mean "bfloat16"?',
     ),
     (
         f"{GPT} --mesh tp=2 --example 2x3 --example ids=2x3",

@@ -239,7 +239,7 @@ def test_hosts_come_from_a_file(started, tmp_path: Path, chosen: list[str], expe
         ("none.py", f'There is no script "none.py" (looked for from {Path.cwd()}).'),
         ("--host a --hostfile f s.py", "Give the hosts once: with --host or with --hostfile, not both."),
         ("--host -oProxyCommand=x s.py", None),
-        ("--host=-oX,b s.py", '--host names "-oX", which is no host; give names or addresses, separated by commas.'),
+        ("--host=-oX,b s.py", '--host names "-oX", which is not a host; give names or addresses, separated by commas.'),
         ("--hostfile none s.py", 'The hostfile "none" cannot be read: No such file or directory.'),
         (
             "--host a --include a s.py",

@@ -194,7 +194,7 @@ def _groups_of(*groups: list[int]) -> Any:
             r'make \[1, 0\] a group of axis "down"; ranks have to ascend along every axis',
         ),
         ("crossed", "model", ([0, 3], [1, 2]), r'make \[3, 2\] a group of axis "dp"; ranks have to ascend'),
-        ("over", "overlay", ([0, 1],), r'"over" is an overlay, which lies over a mesh and is none of its axes'),
+        ("over", "overlay", ([0, 1],), r'"over" is an overlay, which is not an axis of a mesh'),
     ],
 )
 def test_wrong_groups_are_refused(name: str, kind: Any, groups: Any, error: str):

@@ -97,8 +97,8 @@ def test_a_layout_is_a_value():
         ("embed embed", f'Indexing expression contains duplicate dimension "embed". {HOW}'),
         ("vocab%tp", f"Unknown character '%'. {HOW}"),
         ("vocab? embed", '"vocab?" has "?" without an axis. Write name@axis? to split a dim only if it divides.'),
-        ("vocab@t-p", '"t-p" in "@t-p" is no axis name. Write @axis, or @(outer,inner) for several axes.'),
-        ("vocab@(tp,)", '"" in "@(tp,)" is no axis name. Write @axis, or @(outer,inner) for several axes.'),
+        ("vocab@t-p", '"t-p" in "@t-p" is not an axis name. Write @axis, or @(outer,inner) for several axes.'),
+        ("vocab@(tp,)", '"" in "@(tp,)" is not an axis name. Write @axis, or @(outer,inner) for several axes.'),
         ("...@tp", '"..." carries axes or a size. Name the dim that is to be split; "..." is never split.'),
         ("(... a)", '"..." stands inside parentheses. Let "..." stand for whole dims, outside of any fused dim.'),
         ("(1 a) b", '"(1 a)" has a factor of one, or none. Leave such factors out; a dim of size one is "1".'),
@@ -108,23 +108,21 @@ def test_a_layout_is_a_value():
         ("a + sum", '"+ sum" cannot be read. Write a pending reduction as "+ sum@axis" or "+ avg@(a,b)".'),
         (
             "a + smu@tp",
-            '"smu" is no reduction. Known are sum, avg, max, min, product, band, bor, bxor. Did you mean "sum"?',
+            '"smu" is not a reduction. Known are sum, avg, max, min, product, band, bor, bxor. Did you mean "sum"?',
         ),
         (
             "a : bfloat61",
-            '"bfloat61" is no dtype. After ":" give a torch dtype, "device" or "host". Did you mean "bfloat16"?',
+            '"bfloat61" is not a dtype. After ":" give a torch dtype, "device" or "host". Did you mean "bfloat16"?',
         ),
         (
             "vocab@tp embed@tp",
             'axis "tp" is used twice. Each axis splits one dim of a tensor or is reduced over, once; drop one of the '
-            "two, "
-            "or use another axis of the mesh.",
+            "two, or use another axis of the mesh.",
         ),
         (
             "vocab@tp embed + sum@tp",
             'axis "tp" is used twice. Each axis splits one dim of a tensor or is reduced over, once; drop one of the '
-            "two, "
-            "or use another axis of the mesh.",
+            "two, or use another axis of the mesh.",
         ),
     ],
 )

@@ -165,9 +165,8 @@ def test_take_of_plain_dims_is_a_view():
     [
         (
             lambda: Layout.parse("a@tp b").local_shape((4, 4), "dp=2,tp=4", {"dp": 0}),
-            'Layout "a@tp b" on mesh "dp=2,tp=4": coordinate {\'dp\': 0} gives no place on axis "tp". Give an index '
-            "from "
-            "0 to 3, as MeshShape.coordinate(rank) does for every axis.",
+            'Layout "a@tp b" on mesh "dp=2,tp=4": coordinate {\'dp\': 0} gives no index on axis "tp". Give an index '
+            "from 0 to 3, as MeshShape.coordinate(rank) does for every axis.",
         ),
         (
             lambda: Layout.parse("a@tp").put([torch.zeros(2)], (4,), "tp=2"),

@@ -128,8 +128,7 @@ def test_names_and_sizes_are_taken_over():
             (Shard(0),),
             {"ndim": 1},
             'Placements (Shard(dim=0),) on mesh "dp=2,tp=2" for a tensor of 1 dims: 1 placements were given for 2 '
-            "axes. "
-            "Give one placement per mesh axis.",
+            "axes. Give one placement per mesh axis.",
         ),
         (
             (Shard(0), Shard(2)),
@@ -143,15 +142,13 @@ def test_names_and_sizes_are_taken_over():
             "Placements (Replicate(), _MaskPartial(reduce_op=sum, offset_shape=None, offset_dim=0)) on mesh "
             '"dp=2,tp=2" '
             'for a tensor of 2 dims: _MaskPartial(reduce_op=sum, offset_shape=None, offset_dim=0) on axis "tp" is '
-            "none of "
-            "Shard, _StridedShard, Replicate and Partial. Redistribute the tensor to one of these first.",
+            "not a Shard, _StridedShard, Replicate or Partial. Redistribute the tensor to one of these first.",
         ),
         (
             (Replicate(), Replicate()),
             {"ndim": 1, "dim_names": ["a", "b"]},
             "The number of dims was given as ndim=1, global_shape=None, dim_names=['a', 'b']. Give at least one of "
-            "them, "
-            "and let them agree.",
+            "them, and let them agree.",
         ),
     ],
 )
@@ -172,8 +169,7 @@ def test_what_is_no_layout_is_refused(placements: tuple[Placement, ...], kwargs:
         (
             "... ff@tp",
             'Layout "... ff@tp" on mesh "dp=2,tp=4": "..." leaves the number of dims open. Pass ndim=, or call '
-            "with_ndim "
-            "first.",
+            "with_ndim first.",
         ),
         (
             "(kv@tp? head)",
@@ -184,8 +180,7 @@ def test_what_is_no_layout_is_refused(placements: tuple[Placement, ...], kwargs:
             "(qkv heads=8 head@tp)",
             'Layout "(qkv heads head@tp)" on mesh "dp=2,tp=4": the size of "qkv" in dim "qkv heads head" is not known, '
             'and "head" is split inside it. Give it, as in sizes={"qkv": 3}, or call layout.resolve(global_shape, '
-            "mesh) "
-            "first.",
+            "mesh) first.",
         ),
         (
             "(3 heads=6@tp head)",

@@ -1,4 +1,4 @@
-"""Plans as JSON: every plan comes back equal, and what is no plan is refused."""
+"""Plans as JSON: every plan comes back equal, and what is not a plan is refused."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_ranks_with_equal_lines_shard_alike():
     [
         (
             '{"version": 1, "mesh": "tp=2", "transforms": [], "notes": [], "blocks": null, "step": {"autocast": "f8"}}',
-            '"f8" is no dtype of this torch; give a name such as "float32" or "bfloat16".',
+            '"f8" is not a dtype of this torch; give a name such as "float32" or "bfloat16".',
         ),
         (
             '{"version": 99}',

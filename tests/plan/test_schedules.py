@@ -81,15 +81,14 @@ def test_orders_that_wait_for_each_other_are_refused():
     [
         (
             lambda: order("gpip", 2, 2, 2),
-            '"gpip" is no schedule; the schedules are "gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv". Did '
+            '"gpip" is not a schedule; the schedules are "gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv". Did '
             "you mean "
             '"gpipe"?',
         ),
         (
             lambda: order("1f1b", 2, 4, 2),
             'The schedule "1f1b" runs 1 stage on each of 2 ranks, and there are 4 stages. Use "interleaved", or cut '
-            "the "
-            "model into 2 stages.",
+            "the model into 2 stages.",
         ),
         (
             lambda: order("zbv", 2, 2, 2),

@@ -19,9 +19,9 @@ from shardlib._mesh import MeshShape
 from shardlib._plan import DryRun, Gathered, Plan, Recorded, plan
 from shardlib._plan.page import picture
 from shardlib._plan.pictures import drawn
+from shardlib._plan.readable import human_bytes, human_count
 from shardlib._plan.report import StageRun
 from shardlib._plan.schedules import order, timeline
-from shardlib._plan.text import human_bytes, human_count
 from shardlib.layout import Layout
 from tests.plan.cases import MLP_RULES, gpt_plan, mlp
 
@@ -115,7 +115,7 @@ def test_a_whole_difference():
     there = [
         ("transforms:", "none", 'zero(3), accumulate(2), offload("grads")'),
         ("step: accumulate", "1", "2"),
-        ("embed.weight: let go after forward", "yes", "no"),
+        ("embed.weight: resharded after forward", "yes", "no"),
         ("stored, state", "vocab@tp embed", "vocab@(tp,dp) embed"),
         ("grad", "vocab@tp embed", "vocab@(tp,dp) embed : host"),
         ("blocks.{0-1}.weight x2: stored, state", "out@tp in", "out@tp in@dp"),
@@ -150,7 +150,7 @@ def test_a_whole_difference():
         ({"persistent": False}, "in state dict yes -> no"),
         ({"tied": ("frozen.weight", "other")}, "names frozen.weight -> frozen.weight, other"),
         ({"rule": None}, "rule frozen -> none"),
-        ({"reshard": False}, "let go after forward yes -> no"),
+        ({"reshard": False}, "resharded after forward yes -> no"),
         ({"stored": Layout.parse("a b : bfloat16"), "note": "new"}, "stored replicated -> a b : bfloat16"),
     ],
 )

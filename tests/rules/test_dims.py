@@ -132,13 +132,13 @@ def test_a_call_may_run_again_with_its_function_defined_anew() -> None:
         ),
         (
             {"gain": "out in", "output": "features"},
-            'register_dims(Scale): output names "features", which is no dim of gain="out in". Use one of the dims '
+            'register_dims(Scale): output names "features", which is not a dim of gain="out in". Use one of the dims '
             "given for its tensors.",
         ),
         (
             {"gain": "out in", "contracted": ("inn",)},
-            'register_dims(Scale): contracted names "inn", which is no dim of gain="out in". Use one of the dims given '
-            "for its tensors.",
+            'register_dims(Scale): contracted names "inn", which is not a dim of gain="out in". Use one of the dims '
+            "given for its tensors.",
         ),
         (
             {"gain": "out in", "output": "out", "contracted": ("in",), "linear": True},

@@ -89,8 +89,8 @@ def test_parameters_without_a_rule() -> None:
     rules = Rules({"embed": None, "attn.*": None, "mlp.down": None})
     assert message(lambda: rules.resolve(on_meta(Tiny), "tp=2")) == (
         '8 parameters (8.8 KiB) match no rule: "blocks.*.norm.weight" (16,) x2, "blocks.*.norm.bias" (16,) x2, '
-        '"blocks.*.mlp.up.weight" (64, 16) x2, "blocks.*.mlp.up.bias" (64,) x2. Give each a rule ("replicate" keeps it '
-        'whole on every rank), or pass unmatched="replicate".'
+        '"blocks.*.mlp.up.weight" (64, 16) x2, "blocks.*.mlp.up.bias" (64,) x2. Give each a rule ("replicate" keeps a '
+        'full copy on every rank), or pass unmatched="replicate".'
     )
 
 
@@ -99,16 +99,16 @@ def test_parameters_without_a_rule() -> None:
 
 def test_two_rules_that_disagree() -> None:
     assert refused({"blocks.0.mlp.up": "rowwise"}) == (
-        '"blocks.0.mlp.up.weight", global shape (64, 16), is told two layouts: rule "mlp.up": "colwise" says "out@tp '
-        'in"; rule "blocks.0.mlp.up": "rowwise" says "out in@tp". Narrow one of the patterns, or let the later rule '
+        '"blocks.0.mlp.up.weight", global shape (64, 16), is given two layouts: rule "mlp.up": "colwise" gives "out@tp '
+        'in"; rule "blocks.0.mlp.up": "rowwise" gives "out in@tp". Narrow one of the patterns, or let the later rule '
         'win with override=("blocks.0.mlp.up",).'
     )
 
 
 def test_a_split_inside_of_pieces_is_not_a_plain_split() -> None:
     assert refused({"attn.qkv.bias": "features@tp"}) == (
-        '"blocks.0.attn.qkv.bias", global shape (48,), is told two layouts: rule "attn.qkv": "(qkv heads@tp head)" '
-        'says "(qkv heads@tp head)"; rule "attn.qkv.bias": "features@tp" says "features@tp". Narrow one of the '
+        '"blocks.0.attn.qkv.bias", global shape (48,), is given two layouts: rule "attn.qkv": "(qkv heads@tp head)" '
+        'gives "(qkv heads@tp head)"; rule "attn.qkv.bias": "features@tp" gives "features@tp". Narrow one of the '
         'patterns, or let the later rule win with override=("attn.qkv.bias",).'
     )
 
@@ -116,17 +116,18 @@ def test_a_split_inside_of_pieces_is_not_a_plain_split() -> None:
 def test_an_override_must_come_later() -> None:
     rules = Rules({"blocks.0.mlp.up": "rowwise", **TINY_RULES}, sizes=TINY_SIZES, override=("blocks.0.mlp.up",))
     assert message(lambda: rules.resolve(on_meta(Tiny), "tp=2")) == (
-        '"blocks.0.mlp.up.weight", global shape (64, 16), is told two layouts: rule "blocks.0.mlp.up": "rowwise" says '
-        '"out in@tp"; rule "mlp.up": "colwise" says "out@tp in". Narrow one of the patterns, or let the later rule win '
-        'with override=("mlp.up",).'
+        '"blocks.0.mlp.up.weight", global shape (64, 16), is given two layouts: rule "blocks.0.mlp.up": "rowwise" '
+        'gives "out in@tp"; rule "mlp.up": "colwise" gives "out@tp in". Narrow one of the patterns, or let the later '
+        'rule win with override=("mlp.up",).'
     )
 
 
 @pytest.mark.parametrize("override", [(), ("embed",)])
 def test_tied_parameters_told_two_things(override: tuple[str, ...]) -> None:
     assert refused({"head": "rowwise"}, override=override) == (
-        '"embed.weight" and "head.weight" are tied: one tensor, global shape (32, 16), told two layouts. For the '
-        'first rule "embed": "rowwise" says "vocab@tp embed", for the second rule "head": "rowwise" says "out in@tp". '
+        '"embed.weight" and "head.weight" are tied: one tensor, global shape (32, 16), given two layouts. For the '
+        'first, rule "embed": "rowwise" gives "vocab@tp embed"; for the second, rule "head": "rowwise" gives "out '
+        'in@tp". '
         "Give both the same layout, or give a rule to one of them only."
     )
 
@@ -134,16 +135,16 @@ def test_tied_parameters_told_two_things(override: tuple[str, ...]) -> None:
 def test_one_rule_may_not_tell_tied_parameters_two_things_even_as_an_override() -> None:
     rules = Rules({"re:(embed|head)": "rowwise"}, override=("re:(embed|head)",), unmatched="replicate")
     assert message(lambda: rules.resolve(on_meta(Tiny), "tp=2")) == (
-        '"embed.weight" and "head.weight" are tied: one tensor, global shape (32, 16), told two layouts. For the '
-        'first rule "re:(embed|head)": "rowwise" says "vocab@tp embed", for the second rule "re:(embed|head)": '
-        '"rowwise" says "out in@tp". Give both the same layout, or give a rule to one of them only.'
+        '"embed.weight" and "head.weight" are tied: one tensor, global shape (32, 16), given two layouts. For the '
+        'first, rule "re:(embed|head)": "rowwise" gives "vocab@tp embed"; for the second, rule "re:(embed|head)": '
+        '"rowwise" gives "out in@tp". Give both the same layout, or give a rule to one of them only.'
     )
 
 
 def test_a_border_told_two_things() -> None:
     assert refused({"mlp.output": Shard(0), "blocks.0.mlp.output": Shard(1)}) == (
-        'The output of module "blocks.0.mlp" is told two layouts: rule "mlp.output" says "_@tp ..."; rule '
-        '"blocks.0.mlp.output" says "_ _@tp ...". Narrow one of the patterns, or let the later rule win with '
+        'The output of module "blocks.0.mlp" is given two layouts: rule "mlp.output" gives "_@tp ..."; rule '
+        '"blocks.0.mlp.output" gives "_ _@tp ...". Narrow one of the patterns, or let the later rule win with '
         'override=("blocks.0.mlp.output",).'
     )
 
@@ -192,7 +193,7 @@ def test_a_key_that_can_be_read_two_ways(value: Any, spelled: str) -> None:
             {"mlp.up": "ff@pp"},
             "pp=2,tp=2",
             {},
-            'Rule "mlp.up": "ff@pp": "pp" is a pipeline axis, which splits the list of modules and no tensor. Use one '
+            'Rule "mlp.up": "ff@pp": "pp" is a pipeline axis, which splits the list of modules, not a tensor. Use one '
             'of "tp".',
         ),
         (
@@ -372,23 +373,27 @@ WRITE = (
     [
         (
             "colwize",
-            'Rule "up": "colwize" is no role; there are "colwise", "rowwise", "replicate". Did you mean "colwise"? '
+            'Rule "up": "colwize" is not a role; there are "colwise", "rowwise", "replicate". Did you mean "colwise"? '
             'For a dim that is called "colwize" choose another name.',
         ),
         (
             "row",
-            'Rule "up": "row" is no role; there are "colwise", "rowwise", "replicate". Did you mean "rowwise"? For a '
-            'dim that is called "row" choose another name.',
+            'Rule "up": "row" is not a role; there are "colwise", "rowwise", "replicate". Did you mean "rowwise"? '
+            'For a dim that is called "row" choose another name.',
         ),
-        (3, f'Rule "up": 3 is a int, which says no layout. {WRITE}'),
+        (3, f'Rule "up": 3 is a int, which is not a layout. {WRITE}'),
         (
             Partial(),
-            'Rule "up": Partial(sum) is no placement that a tensor can be stored in. Give Shard(dim) or Replicate().',
+            'Rule "up": Partial(sum) is not a placement that a tensor can be stored in. Give Shard(dim) or '
+            "Replicate().",
         ),
-        ({"tp": "x"}, 'Rule "up": "x" is no placement that a tensor can be stored in. Give Shard(dim) or Replicate().'),
+        (
+            {"tp": "x"},
+            'Rule "up": "x" is not a placement that a tensor can be stored in. Give Shard(dim) or Replicate().',
+        ),
         (
             "Shard()",
-            'Rule "up": "Shard()" is no placement. Write "Shard(0)", "Replicate()" or "_StridedShard(0, '
+            'Rule "up": "Shard()" is not a placement. Write "Shard(0)", "Replicate()" or "_StridedShard(0, '
             'split_factor=3)".',
         ),
         (
@@ -414,7 +419,7 @@ def test_values(value: Any, said: str) -> None:
         (
             {"mlp.up": "colwise"},
             {"optional": ("mlp.dwn",)},
-            'optional names "mlp.dwn", which is no key of the rules; they have "mlp.up". Write the key as it stands '
+            'optional names "mlp.dwn", which is not a key of the rules; they have "mlp.up". Write the key as it stands '
             'in the rules. Did you mean "mlp.up"?',
         ),
         (
@@ -426,7 +431,7 @@ def test_values(value: Any, said: str) -> None:
         (
             {"up": "ff"},
             {"axes": {"ff": "t p"}},
-            'axes gives dim "ff" the axis \'t p\', which is no axis name. Give one, as in "tp" (or "tp?" to split '
+            'axes gives dim "ff" the axis \'t p\', which is not an axis name. Give one, as in "tp" (or "tp?" to split '
             'only where it divides), or several, as in ("fsdp", "tp").',
         ),
         (
@@ -455,7 +460,7 @@ def test_values(value: Any, said: str) -> None:
         (
             {},
             {"activations": {"mlp.up": "a b"}},
-            'Rule "mlp.up": "a b" stands in activations and names no module border. End the key in ".input" or '
+            'Rule "mlp.up": "a b" stands in activations and does not name a module border. End the key in ".input" or '
             '".output", or move the rule to the parameters.',
         ),
         (

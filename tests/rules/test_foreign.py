@@ -172,7 +172,7 @@ def test_an_entry_that_matches_nothing_becomes_optional() -> None:
         (
             {"m": "ep_router"},
             'tp_plan gives "m" the style "ep_router", which rewrites the router\'s choice of experts per rank and is '
-            "no layout. Write rules for this model instead.",
+            "not a layout. Write rules for this model instead.",
         ),
         (
             {"m": "colwize"},
@@ -257,13 +257,13 @@ def test_input_and_output_in_one() -> None:
             PrepareModuleInput(
                 input_layouts=(Shard(1), Shard(0)), desired_input_layouts=(Replicate(), Shard(0)), use_local_output=True
             ),
-            'The plan wants the inputs of "a" as Replicate(), Shard(dim=0); a module border has one layout, whole or '
-            "split. Lay out the modules that these tensors come from or go to instead.",
+            'The plan wants the inputs of "a" as Replicate(), Shard(dim=0); a module border has one layout, '
+            "replicated or split. Lay out the modules that these tensors come from or go to instead.",
         ),
         (
             ColwiseParallel(output_layouts=Partial()),
-            'The plan wants the outputs of "a" as Partial(sum); a module border has one layout, whole or split. Lay '
-            "out the modules that these tensors come from or go to instead.",
+            'The plan wants the outputs of "a" as Partial(sum); a module border has one layout, replicated or split. '
+            "Lay out the modules that these tensors come from or go to instead.",
         ),
     ],
     ids=["no style", "two layouts", "partial"],

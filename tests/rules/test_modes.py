@@ -73,7 +73,7 @@ def test_what_may_be_split_is_split_over_the_axes_that_divide_it(mesh: str, layo
     [
         ({"a": {"params": {}}}, 'Mode "a" has the key "params"; a mode has rules, activations, axes, sizes, optional.'),
         ({"a": {"axes": {"ff": "sp"}}}, 'Mode "a": axes names "ff", which no layout of these rules mentions'),
-        ({"a": {"activations": {"up": "b s"}}}, 'Mode "a": Rule "up": "b s" stands in activations and names no module'),
+        ({"a": {"activations": {"up": "b s"}}}, 'Mode "a": Rule "up": "b s" stands in activations and does not name'),
         ({"a": ["up"]}, 'mode "a" was given as list'),
         (["a"], "modes was given as list"),
         ({"a": {"activations": {"up.output": "b s"}, "axes": {"s": "sp?"}}}, None),
@@ -95,5 +95,5 @@ def test_a_mode_that_is_not_there_is_named():
         Rules({"up": "colwise"}).mode("split")
     with pytest.raises(RuleError, match="they have 'sequence', 'ulysses', 'ring', 'grid'"):
         layouts.load("gpt2", mode="spiral")
-    with pytest.raises(RuleError, match="is no section of a mode"):
+    with pytest.raises(RuleError, match="is not a section of a mode"):
         Rules.from_toml('[params]\nup = "colwise"\n[modes.a.parms]\nx = "colwise"')

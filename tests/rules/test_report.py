@@ -74,7 +74,7 @@ def test_explain_an_unknown_name() -> None:
     with pytest.raises(RuleError) as caught:
         RULES.explain("blocks.0.attn.qvk", on_meta(Tiny))
     assert str(caught.value) == (
-        '"blocks.0.attn.qvk" is no parameter, buffer or module of Tiny, which has 23 tensors in 22 modules. Give a '
+        '"blocks.0.attn.qvk" is not a parameter, buffer or module of Tiny, which has 23 tensors in 22 modules. Give a '
         'full name. Did you mean "blocks.0.attn.qkv"?'
     )
 

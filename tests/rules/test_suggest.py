@@ -96,7 +96,7 @@ def test_experts_are_split_inside() -> None:
     assert str(resolution.tensors[f"{experts}.gate_up_proj"].layout) == "expert (gate_up ff@tp) embed"
     assert str(resolution.tensors[f"{experts}.down_proj"].layout) == "expert embed ff@tp"
     assert str(resolution.borders[experts, "output"].layout) == "..."
-    assert "# guess: what the experts add up to is whole again here\n" in rules.to_toml()
+    assert "# guess: the sum of the experts is replicated here\n" in rules.to_toml()
 
 
 class Filters(nn.Module):

@@ -124,7 +124,7 @@ def test_every_layout_file_keeps_its_meaning_when_rewritten(path: Path) -> None:
         ),
         (
             '[parms]\nx = "colwise"',
-            '{file}: "parms" is no key of a layout file, which may have "description", "models", "axis", "stages", '
+            '{file}: "parms" is not a key of a layout file, which may have "description", "models", "axis", "stages", '
             '"unmatched", "optional", "override", "axes", "sizes", "params", "activations", "modes". Correct it, or '
             'move it into [params] if it is a pattern. Did you mean "params"?',
         ),
@@ -132,12 +132,12 @@ def test_every_layout_file_keeps_its_meaning_when_rewritten(path: Path) -> None:
         ('params = "x"', "{file}: \"params\" is 'x'; write a section, [params]."),
         (
             '[params]\nup = "colwize"',
-            '{file}: Rule "up": "colwize" is no role; there are "colwise", "rowwise", "replicate". Did you mean '
+            '{file}: Rule "up": "colwize" is not a role; there are "colwise", "rowwise", "replicate". Did you mean '
             '"colwise"? For a dim that is called "colwize" choose another name.',
         ),
         (
             'optional = ["dwon"]\n[params]\ndown = "rowwise"',
-            '{file}: optional names "dwon", which is no key of the rules; they have "down". Write the key as it '
+            '{file}: optional names "dwon", which is not a key of the rules; they have "down". Write the key as it '
             'stands in the rules. Did you mean "down"?',
         ),
     ],

@@ -10,7 +10,7 @@ import torch
 from shardlib import Layout, MeshShape
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.cause import Evidence, likely, of_losses, of_norm, of_updates
-from shardlib.testing.equivalence.parts import Place
+from shardlib.testing.equivalence.parts import RankCoordinate
 
 
 def _case(mesh: str, accumulate: int = 1) -> Case:
@@ -150,10 +150,12 @@ def test_random_masks():
 def test_norms():
     split, whole = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.tensor([12.0], dtype=torch.float64)
     single, mine = {"a": split, "b": whole}, {"a": split[:1], "b": whole}
-    place = Place(MeshShape("tp=2"), {"tp": 0})
+    rank_coordinate = RankCoordinate(MeshShape("tp=2"), {"tp": 0})
 
     def said(square: float) -> str:
-        return of_norm(single, mine, torch.tensor(13.0), torch.tensor(square, dtype=torch.float64).sqrt(), place)[0]
+        return of_norm(
+            single, mine, torch.tensor(13.0), torch.tensor(square, dtype=torch.float64).sqrt(), rank_coordinate
+        )[0]
 
     assert said(9 + 144).startswith("it counts this rank's pieces alone")
     assert said(25 + 2 * 144) == "gradients that are replicated are counted 2 times (tp)"

@@ -230,11 +230,11 @@ def test_each_example_of_hypothesis_runs_on_the_ranks(suite: Suite):
 @pytest.mark.parametrize(
     ("mark", "says"),
     [
-        ("world_size=0", "world_size=0 is no positive integer"),
-        ('world_size="4"', "world_size='4' is no positive integer"),
-        ("world_size=True", "world_size=True is no positive integer"),
-        ("timeout=-1", "timeout=-1 is no positive number of seconds"),
-        ("on_ranks=1", "on_ranks=1 is no True or False"),
+        ("world_size=0", "world_size=0 is not a positive integer"),
+        ('world_size="4"', "world_size='4' is not a positive integer"),
+        ("world_size=True", "world_size=True is not a positive integer"),
+        ("timeout=-1", "timeout=-1 is not a positive number of seconds"),
+        ("on_ranks=1", "on_ranks=1 is not True or False"),
         ("ranks=2", "got an unexpected keyword argument 'ranks'; it takes world_size, timeout and on_ranks"),
     ],
 )

@@ -503,7 +503,7 @@ def test_dropout_is_drawn_on_every_kind_of_mesh_exact_where_data_ranks_draw_each
         (lambda: strategies.shapes("tp=2", max_dims=0), "shapes(max_dims=0): give a whole number from 1 up."),
         (
             lambda: strategies.layouts((4, -1), "tp=2"),
-            "layouts((4, -1)): -1 is no size of a dim; give whole numbers from 0 up.",
+            "layouts((4, -1)): -1 is not a size of a dim; give whole numbers from 0 up.",
         ),
         (
             lambda: strategies.layouts((4,), "tp=2", axes=["dp"]),

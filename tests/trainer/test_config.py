@@ -161,7 +161,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a handler": (
         {"gradient_handler": [{"type": "ZeroGradientHandler"}]},
-        'The config names a gradient handler "ZeroGradientHandler", which nobody registered. Put '
+        'The config names a gradient handler "ZeroGradientHandler", which is not registered. Put '
         "@GRADIENT_HANDLER.register_module over its class, in a module that is imported before initialize. Did you "
         'mean "ZeROGradientHandler"?',
     ),

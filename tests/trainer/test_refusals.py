@@ -168,7 +168,7 @@ def test_what_two_ranks_cannot_do_is_refused(ranks):
         "forward_only=True to evaluate, or let a Trainer do it.",
         'add_hook: blocks on mesh "dp=1,tp=2" are compiled, and would not call it. Register torch\'s own module hooks '
         "before initialize.",
-        "Nobody said which of its machine's ranks this one is. Start ranks by torchrun, which sets LOCAL_RANK, or give "
+        "The number of this rank on its machine is not known. Start ranks by torchrun, which sets LOCAL_RANK, or give "
         "launch(local_rank=...).",
     ]
 

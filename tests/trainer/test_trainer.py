@@ -348,7 +348,7 @@ MESSAGES = {
     "(output.argmax(-1) == label).sum(), or with their number where that is not the batch's, as a pair.",
     a_class: "hooks has LossHook, a class; give instances of subclasses of BaseHook, such as LossHook().",
     no_folder: "SaveCheckpointHook was given no checkpoint_dir; give a folder that all ranks see.",
-    no_length: "The list_iterator has no length, so nobody knows where an epoch ends. Give one with a length, or write "
+    no_length: "The list_iterator has no length, so the end of an epoch is not known. Give one with a length, or write "
     "the loop yourself with the engine.",
     no_interval: "interval=0 was given; give a whole number from 1 up.",
 }

@@ -142,7 +142,7 @@ def test_what_cannot_fit_is_refused():
     with pytest.raises(PlanError) as raised:
         _ = plan | sl.fit(50_000)
     assert str(raised.value) == (
-        "fit(50000): with all in host memory that may lie there, a rank's device still holds 78.1 KiB. Divide more, "
+        "fit(50000): with everything offloaded that can be, a rank's device still holds 78.1 KiB. Divide more, "
         "with zero(3) or over more ranks, or give a larger budget."
     )
 

@@ -145,7 +145,7 @@ def test_a_text_that_is_no_call_of_a_transform_is_refused(text: str):
 def test_a_text_may_have_ten_thousand_characters():
     text = "zero(1)".ljust(10_000)
     assert parse(text) == parse("zero(1)")
-    with pytest.raises(PlanError, match=r"it is no expression \(too long\)"):
+    with pytest.raises(PlanError, match=r"it is not an expression \(too long\)"):
         parse(f"{text} ")
 
 
@@ -161,8 +161,8 @@ def test_an_unreadable_text_is_answered_with_the_nearest():
     with pytest.raises(PlanError) as raised:
         parse("ofload()")
     assert str(raised.value) == (
-        'Transform "ofload()" cannot be read: "ofload" is no transform. Write calls with plain values, joined by "|", '
-        'as in zero(2, axis="dp") | offload("state"); known are "zero", "fsdp", "hsdp", "replicate", "offload", '
+        'Transform "ofload()" cannot be read: "ofload" is not a transform. Write calls with plain values, joined by '
+        '"|", as in zero(2, axis="dp") | offload("state"); known are "zero", "fsdp", "hsdp", "replicate", "offload", '
         '"fit", "precision", "checkpoint_activations", "accumulate", "pipeline", "capacity". Did you mean "offload"?'
     )
 

@@ -55,7 +55,7 @@ def test_a_capacity_is_kept():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: sl.pipeline("gpip"), '"gpip" is no schedule; the schedules are "gpipe", "1f1b", "interleaved",'),
+        (lambda: sl.pipeline("gpip"), '"gpip" is not a schedule; the schedules are "gpipe", "1f1b", "interleaved",'),
         *(
             (lambda n=n: sl.pipeline("1f1b", n), f"pipeline(microbatches={n!r}): give a number of microbatches, from 1")
             for n in (-1, 2.0, True)
@@ -72,7 +72,8 @@ def test_a_capacity_is_kept():
         (lambda: _staged(per_rank=2) | sl.pipeline("interleaved", 5), "Choose another number of microbatches"),
         (
             lambda: _staged() | sl.pipeline("gpipe") | sl.pipeline("1f1b"),
-            'pipeline("1f1b"): the plan was made with pipeline("gpipe"), which says otherwise. Choose one of the two.',
+            'pipeline("1f1b"): the plan was made with pipeline("gpipe"), which has other arguments. Choose one of '
+            "the two.",
         ),
         *(
             (

@@ -126,7 +126,7 @@ def test_the_settings_of_the_step_are_printed_compared_and_kept_apart():
         ("fp32", {"autocast": True}, 'it is for "bf16", "fp16" and "fp8"'),
         ("fp16_naive", {"autocast": True}, 'it is for "bf16", "fp16" and "fp8"'),
         ("fp32", {"scaler": LossScale()}, "gradients of float32 need none"),
-        ("bf16", {"linears": "mlp"}, 'they are what "fp8" is about'),
+        ("bf16", {"linears": "mlp"}, 'they apply to "fp8" only'),
         ("fp32", {"scaling": "delayed"}, 'it is for "fp8"'),
         ("bf16", {"history": 8}, 'it is for scaling="delayed"'),
         ("fp8", {"history": 8}, 'it is for scaling="delayed"'),
@@ -155,7 +155,7 @@ def _double() -> Plan:
     [
         (
             lambda: offload("stat"),
-            'offload(\'stat\'): "stat" is none of "state", "params", "grads", one or several of which may be '
+            'offload(\'stat\'): "stat" is not one of "state", "params", "grads", of which several may be '
             'given, and "all" stands for all three. Did you mean "state"?',
         ),
         (
@@ -202,7 +202,8 @@ def _double() -> Plan:
         ),
         (
             lambda: laid_out() | precision("bf16") | precision("fp16"),
-            'precision("fp16"): the plan was made with precision("bf16"), which says otherwise. Choose one of the two.',
+            'precision("fp16"): the plan was made with precision("bf16"), which has other arguments. Choose one of '
+            "the two.",
         ),
         (
             lambda: precision("fp16_naive")(precision("bf16")(laid_out())),
@@ -211,7 +212,7 @@ def _double() -> Plan:
         ),
         (
             lambda: laid_out() | accumulate(2) | accumulate(4),
-            "accumulate(4): the plan was made with accumulate(2), which says otherwise. Choose one of the two.",
+            "accumulate(4): the plan was made with accumulate(2), which has other arguments. Choose one of the two.",
         ),
         (
             lambda: accumulate(4)(accumulate(2)(laid_out())),

@@ -149,8 +149,8 @@ def test_without_data_ranks_nothing_changes_and_the_plan_says_so(mesh: str):
         ),
         (
             lambda: laid_out() | zero(2, axis="tp"),
-            'zero(2, axis="tp"): "tp" is a model axis of mesh "dp=2,fsdp=2,tp=2"; what every rank of an axis holds '
-            'alike is divided over data axes only, here "dp", "fsdp". To split over "tp" write a rule.',
+            'zero(2, axis="tp"): "tp" is a model axis of mesh "dp=2,fsdp=2,tp=2"; replicated '
+            'state is divided over data axes only, here "dp", "fsdp". To split over "tp" write a rule.',
         ),
         (
             lambda: laid_out() | zero(1, axis=("dp", "dp")),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlib._plan import lets_go
+from shardlib._plan import reshards_after_forward
 from shardlib.engine import _torch, fp8, offload, ops, optimizer
 from shardlib.engine.apply.check import input_check
 from shardlib.engine.apply.rank_plan import RankPlan
@@ -149,7 +149,7 @@ def _lend(model: nn.Module, here: RankPlan, held: list[Held], bucket_bytes: int)
         model,
         held,
         here.plan.units,
-        lambda name: not lets_go(here.rows[name], here.plan.step),
+        lambda name: not reshards_after_forward(here.rows[name], here.plan.step),
         here.executor,
         bucket_bytes=bucket_bytes,
     )

@@ -1,4 +1,4 @@
-"""What ops of torch are in JAX, by kind. Importing this fills the table."""
+"""Lowerings of torch ops to JAX, by kind. Importing this fills the table."""
 
 from __future__ import annotations
 

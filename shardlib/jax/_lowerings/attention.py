@@ -26,7 +26,7 @@ def _attention(
     enable_gqa: bool = False,
     key: Any = None,
 ) -> Any:
-    """`(..., heads, queries, head)`; a row that may look at nothing gives zeros.
+    """Compute attention of `(..., heads, queries, head)`; a fully masked row gives zeros.
 
     Low precision is computed in float32, as torch's kernels do inside.
     """

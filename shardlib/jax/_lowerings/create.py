@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 def _dtype(dtype: torch.dtype | None, *values: Any) -> Any:
-    """As asked, else what torch makes of a Python number."""
+    """Return the given dtype, else torch's for a Python number."""
     if dtype is not None:
         return as_dtype(dtype)
     if any(isinstance(value, float) for value in values) or not values:

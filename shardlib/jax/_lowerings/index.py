@@ -15,7 +15,8 @@ __all__: list[str] = []
 
 
 def _looked_up(x: Any, index: Any) -> Any:
-    """Beyond the end there is NaN where the dtype has one: torch raises, and a compiled program cannot."""
+    """Look up indices. Out of bounds gives NaN where the dtype has one: torch raises, which a compiled program
+    cannot."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return x.at[index].get(mode="fill", fill_value=jnp.nan)
     return x.at[index].get(mode="clip")
@@ -79,7 +80,7 @@ def _gather(x: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
 
 
 def _along(index: Any, dim: int, ndim: int) -> tuple[Any, ...]:
-    """An index whose every other dim is its own place; the index may be smaller than the tensor."""
+    """Return an index with the identity in every other dim; the index may be smaller than the tensor."""
     own = [jnp.arange(n).reshape([-1 if i == d else 1 for i in range(ndim)]) for d, n in enumerate(index.shape)]
     own[dim % ndim] = index
     return tuple(own)
@@ -96,7 +97,7 @@ def _scatter_add(x: Any, dim: int, index: Any, source: Any) -> Any:
 
 
 def _for_index(source: Any, index: Any, x: Any) -> Any:
-    """As much of the source as the index asks for."""
+    """Return the part of the source with the index's shape."""
     source = jnp.asarray(source, x.dtype)
     return source[tuple(slice(n) for n in index.shape)] if source.ndim else source
 

@@ -31,7 +31,7 @@ def _addmm(x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
 
 @lowering("aten::baddbmm.default")
 def _baddbmm(x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    """With beta 0 the first operand is not read, NaN or not."""
+    """Compute `beta * x + alpha * a @ b`; with beta 0, `x` is not read, NaN or not."""
     product = _scaled(jnp.matmul(a, b), alpha)
     return product if beta == 0 else _scaled(x, beta) + product
 
@@ -58,6 +58,6 @@ def _bilinear(a: Any, b: Any, weight: Any, bias: Any = None) -> Any:
 
 @lowering("aten::_grouped_mm.default", "transformers::grouped_mm_fallback.default")
 def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """Rows of `a` up to `offs[i]`, and after those of the groups before, times matrix `i` of `b`."""
+    """Multiply the rows of `a` from `offs[i - 1]` up to `offs[i]` with matrix `i` of `b`."""
     sizes = jnp.diff(offs, prepend=0).astype(jnp.int32)
     return lax.ragged_dot(a, b, sizes)

@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 
 def _each(value: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """One number a dim; torch lets one stand for all."""
+    """Return one number per dim; a single number stands for all."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * count if len(values) == 1 else values
 
@@ -90,7 +90,7 @@ def _convolved(
 def _transposed(
     x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, output_padding: Any, groups: int
 ) -> Any:
-    """The gradient of a convolution by its input: a convolution of the input, spread, with the mirrored kernel."""
+    """Compute a transposed convolution: a convolution of the dilated input with the mirrored kernel."""
     ins, outs, *kernel = weight.shape
     mirrored = jnp.flip(weight, tuple(range(2, weight.ndim)))
     mirrored = mirrored.reshape(groups, ins // groups, outs, *kernel).swapaxes(1, 2).reshape(-1, ins // groups, *kernel)
@@ -105,7 +105,7 @@ def _transposed(
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> tuple[int, int]:
-    """Padding on both sides; more on the right where a last window may stick out."""
+    """Return the padding on both sides; more on the right where a last window exceeds the input."""
     reach = dilation * (kernel - 1) + 1
     count = (size + 2 * padding - reach) / stride
     outs = (math.ceil(count) if ceil_mode else math.floor(count)) + 1
@@ -145,7 +145,7 @@ def _max_pool(
 
 
 def _dilated_max(x: Any, start: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
-    """Windows with holes, whose maximum JAX (0.10) does not differentiate: one slice for each place in the window."""
+    """Compute dilated max pooling, which JAX (0.10) does not differentiate, from one slice per window element."""
     dims = len(kernel)
     sizes = x.shape[-dims:]
     pairs = [_windows(*each, ceil_mode) for each in zip(sizes, kernel, stride, padding, dilation, strict=True)]
@@ -154,8 +154,8 @@ def _dilated_max(x: Any, start: Any, kernel: Any, stride: Any, padding: Any, dil
         (n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[-dims:], kernel, stride, dilation, strict=True)
     ]
     slices = []
-    for place in np.ndindex(*kernel):
-        firsts = [p * d for p, d in zip(place, dilation, strict=True)]
+    for index in np.ndindex(*kernel):
+        firsts = [p * d for p, d in zip(index, dilation, strict=True)]
         at = (slice(f, f + (n - 1) * s + 1, s) for f, n, s in zip(firsts, outs, stride, strict=True))
         slices.append(x[(..., *at)])
     stacked = jnp.stack(slices)
@@ -163,7 +163,7 @@ def _dilated_max(x: Any, start: Any, kernel: Any, stride: Any, padding: Any, dil
 
 
 def _dims_of(x: Any, kernel: Any) -> int:
-    """How many dims are pooled: batch and channels come before them."""
+    """Return the number of pooled dims, which follow batch and channels."""
     return x.ndim - 2 if isinstance(kernel, int) or len(kernel) == 1 else len(kernel)
 
 
@@ -196,7 +196,7 @@ def _avg_pool(
 
 @lowering(*(f"aten::adaptive_avg_pool{n}d.default" for n in (1, 2, 3)), "aten::_adaptive_avg_pool2d.default")
 def _adaptive_avg_pool(x: Any, output_size: Any) -> Any:
-    """Along each dim a product with the matrix of its windows' weights, or a mean where windows are even."""
+    """Pool each dim by a product with its windows' weights, or by a mean where windows are even."""
     sizes = (output_size,) if isinstance(output_size, int) else tuple(output_size)
     for dim, outs in zip(range(x.ndim - len(sizes), x.ndim), sizes, strict=True):
         ins = x.shape[dim]
@@ -219,7 +219,7 @@ def _averages(ins: int, outs: int) -> np.ndarray:
 
 
 def _reduced(loss: Any, reduction: int) -> Any:
-    """0 leaves it, 1 takes the mean, 2 the sum."""
+    """Reduce a loss: 0 leaves it, 1 takes the mean, 2 the sum."""
     return (lambda x: x, jnp.mean, jnp.sum)[reduction](loss)
 
 
@@ -232,7 +232,8 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """The class is picked by a comparison, which needs no other device's part where classes are split."""
+    """Compute cross entropy. The class is picked by a comparison, which needs no communication where classes are
+    split."""
     classes = 0 if logits.ndim == 1 else 1
     logp = jax.nn.log_softmax(logits, axis=classes)
     if jnp.issubdtype(target.dtype, jnp.floating):
@@ -261,7 +262,7 @@ def _nll_loss(logp: Any, target: Any, weight: Any = None, reduction: int = 1, ig
 
 
 def _picked(logp: Any, target: Any, weight: Any, ignore_index: int, classes: int) -> tuple[Any, Any]:
-    """Minus the entry of each target's class, and what it counts; a target that is ignored counts nothing."""
+    """Return minus the entry of each target's class, and its weight; an ignored target has weight zero."""
     ids = lax.broadcasted_iota(target.dtype, logp.shape, classes)
     chosen = ids == jnp.expand_dims(target, classes)
     kept = target != ignore_index

@@ -68,7 +68,7 @@ def _by_channel(t: Any, ndim: int) -> Any:
 def _batch_norm_functional(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    """`y, mean, 1/deviation, new running mean, new running variance`; statistics are those of the global batch."""
+    """Return `y, mean, 1/deviation, new running mean, new running variance`; statistics are of the global batch."""
     y, saved_mean, rstd, batch_mean, batch_var = _batch_norm(x, weight, bias, mean, var, training, eps)
     if not training:
         return y, saved_mean, rstd, mean, var

@@ -129,7 +129,7 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 
 
 def _floats(*operands: Any) -> list[Any]:
-    """Operands in torch's dtype for them, which is a float even for whole numbers."""
+    """Convert operands to torch's result dtype, a float also for integers."""
     dtype = promoted(*operands)
     return [jnp.asarray(x, dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32) for x in operands]
 
@@ -207,7 +207,7 @@ def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
 
 @lowering("aten::lerp.Scalar", "aten::lerp.Tensor", elementwise=True)
 def _lerp(start: Any, end: Any, weight: Any) -> Any:
-    """torch's formula, which meets both ends exactly."""
+    """Interpolate by torch's formula, which meets both ends exactly."""
     return jnp.where(jnp.abs(weight) < 0.5, start + weight * (end - start), end - (end - start) * (1 - weight))
 
 
@@ -248,7 +248,7 @@ def _between(x: Any, min: Any, max: Any, *, flat_at_bounds: bool) -> Any:
 
 @functools.cache
 def _slope_at_a_bound(*, tensor: bool) -> float:
-    """Ask torch for the gradient of clamp at a bound, a number or a tensor: versions differ.
+    """Return torch's gradient of clamp at a bound, a number or a tensor: versions differ.
 
     Whoever traces may have switched gradients off, or chosen a device without values.
     """
@@ -323,7 +323,7 @@ def _nan_to_num(x: Any, nan: float | None = None, posinf: float | None = None, n
 
 @lowering("aten::_to_copy.default", elementwise=True)
 def _to_copy(x: Any, dtype: Any = None, **_where_to: Any) -> Any:
-    """Layout, device and memory format mean nothing here."""
+    """Convert the dtype; layout, device and memory format have no meaning here."""
     if dtype is None:
         return x
     target = as_dtype(dtype)

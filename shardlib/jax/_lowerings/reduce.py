@@ -17,14 +17,14 @@ __all__: list[str] = []
 
 
 def axes_of(dim: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
-    """JAX's word for dims; none named means all of them."""
+    """Return dims as JAX's `axis`; none named means all of them."""
     if dim is None or isinstance(dim, int):
         return dim
     return tuple(dim) or None
 
 
 def _summed(x: Any, dtype: Any) -> Any:
-    """In the dtype that torch adds up in: whole numbers and booleans as int64."""
+    """Convert to the dtype in which torch sums: int64 for integers and booleans."""
     if dtype is not None:
         return x.astype(as_dtype(dtype))
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.dtypes.canonicalize_dtype("int64"))
@@ -97,7 +97,7 @@ for _name, _chosen in {"max": jnp.argmax, "min": jnp.argmin}.items():
 
     @lowering(f"aten::{_name}.dim")
     def _extreme_with_index(x: Any, dim: int, keepdim: bool = False, _chosen: Any = _chosen) -> Any:
-        """The gradient goes to the one element that the index names."""
+        """Return extreme values and their indices; the gradient goes to the indexed element."""
         index = _chosen(x, axis=dim, keepdims=True)
         value = jnp.take_along_axis(x, index, axis=dim)
         return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
@@ -156,7 +156,7 @@ def _log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
 
 
 def _wide(x: Any, dtype: Any) -> Any:
-    """In the dtype that is asked for; `_softmax` has a flag in its place, which matters on GPU alone."""
+    """Convert to the given dtype; `_softmax` has a flag in its position, which matters on GPU only."""
     if dtype is not None and not isinstance(dtype, bool):
         x = x.astype(as_dtype(dtype))
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
@@ -201,7 +201,7 @@ def _argsort(x: Any, dim: int = -1, descending: bool = False) -> Any:
 
 @lowering("aten::histc.default")
 def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
-    """Bins are half open but for the last one; what lies outside is not counted."""
+    """Count a histogram; bins are half open except the last; values outside are not counted."""
     flat = x.reshape(-1).astype(jnp.promote_types(x.dtype, jnp.float32))
     low, high = (jnp.min(flat), jnp.max(flat)) if min == max else (min, max)
     at = jnp.floor((flat - low) / (high - low) * bins).astype(jnp.int32)

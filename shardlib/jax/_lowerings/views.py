@@ -17,7 +17,7 @@ __all__ = ["concrete"]
 
 
 def concrete(shape: Sequence[int], count: int) -> tuple[int, ...]:
-    """A shape with the one -1 that it may have put right.
+    """Return a shape with its -1, if any, replaced by the inferred size.
 
     >>> concrete((2, -1), 6)
     (2, 3)
@@ -80,7 +80,7 @@ def _squeeze_all(x: Any) -> Any:
 
 @lowering("aten::squeeze.dim", "aten::squeeze.dims")
 def _squeeze(x: Any, dim: int | Sequence[int]) -> Any:
-    """Dims of another size than one stay."""
+    """Squeeze dims; those of another size than one stay."""
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     return jnp.squeeze(x, tuple(d % x.ndim for d in dims if x.shape[d] == 1)) if x.ndim else x
 
@@ -112,7 +112,7 @@ def _repeat_interleave(x: Any, repeats: int, dim: int | None = None, output_size
 
 @lowering("aten::cat.default", "aten::concatenate.default")
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Empty tensors of one dim count for nothing, as in torch."""
+    """Concatenate; empty one-dimensional tensors are skipped, as in torch."""
     return jnp.concatenate(promote(*[t for t in tensors if t.shape != (0,)] or tensors[:1]), axis=dim)
 
 
@@ -223,13 +223,13 @@ def _pad(x: Any, pad: Sequence[int], mode: str = "constant", value: float | None
 
 @lowering("aten::constant_pad_nd.default")
 def _constant_pad(x: Any, pad: Sequence[int], value: float = 0) -> Any:
-    """Negative widths cut."""
+    """Pad with a constant; negative widths crop."""
     widths = [(low, high, 0) for low, high in _widths(x, pad)]
     return lax.pad(x, jnp.asarray(value, x.dtype), widths)
 
 
 def _widths(x: Any, pad: Sequence[int]) -> list[tuple[int, int]]:
-    """torch names pairs from the last dim on."""
+    """Return the widths of each dim; torch lists pairs from the last dim on."""
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
     return [(0, 0)] * (x.ndim - len(pairs)) + pairs[::-1]
 

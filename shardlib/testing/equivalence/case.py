@@ -1,4 +1,4 @@
-"""What is to be proved: a model, its batches, how it is sharded, how it is trained."""
+"""The case to prove: a model, its batches, its sharding and its training."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Case:
         self._check_engine()
 
     def _check_functions(self) -> None:
-        """That what has to be a function is one, and takes what it will be given."""
+        """Check that functions are callable with their arguments."""
         for what, takes in _TAKES.items():
             value = getattr(self, what)
             if value is None:
@@ -113,10 +113,10 @@ class Case:
             )
 
     def train(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """A new optimizer.
+        """Return a new optimizer.
 
         Raises:
-            InputError: it is none, or one that has to run the model itself.
+            InputError: not an optimizer, or one that runs the model itself.
         """
         made = (self.optimizer or adamw)(params)
         if not isinstance(made, torch.optim.Optimizer):
@@ -144,7 +144,7 @@ _TAKES = {
 
 
 def _accepts(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with so many positional arguments; yes where it does not say."""
+    """Return whether a function takes this number of positional arguments; True without a signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -171,7 +171,7 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a batch is passed to a model: a mapping by keyword, a tuple by position, (tuple, mapping) both ways."""
+    """Return a batch as arguments: a mapping by keyword, a tuple by position, (tuple, mapping) both ways."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], Mapping):
@@ -180,7 +180,7 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss that the model's output carries, or a mean over rows that no two features enter alike."""
+    """Return the loss in the model's output, or a mean over rows in which each feature has its own weight."""
     args, kwargs = as_call(batch)
     output = model(*args, **kwargs)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -198,7 +198,7 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _spread(output: torch.Tensor) -> torch.Tensor:
-    """A mean over rows of a function that differs from feature to feature, and has both signs of slope."""
+    """Return a mean over rows of a function that differs between features, with slopes of both signs."""
     if not output.ndim:
         return output
     weight = torch.linspace(0.5, 1.5, max(output[0].numel(), 1), dtype=output.dtype, device=output.device)
@@ -207,7 +207,7 @@ def _spread(output: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(batch: Any, index: int, count: int) -> Any:
-    """The rows of a global batch that one of `count` data ranks gets: its part of dim 0 of every tensor that has rows.
+    """Return the rows of a global batch for one of `count` data ranks, of every tensor with rows in dim 0.
 
     A tensor has rows if its dim 0 is as long as that of the first tensor; others (a mask shared by all) go to all.
 

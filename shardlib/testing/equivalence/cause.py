@@ -1,4 +1,4 @@
-"""What a difference looks like: a factor, an offset, another rank's piece, another order, a few ranks only.
+"""Likely causes of a difference: a factor, an offset, another rank's shard, another order, a few ranks only.
 
 Each test takes what every rank holds and should hold, and says a sentence or nothing. The first that speaks explains
 the difference whole; `likely` lists them in this order.
@@ -15,7 +15,7 @@ import torch
 
 from shardlib._mesh import MeshShape
 from shardlib.testing.equivalence.case import Case
-from shardlib.testing.equivalence.parts import Place, local
+from shardlib.testing.equivalence.parts import RankCoordinate, local
 
 __all__ = ["Evidence", "likely", "of_losses", "of_norm", "of_updates"]
 
@@ -48,10 +48,10 @@ Pieces = Sequence[_Piece]
 
 
 def likely(evidence: Sequence[Evidence], case: Case, own: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Sentences about what the difference looks like, the likeliest first.
+    """Describe the likely causes of the difference, the likeliest first.
 
     Args:
-        evidence: of every rank, in order.
+        evidence: the evidence of every rank, in order.
         case: the sizes of its axes, and how many passes it accumulates, are factors to look for.
         own: tensors of the module (its bias) that may be in the value too often.
     """
@@ -91,7 +91,7 @@ def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _off(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, over the largest value of `b`."""
+    """Return the largest difference, over the largest value of `b`."""
     return float((a - b).abs().max()) / max(float(b.abs().max()), 1e-30) if a.numel() else 0.0
 
 
@@ -224,7 +224,7 @@ def _other_rank(pieces: Pieces) -> str | None:
 
 
 def _other_mask(pieces: Pieces) -> str | None:
-    """Zeros in other places than the single device's: random masks."""
+    """Recognise zeros at other positions than the single device's: random masks."""
     got, want = [p.got == 0 for p in pieces], [p.want == 0 for p in pieces]
     if not all(_some_zeros(mask) for mask in (*got, *want)) or all(map(torch.equal, got, want)):
         return None
@@ -239,7 +239,7 @@ def _some_zeros(mask: torch.Tensor) -> bool:
 
 
 def _other_order(pieces: Pieces) -> str | None:
-    """The same rows of some dim in another order, on each rank or over all of them."""
+    """Recognise rows of some dim in another order, on each rank or over all of them."""
     p = next(p for p in pieces if p.wrong)
     for dim in range(p.got.ndim):
         if p.got.shape[dim] > 1 and _same_rows(p.got, p.want, dim):
@@ -260,17 +260,17 @@ def _some_ranks(pieces: Pieces, mesh: MeshShape) -> str | None:
     if len(wrong) == len(pieces):
         return None
     for axis in mesh.names:
-        places = {pieces[rank].coordinate[axis] for rank in wrong}
-        place = min(places)
-        if len(places) == 1 and sum(p.coordinate[axis] == place for p in pieces) == len(wrong) and mesh[axis] > 1:
+        indices = {pieces[rank].coordinate[axis] for rank in wrong}
+        index = min(indices)
+        if len(indices) == 1 and sum(p.coordinate[axis] == index for p in pieces) == len(wrong) and mesh[axis] > 1:
             split = any(p.want.shape != pieces[0].want.shape for p in pieces)
-            last = ", the last, where the split is uneven" if split and place == mesh[axis] - 1 else ""
-            return f"only the ranks at {axis}={place}{last}"
+            last = ", the last, where the split is uneven" if split and index == mesh[axis] - 1 else ""
+            return f"only the ranks at {axis}={index}{last}"
     return f"only {_ranks(wrong)}"
 
 
 def _some_elements(pieces: Pieces) -> str | None:
-    """The indices that differ, if they are a small part of some dim."""
+    """Recognise a few differing indices in some dim."""
     rank, p = next((rank, p) for rank, p in enumerate(pieces) if p.wrong)
     bad = (p.got - p.want).abs() > _NEAR * max(float(p.want.abs().max()), 1e-30)
     for dim in range(bad.ndim):
@@ -285,27 +285,27 @@ def _some_elements(pieces: Pieces) -> str | None:
 # --- the loss -----------------------------------------------------------------------------------------------------
 
 
-def of_losses(got: Sequence[float], want: float, alike: Sequence[float], mesh: MeshShape) -> tuple[str, ...]:
-    """What the losses of ranks look like.
+def of_losses(got: Sequence[float], want: float, expected: Sequence[float], mesh: MeshShape) -> tuple[str, ...]:
+    """Describe the losses of ranks.
 
     Args:
         got: each rank's loss.
         want: the single device's, of all rows.
-        alike: what the single device computes for each rank's rows.
+        expected: the single device's loss of each rank's rows.
         mesh: the sizes of its axes are factors to look for.
     """
-    own = [rank for rank, (a, b) in enumerate(zip(got, alike, strict=True)) if not _close(a, b)]
+    own = [rank for rank, (a, b) in enumerate(zip(got, expected, strict=True)) if not _close(a, b)]
     if not own:
         return (
             "each rank's loss is right for the rows that it is given, and their mean is not that of all rows: the loss "
-            "is no mean over rows (a sum, or a mean over tokens of which ranks have different numbers), or a rank's "
+            "is not a mean over rows (a sum, or a mean over tokens of which ranks have different numbers), or a rank's "
             "rows or labels are not its own",
         )
     for axes in _subsets(mesh):
         n = math.prod(mesh[axis] for axis in axes)
-        for factor, said in ((n, f"{n} times"), (1 / n, f"1/{n} of")):
-            if all(_close(a, factor * b) for a, b in zip(got, alike, strict=True)):
-                return (f"{said} a single device's ({' * '.join(f'{axis}={mesh[axis]}' for axis in axes)})",)
+        for factor, share in ((n, f"{n} times"), (1 / n, f"1/{n} of")):
+            if all(_close(a, factor * b) for a, b in zip(got, expected, strict=True)):
+                return (f"{share} a single device's ({' * '.join(f'{axis}={mesh[axis]}' for axis in axes)})",)
     if len(own) < len(got):
         return (f"only {_ranks(own)}",)
     return (f"the mean over ranks is {math.fsum(got) / len(got):.6g}, where a single device has {want:.6g}",)
@@ -319,7 +319,7 @@ def _close(a: float, b: float) -> bool:
 
 
 def of_updates(evidence: Sequence[Evidence], case: Case) -> tuple[str, ...]:
-    """What the change of a parameter in a step looks like, if it is the right one but for its size."""
+    """Describe the update of a parameter whose direction is right and whose length is wrong."""
     pieces = [_piece(e) for e in evidence if e.got is not None and e.want is not None and e.got.shape == e.want.shape]
     if len(pieces) < len(evidence) or not any(p.wrong for p in pieces):
         return ()
@@ -339,20 +339,20 @@ def of_norm(
     sharded: Mapping[str, torch.Tensor],
     want: torch.Tensor | None,
     got: torch.Tensor | None,
-    place: Place,
+    rank_coordinate: RankCoordinate,
 ) -> tuple[str, ...]:
-    """Which gradients a wrong norm counts too often, or in part."""
+    """Describe the gradients that a wrong norm counts more than once, or in part."""
     if want is None or got is None:
         return ()
     total, have = float(want) ** 2, float(got) ** 2
-    whole = {name: float(g.double().norm()) ** 2 for name, g in single.items()}
+    full = {name: float(g.double().norm()) ** 2 for name, g in single.items()}
     mine = {name: float(local(g).double().norm()) ** 2 for name, g in sharded.items()}
     if math.isclose(have, sum(mine.values()), rel_tol=_NEAR):
         return ("it counts this rank's pieces alone: the squares are not summed over the ranks that hold the others",)
-    split = {name for name in mine if not math.isclose(mine[name], whole[name], rel_tol=_NEAR)}
-    kinds = {"split": sum(whole[n] for n in split), "replicated": sum(v for n, v in whole.items() if n not in split)}
-    for axes in _subsets(place.mesh):
-        n = math.prod(place.mesh[axis] for axis in axes)
+    split = {name for name in mine if not math.isclose(mine[name], full[name], rel_tol=_NEAR)}
+    kinds = {"split": sum(full[n] for n in split), "replicated": sum(v for n, v in full.items() if n not in split)}
+    for axes in _subsets(rank_coordinate.mesh):
+        n = math.prod(rank_coordinate.mesh[axis] for axis in axes)
         if math.isclose(have, n * total, rel_tol=_NEAR):
             return (
                 f"its square is {n} times too large ({_said(axes)}): all gradients are counted on every rank of it",

@@ -49,17 +49,17 @@ T = TypeVar("T")
 
 @dataclass
 class Measured:
-    """What ranks measured, the same on all of them after `compare`.
+    """The measurements of ranks, equal on all of them after `compare`.
 
     Attributes:
         errors: the largest distance on any rank.
         alone: the single device's distance from float64, where it is not float64 itself.
         ranks: the ranks whose distance is above zero, for each key.
-        replicas: what ranks hold alike but with other bits: a sentence each.
-        layouts: what lies otherwise than the plan says: a sentence each.
+        replicas: elements that ranks hold with different bits: a sentence each.
+        layouts: layouts that differ from the plan's: a sentence each.
         units: one unit of rounding of the value's own dtype on the single device.
-        gathered: names of the ops that ranks computed whole, since no sharding rule served.
-        tensors: how many parameters and buffers were compared.
+        gathered: names of the ops that ranks computed on unsharded tensors, for lack of a sharding rule.
+        tensors: the number of compared parameters and buffers.
         coarsest: the coarsest dtype that the model computes in; None where no limit had to be measured.
     """
 
@@ -75,7 +75,7 @@ class Measured:
 
 
 def compare(case: Case) -> Measured:
-    """Called on every rank of the case's mesh; gives the same on all."""
+    """Compare the runs of a case, on every rank of its mesh; return the same on all."""
     both = twins(case)
     with ops.record() as gathered:
         notes = _train(both)
@@ -109,10 +109,10 @@ def _train(both: Twins) -> _Notes:
 
 
 class _Notes:
-    """What one rank measures."""
+    """The measurements of one rank."""
 
     def __init__(self, both: Twins) -> None:
-        self.both, self.place = both, both.place
+        self.both, self.rank_coordinate = both, both.rank_coordinate
         self.measured = Measured()
         # What is a mean over data ranks: here, on the single device, and what the difference is divided by.
         self.means: dict[Key, tuple[float, float, float]] = {}
@@ -162,12 +162,12 @@ class _Notes:
             scale = measure.scale_of(measure.size(values[-2].detach()), self._largest_output())
             self.measured.units[key] = torch.finfo(single.dtype).eps
             self.means[key] = (sharded.item(), want, scale)
-            self.prints[key] = (self.place.data[0], agree.fingerprint(sharded))
+            self.prints[key] = (self.rank_coordinate.data[0], agree.fingerprint(sharded))
             if len(values) > 2:
                 self.measured.alone[key] = _relative(single.item(), want, scale)
 
     def _largest_output(self) -> float:
-        """On the single device, in the last forward."""
+        """Return the largest output of the single device's last forward."""
         leaves = pytree.tree_leaves((self.both.exact or self.both.single).output)
         return max((measure.size(leaf.detach()) for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0.0)
 
@@ -198,7 +198,7 @@ class _Notes:
                 self.measured.errors[key] = 0.0 if want is got else math.inf
                 continue
             scale = measure.scale_of(sizes[name], largest)
-            mine, part = parts.pair(got, want, self.place)
+            mine, part = parts.pair(got, want, self.rank_coordinate)
             low = single[name]
             if low is not None and low.is_floating_point():
                 self.measured.units[key] = torch.finfo(low.dtype).eps
@@ -208,10 +208,10 @@ class _Notes:
                     mine = mine.to(want.dtype)
             self.measured.errors[key] = measure.distance(mine, part, scale)
             if kind != "output":
-                self.prints[key] = (parts.held(got), agree.fingerprint(mine))
+                self.prints[key] = (parts.shard_key(got), agree.fingerprint(mine))
 
     def layouts(self) -> None:
-        """What lies otherwise than planned; without a plan, otherwise than when training began."""
+        """Record layouts that differ from the plan; without a plan, from those at the start of training."""
         run = self.both.sharded
         if not isinstance(run, Run):
             self.measured.layouts, self.measured.replicas = run.off_plan(), run.unlike_replicas()  # type: ignore[attr-defined]
@@ -224,7 +224,7 @@ class _Notes:
                 self.measured.layouts[name] = f"lies as {placements} after training, as {before} before"
 
     def exchanged(self) -> Measured:
-        """The same on every rank: the largest distances, and what replicas disagree on."""
+        """Exchange measurements, so that every rank has the largest distances and the disagreements of replicas."""
         every = agree.exchange((self.measured, self.means, self.prints, self.batches, self.references))
         ranks, means, prints, batches, references = map(list, zip(*every, strict=True))
         _batches_agree(batches)
@@ -265,7 +265,7 @@ def _references_agree(by_rank: list[dict[Key, int]]) -> None:
 
 
 def _first_unlike(by_rank: list[dict[T, int]]) -> T | None:
-    """The first key under which ranks have other fingerprints."""
+    """Return the first key under which ranks have different fingerprints."""
     return next((key for key in by_rank[0] if len({prints.get(key) for prints in by_rank}) > 1), None)
 
 
@@ -281,7 +281,7 @@ def _named_leaves(output: Any, suffix: str) -> dict[str, torch.Tensor]:
 
 
 def _unlike_replicas(by_rank: list[dict[Key, tuple[Any, int]]]) -> dict[str, str]:
-    """Tensors of which ranks hold the same elements with different bits, each at the first step it happens."""
+    """Return tensors whose equal elements have different bits on ranks, with the first step of each."""
     unlike: dict[str, str] = {}
     for key in by_rank[0]:
         step, kind, name = key
@@ -300,31 +300,31 @@ def _unlike_replicas(by_rank: list[dict[Key, tuple[Any, int]]]) -> dict[str, str
 
 def _placements(model: nn.Module) -> dict[str, Any]:
     params, buffers = named_tensors(model)
-    held = {**params, **buffers}.items()
-    return {name: t.placements if isinstance(t, DTensor) else "a plain tensor" for name, t in held}
+    tensors = {**params, **buffers}.items()
+    return {name: t.placements if isinstance(t, DTensor) else "a plain tensor" for name, t in tensors}
 
 
 def _off_plan(run: Run, both: Twins) -> dict[str, str]:
-    """Parameters, gradients, buffers and optimizer state that lie otherwise than the plan's rows say."""
-    plan, shape = plan_of(run.model), both.place.mesh
+    """Return parameters, gradients, buffers and optimizer state whose layout differs from the plan's rows."""
+    plan, shape = plan_of(run.model), both.rank_coordinate.mesh
     params, buffers = named_tensors(run.model)
     found = {}
     for name, tensor in {**params, **buffers}.items():
         row = plan[name]
-        held: dict[str, Any] = {name: (tensor, row.stored)}
+        planned_tensors: dict[str, Any] = {name: (tensor, row.stored)}
         if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
-            held[f"gradient of {name}"] = (tensor.grad, row.state)  # where it lies once it is reduced
+            planned_tensors[f"gradient of {name}"] = (tensor.grad, row.state)  # the layout after the reduction
         for key, value in run.optimizer.state.get(tensor, {}).items() if isinstance(tensor, nn.Parameter) else ():
             if isinstance(value, torch.Tensor) and value.shape == tensor.shape and value.ndim:
-                held[f"{key} of {name}"] = (value, row.state)
-        for what, (value, layout) in held.items():
+                planned_tensors[f"{key} of {name}"] = (value, row.state)
+        for what, (value, layout) in planned_tensors.items():
             if layout is not None and (problem := _unlike(value, layout.resolve(row.global_shape, shape), shape)):
                 found[what] = problem
     return found
 
 
 def _unlike(value: torch.Tensor, planned: Layout, shape: MeshShape) -> str | None:
-    """Where the plan splits a tensor on an axis and the tensor is not split so, or the other way round."""
+    """Describe axes on which a tensor is split and the plan does not split it, or the reverse."""
     due = dict(zip(shape.names, planned.placements(shape), strict=True))
     have = {}
     if isinstance(value, DTensor):
@@ -340,7 +340,7 @@ def _unlike(value: torch.Tensor, planned: Layout, shape: MeshShape) -> str | Non
 
 
 def limits(case: Case, measured: Measured) -> dict[Key, float]:
-    """The limit of each difference; see `measure.py` for where they come from."""
+    """Return the limit of each difference; `measure.py` derives them."""
     if case.dtype is not torch.float64:
         return _low_precision(case, measured)
     units = _units(measured.errors, measured, 0.0)
@@ -353,7 +353,7 @@ def limits(case: Case, measured: Measured) -> dict[Key, float]:
 
 
 def _low_precision(case: Case, measured: Measured) -> dict[Key, float]:
-    """Against the single device's own error; where that is exceeded, against the larger of two draws of it."""
+    """Return limits relative to the single device's own error; where exceeded, to the larger of two draws of it."""
     alone = {key: measured.alone.get(key, 0.0) for key in measured.errors}
     units = _units(alone, measured, torch.finfo(case.dtype).eps)
     limit = _beside(alone, units)
@@ -376,12 +376,12 @@ def _beside(errors: Mapping[Key, float], units: Mapping[Key, float]) -> dict[Key
 
 
 def wrong(measured: Measured, limit: Mapping[Key, float]) -> list[Key]:
-    """What is beyond its limit, in the order of a training step."""
+    """Return the differences beyond their limits, in the order of a training step."""
     return [key for key in in_order(measured.errors) if not measured.errors[key] <= limit[key]]
 
 
 def in_order(keys: Iterable[Key]) -> list[Key]:
-    """In the order of a training step: forward, backward, norm, update."""
+    """Sort keys in the order of a training step: forward, backward, norm, update."""
     return sorted(keys, key=lambda key: (key[0], KINDS.index(key[1])))
 
 
@@ -413,6 +413,6 @@ def _moved_by(case: Case, unit: float, *, seed: int) -> dict[Key, float]:
         for p in moved.parameters():
             sign = torch.randint(0, 2, p.shape, generator=generator).to(p.dtype) * 2 - 1
             p.mul_(1 + sign * unit)
-    notes = _train(Twins(case, Run(case, model), Run(case, moved), None, parts.Place(case.mesh, {})))
+    notes = _train(Twins(case, Run(case, model), Run(case, moved), None, parts.RankCoordinate(case.mesh, {})))
     means = {key: _relative(*mean) for key, mean in notes.means.items()}
     return notes.measured.errors | means

@@ -28,7 +28,7 @@ ALL = "(every module)"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the sharded run leaves the single device's numbers.
+    """The origin of a difference between the sharded run and the single device.
 
     Attributes:
         module: its dotted name; "" is the model itself, "(every module)" where all gradients are wrong alike.
@@ -36,10 +36,10 @@ class Origin:
         step: the training step; -1 is before the first.
         error: the largest difference on any rank, relative to the largest value.
         ranks: the ranks on which it differs.
-        global_shape: of the value on a single device.
-        layout: how the value lies in the sharded run.
-        planned: how the plan lays out what the module owns or leaves: a line each, with the rule that says so.
-        causes: what the difference looks like, the likeliest first.
+        global_shape: the shape of the value on a single device.
+        layout: the value's layout in the sharded run.
+        planned: the plan's layouts of the module's tensors and borders: a line each, with its rule.
+        causes: likely causes, the likeliest first.
     """
 
     module: str
@@ -67,7 +67,8 @@ class Origin:
 
 
 def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
-    """Called on every rank with the same `failed`, in the order of a training step; gives the same on all."""
+    """Locate the origin, on every rank with the same `failed`, in the order of a training step; return the same on
+    all."""
     step = min(key[0] for key in failed)
     if case.mesh.pipeline_axes and step != START:
         return _of_stages(measured, failed[0])
@@ -111,7 +112,7 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
 
 
 def _of_stages(measured: Measured, key: Key) -> Origin:
-    """Microbatches on several stages leave no trace that could be laid beside the single device's."""
+    """Return the tensor that differs in a pipeline, whose modules cannot be compared with the single device's."""
     step, kind, name = key
     module = name.split(": ")[0].rpartition(".")[0] if kind in ("gradient", "state", "parameter", "buffer") else ""
     causes = ("modules are not traced through the stages of a pipeline: prove the model without that axis first",)
@@ -145,32 +146,32 @@ class _Watched:
 
     def _off(self, want: dict[Where, torch.Tensor], got: dict[Where, torch.Tensor]) -> dict[Where, float]:
         largest = max((measure.size(t) for t in want.values() if t.ndim), default=0.0)
-        shared = self.both.place.data[1] > 1
+        shared = self.both.rank_coordinate.data[1] > 1
         found = {}
-        for where, whole in want.items():
+        for where, full in want.items():
             if where in got:
-                due = self._due(whole, got[where]) if want is self.want.gradients else whole
+                due = self._due(full, got[where]) if want is self.want.gradients else full
                 if due is None or (shared and not due.ndim):
                     continue  # a mean over each rank's own rows
                 scale = measure.scale_of(measure.size(due), largest if want is self.want.gradients else 0.0)
-                mine, part = parts.pair(got[where], due, self.both.place)
+                mine, part = parts.pair(got[where], due, self.both.rank_coordinate)
                 if part is None and shared:
                     continue  # as many rows as a rank's data make: tokens that are routed to an expert
                 found[where] = measure.distance(mine, part, scale)
             elif want is self.want.gradients and where in self.got.values:
-                found[where] = 0.0 if not measure.size(whole) else math.inf
+                found[where] = 0.0 if not measure.size(full) else math.inf
         return found
 
-    def _due(self, whole: torch.Tensor, got: torch.Tensor) -> torch.Tensor | None:
-        """The gradient that this run should have of an activation of which a single device has the gradient `whole`.
+    def _due(self, full: torch.Tensor, got: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient that this run should have of an activation whose single-device gradient is `whole`.
 
         Each data rank's loss is the mean over its own rows, of which there are so many times fewer. What does not
         belong to rows (a position table) has on each rank a part of its gradient, which is not judged here.
         """
-        count = self.both.place.data[1]
+        count = self.both.rank_coordinate.data[1]
         if count == 1:
-            return whole
-        return None if got.shape == whole.shape else whole * count
+            return full
+        return None if got.shape == full.shape else full * count
 
     def forward(self) -> Origin | None:
         for call in self.want.ended:
@@ -187,15 +188,15 @@ class _Watched:
         return None
 
     def _made_good(self, call: Call) -> bool:
-        """Whether what encloses the call leaves right values all the same: pieces that it puts together, an order of
-        its own."""
+        """Return whether an enclosing module still returns right values, by joining shards or in an order of its
+        own."""
         around = self._right_around(call, "output", self.values, self.judged)
         return around is not None and (around.parent is not None or self.outcome_is_right)
 
     def _right_around(
         self, call: Call, side: Side, wrong: Mapping[Where, Any], judged: frozenset[Where]
     ) -> Call | None:
-        """The nearest call around this one whose values on that side were judged, and are right."""
+        """Return the nearest call around this one whose values on that side were judged, and are right."""
         around = call.parent
         while around is not None:
             known = [where for where in (around.inputs if side == "input" else around.outputs) if where in judged]
@@ -205,7 +206,8 @@ class _Watched:
         return None
 
     def _put_together_later(self, call: Call, where: Where) -> bool:
-        """Whether a layer by hand leaves a piece, unlike on ranks, and the next wrong value around it is alike on all.
+        """Return whether a manual layer returns differing shards, and the next wrong value around it is equal on all
+        ranks.
 
         Pieces are then summed or gathered by the module around, which is the one to look into.
         """
@@ -217,14 +219,15 @@ class _Watched:
         return not self._unlike((handed + left)[0]) if handed or left else False
 
     def _unlike(self, where: Where) -> bool:
-        """Whether a plain tensor differs between ranks that differ on model axes alone."""
+        """Return whether a plain tensor differs between ranks of the same data coordinate."""
         got = self.got.values.get(where)
         mine = None if got is None or isinstance(got, DTensor) else agree.fingerprint(got)
-        every = agree.exchange((self.both.place.data[0], mine))
+        every = agree.exchange((self.both.rank_coordinate.data[0], mine))
         return len(set(every)) > len({data for data, _ in every})
 
     def _computed_by(self, call: Call) -> tuple[Call | None, Call]:
-        """The call that made the first wrong value, and the call it was handed to (itself, for an output)."""
+        """Return the call that computed the first wrong value, and the call that received it (itself, for an
+        output)."""
         inside = call
         guilty: Call | None = call
         while guilty is not None and any(where in self.values for where in guilty.inputs):
@@ -232,7 +235,7 @@ class _Watched:
         return guilty, inside
 
     def backward(self) -> Origin | None:
-        """The last module, in the order of execution, that is given the right gradient and passes on a wrong one."""
+        """Find the last module, in execution order, that receives a right gradient and passes on a wrong one."""
         for call in reversed(self.want.begun):
             bad = [where for where in call.inputs if where in self.gradients]
             if (
@@ -261,7 +264,7 @@ class _Watched:
 def _everywhere(
     errors: dict[Where, float], limit: float
 ) -> tuple[dict[Where, tuple[float, list[int]]], frozenset[Where]]:
-    """What is above the limit on any rank: the largest error, and the ranks where it is. And what was judged on all."""
+    """Return the errors above the limit on any rank, each with its maximum and ranks, and the values judged on all."""
     every = agree.exchange(errors)
     found: dict[Where, tuple[float, list[int]]] = {}
     for rank, of_rank in enumerate(every):
@@ -281,7 +284,8 @@ def _named(call: Call) -> str:
 
 
 def _of_gradients(both: Twins, trace: Trace, failed: list[Key], measured: Measured) -> Origin:
-    """Activations and their gradients are right, parameters' gradients are not: the first in execution order."""
+    """Locate wrong gradients of parameters, where activations and their gradients are right: the first in execution
+    order."""
     order = {call.module: i for i, call in enumerate(trace.begun)}
     names = [key[2] for key in failed]
     first = min(names, key=lambda name: (order.get(_owner(name), len(order)), names.index(name)))
@@ -313,28 +317,28 @@ def _of_tensor(both: Twins, key: Key, measured: Measured) -> Origin:
 
 
 def _of_losses(both: Twins, key: Key, measured: Measured, made: list[list[torch.Tensor]]) -> Origin:
-    """Where data ranks see rows of their own, the single device is asked what the loss of these rows is."""
+    """Locate wrong losses; where data ranks have different rows, the single device computes the loss of these rows."""
     step, kind, name = key
     what = "the loss, of outputs that are right" if kind == "loss" else f"the {name}, a mean over rows"
     case = both.case
     if not _has_ranks(both):
         return Origin("", what, step, measured.errors[key])
-    alone = Run(case, both.single.model, both.place.data)
+    alone = Run(case, both.single.model, both.rank_coordinate.data)
     of_rows = [alone.forward_backward(step, micro) for micro in range(case.accumulate)]
-    mine = [(float(got), float(want), float(alike)) for (want, got), alike in zip(made, of_rows, strict=True)]
+    mine = [(float(got), float(want), float(expected)) for (want, got), expected in zip(made, of_rows, strict=True)]
     every = agree.exchange(mine)
     causes: tuple[str, ...] = ()
     for of_pass in zip(*every, strict=True):
-        got, want, alike = zip(*of_pass, strict=True)
+        got, want, expected = zip(*of_pass, strict=True)
         if not math.isclose(math.fsum(got) / len(got), want[0], rel_tol=1e-9):
-            causes = cause.of_losses(got, want[0], alike, case.mesh)
+            causes = cause.of_losses(got, want[0], expected, case.mesh)
             break
     error, ranks = _error(measured, key)
     return Origin("", what, step, error, tuple(ranks), causes=causes)
 
 
 def _of_step(both: Twins, failed: list[Key], measured: Measured, before: list[dict[str, torch.Tensor]]) -> Origin:
-    """Gradients are right; what the optimizer makes of them is not."""
+    """Locate a wrong optimizer step, where gradients are right."""
     origin = _of_tensor(both, failed[0], measured)
     changed = [key[2] for key in failed if key[1] == "parameter"]
     if not changed:
@@ -364,10 +368,10 @@ def _tensors_of(run: Trained, kind: str) -> dict[str, torch.Tensor]:
 
 
 def _of_norm(both: Twins, key: Key, measured: Measured) -> Origin:
-    """Gradients are right, and their norm is not."""
+    """Locate a wrong norm of right gradients."""
     tables = [{n: g.detach().clone() for n, g in run.gradients().items() if g is not None} for run in _two(both)]
     norms = [run.clip() for run in _two(both)]
-    causes = cause.of_norm(tables[0], tables[1], norms[0], norms[1], both.place) if _has_ranks(both) else ()
+    causes = cause.of_norm(tables[0], tables[1], norms[0], norms[1], both.rank_coordinate) if _has_ranks(both) else ()
     error, ranks = _error(measured, key)
     return Origin("", "the norm of all gradients; each of them is right", key[0], error, tuple(ranks), causes=causes)
 
@@ -377,7 +381,7 @@ def _two(both: Twins) -> tuple[Trained, Trained]:
 
 
 def _has_ranks(both: Twins) -> bool:
-    """Whether ranks hold parts of their own, which can be laid beside each other; on JAX one process holds all."""
+    """Return whether ranks hold shards of their own to compare; on JAX one process holds all."""
     return both.case.engine == "torch"
 
 
@@ -416,13 +420,13 @@ def _origin(
 
 
 def _evidence(both: Twins, want: torch.Tensor | None, got: torch.Tensor | None) -> list[Evidence]:
-    mine, part = (None, None) if got is None or want is None else parts.pair(got, want, both.place)
+    mine, part = (None, None) if got is None or want is None else parts.pair(got, want, both.rank_coordinate)
     every = agree.exchange((mine, part))
-    return [Evidence(both.case.mesh.coordinate(rank), *held) for rank, held in enumerate(every)]
+    return [Evidence(both.case.mesh.coordinate(rank), *pair_of_rank) for rank, pair_of_rank in enumerate(every)]
 
 
 def _own_tensors(both: Twins, module: str) -> dict[str, torch.Tensor]:
-    """The single device's values that a wrong result may have too much or too little of: the module's biases."""
+    """Return the module's biases on the single device, which a wrong result may add too often or not at all."""
     try:
         owner = both.single.model.get_submodule(module)
     except AttributeError:

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, and how far they may be.
+"""Distances of two tensors, and their limits.
 
 The distance of a tensor is the largest absolute difference over the largest absolute value of the single device's
 tensor: a mistake in one element of a large tensor then counts in full. Elements that are zero in exact arithmetic (the
@@ -52,14 +52,14 @@ _NOISE = 1e-3
 
 
 def size(tensor: torch.Tensor) -> float:
-    """The largest absolute value; 0 of no elements."""
+    """Return the largest absolute value; 0 for no elements."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     return float(tensor.abs().max())
 
 
 def distance(got: torch.Tensor, want: torch.Tensor | None, scale: float) -> float:
-    """The largest difference over `scale`; infinite where shape or dtype differ, or where either is not finite.
+    """Return the largest difference over `scale`; infinite where shape or dtype differ, or where either is not finite.
 
     >>> distance(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), 2.0)
     0.25
@@ -77,7 +77,8 @@ def distance(got: torch.Tensor, want: torch.Tensor | None, scale: float) -> floa
 
 
 def _same_infinities(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Minus infinity in both (a masked score) is no difference; two NaNs show nothing."""
+    """Return the distance of tensors with infinities. Equal ones (a masked score) are no difference; two NaNs show
+    nothing."""
     finite = torch.isfinite(want)
     same = torch.equal(torch.isfinite(got), finite) and torch.equal(got[~finite], want[~finite])
     if not same:
@@ -91,7 +92,7 @@ def scale_of(size: float, largest: float) -> float:
 
 
 def limits_beside(errors: Mapping[K, float], units: Mapping[K, float], *, together: bool = False) -> dict[K, float]:
-    """How far tensors of one kind may be from float64, given how far the single device's are.
+    """Return limits on the error of tensors of one kind in float64, given the single device's errors.
 
     Args:
         errors: the single device's, by name.

@@ -64,7 +64,7 @@ class JaxRun:
         return self.fn.plan
 
     def _show(self) -> None:
-        """Puts the arrays' values into the module."""
+        """Copy the arrays' values into the module."""
         params, buffers = named_tensors(self.model)
         tensors = {**buffers, **params}
         for name, value in self.fn.to_torch({**self.buffers, **self.params}).items():
@@ -74,7 +74,7 @@ class JaxRun:
         self.grads = {}
 
     def forward_backward(self, step: int, micro: int) -> torch.Tensor:
-        """One backward pass, accumulated; returns the loss, divided by the number of passes."""
+        """Run one backward pass, accumulated; return the loss, divided by the number of passes."""
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), self.case.dtype)
         batch = cast(self.case.batch(step * self.case.accumulate + micro), dtype)
         leaves, structure = pytree.tree_flatten(batch)
@@ -92,7 +92,7 @@ class JaxRun:
         return _tensor(loss)
 
     def _program(self, batch: Any, leaves: list[Any], structure: Any) -> Any:
-        """A compiled forward and backward for batches of one structure; one of its own where somebody watches."""
+        """Return a compiled forward and backward for batches of one structure, and a separate one for tracing."""
         key = (str(structure), repr([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
         if self.trace is None and key in self._programs:
             return self._programs[key]
@@ -113,14 +113,14 @@ class JaxRun:
             (loss, output, values), buffers = fn.apply(params, buffers, batch, probes)
             return loss, (output, values, buffers)
 
-        places = (None, (self.fn.shardings(self.params, "grad"), None))
-        program = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True), out_shardings=places)
+        shardings = (None, (self.fn.shardings(self.params, "grad"), None))
+        program = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True), out_shardings=shardings)
         if self.trace is None:
             self._programs[key] = program
         return program
 
     def _forward(self, model: nn.Module, batch: Any, probes: list[torch.Tensor] | None) -> Any:
-        """Written in torch: loss, output, and what crosses modules' borders if somebody watches."""
+        """Run the model, in torch; return loss, output, and module inputs and outputs if they are traced."""
         outputs: list[Any] = []
         handle = model.register_forward_hook(lambda _model, _args, output: outputs.append(output))
         watching = nullcontext() if self.trace is None else self._watched.tracing(model, probes)
@@ -133,7 +133,7 @@ class JaxRun:
 
     @contextmanager
     def tracing(self) -> Iterator[Trace]:
-        """Values and gradients at every module's border, of what runs inside the block."""
+        """Trace values and gradients at every module's border, of the code inside the block."""
         self.trace = Trace()
         try:
             yield self.trace
@@ -141,12 +141,12 @@ class JaxRun:
             self.trace, self._watched = None, _Watched()
 
     def _reached(self) -> frozenset[str]:
-        """Parameters that the loss depends on: where torch has no gradient, that of JAX is zero."""
+        """Return the parameters that the loss depends on: where torch has no gradient, JAX's is zero."""
         theirs = self.beside.gradients()
         return frozenset(n for n, g in self.grads.items() if theirs.get(n) is not None or np.asarray(g).any())
 
     def clip(self) -> torch.Tensor | None:
-        """The norm of all gradients, which are clipped to the case's norm if it has one.
+        """Compute the norm of all gradients, and clip them to the case's norm if it has one.
 
         The same program makes the step, which `step` takes.
         """
@@ -165,14 +165,14 @@ class JaxRun:
             self._show()
 
     def _begun(self) -> Any:
-        """Adam's state and momentum begin at zero."""
+        """Initialize the state of Adam and momentum with zeros."""
 
         def begin(params: Any) -> Any:
             return {name: stepper.transformation.init(params[name]) for name, stepper in self.steppers.items()}
 
         shapes = jax.eval_shape(begin, self.params)
-        places = self.fn.shardings(shapes, "state")
-        return jax.tree.map(lambda s, place: jax.device_put(np.zeros(s.shape, s.dtype), place), shapes, places)
+        shardings = self.fn.shardings(shapes, "state")
+        return jax.tree.map(lambda s, sharding: jax.device_put(np.zeros(s.shape, s.dtype), sharding), shapes, shardings)
 
     def _updated(self, names: frozenset[str], params: Any, grads: Any, states: Any) -> tuple[Any, Any, Any]:
         norm = jnp.linalg.norm(jnp.stack([jnp.linalg.norm(g.ravel()) for g in grads.values()]))
@@ -183,14 +183,14 @@ class JaxRun:
             grad, made = (grads[name] * factor).astype(grads[name].dtype), self.steppers[name].transformation
             update, new_states[name] = made.update(grad, states[name], params[name])
             new_params[name] = params[name] + update.astype(params[name].dtype)
-        held = (self.fn.shardings(new_params), self.fn.shardings(new_states, "state"))
-        return norm, *jax.lax.with_sharding_constraint((new_params, new_states), held)
+        planned_arrays = (self.fn.shardings(new_params), self.fn.shardings(new_states, "state"))
+        return norm, *jax.lax.with_sharding_constraint((new_params, new_states), planned_arrays)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return dict(self.fn.to_torch({name: self.grads[name] for name in self._reached()}))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors, by "parameter: key", as torch calls them."""
+        """Return the optimizer's tensors, by "parameter: key", with torch's names."""
         found = {}
         for name in self.stepped:
             state = self.states[name]
@@ -201,10 +201,14 @@ class JaxRun:
         return found
 
     def off_plan(self) -> dict[str, str]:
-        """Arrays that lie otherwise than the plan's rows say."""
-        held = [("", self.params, "stored"), ("", self.buffers, "stored"), ("gradient of ", self.grads, "grad")]
+        """Return arrays whose sharding differs from the plan's rows."""
+        planned_arrays = [
+            ("", self.params, "stored"),
+            ("", self.buffers, "stored"),
+            ("gradient of ", self.grads, "grad"),
+        ]
         found = {}
-        for what, arrays, phase in held:
+        for what, arrays, phase in planned_arrays:
             planned = self.fn.shardings(arrays, phase)  # type: ignore[arg-type]
             for name, array in arrays.items():
                 if not array.sharding.is_equivalent_to(planned[name], array.ndim):
@@ -212,7 +216,7 @@ class JaxRun:
         return found
 
     def unlike_replicas(self) -> dict[str, str]:
-        """Arrays of which devices hold the same elements with different bits."""
+        """Return arrays whose equal elements have different bits on devices."""
         found = {}
         for name, array in {**self.buffers, **self.params}.items():
             first: dict[str, Any] = {}
@@ -225,7 +229,7 @@ class JaxRun:
 
 
 class _Watched:
-    """What one forward passes over modules' borders.
+    """The inputs and outputs of modules in one forward.
 
     A zero is added to each value there: what the loss's gradient with respect to it is, is the value's gradient.
     """
@@ -248,7 +252,7 @@ class _Watched:
         return [to_numpy(tensor) for tensor in self.tensors()]
 
     def into(self, trace: Trace, values: list[Any], gradients: list[Any]) -> None:
-        """Adds arrays to what earlier passes left in a trace, where calls of a module are counted on."""
+        """Add arrays to a trace; calls of a module are numbered after those of earlier passes."""
         before = Counter(call.module for call in trace.begun)
 
         def at(where: Where) -> Where:
@@ -264,5 +268,5 @@ def _tensor(array: Any) -> torch.Tensor:
 
 
 def _of_count() -> torch.dtype:
-    """Of the number of steps in torch's optimizers."""
+    """Return the dtype of the step count in torch's optimizers."""
     return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32

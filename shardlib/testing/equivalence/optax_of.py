@@ -15,10 +15,10 @@ __all__ = ["Stepper", "stepper_of"]
 
 @dataclass(frozen=True)
 class Stepper:
-    """What steps one parameter.
+    """The optax transformation of one parameter.
 
     Attributes:
-        transformation: of optax.
+        transformation: the optax transformation.
         state: names of torch's state, and what optax calls the same.
     """
 
@@ -27,7 +27,7 @@ class Stepper:
 
 
 def stepper_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Stepper:
-    """What optax has for a parameter group of `torch.optim.AdamW`, `Adam` or `SGD`.
+    """Return optax's equivalent of a parameter group of `torch.optim.AdamW`, `Adam` or `SGD`.
 
     Raises:
         InputError: another optimizer, or an option that optax's has not.
@@ -48,7 +48,7 @@ def stepper_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> St
 
 
 def _adam(group: Mapping[str, Any]) -> Stepper:
-    """`AdamW` and `Adam`, whose decay is added to the gradient."""
+    """Return the equivalent of `AdamW` and `Adam`, whose decay is added to the gradient."""
     import optax
 
     b1, b2 = (float(beta) for beta in group["betas"])

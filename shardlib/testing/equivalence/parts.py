@@ -1,4 +1,4 @@
-"""Which part of a single device's tensor a rank's tensor has to be."""
+"""The part of a single device's tensor that a rank's tensor must equal."""
 
 from __future__ import annotations
 
@@ -17,59 +17,61 @@ from shardlib.engine import _torch
 from shardlib.errors import LayoutError
 from shardlib.layout import Layout
 
-__all__ = ["Place", "held", "layout_of", "local", "pair"]
+__all__ = ["RankCoordinate", "layout_of", "local", "pair", "shard_key"]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands on the mesh."""
+class RankCoordinate:
+    """The coordinate of a rank on the mesh."""
 
     mesh: MeshShape
     coordinate: dict[str, int]
 
     @property
     def data(self) -> tuple[int, int]:
-        """Which of how many blocks of rows it gets."""
+        """The index of this rank's block of rows, and the number of blocks."""
         return self.mesh.data_place(self.coordinate) if self.coordinate else (0, 1)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's local tensor."""
     return _torch.local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def pair(got: torch.Tensor, want: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a rank holds and what it should hold; None where nothing of `want` has that shape.
+def pair(
+    got: torch.Tensor, want: torch.Tensor, rank_coordinate: RankCoordinate
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a rank's local tensor and the expected one; None where no part of `want` has its shape.
 
     Args:
-        got: the sharded run's tensor on this rank: a DTensor, or a plain tensor that is whole on model axes, or a block
-            of rows, or the piece that a hand-written layer leaves.
-        want: the single device's tensor, whole. The same on every rank.
-        place: where this rank stands.
+        got: the sharded run's tensor on this rank: a DTensor, or a plain tensor that is replicated over model axes, or
+            a block of rows, or the piece that a hand-written layer leaves.
+        want: the single device's tensor, equal on every rank.
+        rank_coordinate: this rank's coordinate.
 
     Collective where `got` is a DTensor with partial sums, which are reduced first.
     """
-    whole = _matching(want.detach(), tuple(got.shape), place)
+    full = _matching(want.detach(), tuple(got.shape), rank_coordinate)
     if not isinstance(got, DTensor):
-        return got.detach(), whole
+        return got.detach(), full
     if any(p.is_partial() for p in got.placements):
         with torch.no_grad():
             got = got.redistribute(placements=[Replicate() if p.is_partial() else p for p in got.placements])
-    if whole is None:
+    if full is None:
         return local(got), None
     layout, mesh, coordinate = layout_of(got)
-    return local(got), layout.take(whole, mesh, coordinate)
+    return local(got), layout.take(full, mesh, coordinate)
 
 
 def layout_of(tensor: DTensor) -> tuple[Layout, MeshShape, dict[str, int]]:
-    """The layout of a DTensor, the shape of the mesh that it lies on, and this rank's coordinate there."""
+    """Return the layout of a DTensor, the shape of its mesh, and this rank's coordinate there."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     layout, shape = _layout(tensor.placements, tuple(zip(names, mesh.shape, strict=True)), tuple(tensor.shape))
     return layout, shape, dict(zip(names, mesh.get_coordinate() or (), strict=False))
 
 
-@functools.lru_cache(maxsize=4096)  # gradients, state and parameters of every step lie alike
+@functools.lru_cache(maxsize=4096)  # gradients, state and parameters have the same layouts in every step
 def _layout(
     placements: tuple[Placement, ...], axes: tuple[tuple[str, int], ...], global_shape: tuple[int, ...]
 ) -> tuple[Layout, MeshShape]:
@@ -77,15 +79,15 @@ def _layout(
     return Layout.from_placements(placements, shape, global_shape=global_shape), shape
 
 
-def _matching(want: torch.Tensor, shape: tuple[int, ...], place: Place) -> torch.Tensor | None:
-    """The part of `want` that this rank has if its tensor has this shape: data axes cut rows, model axes other dims."""
+def _matching(want: torch.Tensor, shape: tuple[int, ...], rank_coordinate: RankCoordinate) -> torch.Tensor | None:
+    """Return the part of `want` with this shape on this rank: data axes split rows, model axes other dims."""
     if tuple(want.shape) == shape:
         return want
     if want.ndim != len(shape):
         return None
-    for layout in _candidates(tuple(want.shape), shape, place):
+    for layout in _candidates(tuple(want.shape), shape, rank_coordinate):
         try:
-            part = layout.take(want, place.mesh, place.coordinate)
+            part = layout.take(want, rank_coordinate.mesh, rank_coordinate.coordinate)
         except LayoutError:
             continue
         if tuple(part.shape) == shape:
@@ -93,11 +95,11 @@ def _matching(want: torch.Tensor, shape: tuple[int, ...], place: Place) -> torch
     return None
 
 
-def _candidates(want: tuple[int, ...], got: tuple[int, ...], place: Place) -> Iterator[Layout]:
-    """Layouts under which a rank could hold `got` of `want`, the likeliest first: data axes split one dim together."""
-    cut = [dim for dim, (whole, piece) in enumerate(zip(want, got, strict=True)) if whole != piece]
-    data = tuple(axis for axis in place.mesh.data_axes if place.mesh[axis] > 1)
-    model = [axis for axis in place.mesh.model_axes if place.mesh[axis] > 1]
+def _candidates(want: tuple[int, ...], got: tuple[int, ...], rank_coordinate: RankCoordinate) -> Iterator[Layout]:
+    """Iterate over layouts with local shape `got` of `want`, the likeliest first: data axes split one dim together."""
+    cut = [dim for dim, (full, piece) in enumerate(zip(want, got, strict=True)) if full != piece]
+    data = tuple(axis for axis in rank_coordinate.mesh.data_axes if rank_coordinate.mesh[axis] > 1)
+    model = [axis for axis in rank_coordinate.mesh.model_axes if rank_coordinate.mesh[axis] > 1]
     groups: list[tuple[str, ...]] = [data] if data else []
     groups += [axes for n in range(1, len(model) + 1) for axes in itertools.permutations(model, n)]
     groups += [(*data, axis) for axis in model] if data else []
@@ -110,8 +112,9 @@ def _candidates(want: tuple[int, ...], got: tuple[int, ...], place: Place) -> It
             yield layout
 
 
-def held(tensor: Any) -> tuple[Any, ...]:
-    """What tells apart ranks that hold different elements of a tensor: their place on the axes that split it."""
+def shard_key(tensor: Any) -> tuple[Any, ...]:
+    """Return what distinguishes ranks with different elements of a tensor: their coordinate on the axes that split
+    it."""
     if not isinstance(tensor, DTensor):
         return ()
     indices = tensor.device_mesh.get_coordinate() or ()

@@ -56,56 +56,57 @@ def equivalent(
 ) -> Report:
     """Train a model sharded and on one device, from the same weights on the same batches, and compare everything.
 
-    After each step: the loss, the outputs, every gradient, parameter and buffer, the optimizer's state and the norm of
-    the gradients. At the end: ranks that hold the same elements hold the same bits, and every tensor lies as the plan
-    says. Where something differs, the run is repeated with every module watched, and the report says where it began.
+    After each step, compares the loss, the outputs, every gradient, parameter and buffer, the optimizer's state and the
+    norm of the gradients. At the end, checks that replicas have equal bits, and that every tensor has the plan's
+    layout. Where something differs, the run is repeated with every module traced, and the report names the origin.
 
-    Called in an ordinary process, it runs on a warm pool of CPU processes over gloo. Called on the ranks of a job that
-    runs already (all of them), it runs there.
+    In an ordinary process, the function uses a warm pool of CPU processes over gloo. Called on all ranks of a running
+    job, it uses these.
 
     Args:
-        model: makes the model for one device, on CPU; called on every rank under the same seed.
-        batch: makes the global batch of a step (of a backward pass, if several are accumulated): a tensor, a tuple of
-            positional arguments, a mapping of keyword arguments, or (tuple, mapping). The same on every rank: draw it
-            from a generator of its own.
+        model: a function that builds the model for one device, on CPU; called on every rank with the same seed.
+        batch: a function that returns the global batch of a step (of a backward pass, if several are accumulated): a
+            tensor, a tuple of positional arguments, a mapping of keyword arguments, or (tuple, mapping). The same on
+            every rank: draw it from a generator of its own.
         mesh: "dp=2,tp=2" or a `MeshShape`.
         rules: rules, layout file or plan, as for `shard_model`.
         transforms: as for `shard_model`.
         shard: a function (model, device_mesh) -> model that shards in another way than by rules, with
             `parallelize_module` or `fully_shard` for example; instead of rules.
         loss: a function (model, batch) -> scalar tensor that runs the forward, a mean over the rows of the batch. By
-            default the `loss` of the model's output, else a mean of all its elements that weighs features unlike.
+            default the `loss` of the model's output, else a mean of all its elements, weighted by feature.
         optimizer: from parameters to an optimizer; AdamW with lr=1e-2, eps=1e-5 by default.
         split: a function (batch, index, count) -> batch, the part of one of `count` data ranks; rows of dim 0 by
             default.
-        steps: how many training steps. All that a step starts from is compared after each: a second one, which starts
-            from what the first has changed, finds what many would. With `zero(stage, overlap=True)` parameters are read
+        steps: the number of training steps. The complete state is compared after each, so a second step, which starts
+            from a changed state, finds what many steps would. With `zero(stage, overlap=True)` parameters are read
             after the last step only, so that they arrive while the next forward runs, as in training.
-        accumulate: backward passes per step; by default what the plan accumulates, with `sl.accumulate(n)` among the
+        accumulate: backward passes per step; by default the plan's number, with `sl.accumulate(n)` among the
             transforms.
         no_sync: run all but the last of them under `shardlib.no_sync`.
         clip: norm that gradients are clipped to, or a function (model) -> norm that clips them by your own means. Norms
             are compared without it too, except with `shard`.
         dtype: float64 tells rounding and mistakes apart (limit 1e-10). In float32, bfloat16 and float16 both runs are
-            measured against a single device in float64, and the sharded run may err at most ten times as much; how the
-            limits are derived stands in `shardlib/testing/equivalence/measure.py`.
+            measured against a single device in float64, and the sharded run may err at most ten times as much; the
+            derivation of limits is in `shardlib/testing/equivalence/measure.py`.
         rng: "exact", the default, draws dropout by global element, so that it is the same on any mesh; "fast" is
-            PyTorch's own, which
-            only meshes without data axes can be compared in. Stages of a pipeline draw as "fast": leave dropout out.
-        seed: of the weights and of every backward pass.
+            PyTorch's own, which only meshes without data axes can be compared in. Stages of a pipeline draw as "fast":
+            leave dropout out.
+        seed: the seed of the weights and of every backward pass.
         before_step: a function (model, step) called on both models: freeze, thaw, change.
-        timeout: seconds after which ranks that do not answer are given up, with a table of where each stands.
+        timeout: seconds after which ranks that do not answer are abandoned, with a table of each rank's standing.
         engine: "jax" proves the JAX engine, on as many CPU devices as the mesh has, in a warm process of its own:
             `compile_model` and optax beside the single device on torch. The optimizer is `torch.optim.AdamW`, `Adam` or
             `SGD`; the model draws nothing; shard, split, no_sync, rng, before_step and options are for torch alone.
-        **options: of `shard_model`: compile, bucket_mb, global_batch_norm, ... (compile is None by default here).
+        **options: options of `shard_model`: compile, bucket_mb, global_batch_norm, ... (compile is None by default
+            here).
 
     Returns:
-        A report: true if all agrees, and a text to print.
+        A report, which is true if all agrees, and prints as text.
 
     Raises:
         InputError, MeshError: arguments that cannot be compared.
-        ShardlibError: what `shard_model` says about the rules.
+        ShardlibError: an error of `shard_model`.
         RankError: a rank died or hung.
 
     Example:
@@ -162,7 +163,7 @@ def _prove_on_jax(case: Case, timeout: float) -> Report:
 
 
 def assert_equivalent(*args: Any, **kwargs: Any) -> Report:
-    """`equivalent`, and an error with its report where anything differs.
+    """Run `equivalent`, and raise an error with its report where anything differs.
 
     Raises:
         NotEquivalentError: an AssertionError; its text says where the runs begin to differ and what it looks like.
@@ -175,7 +176,7 @@ def assert_equivalent(*args: Any, **kwargs: Any) -> Report:
 
 
 def _check_room(mesh: MeshShape) -> None:
-    """That a process for each rank has room in this machine's memory, each of which holds torch and three models."""
+    """Check that this machine's memory has room for a process per rank, each with torch and three models."""
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     need = mesh.world_size * _GIB_A_RANK
     if need > have:
@@ -205,7 +206,7 @@ def _shape(mesh: MeshLike) -> MeshShape:
 
 
 def prove(case: Case) -> Report:
-    """`equivalent` on the ranks of a case's mesh; every rank returns the same report."""
+    """Run `equivalent` on the ranks of a case's mesh; every rank returns the same report."""
     begun = time.perf_counter()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -233,7 +234,7 @@ def prove(case: Case) -> Report:
 
 
 def _of_replicas(measured: Measured) -> Origin | None:
-    """Where values agree, but not their bits, or not their layouts."""
+    """Describe values that agree and whose bits or layouts do not."""
     for title, found in (("bits", measured.replicas), ("layout", measured.layouts)):
         for name, text in found.items():
             tensor = name.split(" of ")[-1].split(": ")[0].split(" ")[-1]

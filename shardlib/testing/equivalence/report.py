@@ -1,4 +1,4 @@
-"""What a proof found: a value to look into, and a text to read."""
+"""The report of a proof, as a value and as text."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Difference", "NotEquivalentError", "Report"]
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one value of the sharded run is from the single device's.
+    """The distance of one value of the sharded run from the single device's.
 
     Attributes:
         step: the training step, -1 for what training starts from.
         kind: "parameter", "buffer", "output", "loss", "gradient", "norm" or "state" (of the optimizer).
-        name: which one.
+        name: the name of the tensor or module.
         error: the largest absolute difference on any rank, over the largest absolute value. float64: against the
             single device; other dtypes: against a single device in float64.
-        limit: how large `error` may be.
+        limit: the largest allowed `error`.
         alone: the error of the single device in the same dtype against float64; None in float64.
     """
 
@@ -51,17 +51,17 @@ class Report:
     """The outcome of `equivalent`. True in a condition where everything agrees; prints as a table.
 
     Attributes:
-        mesh, steps, dtype: what was run.
+        mesh, steps, dtype: those of the run.
         differences: everything that was compared, in the order of a training step.
         replicas: tensors of which ranks hold the same elements with other bits, with a sentence.
         layouts: tensors that lie otherwise than the plan says, with a sentence.
-        origin: where it broke; None where it did not.
-        tensors: how many parameters and buffers the model has.
+        origin: the origin of the difference; None without one.
+        tensors: the number of parameters and buffers of the model.
         gathered: ops that had no sharding rule for what they were given, so that every rank computed them whole.
-        notes: what the verdict rests on.
-        warnings: what the sharded run warned of, on the first rank, each once.
-        seconds: that the ranks took.
-        engine: which one ran sharded, "torch" or "jax".
+        notes: remarks on the verdict.
+        warnings: the warnings of the sharded run, on the first rank, each once.
+        seconds: the seconds that the ranks took.
+        engine: the engine of the sharded run, "torch" or "jax".
     """
 
     mesh: MeshShape
@@ -90,7 +90,7 @@ class Report:
         return self.ok
 
     def worst(self) -> dict[str, Difference]:
-        """Of each kind the difference that is nearest to its limit, or farthest beyond."""
+        """Return for each kind the difference that is nearest to its limit, or farthest beyond."""
         found: dict[str, Difference] = {}
         for d in self.differences:
             if d.kind not in found or _strain(d) > _strain(found[d.kind]):
@@ -137,7 +137,7 @@ class NotEquivalentError(ShardlibError, AssertionError):
     """A sharded run that does not compute what a single device computes; `report` has everything.
 
     Args:
-        report: what `equivalent` returned.
+        report: the report of `equivalent`.
     """
 
     def __init__(self, report: Report) -> None:

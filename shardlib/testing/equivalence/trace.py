@@ -1,4 +1,4 @@
-"""What every module of a model is given and gives back, forward and backward, seen from outside of it."""
+"""Traces of the inputs and outputs of every module of a model, forward and backward, by hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrap
 
 
 def clean(name: str) -> str:
-    """A parameter's or module's name as it was before PyTorch's wrappers put theirs in.
+    """Return a parameter's or module's name without the prefixes of PyTorch's wrappers.
 
     >>> clean("module.blocks.0._orig_mod.attn.weight")
     'blocks.0.attn.weight'

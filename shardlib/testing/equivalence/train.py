@@ -24,14 +24,14 @@ from shardlib.engine.exact import draw_exactly, exact_random
 from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import InputError, ShardlibError
 from shardlib.testing.equivalence.case import Case, default_loss, rows_of
-from shardlib.testing.equivalence.parts import Place
+from shardlib.testing.equivalence.parts import RankCoordinate
 from shardlib.testing.equivalence.trace import Trace, clean, tracing
 
 __all__ = ["Run", "Trained", "Twins", "cast", "elsewhere", "is_pipeline", "named_tensors", "twins"]
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
-    """Parameters and buffers by what the single device's model calls them first."""
+    """Return parameters and buffers by their first name in the single device's model."""
     first = {}
     if is_pipeline(model):
         first = {name: row.name for row in plan_of(model).rows for name in row.tied}
@@ -72,7 +72,7 @@ class Run:
     Attributes:
         rows: (index, count) of the rows that this run sees of a global batch.
         batch: the global batch that it was given last.
-        output: what the last forward returned.
+        output: the result of the last forward.
     """
 
     case: Case
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def plan(self) -> Plan | None:
-        """That the model is sharded by; None without one."""
+        """The plan that the model is sharded by; None without one."""
         return plan_of(self.model) if is_sharded(self.model) else None
 
     @property
@@ -97,7 +97,7 @@ class Run:
         return self.plan is not None and self.plan.step.accumulate > 1
 
     def tracing(self) -> AbstractContextManager[Trace]:
-        """Values and gradients at every module's border, of what runs inside the block."""
+        """Trace values and gradients at every module's border, of the code inside the block."""
         return tracing(self.model)
 
     def _keep(self, _model: nn.Module, _args: Any, output: Any) -> None:
@@ -112,7 +112,7 @@ class Run:
             self.case.before_step(self.model, step)
 
     def forward_backward(self, step: int, micro: int) -> torch.Tensor:
-        """One backward pass, accumulated; returns the loss over this run's rows, divided by the number of passes."""
+        """Run one backward pass, accumulated; return the loss over this run's rows, divided by the number of passes."""
         case = self.case
         index = step * case.accumulate + micro
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), case.dtype)
@@ -134,7 +134,7 @@ class Run:
         return share.detach()
 
     def _through_stages(self, batch: Any, micro: int) -> torch.Tensor:
-        """The same by a pipeline; its microbatches are the plan's, or one for each of its ranks."""
+        """Run a pipeline's backward pass; its microbatches are the plan's, or one for each of its ranks."""
         case, plan = self.case, plan_of(self.model)
         found = case.loss or default_loss
 
@@ -169,7 +169,7 @@ class Run:
 
     @contextmanager
     def _noted(self, step: int) -> Iterator[None]:
-        """An exception of the user's code says in which run it happened."""
+        """Add the run and the step to an exception of the user's code."""
         try:
             yield
         except Exception as error:
@@ -198,7 +198,7 @@ class Run:
             )
 
     def clip(self) -> torch.Tensor | None:
-        """The norm of all gradients, which are clipped to the case's norm if it has one."""
+        """Compute the norm of all gradients, and clip them to the case's norm if it has one."""
         params = [p for p in self.model.parameters() if p.grad is not None]
         by_hand = self.case.shard is not None
         if not params or (self.case.clip is None and by_hand):
@@ -225,7 +225,7 @@ class Run:
         return {name: p.grad for name, p in named_tensors(self.model)[0].items()}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors, by "parameter: key"."""
+        """Return the optimizer's tensors, by "parameter: key"."""
         return {
             f"{name}: {key}": value
             for name, p in named_tensors(self.model)[0].items()
@@ -246,12 +246,12 @@ class _Returning(nn.Module):
 
 
 def is_pipeline(model: nn.Module) -> bool:
-    """Whether a model is cut into stages, of which this rank has some."""
+    """Return whether a model is divided into stages, of which this rank has some."""
     return is_sharded(model) and record_of(model).pipeline is not None
 
 
 def elsewhere(model: nn.Module) -> set[str]:
-    """Names of tensors that are on other stages only."""
+    """Return the names of tensors that are on other stages only."""
     pipeline = record_of(model).pipeline if is_sharded(model) else None
     return set() if pipeline is None else pipeline.foreign
 
@@ -295,7 +295,7 @@ class Twins:
     single: Run
     sharded: Trained
     exact: Run | None
-    place: Place
+    rank_coordinate: RankCoordinate
 
     @property
     def runs(self) -> list[Trained]:
@@ -307,23 +307,23 @@ def twins(case: Case) -> Twins:
     if case.engine == "jax":
         return _twins_on_jax(case)
     device_mesh = make_mesh(case.mesh)
-    place = Place(case.mesh, case.mesh.coordinate(dist.get_rank()))
+    rank_coordinate = RankCoordinate(case.mesh, case.mesh.coordinate(dist.get_rank()))
     single = single_device(case).to(device_mesh.device_type)
     exact = in_dtype(copy.deepcopy(single), torch.float64) if case.dtype is not torch.float64 else None
-    model = _sharded(case, copy.deepcopy(single), device_mesh, place)
+    model = _sharded(case, copy.deepcopy(single), device_mesh, rank_coordinate)
     averaged = plan_of(model).step.accumulate if is_sharded(model) else 1
     case = _with_passes(case, averaged)
     return Twins(
         case,
         Run(case, single),
-        Run(case, model, place.data, sharded=True),
+        Run(case, model, rank_coordinate.data, sharded=True),
         None if exact is None else Run(case, exact),
-        place,
+        rank_coordinate,
     )
 
 
 def _with_passes(case: Case, averaged: int) -> Case:
-    """As many backward passes as the plan makes a mean of."""
+    """Return the case with as many backward passes as the plan averages."""
     if averaged > 1 and case.accumulate not in (1, averaged):
         raise InputError(
             f"equivalent() was given accumulate={case.accumulate}, and the plan's accumulate({averaged}) makes a step "
@@ -338,7 +338,7 @@ def _twins_on_jax(case: Case) -> Twins:
     single = single_device(case)
     exact = Run(case, in_dtype(copy.deepcopy(single), torch.float64)) if case.dtype is not torch.float64 else None
     run = Run(case, single)
-    return Twins(case, run, JaxRun(case, copy.deepcopy(single), run), exact, Place(case.mesh, {}))
+    return Twins(case, run, JaxRun(case, copy.deepcopy(single), run), exact, RankCoordinate(case.mesh, {}))
 
 
 def single_device(case: Case) -> nn.Module:
@@ -355,7 +355,7 @@ def single_device(case: Case) -> nn.Module:
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`model.to(dtype)`, which leaves complex tensors (rotary frequencies) their imaginary part."""
+    """Convert as `model.to(dtype)` does, but complex tensors (rotary frequencies) stay complex."""
     numbers = {torch.float64: torch.complex128}.get(dtype, torch.complex64)
     kept = {t: t.detach().to(numbers) for t in (*model.parameters(), *model.buffers()) if t.is_complex()}
     for tensor, value in kept.items():
@@ -368,7 +368,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _sharded(case: Case, model: nn.Module, device_mesh: DeviceMesh, place: Place) -> nn.Module:
+def _sharded(case: Case, model: nn.Module, device_mesh: DeviceMesh, rank_coordinate: RankCoordinate) -> nn.Module:
     if case.shard is None:
         rng = "fast" if case.mesh.pipeline_axes else case.rng  # stages draw at the same time
         chosen = {"compile": None, "rng": rng, **case.options}
@@ -377,5 +377,5 @@ def _sharded(case: Case, model: nn.Module, device_mesh: DeviceMesh, place: Place
     if not isinstance(made, nn.Module):
         raise InputError(f"shard= returned a {type(made).__name__}; it has to return the sharded nn.Module.")
     if case.rng == "exact":
-        draw_exactly(made, exact.Place(*place.data))
+        draw_exactly(made, exact.Place(*rank_coordinate.data))
     return made

@@ -31,7 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (*ENGINE, *USER)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one mutant.
+    """The outcome of one mutant.
 
     Attributes:
         caught: whether the proof fails.
@@ -39,7 +39,7 @@ class Verdict:
         named: whether that is the right one.
         clean: whether the same case passes without the mistake.
         looks_like: the report's first guess at the cause.
-        seconds: of the run with the mistake, the search for its place included.
+        seconds: the time of the run with the mistake, including the search for its origin.
     """
 
     name: str
@@ -102,7 +102,7 @@ def _world_size(name: str) -> int:
 
 
 def table(verdicts: Iterable[Verdict]) -> str:
-    """The outcome as a Markdown table, as docs/mutants.md holds it."""
+    """Format the outcome as a Markdown table, for docs/mutants.md."""
     lines = ["| mistake | seen in | caught | module named | looks like |", "|---|---|---|---|---|"]
     for v in verdicts:
         named = f"`{v.module or 'the model itself'}`" + ("" if v.named else " (wrong)")

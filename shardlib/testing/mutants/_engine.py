@@ -46,7 +46,7 @@ def _images(mesh: str, **options: Any) -> Arguments:
 
 
 def _relabelled(original: Any) -> Any:
-    """A gradient of one dim that is a partial sum is taken for the whole."""
+    """Take a one-dimensional gradient that is a partial sum for the full one."""
 
     def like_its_parameter(param: nn.Parameter, **kwargs: Any) -> torch.Tensor:
         grad = param.grad
@@ -59,7 +59,7 @@ def _relabelled(original: Any) -> Any:
 
 
 def _row(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The table of linear layers with one line changed."""
+    """Change one line in the table of linear layers."""
 
     def make(original: Any) -> Any:
         def row(x: Any, weight: Any, last: int) -> Any:
@@ -90,29 +90,29 @@ def _bias_on_every_rank(original: Any) -> Any:
 
 
 def _fused_cut_as_plain(original: Any) -> Any:
-    def cut(here: Any, name: str, whole: Any) -> torch.Tensor:
+    def cut(here: Any, name: str, full: Any) -> torch.Tensor:
         layout = here.on_compute_axes(here.rows[name].compute)
         if any(isinstance(dim, Dim) and dim.fused and dim.axes for dim in layout.dims):
-            layout = Layout.replicate(whole.ndim).with_axes(0, tuple(layout.axes))
-            return layout.take(whole.detach(), here.shape, here.coordinate).clone()
-        result: torch.Tensor = original(here, name, whole)
+            layout = Layout.replicate(full.ndim).with_axes(0, tuple(layout.axes))
+            return layout.take(full.detach(), here.shape, here.coordinate).clone()
+        result: torch.Tensor = original(here, name, full)
         return result
 
     return cut
 
 
 def _axes_in_the_wrong_order(original: Any) -> Any:
-    def cut(here: Any, name: str, whole: Any) -> torch.Tensor:
+    def cut(here: Any, name: str, full: Any) -> torch.Tensor:
         swapped = {"tp": here.coordinate["sp"], "sp": here.coordinate["tp"]}
         elsewhere = dataclasses.replace(here, coordinate={**here.coordinate, **swapped})
-        result: torch.Tensor = original(elsewhere, name, whole)
+        result: torch.Tensor = original(elsewhere, name, full)
         return result
 
     return cut
 
 
 def _handed_out(change: Callable[[nn.Parameter, torch.Tensor], None]) -> Callable[[Any], Any]:
-    """Gradients are changed when they come out of their bucket."""
+    """Change gradients when they leave their bucket."""
 
     def make(original: Any) -> Any:
         def hand_out(self: Any, is_used: Any) -> None:
@@ -231,8 +231,8 @@ def _drift(model: nn.Module) -> None:
 
 def _replicate_one(model: nn.Module) -> None:
     up: Any = model.get_submodule("blocks.0.mlp.up")
-    whole = up.weight.redistribute(placements=[Replicate()] * up.weight.device_mesh.ndim)
-    up.weight = nn.Parameter(whole.detach())
+    full = up.weight.redistribute(placements=[Replicate()] * up.weight.device_mesh.ndim)
+    up.weight = nn.Parameter(full.detach())
 
 
 def _moments_lost(original: Any) -> Any:

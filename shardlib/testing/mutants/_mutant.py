@@ -25,10 +25,10 @@ class Mutant:
 
     Attributes:
         name: short, for the table.
-        mistake: what is wrong, in a line.
-        evidence: where somebody made it.
+        mistake: the mistake, in a line.
+        evidence: a report of this mistake.
         module: a regular expression for the module that the report has to name.
-        case: what `equivalent` is given.
+        case: the arguments of `equivalent`.
         planted: put into effect on every rank while the case runs; the same case without it is right.
         mistaken: for a mistake in the user's own code: what `equivalent` is given in place of `case`.
     """
@@ -46,7 +46,7 @@ class Mutant:
 
 
 def transformer(mesh: str, *, sequence: bool = False, steps: int = 2, **sizes: Any) -> Arguments:
-    """The arguments of `equivalent` for a small transformer and its usual rules."""
+    """Return the arguments of `equivalent` for a small transformer and its usual rules."""
     extra = {
         key: sizes.pop(key)
         for key in ("accumulate", "clip", "options", "rng", "before_step", "transforms")
@@ -74,12 +74,12 @@ class _Factory:
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
-    """Plant: `owner.name` is what `make` makes of the original."""
+    """Return a plant that replaces `owner.name` by `make` of the original."""
     return lambda: mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
 def after_sharding(spoil: Callable[[nn.Module], Any]) -> Callable[[], AbstractContextManager[Any]]:
-    """Plant: the sharded model is spoilt as soon as it is made."""
+    """Return a plant that spoils the sharded model as soon as it is made."""
 
     @contextmanager
     def planted() -> Iterator[None]:

@@ -29,25 +29,25 @@ def _always_first(batch: Any, index: int, count: int) -> Any:
 
 
 def _mean_over_tokens(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Cross entropy over the tokens that are not padding (id 0), of which rows have different numbers."""
+    """Return cross entropy over the tokens that are not padding (id 0), of which rows have different numbers."""
     return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), ignore_index=0)
 
 
 def _sum_over_rows(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """The same, divided by the number of all tokens."""
+    """Return the same loss, divided by the number of all tokens."""
     total = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), ignore_index=0, reduction="sum")
     return total / ids.numel()
 
 
 def _clip_own_pieces(model: nn.Module) -> torch.Tensor:
-    """The norm of what this rank holds."""
+    """Clip to the norm of this rank's shards."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.stack([local(g).square().sum() for g in grads]).sum().sqrt()
     return _clipped(grads, norm)
 
 
 def _clip_sum_of_all(model: nn.Module) -> torch.Tensor:
-    """The squares of all pieces on all ranks, those that every rank holds too."""
+    """Clip to the squares of all ranks' shards, including those that every rank holds."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     square = torch.stack([local(g).square().sum() for g in grads]).sum()
     if any(isinstance(g, DTensor) for g in grads):

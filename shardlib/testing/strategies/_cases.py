@@ -42,14 +42,14 @@ class Case:
     rng: Literal["exact", "fast"] = "exact"
 
     def arguments(self) -> dict[str, Any]:
-        """What `equivalent` is called with."""
+        """Return the arguments of `equivalent`."""
         names = ("model", "batch", "mesh", "rules", "transforms", "accumulate", "no_sync", "clip", "rng")
         found = {name: getattr(self, name) for name in names}
         thaws = getattr(self.model, "thaw", False)
         return {**found, "before_step": self.model.before_step} if thaws else found  # type: ignore[attr-defined]
 
     def keys(self) -> Iterable[str]:
-        """With `case[key]` what `**case` needs."""
+        """Return the keys of `**case`, with `case[key]`."""
         return self.arguments().keys()
 
     def __getitem__(self, name: str) -> Any:
@@ -63,7 +63,7 @@ def cases(
     meshes: st.SearchStrategy[MeshShape] | None = None,
     max_world: int = 4,
 ) -> st.SearchStrategy[Case]:
-    """Everything that `assert_equivalent` needs: `assert_equivalent(**case)`.
+    """Generate all arguments of `assert_equivalent`: `assert_equivalent(**case)`.
 
     Mesh, rules, transforms, accumulated backward passes (with and without `no_sync`), clipping; and model and batch
     where they are not given.

@@ -16,7 +16,7 @@ often, seldom = st.sampled_from([False, True, True, True]), st.sampled_from([Fal
 
 @lru_cache(maxsize=1024)
 def among(choices: tuple[Any, ...]) -> st.SearchStrategy[Any]:
-    """`sampled_from`, made once: making it costs more than drawing from it."""
+    """Return `sampled_from`, cached: making it costs more than drawing from it."""
     return st.sampled_from(choices)
 
 

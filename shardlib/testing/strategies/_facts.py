@@ -1,4 +1,4 @@
-"""What rules can say about a model: its tensors with the names of their dims, its borders, by name or by pattern."""
+"""Facts about a model for rules: its tensors with the names of their dims, its borders, by name or by pattern."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Borders:
 
 @dataclass(frozen=True)
 class Facts:
-    """What rules can be written about, once by patterns over repeated blocks (True), once by each name (False)."""
+    """The targets of rules, by patterns over repeated blocks (True), or by single names (False)."""
 
     units: Mapping[bool, tuple[Unit, ...]]
     borders: Mapping[bool, Borders]
@@ -102,12 +102,12 @@ def _groups(modules: Iterable[str], by_pattern: bool) -> list[list[str]]:
 
 
 def _by_pattern(name: str) -> str:
-    """A name for the modules like it in all blocks; blocks are what the first number counts."""
+    """Return a name for the modules like it in all blocks; the first number counts blocks."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=1)
 
 
 def _own(name: str, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A module's tensors that no module before it has: attribute to tensor."""
+    """Return a module's tensors that no module before it has, by attribute."""
     prefix = f"{name}." if name else ""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return {attr: t for attr, t in own if f"{prefix}{attr}" in tensors}
@@ -120,8 +120,8 @@ def _alike(
     names: Mapping[int, Sequence[str]],
     known: Sequence[str],
 ) -> bool:
-    """Whether a pattern can stand for modules: they hold tensors of the same shapes, tied to nothing, and it finds no
-    other module or tensor."""
+    """Return whether a pattern can stand for modules: their tensors have the same shapes and are not tied, and it
+    matches nothing else."""
     own = [_own(name, modules[name], tensors) for name in group]
     shapes = {tuple((attr, tuple(t.shape)) for attr, t in each.items()) for each in own}
     if len(shapes) > 1 or any(len(names[id(t)]) > 1 for each in own for t in each.values()):
@@ -167,13 +167,14 @@ def _unit(
 
 
 def _roles(registered: ModuleDims, primary: Sequence[str]) -> tuple[str, ...]:
-    """Roles that split a plain dim; one that splits a factor of a fused dim is refused where it does not divide."""
+    """Return roles that split a plain dim; one that splits a factor of a fused dim is refused where it does not
+    divide."""
     plain = registered.output in primary, len(registered.contracted) == 1 and registered.contracted[0] in primary
     return ("colwise",) * plain[0] + ("rowwise",) * plain[1]
 
 
 def _activations(model: nn.Module, batch: Any) -> dict[tuple[str, str], set[tuple[int, ...]]]:
-    """The shapes of the first floating-point tensor that crosses each border of each module, over all calls."""
+    """Return the shapes of the first floating-point tensor that crosses each border of each module, over all calls."""
     seen: dict[tuple[str, str], set[tuple[int, ...]]] = {}
 
     def note(name: str, side: str, tree: Any) -> None:
@@ -201,7 +202,7 @@ def _activations(model: nn.Module, batch: Any) -> dict[tuple[str, str], set[tupl
 def _borders(
     model: nn.Module, seen: Mapping[tuple[str, str], set[tuple[int, ...]]], by_pattern: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Borders whose activation has one number of dims, at least one."""
+    """Iterate over borders whose activation has one number of dims, at least one."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for group, side in itertools.product(
         _groups((n for n, _ in model.named_modules()), by_pattern), ("input", "output")

@@ -19,7 +19,7 @@ __all__ = ["draw_layout", "layouts", "shapes"]
 def shapes(
     mesh: MeshLike, *, min_dims: int = 1, max_dims: int = 3, uneven: bool = True
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Global shapes of tensors for a mesh: sizes from 0 to 14, and multiples of what its axes cut a dim into.
+    """Generate global shapes of tensors for a mesh: sizes from 0 to 14, and multiples of its axes' products.
 
     Shrinks towards one dim of size zero (of size one, where nothing may be uneven).
 
@@ -55,7 +55,7 @@ def layouts(
     fused: bool = True,
     partial: bool = False,
 ) -> st.SearchStrategy[Layout]:
-    """Layouts of a tensor of this global shape: any axes on any dims, in any order.
+    """Generate layouts of a tensor of this global shape: any axes on any dims, in any order.
 
     Shrinks towards nothing split, then towards one axis on an early dim that is not fused.
 
@@ -80,7 +80,7 @@ def layouts(
     mesh_shape, sizes = MeshShape.of(mesh), tuple(shape)
     wrong = [size for size in sizes if isinstance(size, bool) or not isinstance(size, int) or size < 0]
     if wrong:
-        raise InputError(f"layouts({sizes}): {wrong[0]!r} is no size of a dim; give whole numbers from 0 up.")
+        raise InputError(f"layouts({sizes}): {wrong[0]!r} is not a size of a dim; give whole numbers from 0 up.")
     for axis in axes or ():
         if axis not in mesh_shape:
             raise InputError(f'layouts(axes={tuple(axes or ())}): mesh "{mesh_shape}" has no axis "{axis}".')
@@ -105,21 +105,21 @@ def draw_layout(
     partial: bool = False,
     shared: int = 0,
 ) -> Layout:
-    """What is drawn for one tensor.
+    """Draw the layout of one tensor.
 
     `fused` is how many axes may split a fused dim, -1 for no such dim; `fuse_whole` says whether none may, too. With
     `shared` axes of one dim stand in the mesh's order unless they divide what each of so many data ranks has of it.
     """
-    held: list[list[str]] = [[] for _ in shape]
+    axes_of: list[list[str]] = [[] for _ in shape]
     last = 0
     for axis in axes:
         # Two axes on one dim are rare where each takes any: one number more says "where the last one is".
         at = draw(st.integers(0, len(shape) + 1))
         last = at if at <= len(shape) else last
         if last:
-            held[last - 1].append(axis)
+            axes_of[last - 1].append(axis)
     dims = []
-    for at, (name, size, mine) in enumerate(zip(names, shape, held, strict=True)):
+    for at, (name, size, mine) in enumerate(zip(names, shape, axes_of, strict=True)):
         order = list(draw(st.permutations(mine))) if len(mine) > 1 else mine
         if shared and size % (shared * math.prod(mesh[axis] for axis in mine)):
             order = mine
@@ -136,7 +136,7 @@ _layouts = st.composite(draw_layout)
 
 
 def _dividing(axes: Iterable[str], size: int, mesh: MeshShape) -> list[str]:
-    """The axes that divide what is left of a dim after those before them."""
+    """Return the axes that divide the rest of a dim after those before them."""
     kept = []
     for axis in axes:
         if size % mesh[axis] == 0:
@@ -146,7 +146,7 @@ def _dividing(axes: Iterable[str], size: int, mesh: MeshShape) -> list[str]:
 
 
 def _dim(draw: st.DrawFn, name: str, stem: str, size: int, axes: tuple[str, ...], mesh: MeshShape, fused: int) -> Dim:
-    """A dim that these axes split: plain, or the product of factors that they divide."""
+    """Draw a dim that these axes split: plain, or the product of factors that they divide."""
     pieces = math.prod(mesh[axis] for axis in axes)
     # Drawn where it decides nothing, too: an axis that goes away takes no draws with it, and so can go away.
     wanted = fused >= 0 and draw(often if fused > 1 else st.booleans())
@@ -154,9 +154,9 @@ def _dim(draw: st.DrawFn, name: str, stem: str, size: int, axes: tuple[str, ...]
         return Dim((Factor(name, axes),))
     count = draw(st.integers(2, 3))
     at = {axis: draw(st.integers(0, count - 1)) for axis in mesh.names}
-    held = [[axis for axis in axes if at[axis] == factor] for factor in range(count)]
+    axes_of = [[axis for axis in axes if at[axis] == factor] for factor in range(count)]
     left, factors = size // pieces, []
-    for factor, mine in enumerate(held):
+    for factor, mine in enumerate(axes_of):
         more = draw(among(_divisors(left))) if factor < count - 1 else left
         left //= more
         factors.append(Factor(f"{stem}{factor}", tuple(mine), more * math.prod(mesh[a] for a in mine)))

@@ -22,7 +22,7 @@ def mesh_shapes(
     data_axes: Sequence[str] = ("dp",),
     rows: int | None = None,
 ) -> st.SearchStrategy[MeshShape]:
-    """Meshes of at least two ranks, of some of these axes in any order; now and then an axis has size one.
+    """Generate meshes of at least two ranks, of some of these axes in any order; sometimes an axis has size one.
 
     Shrinks towards one axis of two ranks, a model axis if there is one.
 
@@ -30,7 +30,7 @@ def mesh_shapes(
         max_world: most ranks.
         model_axes: axes that split the work on an example.
         data_axes: axes that carry different examples.
-        rows: of the global batch, which the number of data ranks then divides.
+        rows: the rows of the global batch, which the number of data ranks then divides.
 
     Raises:
         InputError: there is no such mesh, or an axis is not of that kind.
@@ -77,7 +77,7 @@ def _mesh_shapes(
 
 
 def _shared(rows: int | None, data: Sequence[str], sizes: Mapping[str, int], size: int) -> bool:
-    """Whether as many more data ranks still share the rows evenly."""
+    """Return whether one more data axis of this size still divides the rows evenly."""
     return rows is None or rows % (size * math.prod(sizes[axis] for axis in data if axis in sizes)) == 0
 
 

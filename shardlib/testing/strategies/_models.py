@@ -46,7 +46,7 @@ class ModelFactory:
         return model
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Freeze what is frozen in this step, and thaw what is no more."""
+        """Freeze and thaw the parameters for this step."""
         parameters = dict(model.named_parameters())
         for name in self.frozen:
             parameters[name].requires_grad_(self.thaw and step > 0)
@@ -65,8 +65,9 @@ _HEADS = ((2, 2), (1, 4), (3, 2), (2, 3), (4, 2), (2, 4), (3, 3), (4, 3))
 
 
 def transformers(*, dropout: bool = False, min_layers: int = 1, max_layers: int = 2) -> st.SearchStrategy[ModelFactory]:
-    """Transformers of `shardlib.testing.models`: fused q, k and v or apart, grouped queries, tied embeddings, uneven
-    vocabularies, LayerNorm or RMSNorm, learned or rotary positions, with and without biases, frozen parameters.
+    """Generate transformers of `shardlib.testing.models`: fused or separate q, k and v, grouped queries, tied
+    embeddings, uneven vocabularies, LayerNorm or RMSNorm, learned or rotary positions, with and without biases, frozen
+    parameters.
 
     Shrinks towards one layer of two heads of two features, five tokens.
 
@@ -98,8 +99,8 @@ def _transformers(draw: st.DrawFn, dropout: bool, min_layers: int, max_layers: i
 
 
 def mlps(*, dropout: bool = False) -> st.SearchStrategy[ModelFactory]:
-    """MLPs of `shardlib.testing.models`, of any widths from one to nine: a layer or its weight used twice, buffers that
-    change, an unused layer, frozen parameters.
+    """Generate MLPs of `shardlib.testing.models`, of any widths from one to nine: a layer or its weight used twice,
+    buffers that change, an unused layer, frozen parameters.
 
     Shrinks towards widths of one.
 
@@ -125,7 +126,7 @@ def _mlps(draw: st.DrawFn, dropout: bool) -> ModelFactory:
 
 
 def convnets(*, dropout: bool = False) -> st.SearchStrategy[ModelFactory]:
-    """Convolutional nets of `shardlib.testing.models`, of one to seven channels, with BatchNorm or GroupNorm.
+    """Generate convolutional nets of `shardlib.testing.models`, of one to seven channels, with BatchNorm or GroupNorm.
 
     Shrinks towards one channel and windows of one pixel.
 
@@ -162,7 +163,7 @@ def _factory(
     choices: Mapping[str, st.SearchStrategy[Any]],
     simplest: Mapping[str, Any],
 ) -> ModelFactory:
-    """A factory whose arguments are drawn, those that are the simplest left out; some of its parameters are frozen.
+    """Draw a factory and its arguments, without those that are the simplest; some of its parameters are frozen.
 
     Three in four models have choices at all. So the simplest one takes few draws, which is what hypothesis shrinks to.
     """
@@ -184,7 +185,7 @@ def _parameters(factory: Callable[[], nn.Module]) -> tuple[str, ...]:
 
 
 def batches(model: nn.Module, mesh: MeshLike | None = None) -> st.SearchStrategy[Callable[[int], Any]]:
-    """Batches for a model of `shardlib.testing.models`: functions of the step that can be pickled.
+    """Generate batches for a model of `shardlib.testing.models`: functions of the step that can be pickled.
 
     The number of rows is a multiple of the mesh's data ranks. Shrinks towards two rows (of two data ranks, one each),
     of one token.

@@ -19,7 +19,7 @@ __all__ = ["draw_rules", "rule_sets"]
 
 
 def rule_sets(model: nn.Module, mesh: MeshLike, batch: Any = None) -> st.SearchStrategy[Rules]:
-    """Rules for a model on a mesh: any valid assignment of its model axes to dims, sensible or not.
+    """Generate rules for a model on a mesh: any valid assignment of its model axes to dims, sensible or not.
 
     For each module a role, a text about its dims, or a layout for each parameter and buffer by itself; for module
     borders a layout of the activation. Repeated blocks have rules by patterns, or each its own. Left out is what
@@ -35,7 +35,7 @@ def rule_sets(model: nn.Module, mesh: MeshLike, batch: Any = None) -> st.SearchS
             cross which borders; without it borders get no rules.
 
     Raises:
-        InputError: the model is no module.
+        InputError: the model is not a module.
 
     >>> from hypothesis import find
     >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
@@ -53,7 +53,7 @@ def rule_sets(model: nn.Module, mesh: MeshLike, batch: Any = None) -> st.SearchS
 def draw_rules(draw: st.DrawFn, facts: Facts, mesh: MeshShape) -> Rules:
     axes = mesh.model_axes
     # Drawn where it decides nothing, too: hypothesis takes what needs fewer draws for simpler, and a mesh without model
-    # axes is no simpler than one with nothing split.
+    # axes is not simpler than one with nothing split.
     if not (draw(often) and axes):
         return Rules({}, unmatched="replicate")
     by_pattern = not draw(st.booleans())

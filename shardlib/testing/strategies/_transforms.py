@@ -16,7 +16,7 @@ Transform = Callable[[Plan], Plan]
 
 
 def identity(plan: Plan) -> Plan:
-    """The transform that leaves a plan as it is."""
+    """Return the plan unchanged."""
     return plan
 
 
@@ -32,12 +32,12 @@ KINDS: list[st.SearchStrategy[Transform]] = [
 
 
 def register_transforms(strategy: st.SearchStrategy[Transform]) -> None:
-    """Let `transforms`, and with it `cases`, draw from one more strategy of functions from plan to plan.
+    """Register a strategy of functions from plan to plan, for `transforms` and `cases` to draw from.
 
     The functions travel to other processes: they must be importable there, or be values that can be pickled.
 
     Raises:
-        InputError: it is no strategy.
+        InputError: it is not a strategy.
 
     >>> register_transforms(3)
     Traceback (most recent call last):
@@ -52,7 +52,7 @@ def register_transforms(strategy: st.SearchStrategy[Transform]) -> None:
 
 
 def transforms(max_size: int = 2) -> st.SearchStrategy[tuple[Transform, ...]]:
-    """Transforms to apply one after another. Shrinks towards none.
+    """Generate transforms to apply in order. Shrinks towards none.
 
     >>> from hypothesis import find
     >>> find(transforms(), lambda drawn: True)

@@ -1,4 +1,4 @@
-"""What all hooks are: the points at which a trainer calls them."""
+"""The base of hooks: the points at which a trainer calls them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["BaseHook", "positive"]
 
 
 class BaseHook:
-    """What a trainer calls. Override the points that you need; hooks of lower priority come first, equal ones in order.
+    """The base of hooks that a trainer calls. Override the points that you need; hooks of lower priority run first,
+    equal ones in order.
 
     >>> class Greet(BaseHook):
     ...     def before_train(self, trainer):
@@ -26,43 +27,43 @@ class BaseHook:
         self.priority = priority
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
-        """The trainer has it, and nothing has begun; what it will change in `trainer.states` is put there."""
+        """Run when the hook is attached, before training; initialize what it will change in `trainer.states`."""
 
     def before_train(self, trainer: Trainer) -> None:
-        """`fit` begins."""
+        """Run when `fit` begins."""
 
     def after_train(self, trainer: Trainer) -> None:
-        """`fit` ends."""
+        """Run when `fit` ends."""
 
     def before_train_epoch(self, trainer: Trainer) -> None:
-        """An epoch begins."""
+        """Run when an epoch begins."""
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        """An epoch ends; `trainer.cur_epoch` is still its number, from 0."""
+        """Run when an epoch ends; `trainer.cur_epoch` is still its number, from 0."""
 
     def before_train_iter(self, trainer: Trainer) -> None:
-        """A batch comes."""
+        """Run before a batch."""
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
-        """A batch has been trained on; `trainer.cur_step` is still its number, from 0."""
+        """Run after a batch; `trainer.cur_step` is still its number, from 0."""
 
     def before_test(self, trainer: Trainer) -> None:
-        """An evaluation begins."""
+        """Run when an evaluation begins."""
 
     def after_test(self, trainer: Trainer) -> None:
-        """It ends."""
+        """Run when an evaluation ends."""
 
     def before_test_epoch(self, trainer: Trainer) -> None:
-        """It goes through the data, once."""
+        """Run before an evaluation's pass over the data."""
 
     def after_test_epoch(self, trainer: Trainer) -> None:
-        """It has."""
+        """Run after an evaluation's pass over the data."""
 
     def before_test_iter(self, trainer: Trainer) -> None:
-        """A batch comes."""
+        """Run before a batch of an evaluation."""
 
     def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
-        """A batch has been evaluated."""
+        """Run after a batch of an evaluation."""
 
 
 def positive(name: str, value: Any) -> int:

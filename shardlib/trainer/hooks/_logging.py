@@ -62,7 +62,7 @@ class _ByEpoch(BaseHook):
 
 
 class LogMetricByEpochHook(_ByEpoch):
-    """Logs the numbers of an epoch and of an evaluation.
+    """Logs the metrics of an epoch and of an evaluation.
 
     Args:
         logger: such as `get_dist_logger()`.
@@ -84,14 +84,14 @@ class LogMetricByEpochHook(_ByEpoch):
 
 
 class LogTimingByEpochHook(_ByEpoch):
-    """Logs how long epochs and steps take.
+    """Logs the times of epochs and steps.
 
     Args:
         timer: the trainer's.
         logger: such as `get_dist_logger()`.
         interval: in epochs.
         priority: see `BaseHook`.
-        log_eval: of evaluations too.
+        log_eval: log evaluations too.
     """
 
     def __init__(
@@ -113,22 +113,24 @@ class LogTimingByEpochHook(_ByEpoch):
             self._log(trainer, "Test", self._text("Test"))
 
     def _text(self, kind: str) -> str:
-        said = []
+        parts = []
         for name, timer in self.timer:
             if name.startswith(kind) and timer.has_history:
-                said.append(f"{name}: last = {timer.get_elapsed_time():.5g} s, mean = {timer.get_history_mean():.5g} s")
-        return ", ".join(said)
+                parts.append(
+                    f"{name}: last = {timer.get_elapsed_time():.5g} s, mean = {timer.get_history_mean():.5g} s"
+                )
+        return ", ".join(parts)
 
 
 class LogMemoryByEpochHook(_ByEpoch):
-    """Logs how much memory of the accelerator was used at most since the last time; on a CPU nothing is known.
+    """Logs the peak of the accelerator's memory since the last time; not on a CPU.
 
     Args:
         logger: such as `get_dist_logger()`.
         interval: in epochs.
         priority: see `BaseHook`.
-        log_eval: of evaluations too.
-        report_cpu: the most that the process has had of a CPU's memory, from its beginning.
+        log_eval: log evaluations too.
+        report_cpu: log the peak of the process's CPU memory too.
     """
 
     def __init__(
@@ -153,17 +155,17 @@ class LogMemoryByEpochHook(_ByEpoch):
             self._log(trainer, "Test", self._text())
 
     def _text(self) -> str:
-        said = []
+        parts = []
         if torch.accelerator.is_available():
-            said.append(f"{torch.accelerator.max_memory_allocated() / 2**20:.1f} MB allocated on the device")
+            parts.append(f"{torch.accelerator.max_memory_allocated() / 2**20:.1f} MB allocated on the device")
             torch.accelerator.reset_peak_memory_stats()
         if self.report_cpu:
-            said.append(f"{_resident_peak() / 2**20:.1f} MB of the process")
-        return ", ".join(said)
+            parts.append(f"{_resident_peak() / 2**20:.1f} MB of the process")
+        return ", ".join(parts)
 
 
 def _resident_peak() -> float:
-    """Bytes; Linux counts in kilobytes, macOS in bytes."""
+    """Return the peak of resident memory in bytes; Linux counts in kilobytes, macOS in bytes."""
     import resource  # not on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -171,12 +173,12 @@ def _resident_peak() -> float:
 
 
 class TensorboardHook(BaseHook):
-    """Writes the numbers of steps and epochs for TensorBoard.
+    """Writes the metrics of steps and epochs for TensorBoard.
 
     Args:
         log_dir: a folder; each rank that writes has `rank_0` and so on in it.
-        ranks: which ranks write; the first one alone by default.
-        parallel_mode: in which mode they are numbered; by default among all.
+        ranks: the ranks that write; the first one by default.
+        parallel_mode: the mode in which ranks are numbered; by default all ranks.
         priority: see `BaseHook`.
 
     Raises:

@@ -53,10 +53,11 @@ class LossHook(BaseHook):
 
 
 class AccuracyHook(BaseHook):
-    """Keeps which part of the evaluated examples is right, as "Accuracy".
+    """Keeps the fraction of evaluated examples that are right, as "Accuracy".
 
     Args:
-        accuracy_func: of output and label: how many are right, such as `Accuracy()`; or a pair, how many of how many.
+        accuracy_func: a function (output, label) -> the number of right examples, such as `Accuracy()`, or a pair
+            (right, all).
         priority: see `BaseHook`.
     """
 
@@ -80,13 +81,13 @@ class AccuracyHook(BaseHook):
 
 
 class ThroughputHook(BaseHook):
-    """Keeps how many examples a second are trained on and evaluated, as "Throughput".
+    """Keeps the examples per second of training and evaluation, as "Throughput".
 
     Args:
-        ignored_steps: the first ones of an epoch, which are slower.
+        ignored_steps: the number of first steps of an epoch to ignore, which are slower.
         priority: see `BaseHook`.
-        tflop_per_step: trillions of operations of a step, to show how many a second that is.
-        use_local: of this rank, and not of all.
+        tflop_per_step: trillions of operations of a step, to show operations per second.
+        use_local: count this rank's examples only.
     """
 
     def __init__(
@@ -132,10 +133,10 @@ class ThroughputHook(BaseHook):
 
 
 class LRSchedulerHook(BaseHook):
-    """Lets a scheduler step: after each epoch, or after each step that the optimizer takes.
+    """Steps a scheduler after each epoch, or after each step that the optimizer takes.
 
     Args:
-        lr_scheduler: built on the optimizer that `initialize` was given, or on the engine's.
+        lr_scheduler: a scheduler of the optimizer that was passed to `initialize`, or of the engine's.
         by_epoch: whether its steps are epochs.
         store_lr_in_state: keep the rate of the first group, as "LR".
         priority: see `BaseHook`.
@@ -159,8 +160,8 @@ class LRSchedulerHook(BaseHook):
             self._step(trainer)
 
     def _step(self, trainer: Trainer) -> None:
-        """Also where the last step of an epoch was none: that a scheduler takes only steps that are taken is for those
-        whose steps they are."""
+        """Step the scheduler even where the last optimizer step was skipped: only schedulers by step skip along with
+        it."""
         optimizer = trainer.engine.optimizer
         skipped, optimizer.step_was_skipped = optimizer.step_was_skipped, False
         try:

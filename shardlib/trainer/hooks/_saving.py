@@ -23,20 +23,20 @@ __all__ = ["SaveCheckpointHook"]
 class SaveCheckpointHook(BaseHook):
     """Saves model, optimizer, scheduler, position in the data and random states, as `shardlib.Checkpoints` in a folder.
 
-    In the midst of a step that accumulation makes of several batches nothing is saved: its end is waited for.
+    Under accumulation the hook saves only at the end of a step.
 
     Args:
-        interval: in epochs, or in batches.
+        interval: the number of epochs, or of batches, between checkpoints.
         checkpoint_dir: the folder.
         model: by default the engine's.
-        save_by_iter: count batches.
-        priority: see `BaseHook`; later than what changes with the step.
-        resume: a trainer that has not trained yet begins where the newest checkpoint in the folder ends, if there is
-            one: on any number of ranks, with any config.
+        save_by_iter: count batches instead of epochs.
+        priority: see `BaseHook`; after the hooks that change state with the step.
+        resume: a trainer that has not trained yet continues from the newest checkpoint in the folder, if there is one:
+            on any number of ranks, with any config.
 
     Raises:
-        CheckpointError: no folder.
-        PlanError: an interval that is none.
+        CheckpointError: the path is not a folder.
+        PlanError: an invalid interval.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SaveCheckpointHook(BaseHook):
         )
 
     def _is_there_one(self) -> bool:
-        """As rank 0 finds: ranks that saw another thing would wait for each other in vain."""
+        """Return whether rank 0 finds a checkpoint, so that all ranks agree."""
         everyone = peers(f'looking into "{self.checkpoints.folder}"', 1800)
         return bool(everyone.first("find checkpoints", lambda: self.checkpoints.latest() is not None))
 
@@ -109,6 +109,6 @@ class SaveCheckpointHook(BaseHook):
 
 
 def _scheduler_of(trainer: Trainer) -> Any:
-    """The one that a hook drives, else the one that `initialize` was given."""
+    """Return the scheduler that a hook drives, else the one that was passed to `initialize`."""
     driven = [hook.lr_scheduler for hook in trainer.hooks if isinstance(hook, LRSchedulerHook)]
     return driven[0] if driven else trainer.engine.lr_scheduler

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib._plan import DryRun
-from shardlib._plan.text import human_bytes
+from shardlib._plan.readable import human_bytes
 from shardlib.engine.pipeline import imagined
 from shardlib.engine.recording import record_collectives
 from shardlib.testing.models import Transformer, rules_for

@@ -1,4 +1,4 @@
-"""Tensors whose dims stand in another order in files: a kernel of flax is `in out`, a Linear's weight `out in`."""
+"""Tensors whose dims have another order in files: a kernel of flax is `in out`, a Linear's weight `out in`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardlib.checkpoint._boxes import Box
 from shardlib.errors import CheckpointError
 from shardlib.rules.patterns import NameIndex, compile_pattern
 
-__all__ = ["Header", "Reading", "Transpose", "Turned", "turns"]
+__all__ = ["Header", "Permuted", "Reading", "Transpose", "permutations"]
 
 Transpose = Mapping[str, Sequence[int]]
 Header = tuple[torch.dtype, tuple[int, ...]]
@@ -28,8 +28,8 @@ class Reading(Protocol):
     def read(self, file: str, name: str, dtype: torch.dtype, shape: tuple[int, ...], part: Box) -> torch.Tensor: ...
 
 
-class Turned:
-    """The same files with the dims of some tensors in another order; shapes and parts are asked for in the new one."""
+class Permuted:
+    """The same files with permuted dims of some tensors; shapes and parts are given in the permuted order."""
 
     def __init__(self, readers: Reading, dims: Mapping[str, tuple[int, ...]]) -> None:
         self._readers, self._dims = readers, dims
@@ -55,19 +55,21 @@ class Turned:
         dims = self._dims.get(name)
         if dims is None:
             return self._readers.read(file, name, dtype, shape, part)
-        there = [dims.index(dim) for dim in range(len(dims))]  # for each dim of the file its place here
+        there = [dims.index(dim) for dim in range(len(dims))]  # for each dim of the file its index here
         box = Box(tuple(part.offsets[at] for at in there), tuple(part.sizes[at] for at in there))
         return self._readers.read(file, name, dtype, tuple(shape[at] for at in there), box).permute(dims)
 
 
-def turns(transpose: Transpose, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, tuple[int, ...]]:
-    """The order of dims for each tensor that a pattern matches.
+def permutations(
+    transpose: Transpose, shapes: Mapping[str, tuple[int, ...]], folder: Path
+) -> dict[str, tuple[int, ...]]:
+    """Return the order of dims for each tensor that a pattern matches.
 
     Raises:
-        CheckpointError: a pattern that matches nothing, dims that are no order of a tensor's, two orders for one.
+        CheckpointError: a pattern that matches nothing, dims that are not an order of a tensor's, two orders for one.
         RuleError: a pattern that cannot be read.
 
-    >>> turns({"kernel": (1, 0)}, {"dense.kernel": (2, 3), "dense.bias": (3,)}, Path("run"))
+    >>> permutations({"kernel": (1, 0)}, {"dense.kernel": (2, 3), "dense.bias": (3,)}, Path("run"))
     {'dense.kernel': (1, 0)}
     """
     if not isinstance(transpose, Mapping):

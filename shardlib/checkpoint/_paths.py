@@ -1,4 +1,4 @@
-"""Names of folders: what stands beside a checkpoint while it is replaced, and which of them is the checkpoint."""
+"""Paths of folders beside a checkpoint while it is replaced, and the choice of the folder to read."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["begin", "begin_file", "commit", "commit_file", "give_up", "identity"
 
 
 def writing(path: Path) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """Return the path at which a checkpoint is written before it is complete."""
     return path.with_name(f".{path.name}.writing")
 
 
 def _previous(path: Path) -> Path:
-    """Where the checkpoint that is being replaced stands for the moment between two renames."""
+    """Return the path of the checkpoint that is being replaced, between two renames."""
     return path.with_name(f".{path.name}.previous")
 
 
 def located(path: Path) -> Path:
-    """The folder to read: the path itself, or what a crash between two renames has left of it."""
+    """Return the folder to read: the path itself, or the folder that a crash between two renames left."""
     return path if os.path.lexists(path) or not (_previous(path) / MANIFEST).is_file() else _previous(path)
 
 
 def identity(folder: Path) -> tuple[int, bytes] | None:
-    """Which checkpoint stands in a folder that `located` gave: size and first line of its manifest, with the checksum.
+    """Identify the checkpoint in a folder of `located`: size and first line of its manifest, which has the checksum.
 
     None where `located` gives another folder by now.
     """
@@ -39,26 +39,26 @@ def identity(folder: Path) -> tuple[int, bytes] | None:
 
 
 def _path_of(folder: Path) -> Path:
-    """The path of a checkpoint that stands there or, while it is replaced, beside it."""
+    """Return the path of a checkpoint that is there or, while it is replaced, beside it."""
     name = folder.name.removeprefix(".").removesuffix(".previous")
     path = folder.with_name(name)
     return path if _previous(path) == folder else folder
 
 
 def begin(path: Path) -> None:
-    """Make the folder to write to, after clearing what an earlier crash has left.
+    """Create the folder to write to, after removing what an earlier crash has left.
 
     Raises:
-        CheckpointError: something else than a checkpoint stands at the path.
+        CheckpointError: the path exists and is not a checkpoint.
     """
     if located(path) != path:
         rename(_previous(path), path)
     if os.path.lexists(path) and not (path / MANIFEST).is_file() and not _is_empty(path):
         raise CheckpointError(
-            f'"{path}" exists and is no checkpoint of shardlib ({MANIFEST} is not in it), so it is not replaced. Save '
-            "to a new path, or remove it first."
+            f'"{path}" exists and is not a checkpoint of shardlib ({MANIFEST} is not in it), so it is not replaced. '
+            "Save to a new path, or remove it first."
         )
-    _refuse_to_stand_on_a_file(path)
+    _check_parent(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(_previous(path))
     remove(writing(path))
@@ -66,22 +66,22 @@ def begin(path: Path) -> None:
 
 
 def begin_file(path: Path) -> None:
-    """The same, where the checkpoint is to be one file, which may replace another.
+    """Prepare to write a checkpoint of one file, which may replace another.
 
     Raises:
-        CheckpointError: a folder stands at the path.
+        CheckpointError: the path is a folder.
     """
     if path.is_dir():
         raise CheckpointError(f'"{path}" is a folder, and one file is to be written. Give the path of a file.')
-    _refuse_to_stand_on_a_file(path)
+    _check_parent(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(writing(path))
     new_folder(writing(path))
 
 
-def _refuse_to_stand_on_a_file(path: Path) -> None:
+def _check_parent(path: Path) -> None:
     if path.parent.exists() and not path.parent.is_dir():
-        raise CheckpointError(f'"{path.parent}" is no folder. Save to a path in a folder.')
+        raise CheckpointError(f'"{path.parent}" is not a folder. Save to a path in a folder.')
 
 
 def _is_empty(path: Path) -> bool:
@@ -89,7 +89,8 @@ def _is_empty(path: Path) -> bool:
 
 
 def commit(path: Path) -> None:
-    """Put what was written in its place. Whenever this stops, `located` finds the old checkpoint or the new one."""
+    """Move the written checkpoint to its path. Whenever this stops, `located` finds the old checkpoint or the new
+    one."""
     if path.is_dir():
         rename(path, _previous(path))
     try:
@@ -102,13 +103,13 @@ def commit(path: Path) -> None:
 
 
 def commit_file(path: Path, name: str) -> None:
-    """Put one of the files that were written in its place, by one rename, and clear the rest."""
+    """Move one written file to its path, by one rename, and remove the others."""
     rename(writing(path) / name, path)
     remove(writing(path))
 
 
 def give_up(path: Path) -> None:
-    """Clear what was written so far, as far as the system lets us."""
+    """Remove the files written so far, as far as the system allows."""
     try:
         remove(writing(path))
     except OSError:

@@ -1,0 +1,166 @@
+"""The value `Plan`: a frozen table with one row for each tensor, which prints, compares, counts and serializes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from shardlib._plan import changes, page, pictures, saved, text
+from shardlib._plan.rows import Phase, Row
+from shardlib._plan.table import PlanTable
+from shardlib.errors import PlanError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan(PlanTable):
+    """Every tensor's layout in every phase, for one model on one mesh. A plan is a value and shards nothing itself.
+
+    Attributes:
+        mesh: names and sizes of the axes.
+        rows: one per parameter and buffer, in the model's order; tied names share a row.
+        borders: module borders at which activations are redistributed.
+        rules: the user's rules; None for a plan that was read from JSON.
+        transforms: names of the transforms that made it, in order.
+        notes: remarks on the plan as a whole.
+        blocks: the repeated part of the model, if any.
+        report: the result of a dry run, if there was one.
+        step: the settings of a training step.
+        units: modules whose parameters are gathered together where they are stored sharded: the repeated blocks, and
+            layers outside of them. Other parameters stay unsharded from the model's forward to the end of backward.
+        repeated: the units that are repeated blocks.
+        stages: the stages of a pipeline axis, where the rules name them.
+
+    >>> from torch import nn
+    >>> from shardlib._plan import plan
+    >>> made = plan(nn.Linear(4, 8), "dp=2,tp=4", {"weight": "out@tp in", "bias": "out@tp"})
+    >>> str(made["weight"].stored), made["weight"].local_shape(made.mesh), made.memory().total
+    ('out@tp in', (2, 4), 160)
+    """
+
+    def replace(self, **changes: Any) -> Plan:
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def __or__(self, transform: Callable[[Plan], Plan]) -> Plan:
+        """Apply a transform, and append its name to `transforms`.
+
+        >>> from torch import nn
+        >>> from shardlib._plan import plan
+        >>> def untouched(p):
+        ...     return p
+        >>> (plan(nn.Linear(4, 8), "dp=2", {"weight": None, "bias": None}) | untouched).transforms
+        ('untouched',)
+        """
+        if not callable(transform):
+            raise PlanError(
+                f"A transform was given as {transform!r}; give functions that take a Plan and return a Plan."
+            )
+        made = self
+        for part in getattr(transform, "parts", (transform,)):
+            made = _transformed(made, part)
+        return made
+
+    def map_rows(self, fn: Callable[[Row], Row]) -> Plan:
+        """Apply `fn` to every row; transforms are built from this.
+
+        >>> from torch import nn
+        >>> from shardlib._plan import plan
+        >>> from shardlib.layout import Layout
+        >>> def zero1(p):
+        ...     return p.map_rows(lambda row: row.replace(state=Layout.parse("out@dp in")))
+        >>> p = plan(nn.Linear(4, 8, bias=False), "dp=2", {"weight": None}, transforms=[zero1])
+        >>> p.memory().state, p.memory().parameters, p.transforms
+        (128, 128, ('zero1',))
+        """
+        return self.replace(rows=tuple(map(fn, self.rows)))
+
+    def timeline(self) -> str:
+        """Draw the actions of each rank of a pipeline over time, one line a rank; an empty text without stages.
+
+        >>> import shardlib as sl
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> rules = sl.Rules({"**": None}, stages="0 | 1")
+        >>> print(sl.plan(model, "pp=2", rules, transforms=[sl.pipeline("gpipe", 2)]).timeline())
+        rank 0  F0 F1 .  .  .  B0 B0 B1 B1
+        rank 1  .  F0 F1 B0 B0 B1 B1 .  .
+        """
+        return pictures.written(pictures.times(self), len(self.stages)) if self.stages else ""
+
+    def table(self, *, fold: bool = True) -> Group:
+        """Return the table that `print(plan)` shows, for a rich console; `fold=False` gives every tensor its own
+        line."""
+        return text.render(self, fold=fold)
+
+    def diff(self, other: Plan) -> str:
+        """List the changes from this plan to `other`; an empty string if there are none."""
+        return changes.diff(self, other)
+
+    def to_json(self) -> str:
+        """Serialize the plan as JSON with a stable format: one row a line, keys in a fixed order, for readable diffs of
+        files."""
+        return saved.dump(self)
+
+    def lines(self) -> list[str]:
+        """Return one line for each tensor or border, for comparing plans between ranks."""
+        return saved.lines(self)
+
+    @classmethod
+    def from_json(cls, source: str) -> Plan:
+        """Read a plan written by `to_json`.
+
+        Raises:
+            PlanError: the text is not a plan, or was written by a newer version.
+        """
+        return cls(**saved.load(source))
+
+    def picture(self, name: str, phase: Phase = "stored") -> str:
+        """Draw a tensor cut into the pieces that ranks hold in a phase, with characters; see `Layout.picture`.
+
+        >>> import shardlib as sl
+        >>> from torch import nn
+        >>> print(sl.plan(nn.Linear(4, 8), "tp=2", {"^": "colwise"}).picture("weight"))
+        (8, 4) "out@tp in" on "tp=2"
+             in
+        out  0
+            ┌───┐
+        0   │ 0 │
+            ├───┤
+        4   │ 1 │
+            └───┘
+
+        Raises:
+            PlanError: no such tensor, or it has no such phase: a tensor that is not trained has neither grad nor state.
+        """
+        row = self[name]
+        if phase not in row.layouts:
+            raise PlanError(f'"{name}" has no phase "{phase}"; it has {", ".join(row.layouts)}.')
+        return row.layouts[phase].picture(row.global_shape, self.mesh)
+
+    def html(self, path: str | PathLike[str]) -> None:
+        """Write a self-contained HTML page: the table, and pictures of the layouts."""
+        page.write(self, path)
+
+    def __str__(self) -> str:
+        return text.plain(self)
+
+    def _repr_html_(self) -> str:
+        return page.body(self)
+
+
+def _transformed(plan: Plan, transform: Callable[[Plan], Plan]) -> Plan:
+    result = transform(plan)
+    name = getattr(transform, "__name__", None) or repr(transform)
+    if not isinstance(result, Plan):
+        raise PlanError(
+            f"The transform {name} returned {type(result).__name__}; a transform takes a Plan and returns a Plan."
+        )
+    return result.replace(transforms=(*result.transforms, name))
