@@ -32,7 +32,6 @@ from shardlib.engine.executor.reduce import (
     ReduceBucket,
     ReduceScatterBucket,
     Slot,
-    laid_out,
 )
 from shardlib.engine.held import Axes, Held, local_of
 from shardlib.engine.lost import naming_lost_ranks
@@ -402,7 +401,7 @@ class GradientReducer:
         self._arrived[index] = self.due(index) + _summed_later(slot)
         bucket = self._home.get(index)
         if bucket is None:
-            slot.own = laid_out(slot.own, slot.held)
+            slot.own = slot.held.lay_out(slot.own)
             return
         if self.reductions.has_begun(bucket):
             raise ShardingError(
@@ -597,7 +596,7 @@ def _announcing(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor
 def _averaged(reducer: GradientReducer, axes: Axes, held: Held, grad: torch.Tensor) -> torch.Tensor:
     """A hook of one backward pass: the mean of a gradient over data ranks, which all ask for the same ones."""
     if not torch.is_grad_enabled():
-        return reducer.averaged(laid_out(grad, held), axes)
+        return reducer.averaged(held.lay_out(grad), axes)
     return _Mean.apply(grad, reducer, axes)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from shardlib._mesh import MeshShape
 from shardlib._plan import Movement, Purpose
 from shardlib.engine import _torch, offload
+from shardlib.engine.borders import moved
 from shardlib.engine.executor.bucket import Bucket
 from shardlib.engine.plain import plain
 from shardlib.engine.transport import Transport, Workspace
@@ -190,6 +191,21 @@ class Held:
             bucket.unpack(bucket.gather(part.reshape(-1), [whole]), [whole])
             part = whole
         return part if self.compute_spec is None else plain(_torch.wrap(part, self.compute_spec))
+
+    def lay_out(self, grad: torch.Tensor | None, *, keep_partial: Axes = ()) -> torch.Tensor:
+        """Redistribute a full gradient as the parameter is computed with, but for sums over axes in `keep_partial`."""
+        assert grad is not None
+        spec = self.compute_spec
+        if isinstance(grad, DTensor) and spec is None:
+            return plain(grad)
+        if not isinstance(grad, DTensor) or grad.placements == spec.placements:
+            return grad
+        names = grad.device_mesh.mesh_dim_names or ()
+        target = tuple(
+            have if have.is_partial("sum") and want.is_replicate() and name in keep_partial else want
+            for name, have, want in zip(names, grad.placements, spec.placements, strict=True)
+        )
+        return grad if target == grad.placements else moved(grad, target)
 
     def refuse_own_examples(self) -> None:
         """Its gradient is about to be used, and must not be that of this rank's examples alone."""

@@ -26,6 +26,7 @@ class Private:
         without: completes "Without it, ...".
         seen: the versions of torch that have the name.
         optional: whether shardlib runs on a torch that lacks the name.
+        marks: attributes that the name gives to objects of ours, and that are given without calling it.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Private:
     without: str
     seen: tuple[str, ...] = SEEN
     optional: bool = False
+    marks: tuple[str, ...] = ()
 
     def require(self) -> None:
         """Look for the name in the torch that is installed.
@@ -51,13 +53,20 @@ class Private:
 TABLE: list[Private] = []  # two files may need one name
 
 
-def private(*names: str, why: str, without: str, seen: tuple[str, ...] = SEEN, optional: bool = False) -> None:
+def private(
+    *names: str,
+    why: str,
+    without: str,
+    seen: tuple[str, ...] = SEEN,
+    optional: bool = False,
+    marks: tuple[str, ...] = (),
+) -> None:
     """Declare private names of torch, before the imports that need them.
 
     Raises:
         VersionError: torch lacks one that is not optional.
     """
-    for each in _declared(names, why, without, seen, optional):
+    for each in _declared(names, why, without, seen, optional, marks):
         each.require()
 
 
@@ -76,9 +85,14 @@ def private_when_used(*names: str, why: str, without: str) -> Callable[[], None]
 
 
 def _declared(
-    names: tuple[str, ...], why: str, without: str, seen: tuple[str, ...], optional: bool
+    names: tuple[str, ...],
+    why: str,
+    without: str,
+    seen: tuple[str, ...],
+    optional: bool,
+    marks: tuple[str, ...] = (),
 ) -> tuple[Private, ...]:
-    declared = tuple(Private(name, why, without, seen, optional) for name in names)
+    declared = tuple(Private(name, why, without, seen, optional, marks) for name in names)
     TABLE.extend(declared)
     return declared
 

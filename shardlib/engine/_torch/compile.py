@@ -9,9 +9,15 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from shardlib.engine._torch._private import private_when_used
+from shardlib.engine._torch._private import private, private_when_used
 from shardlib.engine._torch.ops import Op
 
+private(
+    "torch.compiler.assume_constant_result",
+    why="to put the plan of a linear layer into graphs as a constant; calling it would import the compiler",
+    without="blocks with split linear layers cannot be compiled; pass compile=None to shard_model",
+    marks=("_dynamo_marked_constant",),
+)
 _graphs = private_when_used(
     "torch._dynamo.backends.common.aot_autograd",
     "torch._dynamo.backends.debugging.boxed_nop",

@@ -14,15 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from shardlib._plan import Movement
 from shardlib.engine import _torch
-from shardlib.engine.borders import moved
 from shardlib.engine.executor import Executor
 from shardlib.engine.executor.bucket import Bucket
 from shardlib.engine.held import Axes, Held, local_of
-from shardlib.engine.plain import plain
 from shardlib.engine.transport import Handle
 from shardlib.layout import Cut
 
-__all__ = ["AllReduceBucket", "Averaging", "GradientBucket", "ReduceBucket", "ReduceScatterBucket", "Slot", "laid_out"]
+__all__ = ["AllReduceBucket", "Averaging", "GradientBucket", "ReduceBucket", "ReduceScatterBucket", "Slot"]
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ class ReduceBucket(ABC):
         return [self._gradient(slot) if slot.filled else None for slot in self.slots]
 
     def _gradient(self, slot: Slot) -> torch.Tensor:
-        grad = laid_out(slot.own, slot.held, keep_partial=self.axes)
+        grad = slot.held.lay_out(slot.own, keep_partial=self.axes)
         if self.axes == self.averaging.data_axes:
             return local_of(grad)
         partial = (*self.averaging.data_axes, *_partial_axes(grad))
@@ -419,22 +417,6 @@ class ReduceScatterBucket(ReduceBucket):
                     local_of(shown).add_(prior)
                 held.param.grad = shown  # type: ignore[assignment]
         self.out, self.shards = None, []
-
-
-def laid_out(grad: torch.Tensor | None, held: Held, *, keep_partial: Axes = ()) -> torch.Tensor:
-    """Lay a gradient out as its parameter, but for partial sums over the axes in `keep_partial`."""
-    assert grad is not None
-    spec = held.compute_spec
-    if isinstance(grad, DTensor) and spec is None:
-        return plain(grad)
-    if not isinstance(grad, DTensor) or spec is None or grad.placements == spec.placements:
-        return grad
-    names = grad.device_mesh.mesh_dim_names or ()
-    target = tuple(
-        have if have.is_partial("sum") and want.is_replicate() and name in keep_partial else want
-        for name, have, want in zip(names, grad.placements, spec.placements, strict=True)
-    )
-    return grad if target == grad.placements else moved(grad, target)
 
 
 def _dense(grad: torch.Tensor | None, held: Held) -> torch.Tensor:

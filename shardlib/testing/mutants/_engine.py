@@ -17,6 +17,7 @@ from shardlib.engine import (
     borders,
     exact,
     gradients,
+    held,
     linear,
     optimizer,
     region,
@@ -48,14 +49,13 @@ def _images(mesh: str, **options: Any) -> Arguments:
 def _relabelled(original: Any) -> Any:
     """Take a one-dimensional gradient that is a partial sum for the full one."""
 
-    def like_its_parameter(param: nn.Parameter, **kwargs: Any) -> torch.Tensor:
-        grad = param.grad
-        if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.ndim == 1:
-            return _torch.wrap(_torch.local_of(grad), _torch.spec_of(param))
-        result: torch.Tensor = original(param, **kwargs)
+    def lay_out(self: Any, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if isinstance(grad, DTensor) and self.compute_spec is not None and grad.ndim == 1:
+            return _torch.wrap(_torch.local_of(grad), self.compute_spec)
+        result: torch.Tensor = original(self, grad, **kwargs)
         return result
 
-    return like_its_parameter
+    return lay_out
 
 
 def _row(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -289,7 +289,7 @@ ENGINE = (
     Mutant(
         "norm gradient", "norm weights under the sequence split: their gradients are not summed over tp",
         "NVIDIA/Megatron-LM#1446; EleutherAI/gpt-neox#1257; NVIDIA/apex#1686", r".*(norm|proj|down).*",
-        lambda: transformer("tp=2", sequence=True), replaced(gradients, "_like_its_parameter", _relabelled),
+        lambda: transformer("tp=2", sequence=True), replaced(held.Held, "lay_out", _relabelled),
     ),
     Mutant(
         "row bias", "the bias of a row-parallel layer is added on every rank before the sum",
@@ -338,7 +338,7 @@ ENGINE = (
     Mutant(
         "data sum", "gradients are summed over data ranks, not averaged",
         "NVIDIA-NeMo/Automodel#3830; pytorch/torchtitan#2318", r"\(every module\)",
-        lambda: transformer("dp=2"), replaced(gradients.GradientReducer, "mean_over", _sent_twice),
+        lambda: transformer("dp=2"), replaced(reduce.Averaging, "over", _sent_twice),
     ),
     Mutant(
         "data reduction", "gradients never leave their rank",
