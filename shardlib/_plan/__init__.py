@@ -11,11 +11,11 @@ from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.step import LossScale, Step
 from shardlib._plan.units import join_small, unit_of
 from shardlib._plan.value import Plan
-from shardlib._plan.workspace import ALONE_BYTES
+from shardlib._plan.workspace import UNBUCKETED_BYTES
 
 __all__ = [
-    "ALONE_BYTES",
     "PHASES",
+    "UNBUCKETED_BYTES",
     "Blocks",
     "DryRun",
     "Gathered",

@@ -16,9 +16,9 @@ from shardlib._plan.step import Step
 from shardlib._plan.units import join_small
 from shardlib.layout import Layout
 
-__all__ = ["ALONE_BYTES", "workspace_bytes"]
+__all__ = ["UNBUCKETED_BYTES", "workspace_bytes"]
 
-ALONE_BYTES = 1 << 20
+UNBUCKETED_BYTES = 1 << 20
 """A tensor of at least this size is not bucketed: copying it into a bucket would cost more than one more message."""
 
 
@@ -42,7 +42,7 @@ def _unsharded(movements: Iterable[Movement], mesh: MeshShape, units: Sequence[s
             sizes[one.unit] = sizes.get(one.unit, 0) + size
             small[one.unit] = small.get(one.unit, 0) + (0 if _is_unbucketed(size, one.source, one, mesh) else size)
     ordered = {unit: sizes[unit] for unit in units if unit in sizes}
-    joined = join_small(ordered, resharded.__contains__, min(ALONE_BYTES, int(step.bucket_mb * 2**20)))
+    joined = join_small(ordered, resharded.__contains__, min(UNBUCKETED_BYTES, int(step.bucket_mb * 2**20)))
     turns = [sum(sizes[unit] for unit in one) for one in joined if one[0] in resharded]
     yield sum(size for unit, size in sizes.items() if unit not in resharded)
     yield from (max(turns[start::2], default=0) for start in (0, 1))
@@ -59,12 +59,12 @@ def _gradients(movements: Iterable[Movement], mesh: MeshShape, step: Step) -> in
         if one.purpose != "gradients" or count == 1:  # an all-reduce needs no workspace
             continue
         size, kept = _bytes(one.source, one, mesh), one.needed == "step ends"
-        if size >= ALONE_BYTES:
+        if size >= UNBUCKETED_BYTES:
             costs.append(size * (count - 1) // count + (0 if _is_unbucketed(size, one.target, one, mesh) else size))
         else:
             small[count, kept] = small.get((count, kept), 0) + size
     for (count, kept), total in small.items():
-        size = min(total, limit + ALONE_BYTES)
+        size = min(total, limit + UNBUCKETED_BYTES)
         costs += [size * (count - 1) // count + (0 if kept else size)] * -(-total // max(size, 1))
     return min(sum(costs), max(limit, *costs)) if costs else 0
 
@@ -80,7 +80,7 @@ def _updates(movements: Iterable[Movement], mesh: MeshShape) -> Iterator[int]:
 
 def _is_unbucketed(size: int, shards: Layout, movement: Movement, mesh: MeshShape) -> bool:
     """Return whether a tensor of this size is sent from and received in its own memory, by either transport."""
-    return size >= ALONE_BYTES and not shards.uneven_dims(movement.global_shape, mesh)
+    return size >= UNBUCKETED_BYTES and not shards.uneven_dims(movement.global_shape, mesh)
 
 
 def _shards(layout: Layout, unsharded: Layout, mesh: MeshShape) -> int:

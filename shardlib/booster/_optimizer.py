@@ -100,13 +100,13 @@ class BoostedOptimizer(OptimizerWrapper):
     def _handle(self) -> None:
         if not self.handlers:
             return
-        self._settle()
+        self._finish_gradients()
         if self.scaler is None or not self.scaler.overflowed:
             for handle in self.handlers:
                 handle()
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _reset_step(self) -> None:
+        super()._reset_step()
         self._scaled_losses = False
 
 

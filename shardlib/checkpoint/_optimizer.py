@@ -15,8 +15,8 @@ from shardlib.checkpoint._items import Item, RankMesh, elsewhere, first_names, i
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._values import Get, Put, decode, encode
 from shardlib.engine import _torch
-from shardlib.engine.held import Held, held_of
 from shardlib.engine.optimizer import MASTER, steps_whole_tensors
+from shardlib.engine.params import ParamState, param_state_of
 from shardlib.errors import CheckpointError, nearest
 
 __all__ = ["Known", "describe", "groups_for", "joined", "known", "make_state", "master_items", "optimizer_items"]
@@ -77,22 +77,22 @@ def optimizer_items(optimizer: torch.optim.Optimizer, of: Known, size: int) -> I
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 yield _state_item(f"state.{name}.{key}", param, value, size, whole=whole)
-        held = held_of(param)
-        if held is not None and held.first_master is not None and MASTER not in state:
-            yield _master_item("optimizer", f"state.{name}.{MASTER}", held, held.first_master)
+        held = param_state_of(param)
+        if held is not None and held.initial_master is not None and MASTER not in state:
+            yield _master_item("optimizer", f"state.{name}.{MASTER}", held, held.initial_master)
 
 
-def master_items(model: nn.Module) -> Iterator[tuple[str, Held, Item]]:
+def master_items(model: nn.Module) -> Iterator[tuple[str, ParamState, Item]]:
     """Iterate over the parameters with a master copy: name, parameter state, and an empty copy to fill."""
     first = first_names(model)
     for here, param in model.named_parameters():
-        held, name = held_of(param), first.get(here, here)
+        held, name = param_state_of(param), first.get(here, here)
         if held is not None and held.master_dtype is not None:
-            room = torch.empty(held.part_shape, dtype=held.master_dtype, device=held.state_device)
+            room = torch.empty(held.shard_shape, dtype=held.master_dtype, device=held.state_device)
             yield name, held, _master_item("model", name, held, room)
 
 
-def _master_item(section: str, name: str, held: Held, local: torch.Tensor) -> Item:
+def _master_item(section: str, name: str, held: ParamState, local: torch.Tensor) -> Item:
     rank_mesh = rank_mesh_of(held.mesh)
     layout = held.layout.with_axes_dropped(held.layout.axes - set(rank_mesh.mesh.names))
     return Item(section, name, tuple(held.param.shape), local.dtype, layout, rank_mesh, local)
@@ -100,8 +100,10 @@ def _master_item(section: str, name: str, held: Held, local: torch.Tensor) -> It
 
 def _rank_mesh(param: torch.Tensor, size: int) -> RankMesh:
     """Return the ranks that replicate the plain tensors of a parameter's state."""
-    held = held_of(param)
-    return rank_mesh_of(held.mesh) if held is not None and held.beyond is not None else RankMesh.everywhere(size)
+    held = param_state_of(param)
+    return (
+        rank_mesh_of(held.mesh) if held is not None and held.pipeline_group is not None else RankMesh.everywhere(size)
+    )
 
 
 def _state_item(name: str, param: torch.Tensor, value: torch.Tensor, size: int, *, whole: bool) -> Item:
@@ -259,7 +261,7 @@ def make_state(
 
 
 def _has_master(param: torch.Tensor) -> bool:
-    held = held_of(param)
+    held = param_state_of(param)
     return held is not None and held.master_dtype is not None
 
 
@@ -301,7 +303,7 @@ def _room(
 
 def _device(param: torch.Tensor) -> torch.device:
     """Return the device of a parameter's optimizer state."""
-    held = held_of(param)
+    held = param_state_of(param)
     return param.device if held is None else held.state_device
 
 

@@ -1,4 +1,4 @@
-"""What acts: a plan carried out on `torch.distributed`."""
+"""The engine: carries out a plan with `torch.distributed`."""
 
 from __future__ import annotations
 

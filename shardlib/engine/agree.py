@@ -1,7 +1,7 @@
-"""What ranks must agree on, compared before it can do harm: the plan, the first weights, the first batch.
+"""Comparisons of values that ranks must have in common, before a difference does harm: plan, weights, batch.
 
-Every comparison exchanges short fingerprints first; the values that differ are looked up only once it is known that an
-error will be raised, and are then shown side by side.
+Every comparison first exchanges short checksums. The values that differ are exchanged only when an error is certain,
+and the error shows them side by side.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """A checksum of a tensor's shape, dtype and bytes; equal tensors have equal ones on every machine."""
-    plain = tensor.detach().contiguous().cpu()
-    seed = zlib.crc32(f"{plain.dtype}{tuple(plain.shape)}".encode())
-    return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data, seed) if plain.numel() else seed
+    """Return a checksum of a tensor's shape, dtype and bytes. Equal tensors have equal checksums on every machine."""
+    values = tensor.detach().contiguous().cpu()
+    seed = zlib.crc32(f"{values.dtype}{tuple(values.shape)}".encode())
+    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data, seed) if values.numel() else seed
 
 
 def plans_agree(lines: list[str], group: dist.ProcessGroup | None) -> None:
-    """Raise `PlanError` where ranks of the group resolved different rules. `lines` say a plan, one tensor a line."""
+    """Raise `PlanError` if ranks of the group have different plans. `lines` describe the plan, one tensor a line."""
     by_rank = _gather(lines, group)
     if by_rank is None:
         return
@@ -53,7 +53,7 @@ def plans_agree(lines: list[str], group: dist.ProcessGroup | None) -> None:
 
 
 def weights_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Raise `ShardingError` where ranks start from different values of a tensor that all of them hold."""
+    """Raise `ShardingError` if ranks start from different values of a tensor that all of them hold."""
     if (found := _differing(tensors, group)) is None:
         return
     names, shown = found
@@ -66,7 +66,7 @@ def weights_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup 
 
 
 def draws_agree(prints: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
-    """Raise `ShardingError` where ranks drew different initial values; `prints` are those of the whole tensors."""
+    """Raise `ShardingError` if ranks drew different initial values; `prints` are the checksums of the full tensors."""
     by_rank = _gather(dict(prints), group)
     if by_rank is None:
         return
@@ -78,7 +78,7 @@ def draws_agree(prints: Mapping[str, int], group: dist.ProcessGroup | None) -> N
 
 
 def checkpoints_agree(marks: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
-    """Raise `CheckpointError` where ranks read different checkpoints, by what is written beside each."""
+    """Raise `CheckpointError` if ranks read different checkpoints, by the checksums of the index files."""
     if _gather(list(marks.values()), group) is not None:
         raise CheckpointError(
             f"The ranks read different checkpoints from {', '.join(map(repr, marks))}: one was replaced while they "
@@ -87,7 +87,7 @@ def checkpoints_agree(marks: Mapping[str, int], group: dist.ProcessGroup | None)
 
 
 def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup | None, axes: str) -> None:
-    """Raise `InputError` where ranks that work on the same example were given different batches."""
+    """Raise `InputError` if ranks that work on the same examples were given different batches."""
     if (found := _differing(_named_tensors(args, kwargs), group)) is None:
         return
     names, shown = found
@@ -101,13 +101,16 @@ def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.
 
 
 def _differing(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> tuple[list[str], str] | None:
-    """Names of the tensors whose values differ, and the first side by side (the names, if these do); None if none."""
-    mine = {name: fingerprint(tensor) for name, tensor in tensors.items()}
-    by_rank = _gather(mine, group)
+    """Return the names of tensors with different values, and the first one side by side; None if all are equal.
+
+    If the names themselves differ, the list is empty and the names are shown.
+    """
+    prints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    by_rank = _gather(prints, group)
     if by_rank is None:
         return None
-    names = [name for name in mine if len({prints.get(name) for prints in by_rank}) > 1]
-    shown = exchange(_shown(tensors[names[0]]), group) if names else [str(sorted(prints)) for prints in by_rank]
+    names = [name for name in prints if len({other.get(name) for other in by_rank}) > 1]
+    shown = exchange(_shown(tensors[names[0]]), group) if names else [str(sorted(other)) for other in by_rank]
     return names, _side_by_side(shown, group)
 
 
@@ -125,18 +128,18 @@ def _flat(tree: Any) -> list[tuple[Any, Any]]:
     return pytree.tree_flatten_with_path(tree)[0]
 
 
-def _gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
-    """Every rank's value, or None where all are equal. One short exchange when they are."""
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+    """Return every rank's value, or None if all are equal, which takes one short exchange."""
     if group is None or dist.get_world_size(group) == 1:
         return None
-    marks = exchange(zlib.crc32(repr(mine).encode()), group)
-    return None if len(set(marks)) == 1 else exchange(mine, group)
+    marks = exchange(zlib.crc32(repr(value).encode()), group)
+    return None if len(set(marks)) == 1 else exchange(value, group)
 
 
-def exchange(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in the order of ranks. Called on all ranks of the group, by default of the job."""
+def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's value, in the order of ranks. Collective over the group, by default over the job."""
     every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
+    dist.all_gather_object(every, value, group=group)
     return every
 
 
@@ -151,10 +154,10 @@ def _side_by_side(shown: Iterable[Hashable], group: dist.ProcessGroup | None) ->
     holders: dict[Hashable, list[int]] = defaultdict(list)
     for rank, text in zip(ranks, shown, strict=True):
         holders[text].append(rank)
-    return "\n".join(f"  rank {', '.join(map(str, held))}: {text}" for text, held in holders.items())
+    return "\n".join(f"  rank {', '.join(map(str, ranks_of_text))}: {text}" for text, ranks_of_text in holders.items())
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, tied ones once, those on meta left out."""
+    """Return parameters and buffers by name, tied ones once, without those on meta."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor for name, tensor in named.items() if not tensor.is_meta}

@@ -1,13 +1,13 @@
-"""The router's balance loss of all data ranks' tokens, where transformers computes that of a rank's own.
+"""The router's load balancing loss over the tokens of all data ranks, in place of transformers' per-rank loss.
 
-It multiplies, for each expert, the share of choices that fell on it with the mean probability that it got (Fedus et
-al., "Switch Transformers", arXiv 2101.03961, equations 4 to 6). A mean over ranks of such products is not the product
-of the means, so that each rank's own loss would give another number, and another gradient, than one device.
+For each expert it multiplies the fraction of choices with the mean router probability (Fedus et al., "Switch
+Transformers", arXiv 2101.03961, equations 4 to 6). The mean over ranks of such products is not the product of the
+means, so that per-rank losses would give another number, and another gradient, than one device.
 
-With F the shares over all ranks, which have no gradient, and P_r the sums of probabilities of rank r, the loss of one
-device is `experts * sum_e F_e * (sum_r P_re) / rows`. It is linear in P: a rank that takes `P_re` times the number of
-ranks for the sum has a loss whose mean over ranks is that number, and so is the mean of the gradients. One all-reduce
-of the counts is all that is sent.
+With F the fractions over all ranks, which have no gradient, and P_r the sums of probabilities of rank r, the loss of
+one device is `experts * sum_e F_e * (sum_r P_re) / rows`. It is linear in P: if each rank replaces the sum by `P_re`
+times the number of ranks, the mean of the losses over ranks is that number, and likewise for gradients. The only
+communication is one all-reduce of the counts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlib.engine.plain import plain
-from shardlib.engine.region import made_plain
+from shardlib.engine.full_tensor import to_full_tensor
+from shardlib.engine.region import unwrap_dtensor
 
 __all__ = ["balance_over", "install"]
 
@@ -44,18 +44,18 @@ _running = _Running()
 
 
 def install(model: nn.Module, group: dist.ProcessGroup) -> list[Any]:
-    """While `model` runs, let the balance loss that its classes' modules call be that of all ranks of `group`.
+    """Compute the balance loss over all ranks of `group` while `model` runs, and return the handles of hooks.
 
-    The function is a global one of the module in which transformers defines a model. It goes by way of ours from now
-    on, which calls it unless such a model is running in this thread. Returns handles of hooks; none where there is no
-    such function.
+    The loss is a global function of the Python modules in which transformers defines models. It is replaced there by a
+    wrapper, which calls the original unless such a model is running in this thread. Without such a function there are
+    no hooks.
     """
-    defining = list(_defining(model))
-    if not defining:
+    python_modules = list(_modules_with_loss(model))
+    if not python_modules:
         return []
-    for module in defining:
+    for module in python_modules:
         if not hasattr(getattr(module, _NAME), "of_one_rank"):
-            setattr(module, _NAME, _by_way_of_ours(getattr(module, _NAME)))
+            setattr(module, _NAME, _wrapped(getattr(module, _NAME)))
     return [
         model.register_forward_pre_hook(lambda *_: _running.groups.append(group), prepend=True),
         model.register_forward_hook(lambda *_: _leave(), always_call=True),
@@ -66,7 +66,7 @@ def _leave() -> None:
     _running.groups.pop()
 
 
-def _defining(model: nn.Module) -> Iterator[ModuleType]:
+def _modules_with_loss(model: nn.Module) -> Iterator[ModuleType]:
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     for name in sorted(names):
         module = sys.modules.get(name)
@@ -75,7 +75,7 @@ def _defining(model: nn.Module) -> Iterator[ModuleType]:
             yield module
 
 
-def _by_way_of_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def loss(
         gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: torch.Tensor | None = None
@@ -95,27 +95,27 @@ def balance_over(
     top_k: int,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This rank's balance loss, whose mean over the ranks of `group` is that of all their tokens.
+    """Compute this rank's balance loss; its mean over the ranks of `group` is the loss of all their tokens.
 
     Args:
-        group: ranks with different tokens; all call it.
-        gate_logits: of each layer, (token, expert), before softmax.
-        num_experts: how many there are.
-        top_k: how many each token chooses.
-        attention_mask: 1 for the tokens that count, (batch, sequence); None where all do.
+        group: ranks with different tokens. Collective over it.
+        gate_logits: the router logits of each layer, (token, expert), before softmax.
+        num_experts: the number of experts.
+        top_k: the number of experts that each token chooses.
+        attention_mask: (batch, sequence), 1 for tokens that count; by default all count.
     """
-    logits = [made_plain(layer) for layer in gate_logits]
+    logits = [unwrap_dtensor(layer) for layer in gate_logits]
     like = logits[0].to(torch.promote_types(logits[0].dtype, torch.float32))
-    counting = None if attention_mask is None else plain(attention_mask).reshape(-1).to(like)
-    asked, likely, rows = like.new_zeros(num_experts), like.new_zeros(num_experts), like.new_zeros(1)
+    counting = None if attention_mask is None else to_full_tensor(attention_mask).reshape(-1).to(like)
+    choices, likely, rows = like.new_zeros(num_experts), like.new_zeros(num_experts), like.new_zeros(1)
     for layer in logits:
         probabilities = layer.softmax(-1).to(like.dtype)
         each = like.new_ones(len(layer)) if counting is None else counting
         chosen = probabilities.detach().topk(top_k, dim=-1).indices
-        asked = asked.index_add(0, chosen.reshape(-1), each.repeat_interleave(top_k))
+        choices = choices.index_add(0, chosen.reshape(-1), each.repeat_interleave(top_k))
         likely = likely + (probabilities * each[:, None]).sum(0)
         rows = rows + each.sum()
-    total = torch.cat([asked, rows]).detach()
+    total = torch.cat([choices, rows]).detach()
     dist.all_reduce(total, group=group)
     share = total[:-1] / total[-1]
     return num_experts * (share * likely).sum() * dist.get_world_size(group) / total[-1]

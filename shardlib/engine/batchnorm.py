@@ -1,8 +1,8 @@
-"""BatchNorm over data axes: statistics of the global batch, as one device would compute them.
+"""BatchNorm over data axes: statistics of the global batch, as on one device.
 
-On data axes every rank sees its own examples. A single device normalises with the mean and variance of all of them, so
-these two are averaged over the data axes, in forward and (transposed) in backward. The formulas are those of Ioffe &
-Szegedy, arXiv 1502.03167, Algorithm 1, and of PyTorch's `BatchNorm` for the running statistics (unbiased variance).
+Each data rank has its own examples. A single device normalises with the mean and variance of all of them, so both are
+averaged over the data axes, in forward and (transposed) in backward. The formulas are those of Ioffe & Szegedy, arXiv
+1502.03167, Algorithm 1, and of PyTorch's `BatchNorm` for the running statistics (unbiased variance).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def use_global_batch(module: nn.Module, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Normalise with the statistics of all data ranks in training; returns what undoes it."""
+    """Normalise with the statistics of all data ranks in training, and return an undo function."""
     assert isinstance(module, BatchNorm)
     local_forward = module.forward
 
@@ -48,13 +48,15 @@ def _normalise(module: BatchNorm, x: torch.Tensor, group: dist.ProcessGroup) -> 
     dims = [d for d in range(x.ndim) if d != 1]
     shape = [1, -1] + [1] * (x.ndim - 2)
     dtype = x.dtype
-    if dtype in (torch.float16, torch.bfloat16):  # sums are made in float32, as torch makes them
+    if dtype in (torch.float16, torch.bfloat16):  # sums are accumulated in float32, as in torch
         x = x.float()
     count = _sum(torch.tensor(x.numel() // x.shape[1], device=x.device), group)
     mean = _total(x.sum(dims), group) / count
     centred = x - mean.view(shape)
     var = _total(centred.square().sum(dims), group) / count
-    _update_running(module, mean.detach(), (var * count / (count - 1)).detach())  # integers alone divide in float32
+    _update_running(
+        module, mean.detach(), (var * count / (count - 1)).detach()
+    )  # dividing integers alone gives float32
     out = centred * torch.rsqrt(var + module.eps).view(shape)
     if module.affine:
         out = out * module.weight.view(shape) + module.bias.view(shape)
@@ -74,7 +76,7 @@ def _update_running(module: BatchNorm, mean: torch.Tensor, var: torch.Tensor) ->
 
 
 def _total(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`own -> sum over the data ranks`; its gradient is summed over them too (the map is its own transpose)."""
+    """Sum over the data ranks; the gradient is summed over them too (the map is its own transpose)."""
     if not isinstance(x, DTensor):
         return _SumOverRanks.apply(x, group)
     placements = [Replicate() if p.is_partial() else p for p in x.placements]

@@ -1,10 +1,10 @@
-"""Module borders: where an activation is brought into the layout that the plan gives it.
+"""Module input and output layouts ("borders"): hooks that redistribute activations as the plan says.
 
-Two kinds of border exist. One lays out a value: a row-parallel product leaves a partial sum, which is reduced (or
-reduce-scattered) here and nowhere later. The other lays out a gradient: a module with replicated parameters hands on a
-replicated value, and consumers split over a model axis send back partial sums; they are added up, once, before they
-enter that module's backward. Together they give Megatron's count: four collectives a transformer block and step
-(Shoeybi et al., arXiv 1909.08053, section 3).
+There are two kinds. One redistributes a value: a row-parallel product is a partial sum, which is all-reduced or
+reduce-scattered here. The other redistributes a gradient: the output of a module with replicated parameters is
+replicated, and its consumers that are sharded over a model axis return partial sums; these are reduced once, before the
+module's backward. Together they give Megatron's count: four collectives per transformer block and step (Shoeybi et al.,
+arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from shardlib.layout import Layout
 __all__ = ["border_placements", "install_gradient_border", "install_input_border", "install_output_border", "moved"]
 
 
-# Dims of an activation for which placements are laid out in advance, so that a compiled block finds them in a tuple.
+# Placements are computed in advance for activations with fewer dims, so that a compiled block reads them from a tuple.
 _MAX_DIMS = 8
 
 Hook = Callable[..., Any]
 
 
 def install_output_border(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> Any:
-    """`any layout -> layout` on the module's (first) output tensor; the gradient comes back in the layout it left."""
+    """Redistribute the module's first output tensor to `layout`; its gradient returns to the original layout."""
     return module.register_forward_hook(_output_hook(layout, mesh), prepend=True)
 
 
 def install_input_border(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> Any:
-    """`any layout -> layout` on the module's first floating-point input, positional or by keyword."""
+    """Redistribute the module's first floating-point input, positional or by keyword, to `layout`."""
     return module.register_forward_pre_hook(_input_hook(layout, mesh), with_kwargs=True)
 
 
 def install_gradient_border(module: nn.Module) -> Any:
-    """The identity on the module's output; partial sums in its gradient are reduced before they go on."""
+    """Reduce partial sums in the gradient of the module's output; the output itself is unchanged."""
     return module.register_forward_hook(_gradient_hook, prepend=True)
 
 
-# Output hooks go before those that are there: where a module is a region too, its border comes before the way out.
-# One hook object for all modules with the same layout: a block compiled once then serves every block like it.
+# Output hooks are prepended: where a module is a region too, its output is redistributed before it becomes plain.
+# All modules with the same layout share one hook object, so that blocks of one class share a compiled graph.
 
 
 @_torch.cached_by_mesh
@@ -70,7 +70,7 @@ def _gradient_hook(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 @_torch.cached_by_mesh
 def border_placements(layout: Layout, mesh: DeviceMesh) -> tuple[tuple[Placement, ...] | None, ...]:
-    """The placements of an activation, by its number of dims; None where the layout has another number."""
+    """Return the placements of an activation by its number of dims; None where the layout has another number."""
     return tuple(_placements(layout, mesh, ndim) for ndim in range(_MAX_DIMS))
 
 
@@ -109,19 +109,19 @@ def _placements(layout: Layout, mesh: DeviceMesh, ndim: int) -> tuple[Placement,
 
 
 def _equal_pieces(placements: tuple[Placement, ...], mesh: DeviceMesh) -> dict[int, int]:
-    """Dims that are split inside, or over axes in another order than the mesh's, and into how many pieces."""
+    """Return dims that are fused, or split over axes in another order than the mesh's, with their number of pieces."""
     found = {}
-    for axis, place in enumerate(placements):
-        if isinstance(place, _StridedShard):
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard):
             ranks = math.prod(
-                n for other, n in zip(placements, mesh.shape, strict=True) if _torch.splits(other, place.dim)
+                n for other, n in zip(placements, mesh.shape, strict=True) if _torch.splits(other, placement.dim)
             )
-            found[place.dim] = max(ranks, int(place.split_factor) * mesh.size(axis))
+            found[placement.dim] = max(ranks, int(placement.split_factor) * mesh.size(axis))
     return found
 
 
 def _refuse_uneven(tensor: torch.Tensor, pieces: dict[int, int], layout: Layout, mesh: DeviceMesh) -> None:
-    """See `_refuse_what_ops_cut_otherwise` in `apply/check.py`: of activations, sizes are known only here."""
+    """Refuse uneven activations, as `apply/check.py` does for parameters: their sizes are known only here."""
     for dim, count in pieces.items():
         if tensor.shape[dim] % count:
             raise InputError(
@@ -143,10 +143,10 @@ def _reduce_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _LayOut(torch.autograd.Function):
-    """`x.redistribute`, whose results are in memory as DTensor says they are, forward and backward.
+    """`x.redistribute` whose local results have the strides that the spec implies, forward and backward.
 
-    PyTorch's own may hand on a slice of something larger (the padding of an uneven gather) under the strides of a whole
-    tensor; a view of it then fails. The gradient of a partial sum is whole.
+    PyTorch's own may return a slice of a larger buffer (with the padding of an uneven gather) under the strides of a
+    contiguous tensor; a view of it then fails. The gradient of a partial sum is replicated.
     """
 
     @staticmethod
@@ -161,8 +161,8 @@ class _LayOut(torch.autograd.Function):
 
 
 def moved(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """A gradient in other placements; by our own way, which knows fused splits beside other axes (`_operands.py`)."""
-    if torch.is_grad_enabled():  # the gradient of a gradient is asked for
+    """Redistribute a gradient, by `_operands.redistributed`, which is right for fused splits on several axes."""
+    if torch.is_grad_enabled():  # create_graph=True
         return grad.redistribute(placements=placements)
     return _moved_locally(grad, placements)
 
@@ -173,7 +173,7 @@ def _moved_locally(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
 
 
 def _map_first(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """Apply `fn` to the first floating-point tensor of a module's output or input; the rest stays as it is."""
+    """Apply `fn` to the first floating-point tensor of a module's output or input; leave all others unchanged."""
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     leaves, spec = pytree.tree_flatten(tree)

@@ -1,4 +1,4 @@
-"""`model.to(...)`, `.cpu()`, `.half()` and the like on a sharded model: nothing to do, or refused."""
+"""`model.to(...)`, `.cpu()`, `.half()` and other conversions of a sharded model: all but no-ops are refused."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ import torch
 from torch import nn
 
 from shardlib.engine import _torch
-from shardlib.engine.held import held_of
+from shardlib.engine.params import param_state_of
 from shardlib.errors import ShardingError
 
 __all__ = ["refuse_conversions"]
 
 
 def refuse_conversions(model: nn.Module) -> Callable[[], None]:
-    """Let a model, and each module of it, be converted only to what it already is; returns what undoes it."""
+    """Refuse conversions of a model and of each of its modules that would change a tensor; return the undo."""
     undo = ExitStack()
     for module in model.modules():
-        undo.callback(_torch.replace_conversion(module, _look))
+        undo.callback(_torch.replace_conversion(module, _refuse_change))
     return undo.close
 
 
-def _look(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """Do nothing, if a conversion does nothing.
+def _refuse_change(
+    module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """Do nothing, if the conversion would not change a tensor.
 
     Raises:
-        ShardingError: it would change a tensor. None has been changed.
+        ShardingError: it would change one. Nothing has been changed.
     """
     for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
         before = _as_computed_with(tensor)
@@ -44,11 +46,11 @@ def _look(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], re
 
 
 def _as_computed_with(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter that is stored on the host counts as being where it is computed with."""
-    held = held_of(tensor)
-    if held is None or "stored" not in held.hosted:
+    """Return a tensor on the device that computes with it, also for a parameter that is stored on the host."""
+    param_state = param_state_of(tensor)
+    if param_state is None or "stored" not in param_state.offloaded:
         return tensor
-    return torch.empty((0,) * tensor.ndim, dtype=tensor.dtype, device=held.device)
+    return torch.empty((0,) * tensor.ndim, dtype=tensor.dtype, device=param_state.device)
 
 
 def _change(before: torch.Tensor, after: torch.Tensor) -> str:

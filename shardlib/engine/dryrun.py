@@ -1,7 +1,7 @@
-"""One training step without data, devices or peers: what a plan will communicate and how much memory it will take.
+"""Dry runs: one training step without data, devices or other ranks, which predicts a plan's collectives and memory.
 
-The engine that carries out a plan runs unchanged, on tensors that have a shape and no values, as rank 0 of a world
-whose other ranks are imagined. What is recorded is therefore what a real run does, not a model of it.
+The engine runs unchanged, on fake tensors, as rank 0 of a fake world. The record is therefore that of a real run, not
+of a model of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardlib._plan import DryRun, Plan, RulesLike, Transform
 from shardlib.engine import _torch, ops
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import apply_plan, is_sharded
-from shardlib.engine.pipeline import imagined as stages
+from shardlib.engine.pipeline import fake_run
 from shardlib.engine.pipeline.cut import shape_with_stages
 from shardlib.engine.pipeline.stages import has_pipeline
 from shardlib.engine.pipeline.weigh import counting
@@ -42,25 +42,25 @@ def plan(
     transforms: Sequence[Transform] = (),
     example: Any = None,
 ) -> Plan:
-    """How every tensor of a model lies on a mesh, in each phase of its life; nothing is sharded, no process is needed.
+    """Return the layout of every tensor of a model on a mesh, in each phase; nothing is sharded, no process needed.
 
-    Model axes of a rule split a parameter in all four phases (stored, compute, grad, state). A data axis that a rule
-    puts on a parameter splits what is kept and not what is computed with.
+    Model axes in a rule split a parameter in all four phases (stored, compute, grad, state). A data axis that a rule
+    puts on a parameter splits its stored, grad and state layouts, but not the compute layout.
 
     Args:
-        model: a single-device module; it is only looked at, so it may be on `meta`.
+        model: a single-device module; it is only inspected, so it may be on `meta`.
         mesh: a `DeviceMesh`, or a shape such as "dp=8,tp=4".
-        rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default what
-            `layouts.for_model` finds.
+        rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default the layout
+            that `layouts.for_model` finds.
         transforms: functions from plan to plan, applied in order.
-        example: the batch of one data rank, as a tuple of arguments, a mapping of keyword arguments or one tensor.
-            With it, forward and backward are run on fake tensors, and the plan reports every collective, every op
-            that must be gathered, and the peak of memory.
+        example: the batch of one data rank, as a tuple of arguments, a mapping of keyword arguments or one tensor. If
+            it is given, forward and backward run on fake tensors, and the plan reports every collective, every op whose
+            inputs must be gathered, and the peak of memory.
 
     Raises:
-        RuleError, LayoutError: the rules do not say one clear thing about this model and mesh.
-        MeshError, PlanError: the mesh has an axis of unknown size; a transform returned no plan; the model cannot be
-            run without values.
+        RuleError, LayoutError: the rules are not unambiguous for this model and mesh.
+        MeshError, PlanError: the mesh has an axis of unknown size, a transform did not return a plan, or the model
+            cannot run without values.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     >>> p = plan(model, "dp=2,tp=2", {"0": "colwise", "2": "rowwise"})
@@ -76,17 +76,17 @@ def plan(
 
 
 def dry_run(model: nn.Module, plan: Plan, example: Any, *, device_type: str = "cpu") -> DryRun:
-    """Predict one training step of a plan, on the rank whose pieces are the largest.
+    """Predict one training step of a plan, on the rank with the largest shards.
 
-    The step is the second one: what happens only once (agreeing on the order of gradients) is left out. Backward
-    starts from ones in every scalar output or, without any, in every differentiable output. While this runs, other
-    threads of the process must not use `torch.distributed`.
+    The step is the second one, without the collectives of the first step only (those that agree on the order of
+    gradients). Backward starts from ones in every scalar output or, if there is none, in every differentiable output.
+    During a dry run, other threads of the process must not use `torch.distributed`.
 
     Args:
-        model: the single-device model that the plan was made for; it is left as it is.
-        plan: what to carry out.
+        model: the single-device model that the plan was made for; it is not changed.
+        plan: the plan to carry out.
         example: the batch of one data rank: a tuple of arguments, a mapping of keyword arguments, or one tensor.
-        device_type: of the mesh.
+        device_type: the device type of the mesh.
 
     Raises:
         PlanError: the model is sharded already, or its forward depends on values of tensors.
@@ -95,7 +95,7 @@ def dry_run(model: nn.Module, plan: Plan, example: Any, *, device_type: str = "c
     if has_pipeline(plan):
         return _of_stages(model, plan, example, device_type)
     args, kwargs = _arguments(example)
-    with _imagined(plan, device_type) as mesh:
+    with _fake_world(plan, device_type) as mesh:
         fake = _fake_copy(model, device_type)
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, device_type), (args, kwargs))
         apply_plan(fake, plan, mesh, check=False)
@@ -106,16 +106,16 @@ def dry_run(model: nn.Module, plan: Plan, example: Any, *, device_type: str = "c
 
 
 def _of_stages(model: nn.Module, plan: Plan, example: Any, device_type: str) -> DryRun:
-    """One rank of the pipeline after the other, each by the schedule."""
+    """Run the ranks of a pipeline one after another, each by the schedule."""
     found: list[DryRun] = []
     for rank in plan.mesh.groups(plan.mesh.only(plan.mesh.pipeline_axes).names)[0]:
-        with _imagined(plan, device_type, rank) as mesh:
+        with _fake_world(plan, device_type, rank) as mesh:
             fake = _fake_copy(model, device_type)
             batch = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, device_type), example)
             apply_plan(fake, plan, mesh, check=False)
-            stages.run(fake, plan, batch)
+            fake_run.run(fake, plan, batch)
             with record_collectives(fake, mesh=mesh) as log:
-                own = stages.run(fake, plan, batch, log)
+                own = fake_run.run(fake, plan, batch, log)
             found.append(dataclasses.replace(log.report(), stages=own))
     every = [stage for report in found for stage in report.stages]
     largest = max(found, key=lambda report: report.peak_bytes)
@@ -123,9 +123,9 @@ def _of_stages(model: nn.Module, plan: Plan, example: Any, device_type: str) -> 
 
 
 def run_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], log: Recording | None = None) -> int:
-    """Forward and backward as a dry run does them; gradients are left in place, earlier ones are dropped first.
+    """Run forward and backward as in a dry run. Gradients of this step stay, earlier ones are dropped first.
 
-    Returns what forward leaves alive for backward and for its caller, in bytes; 0 where nothing is recorded.
+    Returns the bytes that forward leaves alive for backward and for its caller; 0 without a recording.
     """
     for parameter in model.parameters():
         parameter.grad = None
@@ -144,7 +144,7 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _fake_copy(model: nn.Module, device_type: str) -> nn.Module:
-    """The same module tree with tensors that have no values; real ones are not copied."""
+    """Return a copy of a module with fake tensors; no real tensor is copied."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): _fake(tensor, device_type) for tensor in tensors})
 
@@ -165,8 +165,8 @@ def _refuse_sharded(model: nn.Module) -> None:
 
 
 @contextmanager
-def _imagined(plan: Plan, device_type: str, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Fake tensors and fake ranks; what the engine switches on inside is off again after it."""
+def _fake_world(plan: Plan, device_type: str, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Enter a fake world with fake tensors; restore on exit what the engine enables inside."""
     shape = shape_with_stages(plan.mesh) if has_pipeline(plan) else plan.mesh
     world = _torch.fake_world(dict(shape.items()), device_type, rank)
     with ops.restored(), world as mesh, _explained(plan), _torch.fake_tensors(with_stages=has_pipeline(plan)):
@@ -175,10 +175,10 @@ def _imagined(plan: Plan, device_type: str, rank: int = 0) -> Iterator[DeviceMes
 
 @contextmanager
 def _explained(plan: Plan) -> Iterator[None]:
-    """Say what a dry run cannot do, and for every other error that it was one."""
+    """Raise an error that names the limits of a dry run, and add a note to every other error."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the report lists what is gathered; a real run says the rest
+            warnings.simplefilter("ignore")  # the report lists gathered ops; a real run raises the other warnings
             yield
     except _torch.fake_tensor_errors() as error:
         raise PlanError(

@@ -1,17 +1,17 @@
-"""Experts that lie on different ranks: a token goes to the ranks that have its experts, and one result comes back.
+"""Expert parallelism: a token is sent to the ranks of its experts, and one result is sent back.
 
-A module of experts holds all of them in parameters whose first dim counts them, and is called, as those of transformers
-are, with tokens (token, embed), the numbers of their experts (token, choice) and the weights of these (token, choice);
-it returns (token, embed). Where a rule spreads the first dim over an expert axis, whose ranks carry different tokens,
-the module runs on its rank's experts, on all tokens that come to them, and knows nothing of it. Each token travels to a
-rank once, however many of its experts are there. What they make of it is added up before it travels back, in the dtype
-of tokens. No token is dropped unless the plan sets a capacity.
+A module of experts has parameters whose first dim is the expert index. As in transformers, it takes tokens (token,
+embed), expert indices (token, choice) and their weights (token, choice), and returns (token, embed). Where a rule
+splits the first dim over an expert axis, whose ranks have different tokens, the module runs unchanged on its rank's
+experts and on all tokens that are routed to them. A token is sent to a rank once, even if it chooses several experts of
+that rank. Their weighted results are summed before they are sent back, in the dtype of tokens. No token is dropped
+unless the plan sets a capacity.
 
-    forward    numbers of tokens -> tokens, experts' numbers, weights ... run ... results <-
+    forward    token counts -> tokens, expert indices, weights ... run ... results <-
     backward   gradients of results -> ... gradients of tokens and weights <-
 
-An expert's gradient is complete where it lies: of all tokens of the axis. It is divided by the axis' ranks, for the
-loss is the mean of theirs, and is then summed over the other data axes alone.
+The gradient of an expert on its rank already includes all tokens of the axis. It is divided by the size of the axis,
+because the loss is the mean over ranks, and is then reduced over the other data axes only.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
+from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.lost import naming_lost_ranks_in_backward
-from shardlib.engine.plain import plain
-from shardlib.engine.region import made_global, made_plain
+from shardlib.engine.region import unwrap_dtensor, wrap_replicated
 from shardlib.errors import InputError, PlanError
 
 __all__ = ["Spread", "install", "refuse_dropout"]
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-# What modules call the number of experts that they hold; they are told that of their rank's while they run.
+# Attributes of modules for their number of experts; while the module runs, they are set to the rank's number.
 _COUNTS = ("num_experts", "num_local_experts", "n_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How the experts of one module lie.
+    """The distribution of one module's experts over ranks.
 
     Attributes:
         name: of the module.
-        keys: of its parameters whose first dim counts experts.
-        bounds: the first expert of each rank of the axis, and behind them how many there are.
+        keys: names of its parameters whose first dim is the expert index.
+        bounds: the first expert of each rank of the axis, followed by the number of experts.
         group: the ranks of the axis, in its order.
-        index: this rank's place in it.
-        inner: the mesh on which each expert is split, where it is.
-        capacity: what a rank's tokens may ask of an expert, as a multiple of the mean; None is without limit.
+        index: this rank's index in the group.
+        inner: the mesh over which each expert is sharded, if it is.
+        capacity: the largest number of a rank's tokens per expert, as a multiple of the mean; None is without limit.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Spread:
 
 
 def install(module: nn.Module, spread: Spread) -> Callable[[], None]:
-    """Let a module of experts run on the tokens of all ranks; returns what undoes it."""
+    """Let a module of experts run on the tokens of all ranks, and return an undo function."""
     inner, before = module.forward, module.__dict__.get("forward")
     signature = inspect.signature(inner)
 
@@ -105,10 +105,10 @@ def install(module: nn.Module, spread: Spread) -> Callable[[], None]:
 
 
 def refuse_dropout(name: str, module: nn.Module) -> None:
-    """Refuse what draws random numbers by element where elements come from other ranks.
+    """Refuse dropout inside experts, whose elements belong to other ranks, with exact random numbers.
 
     Raises:
-        PlanError: a module of experts has dropout of its own.
+        PlanError: a module of experts contains dropout.
     """
     for child_name, child in module.named_modules():
         if isinstance(child, _DROPOUT) and child.p > 0:
@@ -123,84 +123,86 @@ def _run(
     inner: Callable[..., torch.Tensor],
     spread: Spread,
     tokens: torch.Tensor,
-    numbers: torch.Tensor,
+    indices: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    mesh = next((given.device_mesh for given in (tokens, weights) if isinstance(given, DTensor)), None)
-    tokens, weights = made_plain(tokens), made_plain(weights)
-    numbers = plain(numbers)
-    _refuse_other_shapes(spread, tokens, numbers, weights)
+    mesh = next((x.device_mesh for x in (tokens, weights) if isinstance(x, DTensor)), None)
+    tokens, weights = unwrap_dtensor(tokens), unwrap_dtensor(weights)
+    indices = to_full_tensor(indices)
+    _refuse_other_shapes(spread, tokens, indices, weights)
     if spread.capacity is not None:
-        numbers = _within_capacity(numbers, spread)
-    route = _Route.of(numbers, spread)
-    made = _run_here(module, inner, spread, *route.go(tokens, numbers, weights), pairs=route.pairs)
-    result = route.back(made, tokens)
-    return result if mesh is None else made_global(result, mesh)
+        indices = _within_capacity(indices, spread)
+    route = _Route.of(indices, spread)
+    results = _run_local(module, inner, spread, *route.dispatch(tokens, indices, weights), pairs=route.pairs)
+    result = route.combine(results, tokens)
+    return result if mesh is None else wrap_replicated(result, mesh)
 
 
-def _run_here(
+def _run_local(
     module: nn.Module,
     inner: Callable[..., torch.Tensor],
     spread: Spread,
     tokens: torch.Tensor,
-    numbers: torch.Tensor,
+    indices: torch.Tensor,
     weights: torch.Tensor,
     *,
     pairs: int | None = None,
 ) -> torch.Tensor:
-    """What this rank's experts make of the tokens that have come, weighted and added up for each of them.
+    """Run this rank's experts on the received tokens, and return the weighted sum of results for each token.
 
-    `numbers` are counted from this rank's first expert, and -1 where a choice is another rank's; `pairs` is how many
-    are not, where they cannot be read.
+    `indices` are relative to this rank's first expert, and -1 where a choice is another rank's; `pairs` is the number
+    of other choices in a dry run, where tensors have no values.
     """
     if pairs is None:
-        row, choice = (numbers >= 0).nonzero(as_tuple=True)
+        row, choice = (indices >= 0).nonzero(as_tuple=True)
     else:
-        row = choice = numbers.new_zeros(pairs)
+        row = choice = indices.new_zeros(pairs)
     if not row.numel():
-        return _Unvisited.apply(tokens, weights, *(_torch.own_tensors(module)[0][key] for key in spread.keys))
+        return _NoTokens.apply(tokens, weights, *(_torch.own_tensors(module)[0][key] for key in spread.keys))
     with _own_experts(module, spread):
-        each = row.numel() > tokens.shape[0]  # then some have come for several experts
-        made = _inside(
-            inner, spread.inner, tokens[row] if each else tokens, numbers[row, choice, None], weights[row, choice, None]
+        each = row.numel() > tokens.shape[0]  # True if some tokens chose several experts of this rank
+        results = _in_region(
+            inner, spread.inner, tokens[row] if each else tokens, indices[row, choice, None], weights[row, choice, None]
         )
-    made = made.to(tokens.dtype)  # which all ranks know, those that nothing came to as well
-    return tokens.new_zeros(tokens.shape).index_add(0, row, made) if each else made
+    results = results.to(tokens.dtype)  # ranks without tokens know this dtype too
+    return tokens.new_zeros(tokens.shape).index_add(0, row, results) if each else results
 
 
-def _inside(
+def _in_region(
     inner: Callable[..., torch.Tensor],
     mesh: DeviceMesh | None,
     tokens: torch.Tensor,
-    numbers: torch.Tensor,
+    indices: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
     if mesh is None:
-        return inner(tokens, numbers, weights)
-    return made_plain(inner(made_global(tokens, mesh), numbers, made_global(weights, mesh)))
+        return inner(tokens, indices, weights)
+    return unwrap_dtensor(inner(wrap_replicated(tokens, mesh), indices, wrap_replicated(weights, mesh)))
 
 
 @contextmanager
 def _own_experts(module: nn.Module, spread: Spread) -> Iterator[None]:
-    """The module has this rank's experts alone, as tensors that are plain or, where experts are split, whole for all
-    that it sees."""
-    held = _torch.own_tensors(module)[0]
-    before = {key: held[key] for key in spread.keys}
+    """Replace the module's parameters by this rank's experts inside the block.
+
+    They are plain tensors or, where experts are sharded, DTensors over the inner mesh.
+    """
+    params = _torch.own_tensors(module)[0]
+    before = {key: params[key] for key in spread.keys}
     counts = {name: getattr(module, name) for name in _COUNTS if getattr(module, name, None) == spread.experts}
     try:
         for key, param in before.items():
-            held[key] = _Own.apply(param, spread.own, spread.inner, 1.0 / spread.ranks)
+            params[key] = _OwnExperts.apply(param, spread.own, spread.inner, 1.0 / spread.ranks)
         for name in counts:
             setattr(module, name, spread.own)
         yield
     finally:
-        held.update(before)
+        params.update(before)
         for name, count in counts.items():
             setattr(module, name, count)
 
 
-class _Own(torch.autograd.Function):
-    """The experts that this rank has of a parameter; its gradient is multiplied with `share`."""
+class _OwnExperts(torch.autograd.Function):
+    """This rank's experts of a parameter; the gradient is multiplied by `share`."""
 
     @staticmethod
     def forward(ctx: Any, param: DTensor, own: int, inner: DeviceMesh | None, share: float) -> torch.Tensor:  # type: ignore[override]
@@ -220,19 +222,21 @@ class _Own(torch.autograd.Function):
         return _torch.wrap(grad * ctx.share, ctx.spec), None, None, None
 
 
-class _Unvisited(torch.autograd.Function):
-    """What experts make of no tokens. All have a gradient all the same, of zeros: where others wait for one, in
-    backward, this rank must not fall out."""
+class _NoTokens(torch.autograd.Function):
+    """The result of a rank that received no tokens.
+
+    It gives all operands a gradient of zeros, so that idle ranks join the collectives of backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.alike = [weights.new_empty(weights.shape), *params]
-        ctx.needed = [given.requires_grad for given in ctx.alike]
+        ctx.like = [weights.new_empty(weights.shape), *params]
+        ctx.needed = [like.requires_grad for like in ctx.like]
         return tokens.new_zeros(tokens.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return grad.new_zeros(grad.shape), *(_zeros(like) for like in ctx.alike)
+        return grad.new_zeros(grad.shape), *(_zeros(like) for like in ctx.like)
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
@@ -243,14 +247,14 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Route:
-    """Where this rank's tokens go, and how many come.
+    """The routing of tokens between ranks.
 
     Attributes:
-        rows: this rank's tokens in the order in which they are sent: rank by rank; a token stands there once for each
-            rank that it goes to.
-        to: that rank, for each of them.
-        sent, received: how many go to, and come from, each rank.
-        pairs: in a dry run, how many choices of this rank's experts come.
+        rows: this rank's tokens in the order in which they are sent: rank by rank; a token occurs once for each rank
+            that it is sent to.
+        to: the destination rank of each row.
+        sent, received: the number of rows sent to, and received from, each rank.
+        pairs: in a dry run, the number of received choices of this rank's experts.
     """
 
     spread: Spread
@@ -261,65 +265,65 @@ class _Route:
     pairs: int | None = None
 
     @classmethod
-    def of(cls, numbers: torch.Tensor, spread: Spread) -> _Route:
-        """Of experts' numbers; those beyond the last expert ask for none."""
-        bounds = torch.tensor(spread.bounds[1:], device=numbers.device)
-        asked = numbers.new_zeros((numbers.shape[0], spread.ranks + 1), dtype=torch.bool)
-        asked.scatter_(1, torch.bucketize(numbers, bounds, right=True), True)
-        asked = asked[:, : spread.ranks]
-        counts = asked.sum(0)
-        coming = torch.empty_like(counts)
-        _all_to_all(coming, counts, None, None, spread.group)
-        if not _torch.has_values(numbers):
-            return cls._expected(numbers, spread)
-        to, rows = asked.t().nonzero(as_tuple=True)
-        return cls(spread, rows, to, counts.tolist(), coming.tolist())
+    def of(cls, indices: torch.Tensor, spread: Spread) -> _Route:
+        """Make the route for expert indices; an index beyond the last expert is not routed."""
+        bounds = torch.tensor(spread.bounds[1:], device=indices.device)
+        chosen = indices.new_zeros((indices.shape[0], spread.ranks + 1), dtype=torch.bool)
+        chosen.scatter_(1, torch.bucketize(indices, bounds, right=True), True)
+        chosen = chosen[:, : spread.ranks]
+        counts = chosen.sum(0)
+        received = torch.empty_like(counts)
+        _all_to_all(received, counts, None, None, spread.group)
+        if not _torch.has_values(indices):
+            return cls._expected(indices, spread)
+        to, rows = chosen.t().nonzero(as_tuple=True)
+        return cls(spread, rows, to, counts.tolist(), received.tolist())
 
     @classmethod
-    def _expected(cls, numbers: torch.Tensor, spread: Spread) -> _Route:
-        """Where every expert is as popular as any other: a token misses a rank if it chooses among the others'."""
-        tokens, choices = numbers.shape
+    def _expected(cls, indices: torch.Tensor, spread: Spread) -> _Route:
+        """Estimate the route for uniform choices: a token skips a rank if it chooses other ranks' experts only."""
+        tokens, choices = indices.shape
         every = math.comb(spread.experts, choices)
         own = [end - start for start, end in itertools.pairwise(spread.bounds)]
-        sent = [round(tokens * (1 - math.comb(spread.experts - held, choices) / every)) for held in own]
-        rows = numbers.new_zeros(sum(sent))
+        sent = [round(tokens * (1 - math.comb(spread.experts - count, choices) / every)) for count in own]
+        rows = indices.new_zeros(sum(sent))
         pairs = round(spread.ranks * tokens * choices * spread.own / spread.experts)
         return cls(spread, rows, rows, sent, [sent[spread.index]] * spread.ranks, pairs)
 
-    def go(
-        self, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+    def dispatch(
+        self, tokens: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tokens that come to this rank's experts, these experts' numbers here, and their weights."""
-        first = torch.tensor(self.spread.bounds, device=numbers.device)
-        here, end = first[self.to][:, None], first[self.to + 1][:, None]
-        asked = numbers[self.rows]
-        asked = torch.where((asked >= here) & (asked < end), asked - here, -1)
-        return self._sent(tokens[self.rows]), self._sent(asked), self._sent(weights[self.rows])
+        """Return the tokens that are routed to this rank, their local expert indices, and their weights."""
+        bounds = torch.tensor(self.spread.bounds, device=indices.device)
+        start, end = bounds[self.to][:, None], bounds[self.to + 1][:, None]
+        chosen = indices[self.rows]
+        local = torch.where((chosen >= start) & (chosen < end), chosen - start, -1)
+        return self._exchange(tokens[self.rows]), self._exchange(local), self._exchange(weights[self.rows])
 
-    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _Exchanged.apply(tensor, self.sent, self.received, self.spread.group)
+    def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _AllToAll.apply(tensor, self.sent, self.received, self.spread.group)
 
-    def back(self, made: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What all ranks made of this rank's tokens, added up."""
-        results = _Exchanged.apply(made, self.received, self.sent, self.spread.group)
+    def combine(self, results: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' results for each of this rank's tokens."""
+        results = _AllToAll.apply(results, self.received, self.sent, self.spread.group)
         return tokens.new_zeros(tokens.shape).index_add(0, self.rows, results)
 
 
-class _Exchanged(torch.autograd.Function):
-    """Rows that go to each rank, for those that come; gradients go the other way."""
+class _AllToAll(torch.autograd.Function):
+    """All-to-all of rows; its backward is the all-to-all of gradients in the other direction."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
-        ctx.way = received, sent, group
+        ctx.reverse = received, sent, group
         out = rows.new_empty((sum(received), *rows.shape[1:]))
         _all_to_all(out, rows.contiguous(), received, sent, group)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return _Exchanged.apply(grad, *ctx.way), None, None, None
+        return _AllToAll.apply(grad, *ctx.reverse), None, None, None
 
 
 @naming_lost_ranks_in_backward
@@ -333,27 +337,27 @@ def _all_to_all(
     dist.all_to_all_single(out, rows, received, sent, group=group)
 
 
-def _within_capacity(numbers: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """The experts' numbers without those that are asked for too often, which become one beyond the last.
+def _within_capacity(indices: torch.Tensor, spread: Spread) -> torch.Tensor:
+    """Replace choices beyond the capacity of an expert by an index beyond the last expert.
 
-    Of the choices for one expert the first ones stay, all first choices before all second ones (Lepikhin et al.,
-    "GShard", arXiv 2006.16668, section 2.2): as many as `capacity * tokens * choices / experts`, rounded up.
+    Each expert keeps its first `capacity * tokens * choices / experts` choices, rounded up; all first choices precede
+    all second choices (Lepikhin et al., "GShard", arXiv 2006.16668, section 2.2).
     """
     assert spread.capacity is not None
-    limit = math.ceil(spread.capacity * numbers.numel() / spread.experts)
-    in_turn = numbers.t().reshape(-1)
-    asked = nn.functional.one_hot(in_turn, spread.experts + 1)
-    before = (asked.cumsum(0) - asked).gather(1, in_turn[:, None])[:, 0]
-    return torch.where(before < limit, in_turn, spread.experts).view(numbers.shape[::-1]).t()
+    limit = math.ceil(spread.capacity * indices.numel() / spread.experts)
+    in_turn = indices.t().reshape(-1)
+    chosen = nn.functional.one_hot(in_turn, spread.experts + 1)
+    before = (chosen.cumsum(0) - chosen).gather(1, in_turn[:, None])[:, 0]
+    return torch.where(before < limit, in_turn, spread.experts).view(indices.shape[::-1]).t()
 
 
-def _refuse_other_shapes(spread: Spread, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> None:
-    """Before anything is sent: ranks that go on alone would wait for ever."""
-    fits = tokens.ndim == numbers.ndim == 2 and numbers.shape == weights.shape and len(tokens) == len(numbers)
-    if not fits or numbers.is_floating_point():
-        shapes = ", ".join(str(tuple(given.shape)) for given in (tokens, numbers, weights))
+def _refuse_other_shapes(spread: Spread, tokens: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> None:
+    """Refuse wrong shapes before any communication: a rank that raises later would leave the others waiting."""
+    fits = tokens.ndim == indices.ndim == 2 and indices.shape == weights.shape and len(tokens) == len(indices)
+    if not fits or indices.is_floating_point():
+        shapes = ", ".join(str(tuple(x.shape)) for x in (tokens, indices, weights))
         raise InputError(
             f'"{spread.name}", whose experts lie on {spread.ranks} ranks, was called with global shapes {shapes}, the '
-            f"second of {numbers.dtype}. It takes tokens (token, embed), integers that say which experts (token, "
+            f"second of {indices.dtype}. It takes tokens (token, embed), integers that say which experts (token, "
             "choice), and their weights (token, choice)."
         )

@@ -1,4 +1,4 @@
-"""How many floating-point operations an op takes: matrix products, convolutions, attention; all else counts as none."""
+"""Floating-point operations of an op: of matrix products, convolutions and attention; other ops count as zero."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["operations_of"]
 
 
 def operations_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """The operations of one call, by what went in and what came out.
+    """Count the floating-point operations of one call, by its arguments and its result.
 
     >>> import torch
     >>> a, b = torch.ones(2, 3), torch.ones(3, 5)

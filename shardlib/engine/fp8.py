@@ -1,28 +1,27 @@
-"""Linear modules that multiply in float8: forward in e4m3, in backward the gradient in e5m2.
+"""Linear modules that multiply in float8: e4m3 in forward, e5m2 for gradients in backward.
 
 Micikevicius et al., "FP8 Formats for Deep Learning", 2022. A tensor is multiplied by a scale that brings its largest
-magnitude to the format's range, rounded, multiplied with another in float32, and the scales are divided out:
+magnitude to the format's range, and rounded. Products accumulate in float32 and are divided by the scales:
 
     y          = x @ w.T      e4m3 @ e4m3
     grad of x  = g @ w        e5m2 @ e4m3
     grad of w  = g.T @ x      e5m2 @ e4m3
 
-Results, weights and their gradients are bfloat16; the bias and its gradient never are in float8.
+Results, weights and their gradients are bfloat16; the bias and its gradient are never in float8.
 
-Scales are **powers of two**: by default current ones, the largest that keep the tensor, as it is, in range.
-What a normal number is rounded to then does not depend on the scale at all, and so not on which other elements are on
-the rank: each data rank scales its own activations and nothing is sent, and yet rounds what one device would round, to
-the same bits. Only where a number is so much smaller than the largest (2**13 times in e4m3, 2**28 in e5m2) that it may
-become subnormal does the scale matter, and a rank's own is never worse than that of all ranks. It costs at most one of
-these powers of two of range, and no precision.
+Scales are **powers of two**: by default current scales, the largest that keep the tensor in range. The rounded value of
+a normal number then depends neither on the scale nor on the other elements of the rank: each data rank scales its own
+activations without communication, and still rounds to the same bits as one device. The scale matters only for numbers
+so much smaller than the largest (2**13 times in e4m3, 2**28 in e5m2) that they may become subnormal, and a rank's own
+scale is never worse than that of all ranks. Powers of two cost at most one factor of two of range, and no precision.
 
-Delayed scales keep in range what was largest, on any rank, in a number of earlier steps, so that a kernel need not look
-at a tensor before it rounds it; what is larger now is cut off at the largest number of the format (section 3.1 of the
-paper; docs.nvidia.com/deeplearning/transformer-engine, "DelayedScaling", whose history this is, with "max"). Ranks must
-then agree on scales, since these decide what is cut off: after each step one all-reduce tells all ranks the largest
-magnitudes of all tensors.
+Delayed scales keep in range the largest magnitudes of some earlier steps, on any rank, so that a kernel need not read a
+tensor before it rounds it; larger values are clamped to the largest number of the format (section 3.1 of the paper;
+docs.nvidia.com/deeplearning/transformer-engine, "DelayedScaling" with "max"). Ranks must then agree on scales, since
+scales decide which values are clamped: one all-reduce after each step takes the maximum of all magnitudes over ranks.
 
-Weights are whole wherever they are multiplied here, those stored in parts too; their scales are alike on all ranks.
+Weights are unsharded whenever they are multiplied here, even if they are stored in shards; their scales are the same on
+all ranks.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ from shardlib.rules.patterns import compile_pattern
 __all__ = ["E4M3", "E5M2", "History", "Linears", "Rounded", "choose", "install", "rounded"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # of features: what the kernels of CUDA take
+MULTIPLE = 16  # of features: required by the CUDA kernels
 
 
 class Rounded(NamedTuple):
-    """A tensor in float8: what it stands for is `values * unit`, the unit a power of two in float32."""
+    """A tensor in float8. Its value is `values * unit`; the unit is a power of two in float32."""
 
     values: torch.Tensor
     unit: torch.Tensor
@@ -60,13 +59,13 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Linears:
-    """Names of the modules that multiply in float8; and by the reason, of those that were asked for and do not."""
+    """Names of the modules that multiply in float8; and, by reason, of requested modules that do not."""
 
     names: tuple[str, ...] = ()
     spared: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def notes(self) -> tuple[str, ...]:
-        """The same in sentences, for the plan."""
+        """Format the choice as sentences, for the plan."""
         return ((f"Multiply in float8: {_listed(self.names)}.",) if self.names else ()) + self.reasons()
 
     def reasons(self) -> tuple[str, ...]:
@@ -74,12 +73,12 @@ class Linears:
 
 
 def choose(model: nn.Module, plan: Plan, device: torch.device, regions: Collection[str]) -> Linears:
-    """Which linear modules a plan has multiply in float8. What stands in the way of others is told and warned of.
+    """Choose the linear modules that multiply in float8 according to a plan. A warning names the excluded modules.
 
     Args:
-        model: as it is before it is sharded.
-        plan: whose step has patterns of linear modules, or of modules that they are in.
-        device: that the model will be on.
+        model: the model before it is sharded.
+        plan: its step has patterns of linear modules, or of modules that contain them.
+        device: the device of the model.
         regions: modules that compute on DTensors.
 
     Raises:
@@ -89,7 +88,7 @@ def choose(model: nn.Module, plan: Plan, device: torch.device, regions: Collecti
     spared: dict[str, list[str]] = {}
     rows = {name: row for row in plan.rows for name in (row.name, *row.tied)}
     for name in _matched(model, plan.step.fp8):
-        reason = _hindrance(model, name, rows, plan.step.autocast, regions) or _lack(device)
+        reason = _unsuitable(model, name, rows, plan.step.autocast, regions) or _unsupported(device)
         (names if reason is None else spared.setdefault(reason, [])).append(name)
     made = Linears(tuple(names), tuple((reason, tuple(which)) for reason, which in spared.items()))
     if spared:
@@ -98,18 +97,18 @@ def choose(model: nn.Module, plan: Plan, device: torch.device, regions: Collecti
 
 
 class History:
-    """The largest magnitudes of earlier steps: of the input, the weight and the gradient of each of some modules.
+    """The largest magnitudes of earlier steps: of the input, the weight and the gradient of each module.
 
-    The same on all ranks. Before there are any, a tensor is scaled by what is largest in it.
+    The same on all ranks. In the first step, a tensor is scaled by its own largest magnitude.
 
     Args:
         linears: the modules.
-        steps: how many steps are remembered.
-        device: that they compute on.
+        steps: the number of steps in the history.
+        device: the device of the modules.
 
     Attributes:
-        largest: of all steps remembered, (modules, 3); zero where there is none.
-        now: of this step, and on this rank, until it ends.
+        largest: the maximum over the history, (modules, 3); zero where it is empty.
+        now: the maximum of the current step on this rank.
     """
 
     def __init__(self, linears: Linears, steps: int, device: torch.device) -> None:
@@ -118,7 +117,7 @@ class History:
         self.largest, self.now = torch.zeros_like(self._steps[0]), torch.zeros_like(self._steps[0])
 
     def end_step(self, group: dist.ProcessGroup | None) -> None:
-        """What was largest in this step, on any rank of the group, counts from now on. Collective over the group."""
+        """Add the current step's maxima over the ranks of the group to the history. Collective over the group."""
         if group is not None and self.names:
             dist.all_reduce(self.now, op=dist.ReduceOp.MAX, group=group)
         self._steps[self._next].copy_(self.now)
@@ -127,11 +126,11 @@ class History:
         self.now.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps that are remembered, the oldest first."""
+        """Return the history, the oldest step first."""
         return {"names": list(self.names), "steps": self._steps.roll(-self._next, 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, of the same modules; of more or fewer steps the last ones."""
+        """Load the result of `state_dict` for the same modules; the last steps if its history has another length."""
         if list(state["names"]) != list(self.names):
             unlike = sorted({*state["names"]} ^ {*self.names})
             raise CheckpointError(
@@ -146,18 +145,18 @@ class History:
 
 
 def install(model: nn.Module, linears: Linears, history: History | None = None) -> Callable[[], None]:
-    """Let these modules multiply in float8; returns what undoes it.
+    """Let these modules multiply in float8, and return an undo function.
 
     Args:
-        model: that they are in.
+        model: the model that contains them.
         linears: their names.
-        history: what scales are chosen by; by default by the tensor itself.
+        history: determines the scales; by default the tensor itself does.
     """
     modules = [model.get_submodule(name) for name in linears.names]
     for index, module in enumerate(modules):
         assert isinstance(module, nn.Linear)
-        way = _CURRENT if history is None else _Delayed(history.largest[index], history.now[index])
-        module.forward = _forward(module, way)  # type: ignore[method-assign,assignment]
+        scaling = _CURRENT if history is None else _Delayed(history.largest[index], history.now[index])
+        module.forward = _forward(module, scaling)  # type: ignore[method-assign,assignment]
 
     def undo() -> None:
         for module in modules:
@@ -167,7 +166,7 @@ def install(model: nn.Module, linears: Linears, history: History | None = None) 
 
 
 def _matched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Names of linear modules that patterns match, or match a module that they are in."""
+    """Return the names of linear modules that patterns match, directly or by a module that contains them."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     compiled = {text: compile_pattern(text) for text in patterns}
     for text, pattern in compiled.items():
@@ -181,15 +180,15 @@ def _matched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _modules_around(name: str) -> Iterator[str]:
-    """A module's name, and those of the modules that it is in."""
+    """Yield the names of the modules that contain a module, and its own name."""
     parts = name.split(".")
     yield from (".".join(parts[:count]) for count in range(len(parts) + 1))
 
 
-def _hindrance(
+def _unsuitable(
     model: nn.Module, name: str, rows: Mapping[str, Row], autocast: torch.dtype | None, regions: Collection[str]
 ) -> str | None:
-    """Why a linear module cannot multiply in float8, in words."""
+    """Return the reason why a linear module cannot multiply in float8, as text, or None."""
     module, row = model.get_submodule(name), rows.get(f"{name}.weight".lstrip("."))
     assert isinstance(module, nn.Linear)
     dtype = module.weight.dtype if row is None else row.compute.dtype or row.dtype
@@ -208,8 +207,8 @@ def _hindrance(
     return None
 
 
-def _lack(device: torch.device) -> str | None:
-    """What a device lacks to multiply in float8, in words."""
+def _unsupported(device: torch.device) -> str | None:
+    """Return the reason why a device cannot multiply in float8, as text, or None."""
     if device.type == "cpu":
         return None
     if device.type != "cuda" or torch.version.hip is not None:
@@ -226,46 +225,46 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Current:
-    """How a module's input (0), weight (1) and gradient (2) are rounded: each by what is largest in it."""
+    """Rounding of a module's input (0), weight (1) and gradient (2), each by its own largest magnitude."""
 
     def round(self, which: int, tensor: torch.Tensor) -> Rounded:
         return rounded(tensor, _FORMATS[which])
 
-    def seen_only(self) -> _Current:
+    def without_recording(self) -> _Current:
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class _Delayed(_Current):
-    """The same by what was largest in earlier steps; what is largest now is noted for later ones.
+    """Rounding by the largest magnitudes of earlier steps; current magnitudes are recorded for later steps.
 
     Attributes:
-        largest, now: a module's part of `History`.
-        notes: whether backward will follow. What is only looked at does not count.
+        largest, now: a module's row of `History`.
+        records: whether magnitudes are recorded. They are not without grad mode.
     """
 
     largest: torch.Tensor = field(default_factory=lambda: torch.zeros(3))
     now: torch.Tensor = field(default_factory=lambda: torch.zeros(3))
-    notes: bool = True
+    records: bool = True
 
     def round(self, which: int, tensor: torch.Tensor) -> Rounded:
         largest = _largest(tensor)
-        if self.notes:
+        if self.records:
             finite = torch.where(largest.isfinite(), largest, 0)
             self.now[which].copy_(torch.maximum(self.now[which], finite))
         before = self.largest[which]
         return rounded(tensor, _FORMATS[which], largest, torch.where(before > 0, before, largest))
 
-    def seen_only(self) -> _Delayed:
-        return _Delayed(self.largest, self.now, notes=False)
+    def without_recording(self) -> _Delayed:
+        return _Delayed(self.largest, self.now, records=False)
 
 
 _CURRENT = _Current()
 _FORMATS = (E4M3, E4M3, E5M2)
 
 
-def _forward(module: nn.Linear, way: _Current) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The weight is read at each call: one that is stored in parts is whole only then."""
+def _forward(module: nn.Linear, scaling: _Current) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Make the forward of a module. It reads the weight at each call, since it may be unsharded only then."""
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         weight, bias = module.weight, module.bias
@@ -273,7 +272,7 @@ def _forward(module: nn.Linear, way: _Current) -> Callable[[torch.Tensor], torch
         if low is None or not input.numel() or isinstance(input, DTensor) or isinstance(weight, DTensor):
             return F.linear(input, weight, bias)
         rows = input.reshape(-1, input.shape[-1]).to(low)
-        rounding = way if torch.is_grad_enabled() else way.seen_only()
+        rounding = scaling if torch.is_grad_enabled() else scaling.without_recording()
         out = _Linear.apply(rows, weight.to(low), None if bias is None else bias.to(low), rounding)
         return out.view(*input.shape[:-1], -1)
 
@@ -281,7 +280,7 @@ def _forward(module: nn.Linear, way: _Current) -> Callable[[torch.Tensor], torch
 
 
 def _dtype(input: torch.Tensor, weight: torch.Tensor) -> torch.dtype | None:
-    """bfloat16 if `F.linear` would take and make that, else None: a model may switch autocast off, or to float16."""
+    """Return bfloat16 if `F.linear` would compute in it, else None: a model may disable autocast, or use float16."""
     kind = input.device.type
     autocast = torch.is_autocast_enabled(kind)
     taken = {torch.get_autocast_dtype(kind)} if autocast else {input.dtype, weight.dtype}
@@ -289,28 +288,31 @@ def _dtype(input: torch.Tensor, weight: torch.Tensor) -> torch.dtype | None:
 
 
 class _Linear(torch.autograd.Function):
-    """Forward keeps its input in float8, half of bfloat16. Of the weight it keeps no copy, so that one stored in parts
-    costs nothing between forward and backward; it is rounded again, to the same bits."""
+    """Linear layer in float8.
+
+    Forward saves its input in float8, half the size of bfloat16. It saves no copy of the weight, so that a resharded
+    weight costs no memory between forward and backward; backward rounds it again, to the same bits.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: _Current
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: _Current
     ) -> torch.Tensor:
-        low = way.round(0, x)
-        ctx.way = way
+        low = scaling.round(0, x)
+        ctx.scaling = scaling
         ctx.save_for_backward(*(low if ctx.needs_input_grad[1] else (None, None)), weight)
-        return _product(low, way.round(1, weight), x.dtype, bias)
+        return _product(low, scaling.round(1, weight), x.dtype, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, unit, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        low = ctx.way.round(2, grad)
-        turned = _turned(ctx.way.round(1, weight)) if needs_x else None
+        low = ctx.scaling.round(2, grad)
+        weight_t = _transposed(ctx.scaling.round(1, weight)) if needs_x else None
         return (
-            _product(low, turned, grad.dtype) if turned is not None else None,
-            _product(_turned(low), _turned(Rounded(values, unit)), weight.dtype) if needs_weight else None,
+            _product(low, weight_t, grad.dtype) if weight_t is not None else None,
+            _product(_transposed(low), _transposed(Rounded(values, unit)), weight.dtype) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
             None,
         )
@@ -323,17 +325,17 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor:
 def rounded(
     tensor: torch.Tensor, dtype: torch.dtype, largest: torch.Tensor | None = None, kept: torch.Tensor | None = None
 ) -> Rounded:
-    """A tensor in float8, by the largest power of two that keeps it in range. One that is not finite makes it all nan.
+    """Round a tensor to float8, scaled by the largest power of two that keeps it in range; all nan if not finite.
 
     Args:
         tensor: of any floating dtype.
-        dtype: of float8.
-        largest: the largest magnitude in it, where that is known.
-        kept: a magnitude to keep in range instead. What is larger is cut off.
+        dtype: a float8 dtype.
+        largest: the largest magnitude of the tensor, if known.
+        kept: a magnitude to keep in range instead. Larger values are clamped.
 
-    The bits of two positive floats differ by the difference of their exponents, and one less where the mantissa is
-    the larger: shifted right, that is the exponent wanted, exactly and without waiting for the device. Multiplying by
-    it is exact too, so that no element is out of range afterwards.
+    The difference of the bit patterns of two positive floats, shifted right by the mantissa bits, is the difference of
+    their exponents, less one if the subtrahend has the larger mantissa: exactly the exponent of the scale, without a
+    device synchronisation. Multiplying by the scale is exact too, so that no element is out of range afterwards.
 
     >>> values, unit = rounded(torch.tensor([3.0, -100.0, 0.26]), E4M3)  # 400 is in range, 800 is not
     >>> values.float() * unit, 1 / unit
@@ -351,13 +353,13 @@ def rounded(
 
 
 def _product(a: Rounded, b: Rounded, dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`a @ b.T + bias`, for a of (m, k) and b of (n, k), both contiguous: the one form that all hardware has."""
+    """Compute `a @ b.T + bias`, for contiguous a (m, k) and b (n, k): the one form that all hardware supports."""
     return _torch.scaled_product(a.values, b.values.t(), a.unit, b.unit, bias, dtype)
 
 
-def _turned(matrix: Rounded) -> Rounded:
-    """Its transpose, contiguous, with columns of zeros that make them a multiple of 16 and add nothing to a product."""
+def _transposed(matrix: Rounded) -> Rounded:
+    """Return the contiguous transpose, padded with columns of zeros to a multiple of 16."""
     rows = len(matrix.values)
-    turned = matrix.values.view(torch.uint8).t()  # zero bits are the number zero
-    turned = F.pad(turned, (0, -rows % MULTIPLE)) if rows % MULTIPLE else turned.contiguous()
-    return Rounded(turned.view(matrix.values.dtype), matrix.unit)
+    transposed = matrix.values.view(torch.uint8).t()  # zero bits are the number zero
+    transposed = F.pad(transposed, (0, -rows % MULTIPLE)) if rows % MULTIPLE else transposed.contiguous()
+    return Rounded(transposed.view(matrix.values.dtype), matrix.unit)

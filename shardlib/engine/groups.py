@@ -1,4 +1,4 @@
-"""Process groups of an axis that has rank groups of its own, for collectives of one's own."""
+"""Process groups of an axis that has its own rank groups, for user-defined collectives."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["AxisGroup", "axis_groups"]
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """One group of an axis that this rank is in.
+    """One group of an axis that this rank belongs to.
 
     Attributes:
-        ranks: of the job, in the order in which the axis has them.
-        place: this rank's index among them.
-        group: for collectives, which count its ranks in ascending order, as all of torch do.
+        ranks: the group's global ranks, in the order of the axis.
+        place: the index of this rank among them.
+        group: the process group for collectives, which order its ranks ascending, as torch always does.
     """
 
     ranks: tuple[int, ...]
@@ -30,18 +30,18 @@ class AxisGroup:
 
 
 def axis_groups(name: str, mesh: MeshLike) -> tuple[AxisGroup, ...]:
-    """The groups of an axis that this rank is in: one of a mesh axis; of an overlay, as many as its function says, in
-    the function's order.
+    """Return the groups of an axis that this rank belongs to, in the order of the axis.
 
-    All ranks of the job call it together. A `DeviceMesh` has the groups of its axes already; others are opened, and
-    asking again gives the same ones.
+    A mesh axis has one; an overlay has as many as its function returns. Collective over all ranks of the job. A
+    `DeviceMesh` already has the groups of its axes. Other groups are created once, and later calls return the same
+    ones.
 
     Args:
-        name: of an axis of the mesh, or of an overlay.
+        name: an axis of the mesh, or an overlay.
         mesh: the mesh, or its shape.
 
     Raises:
-        MeshError: no such axis; groups of ranks that are not there.
+        MeshError: there is no such axis, or a group has ranks that do not exist.
 
     Example:
         >>> (group,) = axis_groups("tp", mesh)  # doctest: +SKIP
@@ -69,9 +69,9 @@ _opened: dict[tuple[object, object], tuple[AxisGroup, ...]] = {}
 
 
 def _open(found: list[list[int]]) -> tuple[AxisGroup, ...]:
-    rank, mine = dist.get_rank(), []
+    rank, member_of = dist.get_rank(), []
     for ranks in found:
         group = _torch.new_group(ranks)
         if group is not None:
-            mine.append(AxisGroup(tuple(ranks), ranks.index(rank), group))
-    return tuple(mine)
+            member_of.append(AxisGroup(tuple(ranks), ranks.index(rank), group))
+    return tuple(member_of)

@@ -1,10 +1,9 @@
-"""Models built without memory, which get the values that building them would have given them, one tensor at a time.
+"""Lazy initialisation: models are built without memory, and get their values later, one tensor at a time.
 
-Inside `LazyInitContext` tensors have no values, and what is done to them is put on a tape: operations on memory, in
-the order in which they happened. Later the tape is played on real memory. A tensor lives there from the write that
-gives it what is read later, or kept by the model, until its last use; then it is cut to a rank's shard, and gone.
-Random operations draw from the generator as it stood, each after those before it, so that the numbers are those that
-the model would have drawn.
+Inside `LazyInitContext` tensors are fake, and a tape records the operations on their memory in order. Later the tape is
+replayed on real memory. The memory of a tensor exists from the first write that a later read, or the model, depends on,
+until its last use; then it is sharded and freed. Random operations draw from the recorded state of the generator, each
+after those before it, so that the numbers are those that building the model would have drawn.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = ["LazyInitContext", "build_again", "is_recorded", "values_of"]
 
 aten = torch.ops.aten
 
-# Writes that do not read what was there. (What is written to as `out=` is not read either.)
+# Writes that do not read the previous values. (Neither do writes to `out=`.)
 _OVERWRITES = frozenset(
     {
         aten.bernoulli_.float,
@@ -47,8 +46,8 @@ _OVERWRITES = frozenset(
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a tensor lies: in which memory, and how."""
+class _View:
+    """The location of a tensor: its memory, and its shape, strides and offset in it."""
 
     memory: int
     dtype: torch.dtype
@@ -57,12 +56,12 @@ class _Place:
     offset: int
 
     def covers(self, nbytes: int) -> bool:
-        """Whether it is all of a memory of so many bytes."""
+        """Tell whether it covers all of a memory of so many bytes."""
         distinct = all(stride > 0 for size, stride in zip(self.size, self.stride, strict=True) if size > 1)
         return distinct and math.prod(self.size) * self.dtype.itemsize == nbytes
 
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor, in real memory."""
+        """Return the tensor in real memory."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
 
@@ -72,13 +71,13 @@ class _Step:
 
     Attributes:
         op: the operation.
-        arguments: positional ones and those by name, with places for tensors; what was real is kept as it was.
-        reads: memories.
-        writes: memories that it changes, and those that it makes.
-        covers: those of them that keep nothing of what was there before.
-        made: where its results lie; None for what lies in memory that was there.
-        number: how many random operations came before, if it is one; else None.
-        generator: the generator's state, where somebody has set it since the random operation before.
+        arguments: its positional and keyword arguments, with views instead of fake tensors; real tensors are copied.
+        reads: the memories that it reads.
+        writes: the memories that it changes or creates.
+        covers: those of them that it overwrites completely, or creates.
+        made: the view of each result in new memory; None for results in existing memory.
+        number: the number of random operations before it, if it is one; else None.
+        generator: the state of the generator, if it was set since the last random operation.
     """
 
     op: Any
@@ -86,32 +85,32 @@ class _Step:
     reads: frozenset[int]
     writes: frozenset[int]
     covers: frozenset[int]
-    made: tuple[_Place | None, ...]
+    made: tuple[_View | None, ...]
     number: int | None
     generator: torch.Tensor | None
 
     def play(self, memory: dict[int, torch.UntypedStorage], nbytes: Sequence[int]) -> None:
-        """Run it. Memory that is not there yet comes into being."""
+        """Run the operation. Allocates memory that does not exist yet."""
         for number in (self.reads | self.writes) - memory.keys():
             memory[number] = torch.UntypedStorage(nbytes[number])
-        args, kwargs = pytree.tree_map_only(_Place, lambda place: place.of(memory[place.memory]), self.arguments)
+        args, kwargs = pytree.tree_map_only(_View, lambda view: view.of(memory[view.memory]), self.arguments)
         results = pytree.tree_leaves(self.op(*args, **kwargs))
         kept = {t.data_ptr() for t in pytree.tree_leaves(self.arguments) if isinstance(t, torch.Tensor)}
-        for place, result in zip(self.made, results, strict=True):
-            if place is None:
+        for view, result in zip(self.made, results, strict=True):
+            if view is None:
                 continue
-            alike = result.is_contiguous() and place.stride == result.stride() and not place.offset
-            if alike and result.data_ptr() not in kept:
-                memory[place.memory] = result.untyped_storage()
+            same_layout = result.is_contiguous() and view.stride == result.stride() and not view.offset
+            if same_layout and result.data_ptr() not in kept:
+                memory[view.memory] = result.untyped_storage()
             else:
-                place.of(memory[place.memory]).copy_(result)
+                view.of(memory[view.memory]).copy_(result)
 
 
 class _Tape:
-    """What was done inside a context.
+    """The operations inside a context.
 
     Args:
-        before: the tape whose random numbers come before those of this one.
+        before: the tape whose random numbers precede those of this one.
     """
 
     def __init__(self, before: _Tape | None) -> None:
@@ -119,50 +118,51 @@ class _Tape:
         self._before = before
         self._begin = self._expected = torch.get_rng_state()
         self._exact = exact.is_exact()
-        self._decided = False  # whether random values have decided how it went on
-        self._numbers: dict[int, int] = {}  # of memories, by their address
-        self._alive: list[Any] = []  # imagined memory, so that no address comes again
+        self._decided = False  # whether the program has read random values, and may have branched on them
+        self._numbers: dict[int, int] = {}  # numbers of memories by address
+        self._alive: list[Any] = []  # fake storages, kept so that no address is reused
         self._nbytes: list[int] = []
         self._random: list[_Step] = []
-        self._drawn: list[
-            torch.Tensor
-        ] = []  # the generator's state after each of these, as far as they have been played
+        # The generator's state after each of these random steps, as far as they have been played.
+        self._drawn: list[torch.Tensor] = []
         self._drawn_exactly = self._exact
-        self._warm: tuple[int, dict[int, torch.UntypedStorage]] = (0, {})  # memory, as it was after so many steps
+        self._warm: tuple[int, dict[int, torch.UntypedStorage]] = (0, {})  # the memory after a number of steps
 
     # --- recording ----------------------------------------------------------------------------------------------------
 
-    def place(self, tensor: torch.Tensor) -> _Place:
-        """Where a tensor lies."""
+    def view_of(self, tensor: torch.Tensor) -> _View:
+        """Return the view that a tensor is."""
         address, storage = _torch.memory_of(tensor)
         number = self._numbers.get(address)
         if number is None:
             number = self._numbers[address] = len(self._nbytes)
             self._alive.append(storage)
             self._nbytes.append(storage.nbytes())
-        return _Place(number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        return _View(number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def record(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Put an operation at the end, unless it only looks at memory."""
+        """Append an operation, unless it neither writes nor creates memory."""
         written = [one for one in _torch.written_to(op, args, kwargs) if _torch.is_imagined(one)]
         read: set[int] = set()
 
-        def placed(tensor: torch.Tensor) -> Any:
+        def to_view(tensor: torch.Tensor) -> Any:
             if not _torch.is_imagined(tensor):
                 return _torch.with_values(lambda: tensor.detach().clone())
             if not any(tensor is one for one in written):
-                read.add(self.place(tensor).memory)
-            return self.place(tensor)
+                read.add(self.view_of(tensor).memory)
+            return self.view_of(tensor)
 
-        arguments = pytree.tree_map_only(torch.Tensor, placed, (args, _on_cpu(op, kwargs, result)))
-        changed = [self.place(one) for one in written]
+        arguments = pytree.tree_map_only(torch.Tensor, to_view, (args, _on_cpu(op, kwargs, result)))
+        changed = [self.view_of(one) for one in written]
         known = len(self._nbytes)
-        results = [self.place(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in pytree.tree_leaves(result)]
-        made = tuple(place if place is not None and place.memory >= known else None for place in results)
-        new = {place.memory for place in made if place is not None}
+        results = [
+            self.view_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in pytree.tree_leaves(result)
+        ]
+        made = tuple(view if view is not None and view.memory >= known else None for view in results)
+        new = {view.memory for view in made if view is not None}
         if not new and not changed:
             return
-        writes = {place.memory for place in changed}
+        writes = {view.memory for view in changed}
         blind = op in _OVERWRITES or _writes_out(op)
         covers = {p.memory for p in changed if blind and p.memory not in read and p.covers(self._nbytes[p.memory])}
         random = torch.Tag.nondeterministic_seeded in op.tags
@@ -174,14 +174,14 @@ class _Tape:
             frozenset(covers | new),
             made,
             len(self._random) if random else None,
-            self._set_since() if random else None,
+            self._state_if_set() if random else None,
         )
         self.steps.append(step)
         if random:
             self._random.append(step)
 
-    def _set_since(self) -> torch.Tensor | None:
-        """The generator's state, if somebody has set it since it was last looked at."""
+    def _state_if_set(self) -> torch.Tensor | None:
+        """Return the generator's state, if it was set since the last check."""
         with _torch.no_modes():
             now = torch.get_rng_state()
             if torch.equal(now, self._expected):
@@ -192,8 +192,8 @@ class _Tape:
     # --- playing ------------------------------------------------------------------------------------------------------
 
     def read(self, tensors: Any) -> Any:
-        """Tensors with the values that they have now."""
-        wanted = {self.place(leaf).memory for leaf in pytree.tree_leaves(tensors) if _torch.is_imagined(leaf)}
+        """Return tensors with their current values."""
+        wanted = {self.view_of(leaf).memory for leaf in pytree.tree_leaves(tensors) if _torch.is_imagined(leaf)}
         begin, memory = self._warm
         needed = self._needed(wanted, begin, memory.keys())
         played = {i for i, _, _ in needed}
@@ -211,34 +211,36 @@ class _Tape:
         def real(tensor: torch.Tensor) -> torch.Tensor:
             if not _torch.is_imagined(tensor):
                 return tensor
-            return self.place(tensor).of(memory[self.place(tensor).memory]).clone()
+            return self.view_of(tensor).of(memory[self.view_of(tensor).memory]).clone()
 
         return _torch.with_values(lambda: pytree.tree_map_only(torch.Tensor, real, tensors))
 
-    def values(self, places: Mapping[str, _Place]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What lies at the end at some places, by name; each to be used before the next is asked for."""
+    def values(self, views: Mapping[str, _View]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the final values of views by name. Each must be used before the next is requested."""
         self._warm = 0, {}
         names: dict[int, list[str]] = {}
-        for name, place in places.items():
-            names.setdefault(place.memory, []).append(name)
+        for name, view in views.items():
+            names.setdefault(view.memory, []).append(name)
         memory: dict[int, torch.UntypedStorage] = {}
         for i, done, over in self._needed(set(names), 0, ()):
             with self._drawing():
                 self._play(self.steps[i], memory)
             for number in done:
                 for name in names[number]:
-                    yield name, places[name].of(memory[number])
+                    yield name, views[name].of(memory[number])
             for number in (*done, *over):
                 del memory[number]
 
     def _needed(self, wanted: set[int], begin: int, known: Iterable[int]) -> list[tuple[int, list[int], list[int]]]:
-        """The steps that give memories their values: the number of each, what is wanted and done after it, and what
-        else nobody reads after it.
+        """Return the steps that the values of memories depend on.
+
+        For each: its number, the wanted memories that are final after it, and the other memories that no later step
+        reads.
 
         Args:
-            wanted: memories.
-            begin: after so many steps,
-            known: these memories had their values already.
+            wanted: the memories.
+            begin: the number of steps that have been played.
+            known: the memories whose values exist after these steps.
         """
         steps, later, wanted = [], set(wanted), set(wanted)
         for i in reversed(range(len(self.steps))):
@@ -272,13 +274,13 @@ class _Tape:
             self._drawn.append(torch.get_rng_state())
 
     def _start(self) -> torch.Tensor:
-        """The generator's state before the first random step."""
+        """Return the generator's state before the first random step."""
         if self._before is not None:
             self._begin, self._before = self._before.end(), None
         return self._begin
 
     def end(self) -> torch.Tensor:
-        """The generator's state after the last one."""
+        """Return the generator's state after the last random step."""
         with self._drawing():
             while len(self._drawn) < len(self._random):
                 self._draw(self._random[len(self._drawn)], {})
@@ -286,7 +288,7 @@ class _Tape:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Draw as was recorded, or exactly where that is asked for now; the generator stays where it is."""
+        """Draw in the recorded mode, or exactly if that is requested now; restore the generator's state on exit."""
         exactly = self._exact or exact.is_exact()
         if exactly and not self._exact and self._decided:
             raise ShardingError(
@@ -299,7 +301,7 @@ class _Tape:
         with _torch.no_modes():
             before = torch.get_rng_state()
             try:
-                with exact.ExactMode(exact.Place()) if exactly else nullcontext(), torch.no_grad():
+                with exact.ExactMode(exact.DataRank()) if exactly else nullcontext(), torch.no_grad():
                     yield
             finally:
                 torch.set_rng_state(before)
@@ -310,7 +312,7 @@ def _writes_out(op: Any) -> bool:
 
 
 def _on_cpu(op: Any, kwargs: Mapping[str, Any], result: Any) -> dict[str, Any]:
-    """Arguments by name as they are when the tape is played: on a CPU, in the dtype that was the default."""
+    """Return keyword arguments for replaying: on a CPU, in the dtype that was the default."""
     made = {**kwargs}
     names = {argument.name for argument in _torch.schema_of(op).arguments}
     if "device" in names:
@@ -323,23 +325,24 @@ def _on_cpu(op: Any, kwargs: Mapping[str, Any], result: Any) -> dict[str, Any]:
 
 
 class _Recorder:
-    """Puts what is done on a tape. Where values decide how to go on, they are made."""
+    """Records operations on a tape. Computes values if the program needs them."""
 
     def __init__(self, tape: _Tape) -> None:
         self.tape = tape
 
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((args, kwargs))):
-            return self._really(op, args, kwargs)  # now, since nobody knows where that generator stands later
+            # At once, since the state of that generator may be different later.
+            return self._run_on_values(op, args, kwargs)
         try:
             result = op(*args, **kwargs)
         except _torch.fake_tensor_errors():
-            return self._really(op, args, kwargs)
+            return self._run_on_values(op, args, kwargs)
         self.tape.record(op, args, kwargs, result)
         return result
 
-    def _really(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on values, and put what comes of it on the tape."""
+    def _run_on_values(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on values, and record its results on the tape."""
         real_args, real_kwargs = self.tape.read((args, kwargs))
         result = _torch.with_values(lambda: op(*real_args, **_on_cpu(op, real_kwargs, None)))
         written = list(
@@ -359,7 +362,7 @@ _TO_PYTHON = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__
 
 
 class _Reader(TorchFunctionMode):
-    """Methods that make Python's or numpy's values of a tensor, which dispatch does not see."""
+    """Intercepts methods that convert a tensor to Python or numpy values, which dispatch does not see."""
 
     def __init__(self, tape: _Tape) -> None:
         super().__init__()
@@ -373,33 +376,33 @@ class _Reader(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Of a tensor on meta: how to make it."""
+    """The record of a tensor on meta: the tape and the view that give its values."""
 
     tape: _Tape
-    place: _Place
+    view: _View
     version: int
     device: torch.device
 
 
 _recorded: Any = WeakIdKeyDictionary()  # tensor -> _Recorded
-# The last tape, and how it left the generator. A tape that begins there goes on with the numbers after its own.
+# The last tape, and the generator's state at its end. A tape that begins in this state draws the numbers after it.
 _last: list[tuple[_Tape, torch.Tensor]] = []
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on meta was made in a `LazyInitContext`."""
+    """Tell whether a tensor on meta was created in a `LazyInitContext`."""
     return tensor in _recorded
 
 
 def values_of(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The values of tensors that were made in a `LazyInitContext`, by name; of others, nothing.
+    """Yield the values of tensors that were created in a `LazyInitContext`, by name; other tensors are left out.
 
-    Each is whole, and to be used before the next is asked for.
+    Each is a full tensor, and must be used before the next is requested.
 
     Raises:
-        ShardingError: somebody has written to one of them since.
+        ShardingError: a tensor was written to since.
     """
-    tapes: dict[int, tuple[_Tape, dict[str, _Place]]] = {}
+    tapes: dict[int, tuple[_Tape, dict[str, _View]]] = {}
     for name, tensor in named.items():
         if (known := _recorded.get(tensor)) is not None:
             if tensor._version != known.version:
@@ -407,29 +410,29 @@ def values_of(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Te
                     f'"{name}" was written to after the LazyInitContext that it was made in, when it had no memory. '
                     "Initialise it inside, or after the model is sharded."
                 )
-            tapes.setdefault(id(known.tape), (known.tape, {}))[1][name] = known.place
-    for tape, places in tapes.values():
-        yield from tape.values(places)
+            tapes.setdefault(id(known.tape), (known.tape, {}))[1][name] = known.view
+    for tape, views in tapes.values():
+        yield from tape.values(views)
 
 
 class LazyInitContext:
-    """Build models without memory; their values come when they are sharded, a tensor at a time.
+    """Build models without memory; their values are computed when they are sharded, one tensor at a time.
 
-    A model that is built inside has its parameters and buffers on `meta`. `shard_model` and `Booster.boost` give each
-    rank its shards of the values that the same lines would have made, with the same seed, on one device: bit for bit
-    those of PyTorch's CPU generator, or, inside `exact_random` and with `shard_model(rng="exact")`, the exact ones. The
-    largest tensor has to fit into a rank's memory, the model has not. `from_pretrained` of transformers reads nothing
-    inside; later each rank reads its slices.
+    The parameters and buffers of a model that is built inside are on `meta`. `shard_model` and `Booster.boost` give
+    each rank its shards of the values that the same code would have computed, with the same seed, on one device: bit
+    for bit those of PyTorch's CPU generator, or, inside `exact_random` and with `shard_model(rng="exact")`, the exact
+    ones. The largest tensor has to fit into a rank's memory, the full model does not. `from_pretrained` of transformers
+    reads no weights inside; later each rank reads its slices.
 
-    What a model computes while it is built is put on a tape, so code that looks at values (`if mask.any()`) runs as it
-    would. Change nothing of its tensors between the block and sharding; `model.to(dtype)` may.
+    A tape records the operations of building a model, so that code that reads values (`if mask.any()`) works as usual.
+    Do not change its tensors between the block and sharding; `model.to(dtype)` is allowed.
 
     Args:
-        tensor_cls: None; ColossalAI's own kind of tensors is not needed.
-        default_device: where `materialize` puts tensors; by default the CPU.
+        tensor_cls: must be None; it exists for compatibility with ColossalAI.
+        default_device: the device where `materialize` puts tensors; by default the CPU.
 
     Raises:
-        ShardingError: inside another one, or a `tensor_cls`.
+        ShardingError: the context is nested in another one, or a `tensor_cls` is given.
 
     Example:
         >>> with LazyInitContext():
@@ -476,49 +479,50 @@ class LazyInitContext:
         self._stack.close()
         if exc[0] is not None:
             return
-        for tensor, holders in _held_by(self._modules):
+        for tensor, holders in _tensors_of(self._modules):
             if _torch.is_imagined(tensor):
-                place = self._tape.place(tensor)
-                empty = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device="meta")
+                view = self._tape.view_of(tensor)
+                empty = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta")
                 after = _replace(tensor, empty, holders)
-                _recorded[after] = _Recorded(self._tape, place, after._version, self.default_device)
-        torch.rand(())  # so that a later block can tell whether the generator was seeded again
+                _recorded[after] = _Recorded(self._tape, view, after._version, self.default_device)
+        torch.rand(())  # lets a later block detect that the generator was seeded again
         _last[:] = [(self._tape, torch.get_rng_state())]
 
     @staticmethod
     def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
         """Give all tensors of a module that was built in a `LazyInitContext` their values, in place, in this process.
 
-        Those that `from_pretrained` would have read come from `shard_model` only.
+        Values that `from_pretrained` would have read are available only from `shard_model`.
         """
-        held = {str(number): one for number, one in enumerate(_held_by(module.modules())) if one[0].is_meta}
-        for number, value in values_of({number: tensor for number, (tensor, _) in held.items()}):
-            tensor, holders = held[number]
+        on_meta = {str(number): one for number, one in enumerate(_tensors_of(module.modules())) if one[0].is_meta}
+        for number, value in values_of({number: tensor for number, (tensor, _) in on_meta.items()}):
+            tensor, holders = on_meta[number]
             device = _recorded.pop(tensor).device
             _replace(tensor, value.to(device, tensor.dtype, copy=True), holders)
         if verbose:
-            print(f"{type(module).__name__}: {len(held)} tensors have their values.")
+            print(f"{type(module).__name__}: {len(on_meta)} tensors have their values.")
         return module
 
 
 Holders = list[tuple[nn.Module, str]]
 
 
-def _held_by(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, Holders]]:
-    """Each tensor once, with the modules that hold it, and their names for it."""
+def _tensors_of(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, Holders]]:
+    """Return each tensor once, with the modules that hold it, and their names for it."""
     found: dict[int, tuple[torch.Tensor, Holders]] = {}
     for module in modules:
-        for held in own_tensors(module):
-            for key, tensor in held.items():
+        for tensors in own_tensors(module):
+            for key, tensor in tensors.items():
                 if tensor is not None:
                     found.setdefault(id(tensor), (tensor, []))[1].append((module, key))
     return list(found.values())
 
 
 def _replace(tensor: torch.Tensor, other: torch.Tensor, holders: Holders) -> torch.Tensor:
-    """Put another tensor in the place of this one, which stays a parameter if it is one, with its attributes.
+    """Replace a tensor by another one. A parameter stays one, with its attributes.
 
-    The same object becomes the other one; where somebody refers to it weakly (`nn.LSTM`), the modules get another one.
+    The same object gets the content of the other tensor. If there are weak references to it (`nn.LSTM`), the modules
+    get a new object.
     """
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)
@@ -532,10 +536,10 @@ def _replace(tensor: torch.Tensor, other: torch.Tensor, holders: Holders) -> tor
 
 
 def build_again(model: nn.Module) -> bool:
-    """Find out what the values of a model of transformers on meta would have been: its class builds another one lazily.
+    """Find the values that a model of transformers on meta would have: its class builds another one lazily.
 
     Returns:
-        Whether it is such a model.
+        Whether the model is one of transformers.
     """
     build = getattr(type(model), "_from_config", None)
     if build is None or not hasattr(model, "config"):

@@ -1,10 +1,10 @@
-"""Linear layers in a region: one local product each way, in place of a dozen DTensor ops.
+"""Linear layers in a region: one local product in forward and two in backward, instead of a dozen DTensor ops.
 
-`F.linear` on DTensors comes apart into views, transposes and products, each dispatched by itself, forward and backward.
-How a layer is computed follows from the placements of its operands and of its border (`ops/_products.py`). Here it is
-carried out: in eager mode on local tensors, by steps that are kept for operands of the same specs; in a compiled block
-by redistributions that are traced. Operands that the table has no line for, uneven shards and autocast layers go the
-way of the module's own forward. A second derivative is computed by DTensor ops.
+`F.linear` on DTensors is decomposed into views, transposes and products, each of which is dispatched, forward and
+backward. `ops/_products.py` decides how a layer is computed, by the placements of its operands and of its output. This
+module executes the decision: in eager mode on local tensors, by steps that are cached by the operands' specs; in a
+compiled block by traced redistributions. Operands that the table does not cover, uneven shards and layers under
+autocast use the module's own forward. Second derivatives are computed by DTensor ops.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 def compute_locally(module: nn.Module, border: Border | None = None) -> Callable[[], None]:
-    """Have a linear layer inside a region compute on local tensors; returns what undoes it.
+    """Let a linear layer inside a region compute on local tensors, and return an undo function.
 
     Args:
         module: of a class that is registered as linear.
-        border: the placements that its output is brought into, by its number of dims.
+        border: the placements that its output is redistributed to, by its number of dims.
     """
     dims, own_forward = linear_dims(module), module.forward
     transposed = dims is not None and dims.is_transposed
@@ -65,20 +65,34 @@ def compute_locally(module: nn.Module, border: Border | None = None) -> Callable
 
 
 def _traced(x: DTensor, weight: DTensor, bias: Any, border: tuple[Placement, ...] | None) -> torch.Tensor | None:
-    """Compute a layer by ops that can be traced and differentiated, or return None where the table has no line."""
+    """Compute a layer by traceable and differentiable ops, or return None where the table does not cover it."""
     mesh = x.device_mesh
     plan = _constant_plan(x.placements, weight.placements, x.shape, weight.shape, mesh.shape, border)
     if plan is None or (bias is not None and not (isinstance(bias, DTensor) and bias.placements == plan.bias)):
         return None
     summed = plan.product != plan.y
     local_x, local_weight = _local(x, plan.x, plan.grad_x[0]), _local(weight, plan.weight, plan.grad_weight[0])
-    local_bias = None if bias is None or summed else bias.to_local(grad_placements=plan.grad_bias)
-    local = F.linear(local_x, local_weight, local_bias)
+    local_bias = None if bias is None else bias.to_local(grad_placements=plan.grad_bias)
+    local = F.linear(local_x, local_weight, None if summed else local_bias)
+    if summed and local_bias is not None:
+        local = _BiasGradient.apply(local, local_bias)
     y = DTensor.from_local(local, mesh, plan.product, run_check=False)
     if not summed:
         return y
     y = y.redistribute(placements=plan.y)
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.detach()
+
+
+class _BiasGradient(torch.autograd.Function):
+    """Give a bias its gradient where the product's is full, as eager layers do, though it is added after the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, product: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return product.view_as(product)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return grad, grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
 @_torch.constant_in_graphs
@@ -98,10 +112,10 @@ def _local(tensor: DTensor, placements: tuple[Placement, ...], grad: tuple[Place
 
 @dataclass(frozen=True)
 class _Steps:
-    """What is done for operands of some specs: moves of local tensors (None where one stays), and specs of results.
+    """The steps for operands of some specs: redistributions of local tensors (None: not needed), and specs of results.
 
-    `gather_x` and `gather_weight` come before products, forward and backward, `reduce_y` before the bias is added,
-    `reduce_x` and `reduce_weight` before gradients are handed on.
+    `gather_x` and `gather_weight` precede the products, in forward and backward; `reduce_y` precedes the addition of
+    the bias; `reduce_x` and `reduce_weight` are applied to gradients before they are returned.
     """
 
     plan: LinearPlan
@@ -120,10 +134,10 @@ class _Steps:
 def _steps(
     x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | bool, border: tuple[Placement, ...] | None
 ) -> _Steps | None:
-    """Return the steps of a layer, or None where it takes another way.
+    """Return the steps of a layer, or None where it uses the module's own forward.
 
-    A rule may name the weight alone, so that the bias lies otherwise. `bias` is False where there is none, and True
-    where it is a plain tensor.
+    A rule may match the weight but not the bias, which then has other placements. `bias` is False where the layer has
+    none, and True where it is a plain tensor.
     """
     assert x.tensor_meta is not None and weight.tensor_meta is not None
     dtype = weight.tensor_meta.dtype
@@ -153,7 +167,7 @@ def _move(spec: DTensorSpec, placements: tuple[Placement, ...]) -> Move | None:
 
 
 def _sum(spec: DTensorSpec, placements: tuple[Placement, ...]) -> Move | None:
-    """Return how a new local product is reduced: in place, where it is summed over one mesh axis."""
+    """Return the reduction of a new local product: in place, where it is all-reduced over one mesh axis."""
     group = _torch.group_to_sum_over(spec.mesh, spec.placements, placements)
     return _move(spec, placements) if group is None else functools.partial(_torch.sum_in_place, group=group)
 
@@ -194,7 +208,7 @@ _apply = _torch.direct_apply(_Linear)
 
 
 def _operands(x: DTensor, weight: DTensor, steps: _Steps) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both as they are multiplied."""
+    """Return both local operands of the product, gathered where needed."""
     local_x, local_weight = _torch.local_of(x), _torch.local_of(weight)
     return (
         local_x if steps.gather_x is None else steps.gather_x(local_x),
@@ -207,7 +221,7 @@ def _finished(product: torch.Tensor, reduce: Move | None, spec: DTensorSpec) -> 
 
 
 def _differentiable(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor | None]:
-    """The same gradients by DTensor ops, for the gradient of a gradient."""
+    """Compute the gradients by differentiable DTensor ops, for create_graph=True."""
     flat = grad.flatten(0, -2)
     grad_x = grad @ weight if ctx.needs_input_grad[0] else None
     grad_weight = flat.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None

@@ -1,14 +1,14 @@
-"""Ranks that are lost while others train: who it was, and when.
+"""Detection of ranks that are lost in training: which ranks, and in which phase.
 
-A rank that is killed closes its connections, and those that wait for it get an error from the back end, which names an
-address. Here it becomes a `LostRankError`, which names ranks and a phase. Who has ended is looked up by process id on
-the machine that both ran on. Ranks that ended because an earlier one did must not be taken for it: who finds out first
-says so in the job's store, and all others repeat it. Where no process can be looked up, the ranks that have found
-nothing within a few seconds are those that did not answer.
+A rank that is killed closes its connections. The ranks that wait for it get an error from the back end that names only
+an address. This module turns it into a `LostRankError`, which names ranks and a phase. On one machine, process ids tell
+which rank has ended. Ranks may end because an earlier one did, and must not be reported: the first rank that finds a
+lost rank writes its finding to the job's store, and all others report the same. If no process can be looked up, the
+lost ranks are those that write no answer within a few seconds.
 
-A rank that has found one lost hangs up: it closes its own connections, so that those who wait for it learn of it too,
-at once, and not only when its process ends or the groups' timeout is over. So does a rank that has raised and keeps its
-process, while others wait for it in the middle of a module.
+A rank that has found a lost rank closes its own connections, so that the ranks that wait for it get an error at once,
+and not only when its process ends or the process group times out. A rank that raises in the middle of a module and
+keeps its process does the same, if other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_PATIENCE = 5.0  # seconds in which ranks that are there find out, after the first one has
-_TOGETHER = 10.0  # seconds in which ranks that compute the same have raised the same
-_LOOK_AGAIN = 0.02  # seconds
-_NO_CALL_WAITS_LONGER = 1.0  # seconds; the rank that keeps the store may be the one that is lost
-_RECENT = 60.0  # seconds for which what a rank raised explains that it ended
+_ANSWER_TIMEOUT = 5.0  # seconds for the other ranks to answer after the first one has found an error
+_AGREEMENT_TIMEOUT = 10.0  # seconds for ranks that compute the same to raise the same error
+_POLL_INTERVAL = 0.02  # seconds
+_STORE_TIMEOUT = 1.0  # seconds; the rank that hosts the store may be the lost one
+_ERROR_IS_RECENT = 60.0  # seconds after an error in which it explains the end of the rank
 _NEVER_SENT = 0x1057  # a tag
 
-# What gloo, and NCCL's and the store's sockets, say when the other side is gone or silent. Other complaints of theirs
-# (sizes that do not fit) are about the program.
-_OTHER_SIDE = re.compile(
+# Messages of gloo, and of the sockets of NCCL and of the store, if the peer is gone or silent. Their other messages,
+# such as those about sizes that do not match, are errors of the program.
+_PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|pair closure|connection refused|timed out|timeout|remote process exited",
     re.IGNORECASE,
 )
-_OF_GLOO_WITHOUT_ITS_NAME = "Application timeout caused pair closure"  # after another one in the group was in vain
+_GLOO_MESSAGE_WITHOUT_NAME = "Application timeout caused pair closure"  # after another receive in the group timed out
 
 
 def naming_lost_ranks(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: errors of collectives in this function that a lost rank has caused become `LostRankError`.
+    """Return a decorator that raises `LostRankError` if a lost rank has made a collective in the function fail.
 
-    Every other exception passes, with its type and traceback; it is noted for the other ranks, should this one end.
+    All other exceptions pass unchanged. They are written to the store, for the case that this rank ends.
 
     Args:
-        phase: what the function is part of.
+        phase: the phase that the function belongs to.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -72,7 +72,7 @@ def naming_lost_ranks(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                _look_into(error, phase)
+                _raise_if_lost(error, phase)
                 raise
 
         return named
@@ -81,8 +81,10 @@ def naming_lost_ranks(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def naming_lost_ranks_in_backward(function: Callable[P, R]) -> Callable[P, R]:
-    """The same for a function that autograd may call, where `loss.backward()` is the user's own line and nothing of
-    ours is around it. In other phases, something is, and errors pass."""
+    """Decorate a function that autograd may call, where no function of shardlib is around `loss.backward()`.
+
+    In other phases an outer function is decorated, and errors pass.
+    """
 
     @functools.wraps(function)
     def named(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -90,7 +92,7 @@ def naming_lost_ranks_in_backward(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except Exception as error:
             if _torch.backward_id() != -1:
-                _look_into(error, "backward")
+                _raise_if_lost(error, "backward")
             raise
 
     return named
@@ -98,36 +100,36 @@ def naming_lost_ranks_in_backward(function: Callable[P, R]) -> Callable[P, R]:
 
 @naming_lost_ranks("forward")
 def watch_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a model, and name ranks that are lost meanwhile: hooks see no errors."""
+    """Call a model, and raise `LostRankError` for ranks that are lost meanwhile. Hooks see no errors."""
     return forward(*args, **kwargs)
 
 
-def _look_into(error: Exception, phase: str) -> None:
-    """Raise `LostRankError` if that is what an error means."""
-    crew = _crew()
-    if crew is None or isinstance(error, LostRankError):
+def _raise_if_lost(error: Exception, phase: str) -> None:
+    """Raise `LostRankError` if an error means that a rank is lost; otherwise write it to the store."""
+    job = _job_members()
+    if job is None or isinstance(error, LostRankError):
         return
-    if _is_about_the_other_side(error):
-        raise crew.find_lost(error, phase) from error
-    crew.board().note(crew.rank, f"{type(error).__name__}: {error}")
+    if _is_about_a_peer(error):
+        raise job.find_lost(error, phase) from error
+    job.store().note(job.rank, f"{type(error).__name__}: {error}")
 
 
-def _is_about_the_other_side(error: Exception) -> bool:
+def _is_about_a_peer(error: Exception) -> bool:
     text = str(error)
-    of_gloo = isinstance(error, RuntimeError) and ("gloo" in text or text.startswith(_OF_GLOO_WITHOUT_ITS_NAME))
-    return (of_gloo or isinstance(error, dist.DistError)) and _OTHER_SIDE.search(text) is not None
+    of_gloo = isinstance(error, RuntimeError) and ("gloo" in text or text.startswith(_GLOO_MESSAGE_WITHOUT_NAME))
+    return (of_gloo or isinstance(error, dist.DistError)) and _PEER_IS_GONE.search(text) is not None
 
 
-# --- who is there -----------------------------------------------------------------------------------------------------
+# --- processes --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Member:
-    """A rank's process, as ranks on the same machine find it again.
+    """The process of a rank, with all that ranks on the same machine need to find it.
 
     Attributes:
-        machine: equal where processes see each other's ids: one boot of one kernel, one namespace.
-        started: when, as the system counts, since ids are used again; "" where it does not say.
+        machine: equal for processes that see each other's ids: one boot of one kernel, one pid namespace.
+        started: the start time of the process, since the system reuses ids; "" if it is unknown.
     """
 
     rank: int
@@ -137,19 +139,19 @@ class _Member:
     started: str
 
     @classmethod
-    def here(cls) -> _Member:
+    def of_this_process(cls) -> _Member:
         pid = os.getpid()
         return cls(dist.get_rank(), _machine(), socket.gethostname(), pid, _status(pid)[1])
 
     def condition(self) -> str:
-        """ "there", "stopped" or "ended"; asked on its own machine."""
+        """Return "there", "stopped" or "ended". Call on the member's machine."""
         state, started = _status(self.pid)
         if state in _GONE or started != self.started:
             return "ended"
         return "stopped" if state in _STOPPED else "there"
 
 
-_GONE, _STOPPED = ("", "Z", "X", "x"), ("T", "t")  # a zombie has ended, and waits for its parent to notice
+_GONE, _STOPPED = ("", "Z", "X", "x"), ("T", "t")  # a zombie has ended, but its parent has not waited for it
 
 
 def _machine() -> str:
@@ -161,18 +163,18 @@ def _machine() -> str:
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """A process's state, one letter and "" for none, and when it started. See proc(5), /proc/pid/stat."""
+    """Return the state of a process (one letter, or "" if there is none) and its start time; see proc(5)."""
     if not Path("/proc/self/stat").exists():
-        return _signalled(pid), ""
+        return _status_by_signal(pid), ""
     try:
-        # The second field is the program's name in parentheses, and may hold anything.
+        # The second field is the program's name in parentheses, which may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", ""
     return fields[0], fields[19]
 
 
-def _signalled(pid: int) -> str:
+def _status_by_signal(pid: int) -> str:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -182,19 +184,19 @@ def _signalled(pid: int) -> str:
     return "R"
 
 
-# --- what ranks tell each other ---------------------------------------------------------------------------------------
+# --- the store --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Finding:
-    """Which ranks were lost first, and how: a word of `_Member.condition`, "raised", "silent", or "unknown"."""
+    """The ranks that were lost first, and how: a result of `_Member.condition`, "raised", "silent", or "unknown"."""
 
     ranks: tuple[int, ...]
     how: str
 
 
 def _within(seconds: float, work: Callable[[], T]) -> list[T]:
-    """What a call gives, which may wait for a rank that is gone; nothing if it raises or waits longer."""
+    """Return the result of a call in a list, which is empty if the call raises or takes longer than this."""
     answers = list[T]()
 
     def run() -> None:
@@ -207,29 +209,29 @@ def _within(seconds: float, work: Callable[[], T]) -> list[T]:
     return answers
 
 
-class _Board:
-    """Notes in the job's store. It may be gone, or stand still, with the rank that keeps it: no call waits long."""
+class _StoreClient:
+    """The notes of ranks in the job's store. No call blocks for long: the host of the store may be lost or stopped."""
 
     def __init__(self, store: dist.Store, token: str) -> None:
         self._store: dist.Store | None = dist.PrefixStore(f"shardlib/lost/{token}", store)
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T | None:
-        """The store's answer; None, now and for good, where it gives none."""
+        """Return the store's answer; None, also for all later calls, if it does not answer."""
         store = self._store
-        answers = _within(_NO_CALL_WAITS_LONGER, functools.partial(question, store)) if store is not None else []
+        answers = _within(_STORE_TIMEOUT, functools.partial(question, store)) if store is not None else []
         if not answers:
             self._store = None
             return None
         return answers[0]
 
     def first(self) -> _Finding | None:
-        """What was found first."""
+        """Return the first finding; None if there is none."""
         return self._ask_for_finding(lambda store: store.get("first") if store.check(["first"]) else b"")
 
     def claim(self, finding: _Finding) -> _Finding:
-        """Say what was found; returns what was found first."""
-        mine = json.dumps([finding.ranks, finding.how])
-        return self._ask_for_finding(lambda store: store.compare_set("first", "", mine)) or finding
+        """Write a finding, if it is the first; return the first finding."""
+        claimed = json.dumps([finding.ranks, finding.how])
+        return self._ask_for_finding(lambda store: store.compare_set("first", "", claimed)) or finding
 
     def _ask_for_finding(self, question: Callable[[dist.Store], bytes]) -> _Finding | None:
         answer = self._ask(question)
@@ -239,72 +241,72 @@ class _Board:
         return _Finding(tuple(ranks), how)
 
     def answer(self, rank: int) -> None:
-        """This rank is there, and knows that one was lost."""
-        self.say("there", rank, "1")
+        """Write that this rank is alive, and knows that a rank is lost."""
+        self.write("there", rank, "1")
 
     def silent(self, ranks: Iterable[int]) -> list[int] | None:
-        """Those of some ranks that have not answered; None where nobody can be asked."""
+        """Return the ranks that have not answered; None if the store does not answer."""
         return self._ask(lambda store: [rank for rank in ranks if not store.check([f"there/{rank}"])])
 
-    def say(self, what: str, rank: int, text: str) -> None:
+    def write(self, what: str, rank: int, text: str) -> None:
         self._ask(lambda store: store.set(f"{what}/{rank}", text))
 
-    def said(self, what: str, ranks: Iterable[int]) -> list[str] | None:
-        """What each of these ranks has said; None as long as one has not."""
+    def texts(self, what: str, ranks: Iterable[int]) -> list[str] | None:
+        """Return the text of each of these ranks; None until all have written one."""
         keys = [f"{what}/{rank}" for rank in ranks]
         return self._ask(lambda store: [store.get(key).decode() for key in keys] if store.check(keys) else None)
 
     def note(self, rank: int, text: str) -> None:
-        """Say what this rank raised, in case that it ends of it."""
-        self.say("raised", rank, json.dumps([time.time(), text[:500]]))
+        """Write the error that this rank raised, for the case that it ends because of it."""
+        self.write("raised", rank, json.dumps([time.time(), text[:500]]))
 
     def noted(self, rank: int) -> str:
-        """What a rank raised a short time ago; else an empty text."""
+        """Return the error that a rank raised recently, or ""."""
         key = f"raised/{rank}"
         answer = self._ask(lambda store: store.get(key) if store.check([key]) else b"")
         when, text = json.loads(answer) if answer else (0.0, "")
-        return text if time.time() - when < _RECENT else ""
+        return text if time.time() - when < _ERROR_IS_RECENT else ""
 
 
-class _Crew:
-    """The ranks that train together, and how each can be found again."""
+class _JobMembers:
+    """The ranks that train together, and their processes."""
 
     def __init__(self, members: Sequence[_Member], token: str) -> None:
         self.rank = dist.get_rank()
         self.members = {member.rank: member for member in members}
         self._token = token
 
-    def board(self) -> _Board:
-        """Not kept: a store that somebody holds outlives its process group, and keeps its port."""
-        return _Board(_torch.default_store(), self._token)
+    def store(self) -> _StoreClient:
+        """Return a new client of the job's store. A reference that is kept would keep the store's port open."""
+        return _StoreClient(_torch.default_store(), self._token)
 
     def find_lost(self, error: Exception, phase: str) -> LostRankError:
-        """Who was lost, after an error in a phase of this rank. Waits a few seconds at most."""
-        board = self.board()
-        board.answer(self.rank)
-        _within(_NO_CALL_WAITS_LONGER, _hang_up)
-        finding = self._search(board, time.monotonic() + _PATIENCE)
-        return LostRankError(self._told(board, finding, phase, error), finding.ranks, phase)
+        """Return the error that names the lost ranks, after an error in a phase of this rank. Waits a few seconds."""
+        store = self.store()
+        store.answer(self.rank)
+        _within(_STORE_TIMEOUT, _close_connections)
+        finding = self._search(store, time.monotonic() + _ANSWER_TIMEOUT)
+        return LostRankError(self._message(store, finding, phase, error), finding.ranks, phase)
 
-    def _search(self, board: _Board, until: float) -> _Finding:
+    def _search(self, store: _StoreClient, until: float) -> _Finding:
         while True:
-            if (first := board.first()) is not None:
+            if (first := store.first()) is not None:
                 return first
             for condition in ("ended", "stopped"):
                 if ranks := self._on_this_machine(condition):
-                    return board.claim(_Finding(ranks, condition))
+                    return store.claim(_Finding(ranks, condition))
             if time.monotonic() >= until:
-                silent = board.silent(rank for rank in sorted(self.members) if rank != self.rank)
-                return _Finding((), "unknown") if silent is None else board.claim(_Finding(tuple(silent), "silent"))
-            time.sleep(_LOOK_AGAIN)
+                silent = store.silent(rank for rank in sorted(self.members) if rank != self.rank)
+                return _Finding((), "unknown") if silent is None else store.claim(_Finding(tuple(silent), "silent"))
+            time.sleep(_POLL_INTERVAL)
 
     def _on_this_machine(self, condition: str) -> tuple[int, ...]:
-        here = self.members[self.rank]
-        near = [member for member in self.members.values() if member.machine == here.machine and member is not here]
+        own = self.members[self.rank]
+        near = [member for member in self.members.values() if member.machine == own.machine and member is not own]
         return tuple(sorted(member.rank for member in near if member.condition() == condition))
 
-    def _told(self, board: _Board, finding: _Finding, phase: str, error: Exception) -> str:
-        happened = " and ".join(self._happened(board, rank, finding.how) for rank in finding.ranks)
+    def _message(self, store: _StoreClient, finding: _Finding, phase: str, error: Exception) -> str:
+        happened = " and ".join(self._happened(store, rank, finding.how) for rank in finding.ranks)
         if finding.how == "unknown":
             happened = f"A rank was lost, and the job's store with it, which could have said which one ({error})"
         elif not finding.ranks:
@@ -314,63 +316,69 @@ class _Crew:
             "start the job again, and load the last checkpoint."
         )
 
-    def _happened(self, board: _Board, rank: int, how: str) -> str:
+    def _happened(self, store: _StoreClient, rank: int, how: str) -> str:
         member = self.members.get(rank)
         where = f' (process {member.pid} on "{member.host}")' if member is not None else ""
         if how == "stopped":
             return f"rank {rank}{where} did not answer in time: its process is stopped"
-        raised = board.noted(rank)
+        raised = store.noted(rank)
         if how == "raised":
             return f"rank {rank}{where} raised {raised or 'an exception'} while others waited for it"
-        gone = "has ended" if how == "ended" else f"did not answer in time, nor within {_PATIENCE:g} s after that"
+        gone = "has ended" if how == "ended" else f"did not answer in time, nor within {_ANSWER_TIMEOUT:g} s after that"
         return f"rank {rank}{where} {gone}{f', after it raised {raised}' if raised else ''}"
 
 
-_known: list[tuple[weakref.ref[Any], _Crew]] = []
+_known: list[tuple[weakref.ref[Any], _JobMembers]] = []
 
 
 def meet(group: dist.ProcessGroup | None) -> None:
-    """Learn how the processes of a group can be found again, should one be lost. Collective over the group."""
+    """Exchange the processes of a group's ranks, so that a lost one can be found. Collective over the group."""
     if group is None or dist.get_world_size(group) == 1:
         return
-    told = agree.exchange((_Member.here(), secrets.token_hex(8)), group)
-    before = _crew()
-    members = {**(before.members if before is not None else {}), **{member.rank: member for member, _ in told}}
-    _known[:] = [(weakref.ref(dist.group.WORLD), _Crew(list(members.values()), told[0][1]))]
+    members_and_tokens = agree.exchange((_Member.of_this_process(), secrets.token_hex(8)), group)
+    before = _job_members()
+    members = {
+        **(before.members if before is not None else {}),
+        **{member.rank: member for member, _ in members_and_tokens},
+    }
+    _known[:] = [(weakref.ref(dist.group.WORLD), _JobMembers(list(members.values()), members_and_tokens[0][1]))]
 
 
-def all_say(what: str, said: str, ranks: Collection[int]) -> bool:
-    """Whether each of these ranks says the same of something within ten seconds; those that do not never ask."""
-    board, until = _board(), time.monotonic() + _TOGETHER
-    board.say(what, dist.get_rank(), said)
-    while (answers := board.said(what, ranks)) is None and time.monotonic() < until:
-        time.sleep(_LOOK_AGAIN)
-    return answers is not None and set(answers) == {said}
+def all_say(what: str, text: str, ranks: Collection[int]) -> bool:
+    """Tell whether each of these ranks writes the same text on a subject within ten seconds.
+
+    Ranks that have nothing to write do not call it.
+    """
+    store, until = _store_client(), time.monotonic() + _AGREEMENT_TIMEOUT
+    store.write(what, dist.get_rank(), text)
+    while (answers := store.texts(what, ranks)) is None and time.monotonic() < until:
+        time.sleep(_POLL_INTERVAL)
+    return answers is not None and set(answers) == {text}
 
 
 def leave() -> None:
-    """Tell the ranks that wait for this one in collectives that it has raised what was noted; none waits any longer."""
-    _board().claim(_Finding((dist.get_rank(),), "raised"))
-    _within(_NO_CALL_WAITS_LONGER, _hang_up)
+    """Tell the ranks that wait for this one in collectives that it has raised the noted error; end their waiting."""
+    _store_client().claim(_Finding((dist.get_rank(),), "raised"))
+    _within(_STORE_TIMEOUT, _close_connections)
 
 
-def _board() -> _Board:
-    crew = _crew()
-    return crew.board() if crew is not None else _Board(_torch.default_store(), "")
+def _store_client() -> _StoreClient:
+    job = _job_members()
+    return job.store() if job is not None else _StoreClient(_torch.default_store(), "")
 
 
-def _crew() -> _Crew | None:
-    """Of the job that this process is in now."""
+def _job_members() -> _JobMembers | None:
+    """Return the members of the job that this process belongs to now."""
     if not _known or not dist.is_initialized() or _known[0][0]() is not dist.group.WORLD:
         return None
     return _known[0][1]
 
 
-def _hang_up() -> None:
+def _close_connections() -> None:
     """Close this process's connections to the ranks that it trains with.
 
-    gloo does so for all of a group's when a receive waits in vain: this one is for what nobody sends. Groups that users
-    made for other ends stay.
+    gloo closes all connections of a group if a receive times out: the receive here is for a message that no rank sends.
+    Groups that users created for other purposes stay open.
     """
     for group in _torch.process_groups():
         if group is not dist.group.WORLD and not group.group_desc.startswith("mesh"):
@@ -378,7 +386,7 @@ def _hang_up() -> None:
         other = next((rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()), None)
         if other is not None:
             with contextlib.suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                work = dist.irecv(nothing, other, group=group, tag=_NEVER_SENT)
+                unused = torch.empty(1, dtype=torch.uint8, device="cpu")
+                work = dist.irecv(unused, other, group=group, tag=_NEVER_SENT)
                 if work is not None:
                     work.wait(timedelta(milliseconds=1))

@@ -1,8 +1,8 @@
-"""Models on `meta` become real one module, or one slice, at a time; no rank ever holds the whole model.
+"""Materialisation of models on `meta`, one module or one slice at a time; no rank ever holds the full model.
 
-From a checkpoint, each rank reads only the slices that the plan gives it. From an initialiser, one module's own tensors
-are made whole, initialised and cut before the next module's turn. Where random numbers are exact, split tensors are
-initialised in parts: the initialiser runs on DTensors, of which each rank has its shard.
+From a checkpoint, each rank reads only its slices. With an initialiser, the tensors of one module are allocated in
+full, initialised and sharded before those of the next module. If random numbers are exact, the initialiser of split
+tensors runs on DTensors, so that each rank allocates only its local shards.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch import nn
 
 from shardlib.engine import lazy, pretrained
 from shardlib.engine._torch import own_tensors
+from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.ops import ShardlibGatherWarning
-from shardlib.engine.plain import plain
 from shardlib.errors import CheckpointError, ShardingError, nearest
 
 __all__ = ["Source", "checkpoints", "initial_values"]
 
 Init = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], Any]
-# What makes a tensor without values for the tensor of that name, whole or in parts.
+# Returns uninitialised memory for the tensor of that name: a full tensor or a DTensor.
 Make = Callable[[str, torch.Tensor], torch.Tensor]
-# What cuts a whole tensor, or anything that can be sliced like one, to this rank's shard of the tensor of that name.
-Cut = Callable[[str, Any], torch.Tensor]
+# Returns this rank's shard of the tensor of that name, from a full tensor or anything that can be sliced like one.
+ShardOf = Callable[[str, Any], torch.Tensor]
 
 RESET = "reset_parameters"
-LATER: Any = object()  # what was put on a tape when the model was built
+FROM_TAPE: Any = object()  # the source of values that were recorded on a tape when the model was built
 
 
 class Source:
-    """Where tensors come from by name: a state dict, a safetensors file, or a folder of them with an index.
+    """A source of tensors by name: a state dict, a safetensors file, or a folder of files with an index.
 
-    Files may have the names, and the parts, that transformers knows how to make the model's.
+    Files may use other names, and parts of tensors, that transformers can convert to the model's.
     """
 
     def __init__(self, init: str | Path | Mapping[str, torch.Tensor], model: nn.Module | None = None) -> None:
@@ -62,7 +62,7 @@ class Source:
         self._stack.close()
 
     def refuse_another(self) -> None:
-        """Raise `CheckpointError` if other files stand by now where those were that are open."""
+        """Raise `CheckpointError` if another file has replaced one of the open files."""
         if any(_which(file) != which for file, which in self._opened.items()):
             raise CheckpointError(f"The checkpoint {self._described} was replaced while it was read. Load it again.")
 
@@ -79,7 +79,7 @@ class Source:
 
 
 class _Joined:
-    """Parts in files that are one tensor of the model: read like a slice of a file, each part as far as it is asked."""
+    """A tensor of the model that files have in parts; slicing it reads only the requested slices of the parts."""
 
     def __init__(self, found: pretrained.Found, slices: Mapping[str, Callable[[], Any]]) -> None:
         self._found = found
@@ -113,37 +113,38 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def initial_values(
-    model: nn.Module, init: Init | tuple[Init, ...] | None, cut: Cut, make: Make | None = None
+    model: nn.Module, init: Init | tuple[Init, ...] | None, shard_of: ShardOf, make: Make | None = None
 ) -> dict[str, torch.Tensor]:
-    """This rank's shard of every tensor of `model` that is on `meta`, by its first name.
+    """Return this rank's shard of every tensor of `model` that is on `meta`, by its first name.
 
     Args:
-        model: its meta tensors are filled for a moment, module by module, and put back.
-        init: a checkpoint (safetensors file, folder, or mapping from name to whole tensor), an initialiser called with
-            each module that owns such tensors, "reset_parameters" for the method of that name, or several in order:
-            each fills what those before it left out. None gives what was built in a `LazyInitContext` the values that
-            it would have had; behind those of the checkpoint that `from_pretrained` was called for there.
-        cut: takes a name and something sliceable of global shape, or what `make` made, and returns the local shard.
-        make: makes the memory that an initialiser writes to, from a name and a meta tensor; by default all of it. Where
-            the initialiser raises on that, it is run again on whole tensors, with the random state that it began with.
+        model: its meta tensors are filled temporarily, module by module, and put back.
+        init: a checkpoint (safetensors file, folder, or mapping from name to full tensor), an initialiser that is
+            called with each module that owns such tensors, "reset_parameters" for the method of that name, or several
+            in order: each fills the tensors that those before it left out. None gives a model that was built in a
+            `LazyInitContext` the values that it would have had, after those of the checkpoint that `from_pretrained`
+            was called for there.
+        shard_of: takes a name and something sliceable of global shape, or a result of `make`; returns the local shard.
+        make: returns the memory that an initialiser writes to, from a name and a meta tensor; by default a full tensor.
+            If the initialiser raises on it, it runs again on full tensors, from the same random state.
 
     Raises:
-        ShardingError: no `init`, or tensors that no `init` filled; they are named.
-        CheckpointError: a checkpoint that cannot be read, or holds a tensor of another shape.
+        ShardingError: there is no `init`, or it left some tensors without values; the error names them.
+        CheckpointError: a checkpoint cannot be read, or has a tensor of another shape.
     """
     missing = _meta_tensors(model)
     values: dict[str, torch.Tensor] = {}
     if init is None and any(map(lazy.is_recorded, missing.values())):
-        init = (*filter(None, [pretrained.source_of(model)]), LATER)
+        init = (*filter(None, [pretrained.source_of(model)]), FROM_TAPE)
     for source in init if isinstance(init, tuple) else () if init is None else (init,):
         for name in values:
             missing.pop(name, None)
-        if source is LATER:
-            values |= {name: cut(name, whole).to(missing[name].dtype) for name, whole in lazy.values_of(missing)}
+        if source is FROM_TAPE:
+            values |= {name: shard_of(name, full).to(missing[name].dtype) for name, full in lazy.values_of(missing)}
         elif callable(source) or source == RESET:
-            values |= _from_initialiser(model, source, missing, cut, make)
+            values |= _from_initialiser(model, source, missing, shard_of, make)
         else:
-            values |= _from_checkpoint(source, missing, cut, model)
+            values |= _from_checkpoint(source, missing, shard_of, model)
     left = [name for name in missing if name not in values]
     if left:
         raise ShardingError(_no_values(left, len(missing), init))
@@ -156,7 +157,7 @@ def _meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _from_checkpoint(
-    init: Any, missing: Mapping[str, torch.Tensor], cut: Cut, model: nn.Module
+    init: Any, missing: Mapping[str, torch.Tensor], shard_of: ShardOf, model: nn.Module
 ) -> dict[str, torch.Tensor]:
     values = {}
     with Source(init, model) as source:
@@ -170,17 +171,19 @@ def _from_checkpoint(
             )
         try:
             for name in found:
-                whole = source.tensors[name]()
-                _check_shape(name, missing[name], whole, init)
-                values[name] = cut(name, whole).to(missing[name].dtype)
+                full = source.tensors[name]()
+                _check_shape(name, missing[name], full, init)
+                values[name] = shard_of(name, full).to(missing[name].dtype)
         finally:
             source.refuse_another()
     return values
 
 
 def checkpoints(init: Any) -> dict[str, int]:
-    """A checksum of what is written beside each checkpoint of an `init`: its index, and our manifest, which has
-    checksums of all values."""
+    """Return a checksum of the metadata of each checkpoint in an `init`.
+
+    The metadata are the index, and shardlib's manifest, which has checksums of all values.
+    """
     sources = init if isinstance(init, tuple) else (init,)
     paths = [Path(source) for source in sources if isinstance(source, str | os.PathLike) and source != RESET]
     return {str(path): _beside(path if path.is_dir() else path.parent) for path in paths}
@@ -194,7 +197,7 @@ def _beside(folder: Path) -> int:
 
 
 def _which(file: Path) -> tuple[int, ...]:
-    """What tells a file from another that is put in its place; nothing where there is none."""
+    """Return an identity of a file that changes if another file replaces it; () if there is none."""
     try:
         found = file.stat()
     except OSError:
@@ -202,8 +205,8 @@ def _which(file: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _check_shape(name: str, expected: torch.Tensor, whole: Any, init: Any) -> None:
-    shape = tuple(whole.get_shape() if hasattr(whole, "get_shape") else whole.shape)
+def _check_shape(name: str, expected: torch.Tensor, full: Any, init: Any) -> None:
+    shape = tuple(full.get_shape() if hasattr(full, "get_shape") else full.shape)
     if shape != tuple(expected.shape):
         raise CheckpointError(
             f'The checkpoint {_described(init)} has "{name}" with shape {shape}; the model has it with global shape '
@@ -212,7 +215,7 @@ def _check_shape(name: str, expected: torch.Tensor, whole: Any, init: Any) -> No
 
 
 def _from_initialiser(
-    model: nn.Module, init: Any, missing: Mapping[str, torch.Tensor], cut: Cut, make: Make | None
+    model: nn.Module, init: Any, missing: Mapping[str, torch.Tensor], shard_of: ShardOf, make: Make | None
 ) -> dict[str, torch.Tensor]:
     values: dict[str, torch.Tensor] = {}
     by_id = {id(tensor): name for name, tensor in missing.items()}
@@ -220,30 +223,32 @@ def _from_initialiser(
         own = {key: by_id[id(t)] for key, t in _own_tensors(module) if id(t) in by_id and by_id[id(t)] not in values}
         if own:
             values |= (
-                _initialise_in_parts(module, init, own, cut, make) if make else _initialise(module, init, own, cut)
+                _initialise_in_parts(module, init, own, shard_of, make)
+                if make
+                else _initialise(module, init, own, shard_of)
             )
     return values
 
 
 def _initialise_in_parts(
-    module: nn.Module, init: Any, own: Mapping[str, str], cut: Cut, make: Make
+    module: nn.Module, init: Any, own: Mapping[str, str], shard_of: ShardOf, make: Make
 ) -> dict[str, torch.Tensor]:
-    """On a rank's parts if the initialiser takes them: it does on all ranks or on none."""
+    """Initialise a module's local shards, if the initialiser supports it; else full tensors. All ranks do the same."""
     state = torch.get_rng_state()
     try:
         with warnings.catch_warnings():
-            # Gathering costs little here; and where warnings are errors, it would stop the one rank that warns.
+            # Gathering costs little here. If warnings are errors, a warning would stop only the rank that warns.
             warnings.simplefilter("ignore", ShardlibGatherWarning)
-            return _initialise(module, init, own, cut, make)
+            return _initialise(module, init, own, shard_of, make)
     except Exception:
         torch.set_rng_state(state)
-        return _initialise(module, init, own, cut)
+        return _initialise(module, init, own, shard_of)
 
 
 def _initialise(
-    module: nn.Module, init: Any, own: Mapping[str, str], cut: Cut, make: Make | None = None
+    module: nn.Module, init: Any, own: Mapping[str, str], shard_of: ShardOf, make: Make | None = None
 ) -> dict[str, torch.Tensor]:
-    """Fill one module's own meta tensors with real memory, run the initialiser on it, cut, and put meta back."""
+    """Give one module's meta tensors real memory, run the initialiser, shard the values, put the meta tensors back."""
     meta = dict(_own_tensors(module))
     try:
         for key, tensor in meta.items():
@@ -252,7 +257,7 @@ def _initialise(
                 _set_own(module, key, _unfilled(tensor, part))
         _run(init, module)
         made = {key: tensor for key, tensor in _own_tensors(module) if key in own}
-        return {own[key]: cut(own[key], t.detach()) for key, t in made.items() if not _is_unfilled(t)}
+        return {own[key]: shard_of(own[key], t.detach()) for key, t in made.items() if not _is_unfilled(t)}
     finally:
         for key, tensor in meta.items():
             _set_own(module, key, tensor)
@@ -266,7 +271,7 @@ def _run(init: Any, module: nn.Module) -> None:
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(k, t) for held in own_tensors(module) for k, t in held.items() if t is not None]
+    return [(k, t) for tensors in own_tensors(module) for k, t in tensors.items() if t is not None]
 
 
 def _set_own(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
@@ -274,7 +279,7 @@ def _set_own(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
     (parameters if key in parameters else buffers)[key] = tensor
 
 
-# Memory that an initialiser has not written to holds this value everywhere, so that a forgotten tensor is found.
+# Memory is filled with this value before an initialiser runs, so that tensors that it leaves out are found.
 def _mark(dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
@@ -295,11 +300,11 @@ def _is_unfilled(tensor: torch.Tensor) -> bool:
         return tensor.is_meta
     mark = torch.full((), _mark(tensor.dtype), dtype=tensor.dtype)
     same = torch.isnan(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor == mark
-    return tensor.numel() > 0 and bool(plain(same.all()))
+    return tensor.numel() > 0 and bool(to_full_tensor(same.all()))
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files behind a path: the file itself, or those of the index in a folder."""
+    """Return the safetensors files of a path: the file itself, or those of the index in a folder."""
     if path.is_dir():
         indices = sorted(path.glob("*.safetensors.index.json"))
         path = indices[0] if indices else path / "model.safetensors"

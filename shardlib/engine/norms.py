@@ -1,8 +1,8 @@
-"""One norm of all gradients, whatever mixture they are: each element of each tensor counts once.
+"""Compute one norm of all gradients, in any mixture of layouts: each element of each tensor counts once.
 
-A tensor that several ranks hold alike is counted by the one that stands at coordinate 0 of every axis that does not
-split it. So plain tensors, DTensors on the model mesh and parts on the whole mesh go into one sum, and one all-reduce
-over the whole mesh gives all ranks the same bits.
+A replicated tensor is counted by the rank at coordinate 0 of every axis that does not split it. Plain tensors, DTensors
+on the model mesh and shards on the whole mesh thus go into one sum, and one all-reduce over the whole mesh gives all
+ranks the same bits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
-from shardlib.engine.held import held_of, local_of
 from shardlib.engine.lost import naming_lost_ranks
+from shardlib.engine.params import local_of, param_state_of
 from shardlib.errors import ShardingError
 
 __all__ = ["clip_among", "clip_grad_norm_", "clip_grad_value_", "get_grad_norm"]
@@ -35,20 +35,20 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm, over all elements of all parameters, is at most `max_norm`.
 
-    What `torch.nn.utils.clip_grad_norm_` does on one device, for any sharded model. All ranks call it.
+    Same as `torch.nn.utils.clip_grad_norm_` on one device, for any sharded model. All ranks call it.
 
     Args:
         model_or_params: a model, or its parameters; they need not be sharded.
-        max_norm: gradients of a larger norm are multiplied by `max_norm / (norm + 1e-6)`; with `inf` none is.
+        max_norm: gradients of a larger norm are multiplied by `max_norm / (norm + 1e-6)`; `inf` leaves all as they are.
         norm_type: p of the p-norm, a positive number, or `inf` for the largest absolute value.
-        error_if_nonfinite: raise if the norm is infinite or nan, on all ranks alike, and change nothing.
+        error_if_nonfinite: raise on all ranks if the norm is infinite or nan, and change nothing.
 
     Returns:
-        The norm before, a plain scalar of the same bits on every rank.
+        The norm before clipping, a plain scalar with the same bits on every rank.
 
     Raises:
-        ShardingError: arguments that make no norm; a gradient that no backward pass has reduced yet; with
-            `error_if_nonfinite` a norm that is not finite.
+        ShardingError: an argument is invalid; no backward pass has reduced a gradient yet; the norm is not finite, with
+            `error_if_nonfinite`.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> layer(torch.tensor([[3.0, 4.0]])).sum().backward()
@@ -57,7 +57,7 @@ def clip_grad_norm_(
     >>> layer.weight.grad
     tensor([[0.6000, 0.8000]])
     """
-    return clip_among((), _each_once(model_or_params), max_norm, norm_type, error_if_nonfinite)
+    return clip_among((), _unique(model_or_params), max_norm, norm_type, error_if_nonfinite)
 
 
 @torch.no_grad()
@@ -68,14 +68,14 @@ def clip_among(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """`clip_grad_norm_`, in which all ranks that hold tensors of `among` take part, also those without `params`."""
+    """Do as `clip_grad_norm_`, on all ranks that have tensors of `among`, also on those without `params`."""
     limit = float(max_norm)
     if not limit >= 0:
         raise ShardingError(f"max_norm={max_norm!r} was given; give a number that is not negative, such as 1.0.")
     norm = _norm_among(among, params, norm_type, error_if_nonfinite)
     if limit < math.inf:
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        for grads in _alike([local_of(p.grad) for p in params if p.grad is not None]):
+        for grads in _by_device_and_dtype([local_of(p.grad) for p in params if p.grad is not None]):
             _torch.multiply_all(grads, factor.to(grads[0].device))
     return norm
 
@@ -84,12 +84,12 @@ def clip_among(
 def get_grad_norm(
     model_or_params: Parameters, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """The norm that `clip_grad_norm_` would return; gradients are left as they are. All ranks call it.
+    """Return the norm that `clip_grad_norm_` would return; leave gradients as they are. All ranks call it.
 
     Args:
         model_or_params: a model, or its parameters; they need not be sharded.
         norm_type: p of the p-norm, a positive number, or `inf` for the largest absolute value.
-        error_if_nonfinite: raise if the norm is infinite or nan, on all ranks alike.
+        error_if_nonfinite: raise on all ranks if the norm is infinite or nan.
 
     Raises:
         ShardingError: as `clip_grad_norm_`.
@@ -99,7 +99,7 @@ def get_grad_norm(
     >>> get_grad_norm(layer), get_grad_norm(layer, 1), get_grad_norm(layer, "inf")
     (tensor(5.), tensor(7.), tensor(4.))
     """
-    return _norm_among((), _each_once(model_or_params), norm_type, error_if_nonfinite)
+    return _norm_among((), _unique(model_or_params), norm_type, error_if_nonfinite)
 
 
 def _norm_among(
@@ -110,12 +110,12 @@ def _norm_among(
     summed = list(_gradients(params))
     for param, grad in summed:
         mesh, _ = counting = _counting(param)
-        held = held_of(param)
-        if (mesh is None or _counts_here(grad, mesh)) and (held is None or held.counted):
+        param_state = param_state_of(param)
+        if (mesh is None or _counts_here(grad, mesh)) and (param_state is None or param_state.is_counted):
             by_mesh[counting].append(local_of(grad))
     device = _device_of(params)
     totals = [_summed(_power(local, p, device), counting, p) for counting, local in by_mesh.items()]
-    norm = _joined(totals, p, device).to(_wide([grad.dtype for _, grad in summed]))
+    norm = _total_norm(totals, p, device).to(_norm_dtype([grad.dtype for _, grad in summed]))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise ShardingError(
             f"The norm of order {p:g} of all gradients is {norm.item()}, on all ranks. Look for the step at which the "
@@ -129,7 +129,7 @@ def clip_grad_value_(model_or_params: Parameters, clip_value: float) -> None:
     """Clamp every element of every gradient to [-clip_value, clip_value], in place. All ranks call it.
 
     Raises:
-        ShardingError: a value that is negative or nan; a gradient that no backward pass has reduced yet.
+        ShardingError: the value is negative or nan; no backward pass has reduced a gradient yet.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> layer(torch.tensor([[3.0, -4.0]])).sum().backward()
@@ -140,14 +140,14 @@ def clip_grad_value_(model_or_params: Parameters, clip_value: float) -> None:
     limit = float(clip_value)
     if not limit >= 0:
         raise ShardingError(f"clip_value={clip_value!r} was given; give a number that is not negative, such as 1.0.")
-    summed = list(_gradients(_each_once(model_or_params)))
+    summed = list(_gradients(_unique(model_or_params)))
     for param, grad in summed:
         param.grad = grad
     _torch.clamp_all([local_of(grad) for _, grad in summed], limit)
 
 
-def _each_once(given: Parameters) -> list[torch.Tensor]:
-    """Parameters in order; tied ones, and those that were given twice, once."""
+def _unique(given: Parameters) -> list[torch.Tensor]:
+    """Return parameters in order, each once, if tied or given twice."""
     params = (
         given.parameters() if isinstance(given, nn.Module) else [given] if isinstance(given, torch.Tensor) else given
     )
@@ -162,74 +162,77 @@ def _checked_type(norm_type: float) -> float:
 
 
 def _gradients(params: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters that have a gradient, with it; what is still a partial sum is reduced first."""
+    """Yield the parameters that have a gradient, with the gradient; reduce partial sums first."""
     for param in params:
         if param.grad is not None:
-            if (held := held_of(param)) is not None:
-                held.refuse_own_examples()
-            yield param, _whole_sum(param.grad)
+            if (param_state := param_state_of(param)) is not None:
+                param_state.check_reduced()
+            yield param, _reduced(param.grad)
 
 
-def _whole_sum(grad: torch.Tensor) -> torch.Tensor:
-    if not isinstance(grad, DTensor) or not any(place.is_partial() for place in grad.placements):
+def _reduced(grad: torch.Tensor) -> torch.Tensor:
+    if not isinstance(grad, DTensor) or not any(placement.is_partial() for placement in grad.placements):
         return grad
-    return moved(grad, tuple(Replicate() if place.is_partial() else place for place in grad.placements))
+    return moved(grad, tuple(Replicate() if each.is_partial() else each for each in grad.placements))
 
 
 def _device_of(params: list[torch.Tensor]) -> torch.device:
-    """Where ranks exchange norms: on which parameters are computed with, wherever they lie between steps."""
-    known = next((held.device for param in params if (held := held_of(param)) is not None), None)
+    """Return the device on which ranks exchange norms: that of computation, even for offloaded parameters."""
+    known = next((param_state.device for param in params if (param_state := param_state_of(param)) is not None), None)
     return known or (params[0].device if params else torch.device("cpu"))
 
 
 def _counting(param: torch.Tensor) -> Counting:
-    """Over which mesh the elements of a parameter are counted, and then over which stages of a pipeline; None where
-    each rank counts for itself."""
-    held = held_of(param)
-    if held is not None:
-        return held.mesh, held.beyond
+    """Return the mesh over which the elements of a parameter are counted, and the group of all pipeline stages.
+
+    Each is None where it does not apply; without both, each rank counts for itself.
+    """
+    param_state = param_state_of(param)
+    if param_state is not None:
+        return param_state.mesh, param_state.pipeline_group
     return param.device_mesh if isinstance(param, DTensor) else None, None
 
 
 def _counts_here(grad: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """Whether this rank is the one that counts what it holds."""
-    own: DeviceMesh | None = grad.device_mesh if isinstance(grad, DTensor) else None
-    if own is None or own == mesh:
-        places = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
-        return all(at == 0 or not p.is_replicate() for at, p in zip(mesh.get_coordinate() or (), places, strict=True))
-    assert isinstance(grad, DTensor) and own.mesh_dim_names is not None and mesh.mesh_dim_names is not None
-    split = {name for name, p in zip(own.mesh_dim_names, grad.placements, strict=True) if not p.is_replicate()}
+    """Tell whether this rank counts the elements of its local tensor, and not another rank with the same ones."""
+    grad_mesh: DeviceMesh | None = grad.device_mesh if isinstance(grad, DTensor) else None
+    if grad_mesh is None or grad_mesh == mesh:
+        placements = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
+        pairs = zip(mesh.get_coordinate() or (), placements, strict=True)
+        return all(index == 0 or not placement.is_replicate() for index, placement in pairs)
+    assert isinstance(grad, DTensor) and grad_mesh.mesh_dim_names is not None and mesh.mesh_dim_names is not None
+    split = {name for name, p in zip(grad_mesh.mesh_dim_names, grad.placements, strict=True) if not p.is_replicate()}
     coordinate = zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=True)
-    return all(at == 0 or name in split for name, at in coordinate)
+    return all(index == 0 or name in split for name, index in coordinate)
 
 
 def _power(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """What adds up over ranks: the norm to the power of p; of the largest, itself and whether it is nan."""
+    """Return the term that is reduced over ranks: the norm to the power of p; for inf, the maximum and a nan flag."""
     norms = [
-        norm.to(device, _ADDED_IN)
-        for batch in _alike(tensors)
-        for norm in _torch.norms_of(batch, p, _wide([batch[0].dtype]))
+        norm.to(device, _SUM_DTYPE)
+        for batch in _by_device_and_dtype(tensors)
+        for norm in _torch.norms_of(batch, p, _norm_dtype([batch[0].dtype]))
     ]
-    each = torch.stack(norms) if norms else torch.zeros(1, dtype=_ADDED_IN, device=device)
+    each = torch.stack(norms) if norms else torch.zeros(1, dtype=_SUM_DTYPE, device=device)
     if p < math.inf:
         return each.pow(p).sum()
-    # A maximum over ranks may lose a nan.
-    return torch.stack([each.nan_to_num(nan=0.0, posinf=math.inf).max(), each.isnan().any().to(_ADDED_IN)])
+    # A max-reduction over ranks may lose a nan.
+    return torch.stack([each.nan_to_num(nan=0.0, posinf=math.inf).max(), each.isnan().any().to(_SUM_DTYPE)])
 
 
-_ADDED_IN = torch.float64
+_SUM_DTYPE = torch.float64
 
 
-def _alike(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors by device and dtype, which go into one call together."""
+def _by_device_and_dtype(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors of each device and dtype, which one call takes together."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     yield from groups.values()
 
 
-def _wide(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The real dtype in which norms of tensors of these dtypes are given: float32 at least."""
+def _norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the real dtype of the norm of tensors of these dtypes: at least float32."""
     found = torch.float32
     for dtype in dtypes:
         found = torch.promote_types(found, dtype.to_real())
@@ -238,14 +241,14 @@ def _wide(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 @naming_lost_ranks("step")
 def _summed(value: torch.Tensor, counting: Counting, p: float) -> torch.Tensor:
-    mesh, beyond = counting
-    for group in (*(() if mesh is None else _groups(mesh)), *(() if beyond is None else (beyond,))):
+    mesh, pipeline_group = counting
+    for group in (*(() if mesh is None else _groups(mesh)), *(() if pipeline_group is None else (pipeline_group,))):
         dist.all_reduce(value, op=dist.ReduceOp.MAX if p == math.inf else dist.ReduceOp.SUM, group=group)
     return value
 
 
 def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """One group of all ranks where axes have names, as shardlib's have; else one for each dim, one after another."""
+    """Return one group of all ranks where mesh axes have names, as in shardlib; else one group for each mesh dim."""
     if mesh.size() == 1:
         return []
     if mesh.mesh_dim_names is None:
@@ -254,7 +257,7 @@ def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     return [_torch.flattened(mesh, active).get_group()]
 
 
-def _joined(totals: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+def _total_norm(totals: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
     if not totals:
         return torch.zeros((), device=device)
     if p < math.inf:

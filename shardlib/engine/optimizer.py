@@ -1,14 +1,14 @@
-"""Any `torch.optim` optimizer on sharded parameters at the speed of plain tensors.
+"""Step any `torch.optim` optimizer on sharded parameters at the speed of plain tensors.
 
 Element-wise optimizers compute every element of the update from the same element of parameter, gradient and state, so
-stepping on local shards is exact. While such an optimizer steps, its parameters and state are the local tensors;
+that stepping on local shards is exact. While such an optimizer steps, its parameters and state are the local tensors;
 before and after, they are DTensors with global shapes. Where the plan splits state over data axes, each rank steps on
-its part of a parameter, and the parts are gathered afterwards. An optimizer that is not known to be element-wise
-steps on DTensors, and on whole gradients.
+its shard of a parameter, and the shards are gathered afterwards. An optimizer that is not known to be element-wise
+steps on DTensors, and on full gradients.
 
-Only a step that torch defines, or that is registered here, sees this. A user's own hooks, and a subclass that edits
-gradients and then calls `super().step()`, see the parameters of the model. One hook, the first of all, looks at each
-optimizer that steps; it leaves one that has no parameter of a sharded model as it is.
+Only a step that torch defines, or that is registered here, sees local tensors. A user's own hooks, and a subclass that
+edits gradients and then calls `super().step()`, see the parameters of the model. One hook, the first of all, inspects
+each optimizer that steps; it ignores an optimizer without parameters of a sharded model.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardlib.engine import _torch, offload
 from shardlib.engine.borders import moved
 from shardlib.engine.executor.bucket import in_batches
+from shardlib.engine.full_step import FullTensorStep
 from shardlib.engine.gradients import GradientReducer
-from shardlib.engine.held import Held, held_of, local_of
 from shardlib.engine.lost import naming_lost_ranks
+from shardlib.engine.params import ParamState, local_of, param_state_of
 from shardlib.engine.schedule import Updates, updates_of, wait_for_updates
-from shardlib.engine.whole import WholeStep
 from shardlib.errors import ShardingError
 
 __all__ = [
@@ -67,54 +67,59 @@ _ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
 
 _PER_TENSOR: set[type[torch.optim.Optimizer]] = {torch.optim.Adafactor, torch.optim.Muon}
 
-_IN_PIECES = set(_ELEMENTWISE)  # a step of theirs is that of each parameter by itself, one after another
+_IN_PIECES = set(_ELEMENTWISE)  # their step is the same as one step for each parameter, one after another
 
 _FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
 FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-# torch 2.13's fused SGD reads and writes beside half-precision parameters of more than 32 elements.
+# torch 2.13's fused SGD reads and writes out of bounds for half-precision parameters of more than 32 elements.
 FUSED_SGD_DTYPES = {torch.float32, torch.float64}
-_STEP = torch.zeros((), dtype=torch.float32)  # what the fused kernels count steps in
+_STEP = torch.zeros((), dtype=torch.float32)  # the kind of step counter of the fused kernels
 
 T = TypeVar("T")
 
 
 class _ByParameter(Generic[T]):
-    """What is known of a parameter, by identity and as long as it lives; asked for every parameter at every step."""
+    """A weak map from parameters to values, by identity; looked up for every parameter in every step."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[weakref.ref[torch.Tensor], T]] = {}
+        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], T]] = {}
 
     def put(self, param: torch.Tensor, value: T) -> None:
         key = id(param)
-        self._held[key] = (weakref.ref(param, lambda _gone: self._held.pop(key, None)), value)
+        self._entries[key] = (weakref.ref(param, lambda _gone: self._entries.pop(key, None)), value)
 
     def get(self, param: torch.Tensor) -> T | None:
-        held = self._held.get(id(param))
-        return held[1] if held is not None and held[0]() is param else None
+        entry = self._entries.get(id(param))
+        return entry[1] if entry is not None and entry[0]() is param else None
 
 
 @dataclass(frozen=True, eq=False)
-class _Keeper:
-    """What a step has to know of a parameter's model: how many data ranks it trains on, what reduces its gradients, and
-    whether its loss is scaled."""
+class _ModelFacts:
+    """The facts about a parameter's model that a step needs.
+
+    Attributes:
+        data_ranks: the number of data ranks.
+        reducer: the reducer of the model's gradients.
+        scaled: whether the loss is scaled.
+    """
 
     data_ranks: int
     reducer: weakref.ref[GradientReducer]
     scaled: bool
 
 
-_local_leaf: _ByParameter[torch.Tensor] = _ByParameter()  # of a sharded parameter: a plain leaf over its local memory
-_replaced: _ByParameter[str] = _ByParameter()  # of a parameter that was replaced in sharding: its name
-_ours: _ByParameter[_Keeper] = _ByParameter()  # of each parameter of a sharded model
-_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of optimizers that have stepped on such parameters
+_local_leaf: _ByParameter[torch.Tensor] = _ByParameter()  # sharded parameter -> plain leaf over its local memory
+_replaced: _ByParameter[str] = _ByParameter()  # parameter that was replaced in sharding -> its name
+_facts_of: _ByParameter[_ModelFacts] = _ByParameter()  # parameter of a sharded model -> facts about the model
+_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer that has stepped on such parameters -> hooks
 _stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> _Saved
 
 
 def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Say that an optimizer of your own is element-wise, so that it may step on local shards. Usable as a decorator.
+    """Register an optimizer of your own as element-wise, so that it may step on local shards. Usable as a decorator.
 
     Element-wise: each element of the update depends on that same element of parameter, gradient and state alone.
-    Adam is; LAMB (norms of whole tensors), Adafactor (row and column sums) and Muon (whole matrices) are not.
+    Adam is; LAMB (norms of full tensors), Adafactor (row and column sums) and Muon (full matrices) are not.
 
     >>> @register_elementwise
     ... class SignSGD(torch.optim.SGD):
@@ -125,11 +130,11 @@ def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.o
 
 
 def register_per_tensor(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Say that an optimizer of your own updates each parameter from that parameter's gradient and state alone.
+    """Register an optimizer of your own that updates each parameter from that parameter's gradient and state alone.
 
-    It then gets whole tensors where the plan splits them, each on one rank, so that norms and matrices are those of one
-    device. LAMB is such an optimizer, and Muon; one that looks at several parameters at once (a common step size) is
-    not. Usable as a decorator.
+    It then gets full tensors where the plan splits them, each on one rank, so that norms and matrices are the same as
+    on one device. LAMB and Muon are such optimizers; one that reads several parameters at once (for a common step size)
+    is not. Usable as a decorator.
 
     >>> @register_per_tensor
     ... class Lars(torch.optim.SGD):
@@ -140,14 +145,15 @@ def register_per_tensor(optimizer: type[torch.optim.Optimizer]) -> type[torch.op
 
 
 def steps_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer gets whole tensors. Its state of other shapes than a parameter's is whole on all ranks."""
+    """Tell whether an optimizer gets full tensors. State of another shape than the parameter's is then replicated."""
     return type(optimizer) in _PER_TENSOR
 
 
 def register_in_pieces(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Say that a step of an element-wise optimizer may be several, each of some parameters: it counts nothing itself.
+    """Register an element-wise optimizer whose step may run in pieces, each with some of the parameters: the optimizer
+    itself counts nothing.
 
-    Of state on the host one piece then steps while others are on the way. Usable as a decorator.
+    With offloaded state, one piece then steps while others are copied. Usable as a decorator.
 
     >>> @register_in_pieces
     ... @register_elementwise
@@ -159,7 +165,7 @@ def register_in_pieces(optimizer: type[torch.optim.Optimizer]) -> type[torch.opt
 
 
 def adopt(name: str, before: nn.Parameter, after: nn.Parameter) -> None:
-    """Tell the hooks that the parameter `before` was replaced by `after`, a DTensor or a plain one elsewhere."""
+    """Register with the hooks that `after`, a DTensor or a plain parameter elsewhere, replaced `before`."""
     if _torch.has_gradient_hooks(before):
         raise ShardingError(
             f'"{name}" has hooks on its gradient (register_hook), and sharding puts another parameter in its place. '
@@ -171,17 +177,17 @@ def adopt(name: str, before: nn.Parameter, after: nn.Parameter) -> None:
 
 
 def look_after(params: Iterable[nn.Parameter], data_ranks: int, reducer: GradientReducer, *, scaled: bool) -> None:
-    """Tell the hooks that these are the parameters of a model whose gradients are averaged over data ranks.
+    """Register the parameters of a sharded model with the hooks.
 
     Args:
-        params: of the model.
-        data_ranks: how many.
-        reducer: of the model's gradients.
-        scaled: whether its loss is scaled, which only an `OptimizerWrapper` knows to undo.
+        params: the parameters of the model.
+        data_ranks: the number of data ranks over which gradients are averaged.
+        reducer: the reducer of the model's gradients.
+        scaled: whether the loss is scaled, which only an `OptimizerWrapper` undoes.
     """
-    keeper = _Keeper(data_ranks, weakref.ref(reducer), scaled)
+    facts = _ModelFacts(data_ranks, weakref.ref(reducer), scaled)
     for param in params:
-        _ours.put(param, keeper)
+        _facts_of.put(param, facts)
 
 
 _through_wrapper = False
@@ -189,7 +195,7 @@ _through_wrapper = False
 
 @contextmanager
 def stepping_through_wrapper() -> Iterator[None]:
-    """A step inside is one that an `OptimizerWrapper` has prepared."""
+    """Mark steps in the block as those that an `OptimizerWrapper` has prepared."""
     global _through_wrapper
     before, _through_wrapper = _through_wrapper, True
     try:
@@ -202,28 +208,28 @@ _watching: list[Any] = []
 
 
 def watch_optimizers() -> None:
-    """Look at all optimizers that step, once; again where somebody has cleared the hooks of all optimizers since."""
+    """Install the hook on all optimizers, once; reinstall it, since a caller may have cleared all optimizer hooks."""
     for handle in _watching:
         handle.remove()
     _watching[:] = [
-        torch_optimizer.register_optimizer_step_pre_hook(_meet),
+        torch_optimizer.register_optimizer_step_pre_hook(_inspect),
     ]
 
 
-def _meet(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The first hook of every step in this process."""
+def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Inspect an optimizer that begins to step; the first hook of every step in this process."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if (outermost := _torch.depth_of_step(optimizer) == 1) and optimizer in _stepping:
-        _put_back(optimizer)  # the step before has raised
+        _put_back(optimizer)  # the previous step has raised
     if outermost:
         _refuse_replaced(params)
-    keepers = {keeper for p in params if (keeper := _ours.get(p)) is not None}
-    if not keepers:
+    all_facts = {facts for p in params if (facts := _facts_of.get(p)) is not None}
+    if not all_facts:
         return
     if outermost:
         if optimizer not in _hooks:
-            _warn_of_strangers(params)
-        _refuse_half_a_step(keepers, params)
+            _warn_of_unknown(params)
+        _refuse_incomplete_step(all_facts, params)
     for handle in _hooks.get(optimizer, ()):
         handle.remove()
     _hooks[optimizer] = _torch.hook_around_step(optimizer, _before_step, _after_step)
@@ -233,9 +239,9 @@ def _meet(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The last hook before a step of an optimizer that has parameters of a sharded model."""
+    """Replace the parameters before a step of an optimizer with parameters of a sharded model; the last pre-hook."""
     depth = _torch.depth_of_step(optimizer)
-    begin = _way_of(optimizer, depth)
+    begin = _begin_of(optimizer, depth)
     if begin is None or optimizer in _stepping:
         return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -243,25 +249,25 @@ def _before_step(
     if closure is None or begin is _step_on_gathered_gradients:
         _begin(begin, optimizer, params, depth)
         return None
-    # These optimizers call their closure first and once: the loss and its gradients are made before the parameters are
-    # replaced by their parts.
+    # These optimizers call their closure first and once: compute the loss and its gradients before shards replace the
+    # parameters.
     with torch.enable_grad():
         loss = closure()
     _begin(begin, optimizer, params, depth)
     return (args[0], lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}
 
 
-_Way: TypeAlias = Callable[[torch.optim.Optimizer, list[torch.Tensor]], None]
+_Begin: TypeAlias = Callable[[torch.optim.Optimizer, list[torch.Tensor]], None]
 
 
-def _begin(begin: _Way, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], depth: int) -> None:
+def _begin(begin: _Begin, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], depth: int) -> None:
     begin(optimizer, params)
     if (saved := _stepping.get(optimizer)) is not None:
         saved.depth = depth
 
 
-def _way_of(optimizer: torch.optim.Optimizer, depth: int) -> _Way | None:
-    """How the step runs that is about to, the `depth`th of nested ones; None where it goes on to one that is known."""
+def _begin_of(optimizer: torch.optim.Optimizer, depth: int) -> _Begin | None:
+    """Return the function that prepares a step, the `depth`th of nested ones; None if a nested, known step follows."""
     kind = _kind_of(type(optimizer), depth)
     if kind is None:
         return None
@@ -271,49 +277,51 @@ def _way_of(optimizer: torch.optim.Optimizer, depth: int) -> _Way | None:
 
 
 def _kind_of(optimizer: type[torch.optim.Optimizer], depth: int) -> type | None:
-    """The class that says what a step needs, the `depth`th of nested ones; None where it is one that it calls."""
+    """Return the class that determines what the `depth`th of nested steps needs; None if a nested step does."""
     known = _ELEMENTWISE | _PER_TENSOR
     stepping = [kind for kind in optimizer.__mro__ if "step" in vars(kind)]
-    here, below = stepping[depth - 1], stepping[depth:]
-    if any(kind in known for kind in below) and _torch.calls_step_of_base(here):
+    current, bases = stepping[depth - 1], stepping[depth:]
+    if any(kind in known for kind in bases) and _torch.calls_step_of_base(current):
         return None
     if depth == 1 and optimizer in known:
         return optimizer
-    return here if here in known and not _changes_more(optimizer, here) else optimizer
+    return current if current in known and not _overrides_more(optimizer, current) else optimizer
 
 
-def _changes_more(optimizer: type, base: type) -> bool:
-    """Whether a subclass changes what a step of its base calls."""
-    between = optimizer.__mro__[: optimizer.__mro__.index(base)]
-    own = {name for kind in between if kind not in _ELEMENTWISE | _PER_TENSOR for name in vars(kind)}
-    return any(name in vars(base) for name in own if name != "step" and not name.startswith("__"))
+def _overrides_more(optimizer: type, base: type) -> bool:
+    """Tell whether a subclass overrides methods, other than `step`, that the step of its base may call."""
+    subclasses = optimizer.__mro__[: optimizer.__mro__.index(base)]
+    defined = {name for kind in subclasses if kind not in _ELEMENTWISE | _PER_TENSOR for name in vars(kind)}
+    return any(name in vars(base) for name in defined if name != "step" and not name.startswith("__"))
 
 
 @naming_lost_ranks("step")
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The first hook after it."""
+    """Restore the parameters after a step, and begin to gather updated shards; the first post-hook."""
     saved = _stepping.get(optimizer)
     if saved is None or saved.depth != _torch.depth_of_step(optimizer):
         return
     inner = optimizer.state
     _put_back(optimizer)
-    if saved.whole is not None:
-        _take_whole_step(saved, inner)
+    if saved.full_step is not None:
+        _finish_full_step(saved, inner)
     for updates in saved.updates:
         updates.begin(saved.params)
 
 
-def _take_whole_step(saved: _Saved, inner: Any) -> None:
-    """Updated tensors and their state go back to where the plan has them."""
-    assert saved.whole is not None
-    ours = {id(one.held.param) for one in saved.whole.tensors}
+def _finish_full_step(saved: _Saved, inner: Any) -> None:
+    """Scatter updated tensors and their state in the layouts of the plan."""
+    assert saved.full_step is not None
+    ours = {id(one.param_state.param) for one in saved.full_step.tensors}
     saved.outer.update({p: inner[p] for p in saved.params if id(p) not in ours and p in inner})
-    for param, state in saved.whole.hand_out(inner).items():
+    for param, state in saved.full_step.scatter(inner).items():
         saved.outer[param] = state
-    for one in saved.whole.tensors:
-        master = saved.whole.masters.get(id(one.held.param))
+    for one in saved.full_step.tensors:
+        master = saved.full_step.masters.get(id(one.param_state.param))
         if master is not None:
-            saved.outer.setdefault(one.held.param, {})[MASTER] = one.held.wrap(master) if one.held.is_split else master
+            saved.outer.setdefault(one.param_state.param, {})[MASTER] = (
+                one.param_state.wrap(master) if one.param_state.has_sharded_state else master
+            )
 
 
 def _refuse_replaced(params: list[torch.Tensor]) -> None:
@@ -326,16 +334,16 @@ def _refuse_replaced(params: list[torch.Tensor]) -> None:
         )
 
 
-def _refuse_half_a_step(keepers: set[_Keeper], params: list[torch.Tensor]) -> None:
-    for keeper in keepers:
-        reducer = keeper.reducer()
+def _refuse_incomplete_step(all_facts: set[_ModelFacts], params: list[torch.Tensor]) -> None:
+    for facts in all_facts:
+        reducer = facts.reducer()
         if reducer is not None and (name := next(reducer.pending(params), None)) is not None:
             raise ShardingError(
                 f'An optimizer stepped while a backward pass runs, and the gradient of "{name}" is not reduced yet: it '
-                "is when backward() returns. Step then; or let the plan store parameters in parts, as zero(3) and "
+                "is when backward() returns. Step then; or let the plan store parameters in shards, as zero(3) and "
                 "fsdp() do, whose gradients are reduced before hooks see them."
             )
-        if keeper.scaled and not _through_wrapper:
+        if facts.scaled and not _through_wrapper:
             raise ShardingError(
                 "The plan scales the loss (precision), and this optimizer does not know of it. Wrap it: "
                 "opt = shardlib.OptimizerWrapper(opt, model), then opt.backward(loss) and opt.step()."
@@ -347,15 +355,18 @@ def _refuse_half_a_step(keepers: set[_Keeper], params: list[torch.Tensor]) -> No
             )
 
 
-def _warn_of_strangers(params: list[torch.Tensor]) -> None:
-    """Blocks were sharded and the root forgotten: what is left trains on each data rank's own examples."""
-    data_ranks = max((keeper.data_ranks for p in params if (keeper := _ours.get(p)) is not None), default=1)
-    strangers = [p for p in params if _ours.get(p) is None and p.requires_grad]
-    if data_ranks > 1 and strangers:
-        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+def _warn_of_unknown(params: list[torch.Tensor]) -> None:
+    """Warn of parameters outside of sharded models, which train on each data rank's own examples.
+
+    The blocks of a model may have been sharded, and not its root.
+    """
+    data_ranks = max((facts.data_ranks for p in params if (facts := _facts_of.get(p)) is not None), default=1)
+    unknown = [p for p in params if _facts_of.get(p) is None and p.requires_grad]
+    if data_ranks > 1 and unknown:
+        shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
         warnings.warn(
-            f"{len(strangers)} of this optimizer's {len(params)} parameters belong to no sharded model (of shapes "
-            f"{shapes}{', ...' if len(strangers) > 3 else ''}): nobody averages their gradients over the {data_ranks} "
+            f"{len(unknown)} of this optimizer's {len(params)} parameters belong to no sharded model (of shapes "
+            f"{shapes}{', ...' if len(unknown) > 3 else ''}): nobody averages their gradients over the {data_ranks} "
             "data ranks, and they drift apart. Call shard_model on the module that holds all of them.",
             stacklevel=4,
         )
@@ -363,20 +374,20 @@ def _warn_of_strangers(params: list[torch.Tensor]) -> None:
 
 @dataclass(eq=False)
 class _Saved:
-    """What a step has replaced.
+    """The values that a step has replaced.
 
     Attributes:
-        groups: the optimizer's param groups as they were.
-        outer: its state, by the parameters that users know.
-        updates: what gathers the parts that are stepped on.
+        groups: the optimizer's former param groups.
+        outer: the optimizer state by the model's parameters.
         params: all parameters of the groups.
-        gradients: those that were replaced by whole ones.
-        leaves: parameters, what is known of each, and what stands for it.
-        copies: those that are stepped on, each with the parameter and the memory that it is rounded into.
-        written: how many of them have been.
-        whole: the step on whole tensors that is under way.
-        all_groups: the list of groups, of which some may be left out: those without tensors that this rank steps.
-        depth: which of nested steps it is.
+        updates: gathers the shards that are stepped on.
+        gradients: the gradients that full ones have replaced.
+        leaves: the parameters, each with its state and the leaf that represents it.
+        copies: the copies that are stepped on, each with the parameter state and the memory that it is rounded into.
+        written: the number of copies that have been written back.
+        full_step: the step on full tensors, if any.
+        all_groups: the former list of groups; groups without tensors that this rank steps may be left out of the step.
+        depth: the depth among nested steps.
     """
 
     groups: list[dict[str, Any]]
@@ -384,10 +395,10 @@ class _Saved:
     params: list[torch.Tensor]
     updates: list[Updates] = field(default_factory=list)
     gradients: dict[torch.Tensor, torch.Tensor | None] = field(default_factory=dict)
-    leaves: list[tuple[torch.Tensor, Held | None, torch.Tensor]] = field(default_factory=list)
-    copies: list[tuple[Held, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    leaves: list[tuple[torch.Tensor, ParamState | None, torch.Tensor]] = field(default_factory=list)
+    copies: list[tuple[ParamState, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     written: int = 0
-    whole: WholeStep | None = None
+    full_step: FullTensorStep | None = None
     all_groups: list[dict[str, Any]] | None = None
     depth: int = 1
 
@@ -396,7 +407,7 @@ def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
     saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params, updates_of(params))
     saved.all_groups = optimizer.param_groups
     _stepping[optimizer] = saved
-    if not saved.updates and all(map(_steps_as_it_is, params)):
+    if not saved.updates and all(map(_steps_in_place, params)):
         for group in saved.all_groups:
             if _may_fuse(optimizer, group, optimizer.state):
                 group["fused"] = True
@@ -409,21 +420,23 @@ def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
         raise
 
 
-def _steps_as_it_is(param: torch.Tensor) -> bool:
-    held = held_of(param)
-    beside = held is not None and (held.master_dtype is not None or held.visits_host)
-    return not beside and _local_leaf.get(param) is None
+def _steps_in_place(param: torch.Tensor) -> bool:
+    param_state = param_state_of(param)
+    has_copy = param_state is not None and (param_state.master_dtype is not None or param_state.steps_on_host)
+    return not has_copy and _local_leaf.get(param) is None
 
 
 def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved, groups: list[dict[str, Any]]) -> None:
-    """Let leaves stand for parameters. Those that step on the host have done so when this returns, where that is known
-    to be the same as stepping with all others."""
+    """Replace the parameters of a step by leaves.
+
+    Parameters that step on the host step here in pieces, if the optimizer allows it.
+    """
     params = saved.params
-    parts = {key: part for updates in saved.updates for key, part in updates.local_shards(params).items()}
-    pieces = [_Piece(each, parts) for each in _in_pieces(params)]
+    shards = {key: shard for updates in saved.updates for key, shard in updates.local_shards(params).items()}
+    pieces = [_Piece(each, shards) for each in _in_pieces(params)]
     stepped: set[int] = set()
     for piece in pieces:
-        piece.arrive()
+        piece.wait()
         if type(optimizer) in _IN_PIECES:
             optimizer.param_groups = _groups_of(piece, optimizer, saved)
             _torch.step_without_hooks(optimizer)
@@ -432,45 +445,46 @@ def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved, groups: 
     copies = {key: copy for piece in pieces for key, copy in piece.copies.items()}
     for group in groups:
         rest = [p for p in group["params"] if id(p) not in stepped]
-        group["params"] = [_local_view(p, parts.get(id(p)), copies.get(id(p)), optimizer.state, saved) for p in rest]
+        group["params"] = [_local_view(p, shards.get(id(p)), copies.get(id(p)), optimizer.state, saved) for p in rest]
         if _may_fuse(optimizer, group, optimizer.state):
             group["fused"] = True
     optimizer.param_groups = [group for group in groups if group["params"]] if stepped else groups
 
 
 class _Piece:
-    """Parameters that step on the host together, while those of the next piece are on the way there.
+    """Parameters that step on the host together, while those of the next piece are copied to the host.
 
-    Gradients leave the device now and not as soon as they are reduced, since until now they may be clipped there.
+    Gradients are copied now and not as soon as they are reduced, since until now they may be clipped on the device.
 
     Args:
-        params: they.
-        parts: of some parameters, this rank's part by the parameter's id.
+        params: the parameters.
+        shards: this rank's shards of some parameters, by the parameter's id.
 
     Attributes:
-        copies: by the parameter's id, on the host: this rank's part of it and of its gradient.
+        copies: this rank's shards of parameter and gradient on the host, by the parameter's id.
     """
 
-    def __init__(self, params: list[torch.Tensor], parts: dict[int, torch.Tensor]) -> None:
-        self.params, self.parts, self._downloads = params, parts, offload.Downloads()
+    def __init__(self, params: list[torch.Tensor], shards: dict[int, torch.Tensor]) -> None:
+        self.params, self.shards, self._downloads = params, shards, offload.Downloads()
         self.copies: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for param in params:
-            held = held_of(param)
-            assert held is not None
+            param_state = param_state_of(param)
+            assert param_state is not None
             grad = None
             if param.grad is not None:
-                grad = self._downloads.begin(_own_gradient(param, held), held.landing, "gradient")
-            part = self._downloads.begin(_memory(param, parts.get(id(param))), held.landing, "part")
-            self.copies[id(param)] = part, grad
+                grad = self._downloads.begin(_local_gradient(param, param_state), param_state.staging, "gradient")
+            shard = self._downloads.begin(_memory(param, shards.get(id(param))), param_state.staging, "shard")
+            self.copies[id(param)] = shard, grad
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
+        """Wait for the copies."""
         self._downloads.wait()
 
 
 def _in_pieces(params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    visitors = [p for p in params if (held := held_of(p)) is not None and held.visits_host]
+    on_host = [p for p in params if (param_state := param_state_of(p)) is not None and param_state.steps_on_host]
     return in_batches(
-        visitors,
+        on_host,
         alone=lambda _: False,
         key=lambda _: None,
         size=lambda p: local_of(p).nbytes,
@@ -479,49 +493,49 @@ def _in_pieces(params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 PIECE_BYTES = 32 << 20
-"""Of parameters that step on the host while others are on the way: enough for each transfer to run at full speed."""
+"""The size of a piece of parameters that step on the host: enough for each copy to run at full speed."""
 
 
 def _groups_of(piece: _Piece, optimizer: torch.optim.Optimizer, saved: _Saved) -> list[dict[str, Any]]:
-    """Param groups of a piece's copies."""
+    """Return param groups of the copies of a piece."""
     made = []
     for before in saved.groups:
         ours = [p for p in before["params"] if id(p) in piece.copies]
         if ours:
-            views = (_local_view(p, piece.parts.get(id(p)), piece.copies[id(p)], optimizer.state, saved) for p in ours)
+            views = (_local_view(p, piece.shards.get(id(p)), piece.copies[id(p)], optimizer.state, saved) for p in ours)
             group = {**before, "params": list(views)}
             made.append({**group, "fused": True} if _may_fuse(optimizer, group, optimizer.state) else group)
     return made
 
 
-def _memory(param: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
-    """This rank's part of a parameter, as its state lies: memory that an update goes into."""
-    local = _local_leaf.get(param) if part is None else part
+def _memory(param: torch.Tensor, shard: torch.Tensor | None) -> torch.Tensor:
+    """Return this rank's shard of a parameter, in the layout of its state: the memory that an update goes into."""
+    local = _local_leaf.get(param) if shard is None else shard
     return param.detach() if local is None else local
 
 
 def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-    """Each rank steps whole tensors of its own, where the plan splits some."""
-    known = [(p, one) for p in params if p.grad is not None and (one := held_of(p)) is not None]
-    held = [one for _, one in known]
-    if not any(one.is_split or one.master_dtype is not None or one.hosted for one in held):
+    """Let each rank step the full tensors that it owns, where the plan splits some."""
+    known = [(p, one) for p in params if p.grad is not None and (one := param_state_of(p)) is not None]
+    param_states = [one for _, one in known]
+    if not any(one.has_sharded_state or one.master_dtype is not None or one.offloaded for one in param_states):
         return
     wait_for_updates(params)
     outer = optimizer.state
     saved = _Saved([dict(group) for group in optimizer.param_groups], outer, params)
     saved.all_groups = optimizer.param_groups
     masters = {}
-    for one in held:
-        one.refuse_own_examples()
+    for one in param_states:
+        one.check_reduced()
         if one.master_dtype is not None:
-            part = _own_part(one)
-            low = offload.on_host(part, one.device) if one.visits_host else part
+            shard = _local_shard(one)
+            low = offload.on_host(shard, one.device) if one.steps_on_host else shard
             masters[id(one.param)] = _master(one, low, outer.get(one.param, {}))
-    saved.whole = WholeStep(held, masters)
+    saved.full_step = FullTensorStep(param_states, masters)
     inner: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     stripped = {p: {k: v for k, v in outer[p].items() if k != MASTER} for p, _ in known if p in outer}
-    inner.update(saved.whole.gather(stripped))
-    leaves = {id(one.held.param): one.leaf for one in saved.whole.own}
+    inner.update(saved.full_step.gather(stripped))
+    leaves = {id(one.param_state.param): one.leaf for one in saved.full_step.owned}
     others = {id(p) for p, _ in known}
     for group in optimizer.param_groups:
         kept = (leaves.get(id(p)) if id(p) in others else p for p in group["params"])
@@ -532,28 +546,34 @@ def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
     _stepping[optimizer] = saved
 
 
-def _own_part(held: Held) -> torch.Tensor:
-    """This rank's part, as the state lies, of what is stored."""
-    local = local_of(held.param)
-    if not held.updated_in_parts:
+def _local_shard(param_state: ParamState) -> torch.Tensor:
+    """Return this rank's shard of the stored parameter, in the layout of its state."""
+    local = local_of(param_state.param)
+    if not param_state.is_updated_sharded:
         return local
-    assert held.cut is not None and held.transport is not None
-    return held.cut.take(local, held.transport.index)
+    assert param_state.shard_spec is not None and param_state.transport is not None
+    return param_state.shard_spec.take(local, param_state.transport.index)
 
 
 def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-    """Nothing is known of this optimizer: it gets whole gradients, and every rank makes the same step."""
-    every = [one for p in params if (one := held_of(p)) is not None]
-    hard = next(
-        (o for o in every if o.master_dtype is not None or o.hosted or (o.is_stored_in_parts and o.is_split)), None
+    """Give full gradients to an optimizer of unknown kind, so that every rank makes the same step."""
+    known = [one for p in params if (one := param_state_of(p)) is not None]
+    refused = next(
+        (
+            one
+            for one in known
+            if one.master_dtype is not None or one.offloaded or (one.is_stored_sharded and one.has_sharded_state)
+        ),
+        None,
     )
-    if hard is not None:
+    if refused is not None:
         name = type(optimizer).__qualname__
         raise ShardingError(
-            f"{name} steps on parameters that are stored in parts or in low precision, or whose state is on the host "
-            f'(the first is "{hard.name}"), and it is not known what it needs of them. If each element of its update '
-            f"depends on that element alone, call shardlib.register_elementwise({name}); if on that whole tensor, "
-            f"shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), without precision and offload."
+            f"{name} steps on parameters that are stored in shards or in low precision, or whose state is on the host "
+            f'(the first is "{refused.name}"), and it is not known what it needs of them. If each element of its '
+            f"update depends on that element alone, call shardlib.register_elementwise({name}); if on that whole "
+            f"tensor, shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), without precision and "
+            "offload."
         )
     saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params)
     for updates in updates_of(params):
@@ -562,11 +582,11 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[t
             saved.gradients[param], param.grad = param.grad, grad
     if saved.gradients:
         _stepping[optimizer] = saved
-        _tell_of_whole_state(type(optimizer).__qualname__)
+        _warn_of_full_state(type(optimizer).__qualname__)
 
 
 @functools.cache
-def _tell_of_whole_state(name: str) -> None:
+def _warn_of_full_state(name: str) -> None:
     warnings.warn(
         f"The plan splits optimizer state over data axes, but nothing is known of {name}: every rank keeps all of its "
         f"state and makes the whole step. Say what it needs: shardlib.register_elementwise({name}) if each element of "
@@ -576,13 +596,13 @@ def _tell_of_whole_state(name: str) -> None:
 
 
 def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: Any) -> bool:
-    """Whether to take torch's fused CPU kernel, several times faster: the user must have left the choice to torch.
+    """Tell whether to use torch's fused CPU kernel, several times faster, where the user left the choice to torch.
 
-    On accelerators torch itself takes the multi-tensor form of the same update when nothing was chosen.
+    On accelerators torch itself uses the multi-tensor form of the same update by default.
     """
     open_choice = all(group.get(key, True) is None for key in ("fused", "foreach")) and not group.get("differentiable")
     if not open_choice or type(optimizer) not in _FUSED or isinstance(group.get("lr"), torch.Tensor):
-        return False  # the loop computes with a tensor for learning rate in that one's dtype
+        return False  # the loop computes with a tensor learning rate in its dtype
     sgd = type(optimizer) is torch.optim.SGD
     dtypes = FUSED_SGD_DTYPES if sgd else FUSED_DTYPES
     for p in group["params"]:
@@ -594,79 +614,83 @@ def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: An
 
 
 def _momentum_of_all_or_none(group: dict[str, Any], state: Any) -> bool:
-    """torch 2.13's fused SGD takes the momentum of some parameters only as an error: of one unfrozen since, say."""
+    """Tell whether all parameters or none have momentum. torch 2.13's fused SGD raises otherwise: after unfreezing."""
     begun = {"momentum_buffer" in state[p] if p in state else False for p in group["params"] if p.grad is not None}
     return not group.get("momentum") or len(begun) < 2
 
 
 def _local_view(
     param: torch.Tensor,
-    part: torch.Tensor | None,
+    shard: torch.Tensor | None,
     on_host: tuple[torch.Tensor, torch.Tensor | None] | None,
     inner: Any,
     saved: _Saved,
 ) -> torch.Tensor:
-    """The plain leaf that stands for a parameter during the step, with its gradient and state.
+    """Return the plain leaf that represents a parameter during the step, with its gradient and state.
 
     Args:
-        param: as users know it.
-        part: this rank's part of it, where that is not what it holds.
-        on_host: copies of its part and gradient that are to be stepped on.
+        param: the parameter of the model.
+        shard: this rank's shard, where that is not the local tensor of the parameter.
+        on_host: the copies of shard and gradient to step on.
         inner: the optimizer's state during the step, by leaf.
-        saved: remembers the leaf, and what is to be written back.
+        saved: records the leaf, and the copies to write back.
     """
-    held = held_of(param)
-    leaf = _leaf(param, held, part, on_host, saved)
+    param_state = param_state_of(param)
+    leaf = _leaf(param, param_state, shard, on_host, saved)
     state = saved.outer.get(param)
-    saved.leaves.append((param, held, leaf))
+    saved.leaves.append((param, param_state, leaf))
     if leaf is not param:
-        grad = on_host[1] if on_host is not None else None if param.grad is None else _own_gradient(param, held)
+        grad = (
+            on_host[1] if on_host is not None else None if param.grad is None else _local_gradient(param, param_state)
+        )
         leaf.grad = None if grad is None else _in_memory_like(leaf, grad)
-        state = state and {k: _local_state(param, held, value) for k, value in state.items() if k != MASTER}
+        state = state and {k: _local_state(param, param_state, value) for k, value in state.items() if k != MASTER}
     if state is not None:
         inner[leaf] = state
     return leaf
 
 
 def _leaf(
-    param: torch.Tensor, held: Held | None, part: torch.Tensor | None, on_host: Any, saved: _Saved
+    param: torch.Tensor, param_state: ParamState | None, shard: torch.Tensor | None, on_host: Any, saved: _Saved
 ) -> torch.Tensor:
-    memory = _memory(param, part)
-    here = memory if on_host is None else on_host[0]
-    if held is not None and held.master_dtype is not None:
-        leaf = _master(held, here, saved.outer.get(param, {}))
+    memory = _memory(param, shard)
+    source = memory if on_host is None else on_host[0]
+    if param_state is not None and param_state.master_dtype is not None:
+        leaf = _master(param_state, source, saved.outer.get(param, {}))
     elif on_host is not None:
-        leaf = here
+        leaf = source
     else:
-        return param if part is None and _local_leaf.get(param) is None else memory
-    assert held is not None
-    saved.copies.append((held, leaf, memory))
+        return param if shard is None and _local_leaf.get(param) is None else memory
+    assert param_state is not None
+    saved.copies.append((param_state, leaf, memory))
     return leaf
 
 
 MASTER = "master_parameter"
-"""Under this key the optimizer's state keeps the copy that is stepped on, where a plan says that there is one."""
+"""The key in the optimizer's state of the copy that is stepped on, where the plan has one."""
 
 
-def _master(held: Held, memory: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-    """The copy to step on. What somebody else has written to the parameter since the last step counts."""
-    known = _local_state(held.param, held, state[MASTER]) if MASTER in state else held.first_master
-    held.first_master = None
+def _master(param_state: ParamState, memory: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """Return the copy to step on, with the values that were written to the parameter since the last step."""
+    known = (
+        _local_state(param_state.param, param_state, state[MASTER]) if MASTER in state else param_state.initial_master
+    )
+    param_state.initial_master = None
     if known is None:
-        return memory.to(held.master_dtype, copy=True)
+        return memory.to(param_state.master_dtype, copy=True)
     known = known.to(memory.device)
     unchanged = known.to(memory.dtype) == memory
-    # In place, and without asking whether any has changed: an accelerator would be waited for.
+    # In place, without a test whether any element has changed, which would synchronize an accelerator.
     return torch.where(unchanged, known, memory.to(known.dtype), out=known)
 
 
-def _own_gradient(param: torch.Tensor, held: Held | None) -> torch.Tensor:
-    """What this rank has of a gradient: that of its part."""
+def _local_gradient(param: torch.Tensor, param_state: ParamState | None) -> torch.Tensor:
+    """Return this rank's shard of a gradient."""
     grad = param.grad
     assert grad is not None
-    if held is not None:
-        held.refuse_own_examples()
-        if held.updated_in_parts:
+    if param_state is not None:
+        param_state.check_reduced()
+        if param_state.is_updated_sharded:
             return local_of(grad)
     if not isinstance(param, DTensor):
         return grad
@@ -675,36 +699,36 @@ def _own_gradient(param: torch.Tensor, held: Held | None) -> torch.Tensor:
             f"A sharded parameter of global shape {tuple(param.shape)} has a plain gradient. Assign `p.grad` as a "
             "DTensor in the parameter's placements, or let backward() make it."
         )
-    if grad.placements != param.placements and not (held is not None and held.is_part(grad)):
+    if grad.placements != param.placements and not (param_state is not None and param_state.is_local_shard(grad)):
         grad = moved(grad, param.placements)
     return _torch.local_of(grad)
 
 
 def _in_memory_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Fused kernels walk parameter and gradient in step, whatever the strides: a part of a larger tensor is copied."""
-    alike = grad.stride() == param.stride() and grad.dtype == param.dtype
-    return grad if alike else torch.empty_like(param).copy_(grad)
+    """Return a gradient with the strides and dtype of its parameter, since fused kernels ignore strides."""
+    same = grad.stride() == param.stride() and grad.dtype == param.dtype
+    return grad if same else torch.empty_like(param).copy_(grad)
 
 
-def _local_state(param: torch.Tensor, held: Held | None, value: Any) -> Any:
-    """One entry of the optimizer's state as its local tensor, where the plan keeps it: loaded ones may not be."""
-    local = _torch.local_of(value) if isinstance(value, DTensor) else _cut_state(param, held, value)
-    away = held is not None and "state" in held.hosted and isinstance(local, torch.Tensor)
-    return local.to(offload.HOST) if away else local
+def _local_state(param: torch.Tensor, param_state: ParamState | None, value: Any) -> Any:
+    """Return the local tensor of a state entry, on the device of the plan: a loaded entry may be elsewhere."""
+    local = _torch.local_of(value) if isinstance(value, DTensor) else _shard_state(param, param_state, value)
+    is_offloaded = param_state is not None and "state" in param_state.offloaded and isinstance(local, torch.Tensor)
+    return local.to(offload.HOST) if is_offloaded else local
 
 
-def _cut_state(param: torch.Tensor, held: Held | None, value: Any) -> Any:
-    """One entry as its local tensor; a plain tensor of global shape (loaded) is cut first."""
+def _shard_state(param: torch.Tensor, param_state: ParamState | None, value: Any) -> Any:
+    """Return the local tensor of a state entry; shard a plain tensor of global shape (a loaded one)."""
     if isinstance(value, torch.Tensor) and value.ndim and value.shape == param.shape:
-        if held is not None and held.updated_in_parts:
-            return held.take(value)
+        if param_state is not None and param_state.is_updated_sharded:
+            return param_state.take(value)
         if isinstance(param, DTensor):
             return _torch.shard(value, param.device_mesh, param.placements)
     return value
 
 
 def _put_back(optimizer: torch.optim.Optimizer) -> None:
-    """Undo what a step has replaced: after it, or before the next one if it raised."""
+    """Restore the values that a step has replaced: after the step, or before the next one if it raised."""
     saved = _stepping.pop(optimizer, None)
     if saved is None:
         return
@@ -716,45 +740,47 @@ def _put_back(optimizer: torch.optim.Optimizer) -> None:
     for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
         group.update({key: before[key] for key in ("params", "fused") if key in before})
     optimizer.state = outer
-    if inner is outer or saved.whole is not None:
+    if inner is outer or saved.full_step is not None:
         return
-    for param, held, leaf in saved.leaves:
+    for param, param_state, leaf in saved.leaves:
         state = inner.get(leaf)
         if state is not None:
-            outer[param] = state if leaf is param else _global_state(param, held, outer.get(param, {}), state)
+            outer[param] = state if leaf is param else _global_state(param, param_state, outer.get(param, {}), state)
         if leaf is not param:
             leaf.grad = None
     _write_back(saved)
-    for held, master, _ in saved.copies:
-        if held.master_dtype is not None and held.param in outer:
-            outer[held.param][MASTER] = _global_value(held.param, held, outer[held.param].get(MASTER), master)
-        elif held.master_dtype is not None:
-            held.first_master = master
+    for param_state, master, _ in saved.copies:
+        if param_state.master_dtype is not None and param_state.param in outer:
+            outer[param_state.param][MASTER] = _global_value(
+                param_state.param, param_state, outer[param_state.param].get(MASTER), master
+            )
+        elif param_state.master_dtype is not None:
+            param_state.initial_master = master
 
 
 def _write_back(saved: _Saved) -> None:
-    """What was stepped on beside the parameters goes into their own memory, each once."""
-    for held, stepped, memory in saved.copies[saved.written :]:
-        if held.visits_host:
-            offload.upload(stepped, memory, held.landing["part"])
+    """Copy the stepped copies into the memory of their parameters, each once."""
+    for param_state, stepped, memory in saved.copies[saved.written :]:
+        if param_state.steps_on_host:
+            offload.upload(stepped, memory, param_state.staging["shard"])
         else:
             memory.copy_(stepped)
     saved.written = len(saved.copies)
 
 
 def _global_state(
-    param: torch.Tensor, held: Held | None, before: dict[str, Any], local: dict[str, Any]
+    param: torch.Tensor, param_state: ParamState | None, before: dict[str, Any], local: dict[str, Any]
 ) -> dict[str, Any]:
-    return {key: _global_value(param, held, before.get(key), value) for key, value in local.items()}
+    return {key: _global_value(param, param_state, before.get(key), value) for key, value in local.items()}
 
 
-def _global_value(param: torch.Tensor, held: Held | None, before: Any, value: Any) -> Any:
+def _global_value(param: torch.Tensor, param_state: ParamState | None, before: Any, value: Any) -> Any:
     if isinstance(before, DTensor) and _torch.local_of(before) is value:
         return before
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
-    if held is not None and held.updated_in_parts:
-        return held.wrap(value) if tuple(value.shape) == held.part_shape else value
+    if param_state is not None and param_state.is_updated_sharded:
+        return param_state.wrap(value) if tuple(value.shape) == param_state.shard_shape else value
     if not isinstance(param, DTensor):
         return value
     return _torch.wrap(value, _torch.spec_of(param)) if value.shape == local_of(param).shape else value

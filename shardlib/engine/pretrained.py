@@ -1,8 +1,9 @@
-"""What the tensors of a Hugging Face file are in the model that reads them.
+"""Conversion of the tensors in Hugging Face files to those of the model that reads them.
 
-Files on the hub keep the names of the versions that wrote them, and some have a tensor for each expert where the model
-has one for all. transformers says how they become the model's, tensor by tensor and in whole: renamed, stacked, joined
-along a dim. Here the same is said as places, so that a rank can read just the slices that it holds.
+Files on the hub keep the tensor names of the version that wrote them. Some have a tensor for each expert where the
+model has one for all. transformers defines the conversion in terms of full tensors: it renames, stacks, and
+concatenates along a dim. This module expresses the same conversion as positions of parts, so that a rank can read only
+its slices.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Found:
     """A tensor of the model as files have it.
 
     Attributes:
-        shape: of all of it.
-        parts: what files call each part, and where it begins, dim by dim.
-        stacked: whether the parts lack the first dim, in which each of them has one place.
+        shape: the shape of the full tensor.
+        parts: the name of each part in the files, and the index where it begins, dim by dim.
+        stacked: whether the parts lack the first dim, in which each of them has one index.
     """
 
     shape: Shape
@@ -44,14 +45,14 @@ class Found:
 
 
 def find(model: nn.Module | None, shapes: Mapping[str, Shape]) -> dict[str, Found]:
-    """Tensors by the names that a model has for them.
+    """Return tensors by the names that a model has for them.
 
     Args:
-        model: one of transformers', or any other, for which names are what they are.
-        shapes: of the tensors in files, by the files' names.
+        model: a model of transformers; any other model has the names of the files.
+        shapes: the shapes of the tensors in files, by the files' names.
 
     Raises:
-        CheckpointError: parts that do not make one tensor.
+        CheckpointError: the parts of a tensor do not make one tensor.
     """
     renamings, converters = _of_transformers(model)
     parts: dict[str, list[_Part]] = defaultdict(list)
@@ -63,19 +64,27 @@ def find(model: nn.Module | None, shapes: Mapping[str, Shape]) -> dict[str, Foun
 
 @dataclass(frozen=True)
 class _Part:
-    """Where a tensor of a file belongs: in which tensor of the model, at which place of a stack, which of those that
-    are joined along a dim."""
+    """The position of a file's tensor in a tensor of the model.
+
+    Attributes:
+        name: the tensor of the model.
+        key: the name in the file.
+        shape: the shape in the file.
+        index: the index in a stack; None if it is not stacked.
+        order: the position among the tensors that are concatenated.
+        dim: the dim that they are concatenated along.
+    """
 
     name: str
     key: str
     shape: Shape
-    place: int | None = None
-    turn: int = 0
+    index: int | None = None
+    order: int = 0
     dim: int | None = None
 
 
 def _of_transformers(model: nn.Module | None) -> tuple[list[Any], list[Any]]:
-    """The renamings and conversions that transformers (from version 5 on) has for a model of its own."""
+    """Return the renamings and conversions that transformers (from version 5 on) defines for one of its models."""
     if model is None or not any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
         return [], []
     try:
@@ -89,7 +98,7 @@ def _of_transformers(model: nn.Module | None) -> tuple[list[Any], list[Any]]:
 
 
 def _dims(converter: Any) -> tuple[bool, int | None] | None:
-    """Whether parts are stacked, and along which dim they are joined; None of a conversion that does something else."""
+    """Return whether parts are stacked, and the dim that they are concatenated along; None for any other conversion."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
     stacked = steps[:1] == [("MergeModulelist", 0)]
     rest = steps[1:] if stacked else steps
@@ -117,10 +126,10 @@ def _placed(key: str, shape: Shape, renamings: list[Any], converters: list[Any])
 
 def _joined(name: str, parts: list[_Part]) -> Found:
     first = parts[0]
-    if len(parts) == 1 and first.place is None:
+    if len(parts) == 1 and first.index is None:
         return Found(first.shape, ((first.key, (0,) * len(first.shape)),))
-    stacked = first.place is not None
-    by_place = {(part.place or 0, part.turn): part for part in parts}
+    stacked = first.index is not None
+    by_place = {(part.index or 0, part.order): part for part in parts}
     places, turns = (sorted(set(values)) for values in zip(*by_place, strict=True))
     complete = set(by_place) == set(itertools.product(places, turns)) and len(by_place) == len(parts)
     shapes = {turn: {by_place[p, turn].shape for p in places if (p, turn) in by_place} for turn in turns}
@@ -156,35 +165,35 @@ _sources: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def source_of(model: nn.Module) -> str | None:
-    """The folder that a model was to be read from, by a `from_pretrained` that did not (`read_later`)."""
+    """Return the folder that `from_pretrained` would have read a model from inside `read_later`."""
     return _sources.get(model)
 
 
 @contextmanager
 def read_later() -> Iterator[None]:
-    """`from_pretrained` of transformers, where that is imported, makes models and reads nothing."""
+    """Let `from_pretrained` of transformers, if that is imported, build models without reading files."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         yield
         return
     of_models = modeling.PreTrainedModel
     before = inspect.getattr_static(of_models, "from_pretrained")
-    of_models.from_pretrained = classmethod(_made_only)
+    of_models.from_pretrained = classmethod(_build_only)
     try:
         yield
     finally:
         of_models.from_pretrained = before
 
 
-# What says where files are, or how they are read, and not what the model is like.
+# Options for the location and the reading of files, which do not change the model.
 _OF_FILES = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 _OF_AUTO_CLASSES = ("adapter_kwargs", "_from_auto", "_commit_hash", "code_revision")
 _EITHER_WAY = ("low_cpu_mem_usage", "use_safetensors", "weights_only", "disable_mmap", "trust_remote_code")
 _OF_MODELS = ("attn_implementation", "experts_implementation")
 
 
-def _made_only(cls: Any, path: Any, *args: Any, config: Any = None, dtype: Any = None, **options: Any) -> Any:
-    """`from_pretrained` without the reading: a model of the class, in evaluation mode."""
+def _build_only(cls: Any, path: Any, *args: Any, config: Any = None, dtype: Any = None, **options: Any) -> Any:
+    """Run `from_pretrained` without reading: build a model of the class, in evaluation mode."""
     files = {key: options.pop(key) for key in _OF_FILES if options.get(key) is not None}
     for key in (*_OF_FILES, *_OF_AUTO_CLASSES, *_EITHER_WAY):
         options.pop(key, None)
@@ -203,14 +212,14 @@ def _made_only(cls: Any, path: Any, *args: Any, config: Any = None, dtype: Any =
     model = cls._from_config(config, **of_model).eval()
     folder = _folder(path, files)
     if model.can_generate():
-        with suppress(OSError):  # a model without settings of its own for generating
+        with suppress(OSError):  # the model has no generation config
             model.generation_config = type(model.generation_config).from_pretrained(folder)
     _sources[model] = folder
     return model
 
 
 def _folder(path: Any, files: Mapping[str, Any]) -> str:
-    """Where the files lie: they are fetched from the hub, if they do not lie on this machine."""
+    """Return the folder of the files, which are downloaded from the hub if they are not on this machine."""
     if os.path.isdir(path):
         return os.path.join(path, files.get("subfolder", ""))
     from huggingface_hub import snapshot_download

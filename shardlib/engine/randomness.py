@@ -1,6 +1,6 @@
-"""Random state at the start: one stream for all ranks that share an example, another for each data rank.
+"""Random state at the start: one stream for all ranks that share an example, and a different one for each data rank.
 
-Unless random numbers are exact: then all ranks have one state, and examples have numbers of their own by their place.
+If random numbers are exact, all ranks have one state instead, and the numbers of an example depend on its position.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from shardlib.engine import _torch
 
 __all__ = ["agree_on_random_state", "share_random_state"]
 
-# Far apart, so that neighbouring user seeds and neighbouring data ranks do not meet.
+# Large, so that neighbouring user seeds and neighbouring data ranks do not get the same stream.
 _STRIDE = 0x9E3779B97F4A7C15
 
 
 def agree_on_random_state(model_group: dist.ProcessGroup | None, data_index: int) -> None:
-    """Give ranks of a model group their first rank's generator state, and data ranks after the first their own seed.
+    """Give ranks of a model group the generator state of its first rank, and all data ranks but the first another seed.
 
     Ranks that hold the same activation must draw the same dropout mask for it; ranks with different examples should
-    not. The first data rank keeps its state, so that a run without data axes draws what a single device draws.
+    not. The first data rank keeps its state, so that a run without data axes draws the numbers of a single device.
     """
     share_random_state(model_group)
     if data_index:
@@ -29,7 +29,7 @@ def agree_on_random_state(model_group: dist.ProcessGroup | None, data_index: int
 
 
 def share_random_state(group: dist.ProcessGroup | None) -> None:
-    """Give all ranks of a group their first rank's generator state."""
+    """Give all ranks of a group the generator state of its first rank."""
     if group is not None:
         box = [torch.get_rng_state()]
         dist.broadcast_object_list(box, group_src=0, group=group)

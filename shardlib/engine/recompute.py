@@ -1,8 +1,8 @@
-"""What forward computes inside some modules is computed again in backward, and not kept in between.
+"""Activation checkpointing: some modules recompute their forward in backward instead of saving activations.
 
-Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by `torch.utils.checkpoint`. It stands outermost
-around a module's call: what is computed again passes its regions, its compiled graph and its unit as forward did, so
-that parameters stored in parts are gathered before. Names, hooks and state dicts do not change.
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by `torch.utils.checkpoint`. The wrapper is the
+outermost one around a module's call: a recomputed module passes its regions, its compiled graph and its unit as in
+forward, so that parameters stored in shards are unsharded before. Names, hooks and state dicts do not change.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["modules_to_recompute", "recompute"]
 
 
 def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Names of the modules that patterns match, in the model's order.
+    """Return the names of the modules that patterns match, in the model's order.
 
     Raises:
-        PlanError: a pattern that matches no module.
+        PlanError: a pattern matches no module.
 
     >>> modules_to_recompute(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["^0"])
     ('0',)
@@ -43,9 +43,10 @@ def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str
 
 
 def recompute(names: Sequence[str], units: Units | None = None) -> dict[str, Callable[..., Any]]:
-    """Return, by name, what stands around modules that compute again in backward.
+    """Return the wrappers of modules that are recomputed in backward, by name.
 
-    `units`: where parameters are stored in parts. A part of a unit needs the unit's, and any module those of none.
+    `units` are given if parameters are stored in shards. A recomputed part of a unit needs the parameters of its unit,
+    and any recomputed module needs those that belong to no unit.
     """
     return {name: functools.partial(_call, name, units) for name in names}
 

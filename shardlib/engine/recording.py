@@ -1,7 +1,6 @@
-"""What one rank does in a step, seen from below autograd: collectives and who caused them, gathered ops, bytes alive.
+"""Recording of one rank's step below autograd: collectives and the modules that cause them, gathered ops, live bytes.
 
-A dry run and a real run are recorded by the same code, so that a prediction and a measurement differ only where the
-runs do.
+The same code records a dry run and a real run, so that a prediction and a measurement differ only if the runs do.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shardlib.engine.flops import operations_of
 
 __all__ = ["Recording", "record_collectives"]
 
-# The kinds of the ops of torch.ops.c10d, _c10d_functional and _dtensor. What is not listed moves no data.
+# The kinds of the ops of torch.ops.c10d, _c10d_functional and _dtensor. Ops that are not listed move no data.
 _KINDS = {
     "all_reduce": ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "allreduce_",
                    "allreduce_coalesced_"),
@@ -46,15 +45,15 @@ _PAYLOADS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "
 
 
 class Recording:
-    """What was recorded; it fills while the `with` block runs.
+    """The record of a step, which grows while the `with` block runs.
 
     Attributes:
-        collectives: in the order in which they were issued; those of a single rank are left out.
-        gathered: ops that no proven sharding rule covered, in order.
-        start_bytes: parameters and buffers when recording began, local bytes.
-        peak_bytes: the most that was alive at any time, counting these and every tensor that an op made since.
+        collectives: in the order of issue, without those of a single rank.
+        gathered: ops without a proven sharding rule, in order.
+        start_bytes: local bytes of parameters and buffers at the start of the recording.
+        peak_bytes: the maximum of live bytes: these, and every tensor that an op has made since.
         flops: floating-point operations of matrix products, convolutions and attention.
-        live: the count of bytes as it goes on.
+        live: the counter of live bytes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,17 +70,17 @@ class Recording:
         return self.live.peak
 
     def report(self) -> DryRun:
-        """The same as a value, which prints in a plan and compares."""
+        """Return the record as a value, which prints in a plan and compares."""
         return DryRun(tuple(self.collectives), tuple(self.gathered), self.start_bytes, self.peak_bytes, self.flops)
 
 
 @contextmanager
 def record_collectives(model: nn.Module, *, mesh: DeviceMesh | None = None) -> Iterator[Recording]:
-    """Record every collective that this rank issues inside the block, every gathered op, and the bytes alive.
+    """Record the collectives that this rank issues inside the block, the gathered ops, and the live bytes.
 
     Args:
-        model: a sharded model; collectives are put down to its modules.
-        mesh: gives axes their names; by default the mesh of the model's DTensors.
+        model: a sharded model; each collective is attributed to one of its modules.
+        mesh: the mesh that names the axes; by default that of the model's DTensors.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -102,7 +101,7 @@ def record_collectives(model: nn.Module, *, mesh: DeviceMesh | None = None) -> I
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees each op on local tensors; DTensors are let through to become such ops first."""
+    """Records each op on local tensors. Ops on DTensors pass through, and come back as ops on local tensors."""
 
     def __init__(
         self, recording: Recording, modules: _Modules, axes: _GroupAxes, gathered: list[ops.GatheredOp]
@@ -123,7 +122,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def note_gathered(self) -> None:
-        """Put what was gathered since the last op down to the module at work: gathering itself makes ops, at once."""
+        """Attribute the ops that were gathered since the last op to the running module, before further ops run."""
         module = self.modules.place()[0] if len(self.gathered) > len(self.recording.gathered) else ""
         for op in self.gathered[len(self.recording.gathered) :]:
             self.recording.gathered.append(Gathered(op.op, module, op.reason))
@@ -131,19 +130,19 @@ class _Recorder(TorchDispatchMode):
     def _record(self, kind: str, given: dict[str, Any]) -> None:
         ranks = _torch.ranks_of_collective(given)
         if len(ranks) > 1:
-            given_by_us = () if kind in ("barrier", "receive") else next(given[n] for n in _PAYLOADS if n in given)
-            payload = _bytes(given_by_us)
+            sent = () if kind in ("barrier", "receive") else next(given[n] for n in _PAYLOADS if n in given)
+            payload = _bytes(sent)
             module, phase = self.modules.place()
-            what = Recorded(kind, self.axes.of(tuple(ranks)), payload, len(ranks), module, phase)
-            self.recording.collectives.append(what)
+            recorded = Recorded(kind, self.axes.of(tuple(ranks)), payload, len(ranks), module, phase)
+            self.recording.collectives.append(recorded)
 
 
 class _Modules:
-    """Which module is at work: in forward by hooks, in backward by the numbers that autograd gives its nodes.
+    """Tracks the running module: in forward by hooks, in backward by the sequence numbers of autograd nodes.
 
-    Autograd numbers nodes as forward makes them. A module's forward therefore owns an interval of numbers, and a
-    backward node belongs to the module with the smallest interval around its number: exact, whatever order backward
-    runs in, and without hooks on tensors.
+    Autograd numbers nodes in the order of forward. A module's forward therefore owns an interval of numbers, and a
+    backward node belongs to the module with the smallest interval around its number. This is exact in any order of
+    backward, and needs no hooks on tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,7 +163,7 @@ class _Modules:
             handle.remove()
 
     def place(self) -> tuple[str, RunPhase]:
-        """Module and phase of the op that runs now."""
+        """Return the module and the phase of the running op."""
         in_backward = _torch.backward_id() != -1
         if self._running:
             return self._running[-1][0], "backward" if in_backward else "forward"
@@ -184,11 +183,11 @@ class _Modules:
 
 
 class _LiveBytes:
-    """The bytes of all storages that were added and still live."""
+    """A counter of the bytes of all added storages that are still alive."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
-        self._held: dict[int, weakref.ref[Any]] = {}
+        self._storages: dict[int, weakref.ref[Any]] = {}
 
     def add_all(self, result: Any) -> None:
         for leaf in _torch.leaves_of(result):
@@ -200,18 +199,18 @@ class _LiveBytes:
             return
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
-        if key not in self._held:
-            self._held[key] = weakref.ref(storage, lambda _: self._drop(key, size))
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _: self._drop(key, size))
             self.now += size
             self.peak = max(self.peak, self.now)
 
     def _drop(self, key: int, size: int) -> None:
-        del self._held[key]
+        del self._storages[key]
         self.now -= size
 
 
 class _GroupAxes:
-    """The mesh axes that a group of ranks spans."""
+    """Finds the mesh axes that a group of ranks spans."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self.shape = MeshShape.of(mesh) if mesh is not None else None
@@ -226,8 +225,8 @@ class _GroupAxes:
     def _find(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         if self.shape is None or not all(rank in self._position for rank in ranks):
             return ()
-        places = [self.shape.at(self._position[rank]) for rank in ranks]
-        axes = tuple(name for name in self.shape.names if len({place[name] for place in places}) > 1)
+        coordinates = [self.shape.at(self._position[rank]) for rank in ranks]
+        axes = tuple(name for name in self.shape.names if len({coordinate[name] for coordinate in coordinates}) > 1)
         return axes if self.shape.only(axes).world_size == len(ranks) else ()
 
 

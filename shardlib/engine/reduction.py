@@ -1,4 +1,4 @@
-"""What a user puts in the place of the all-reduce of gradients: one in a few bits, late, in two steps, ..."""
+"""User-defined gradient reductions in the place of the all-reduce: compressed, deferred, hierarchical, ..."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ __all__ = ["Reduction", "reduce_gradients_by"]
 
 
 Reduction = Callable[[GradientBucket], Any]
-"""Writes the sum over the group into `bucket.tensor`, the same bits on all its ranks, or returns what does when its
-`wait()` is called: a `Work` or a `Future`."""
+"""A function that writes the sum over the group into `bucket.tensor`, with the same bits on all ranks of the group, or
+returns a `Work` or a `Future` whose `wait()` does so."""
 
 
 def reduce_gradients_by(model: nn.Module, reduction: Reduction | None) -> None:
-    """Sum gradients over the data axes by a function of one's own, in the place of an all-reduce.
+    """Sum gradients over the data axes with a function, in the place of the all-reduce.
 
-    It is called for each bucket while backward runs, on all ranks in the same order. Sums become means afterwards.
+    The reducer calls the function for each bucket while backward runs, on all ranks in the same order, and divides the
+    sums by the number of data ranks afterwards.
 
     Args:
-        model: sharded, with whole gradients on every rank: no `zero`, `fsdp` or other transform that splits them.
-        reduction: the function; None brings the all-reduce back.
+        model: a sharded model with full gradients on every rank: without `zero`, `fsdp` or another transform that
+            splits them.
+        reduction: the function; None restores the all-reduce.
 
     Raises:
-        PlanError: gradients or state of the model are split over data axes: there is no sum that all ranks want.
+        PlanError: gradients or state of the model are split over data axes, where ranks need different sums.
 
     Example:
         >>> def in_bfloat16(bucket):
@@ -39,7 +41,7 @@ def reduce_gradients_by(model: nn.Module, reduction: Reduction | None) -> None:
         >>> reduce_gradients_by(model, in_bfloat16)  # doctest: +SKIP
     """
     reducer = record_of(model).reducer
-    if reduction is not None and (name := _first_in_parts(reducer)) is not None:
+    if reduction is not None and (name := _first_sharded(reducer)) is not None:
         raise PlanError(
             f'reduce_gradients_by: the plan splits gradient or state of "{name}" over data axes, where each rank gets '
             "the sum of its own part. Leave out zero, fsdp and hsdp; compressed travel is "
@@ -50,5 +52,5 @@ def reduce_gradients_by(model: nn.Module, reduction: Reduction | None) -> None:
     reducer.reductions.reduction = reduction
 
 
-def _first_in_parts(reducer: GradientReducer) -> str | None:
-    return next((held.name for held in reducer.all_held if held.cut is not None), None)
+def _first_sharded(reducer: GradientReducer) -> str | None:
+    return next((state.name for state in reducer.param_states if state.shard_spec is not None), None)

@@ -1,17 +1,17 @@
-"""The borders between plain tensors and the global view.
+"""DTensor regions: conversion between plain tensors and DTensors at module inputs and outputs.
 
-Only regions of a model compute on DTensors: the smallest modules that close over what is split (`regions.py` finds
-them). Everything between them computes on plain tensors that are the same on all ranks of the model axes, exactly as on
-one device. At a region's border
+Only regions of a model compute on DTensors: the smallest modules that enclose all uses of sharded activations
+(`regions.py` finds them). All other modules compute on plain tensors that are the same on all ranks of the model axes,
+exactly as on one device. A region converts
 
-    plain, the same on all model ranks  ->  DTensor, replicated      (on entering)
-    DTensor of any layout               ->  plain, whole             (on leaving)
+    plain, the same on all model ranks  ->  DTensor, replicated      (its inputs)
+    DTensor of any layout               ->  plain, full tensor       (its outputs)
 
-and, transposed, in backward: the gradient of what entered is whole again, summed over the model axes where consumers
-were split. Where a region has several outputs, those after the first are gathered when they are read (`Ungathered`).
-This is the only place where a DTensor becomes a local tensor and back; since both sides of both borders are replicated,
-no gradient placement is left to guess. Integer and boolean inputs stay plain: they carry no gradient,
-and a plain tensor inside counts as replicated.
+and backward is the transpose: the gradient of an input is a full gradient, summed over the model axes where consumers
+were sharded. Where a region has several outputs, those after the first are gathered when read (`LazyFullTensor`). This
+is the only conversion between DTensors and plain tensors; since all four sides are replicated, the placements of
+gradients are known. Integer and boolean inputs stay plain: they have no gradient, and a plain tensor inside counts as
+replicated.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
+from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.gradients import GradientReducer
-from shardlib.engine.held import local_of
+from shardlib.engine.lazy_full_tensor import LazyFullTensor
 from shardlib.engine.ops._operands import redistributed
-from shardlib.engine.plain import plain
-from shardlib.engine.ungathered import Ungathered
+from shardlib.engine.params import local_of
 from shardlib.engine.units import Units
 
-__all__ = ["Casting", "Root", "install_region", "made_global", "made_plain"]
+__all__ = ["Casting", "Root", "install_region", "unwrap_dtensor", "wrap_replicated"]
 
 Check = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Casting:
-    """In which dtypes a model computes, where they are not those of its inputs.
+    """The dtypes that a model computes in, where they differ from those of its inputs.
 
     Attributes:
         device_type: of the mesh.
-        autocast: what forward casts to, op by op; None is off.
-        inputs: what inputs of other floating-point dtypes are cast to; None leaves them.
+        autocast: the autocast dtype of forward; None disables autocast.
+        inputs: the dtype that float32 inputs are cast to; None leaves them.
     """
 
     device_type: str
     autocast: torch.dtype | None = None
     inputs: torch.dtype | None = None
 
-    def on_entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (args, kwargs) if self.inputs is None else _cast((args, kwargs), {torch.float32}, self.inputs)
 
-    def on_leaving(self, output: Any) -> Any:
+    def cast_output(self, output: Any) -> Any:
         low = self.inputs or self.autocast
         return output if low is None else _cast(output, {low}, torch.float32)
 
@@ -70,18 +70,18 @@ def _cast(values: Any, which: set[torch.dtype], dtype: torch.dtype) -> Any:
 
 
 class Root:
-    """Hooks on the root of a sharded model: inputs are checked, and the start of backward is noticed.
+    """Hooks on the root of a sharded model: they check inputs, cast dtypes and detect the start of backward.
 
-    From the first forward on, a plain tensor that meets a DTensor counts as replicated, in this thread and in the
-    backward passes it starts. Autograd restores the thread's state for every node, so a switch that is on in forward
-    alone would leave the masks and positions that a model makes for itself unreadable in backward. It also lets
-    `torch.nn.utils.clip_grad_norm_` and the like take parameters of both kinds.
+    From the first forward on, implicit replication is enabled in this thread and in the backward passes that it starts:
+    a plain tensor among DTensors counts as replicated. Autograd restores the thread's state for every node, so if it
+    were enabled in forward only, ops on masks and positions that a model creates itself would fail in backward. It also
+    allows `torch.nn.utils.clip_grad_norm_` and similar functions to take parameters of both kinds.
 
     Args:
-        reducer: told when a backward pass begins.
-        check: looks at the inputs before anything else, and raises `InputError`.
-        units: made whole while the model runs.
-        casting: in which dtypes it does.
+        reducer: notified when a backward pass begins.
+        check: checks the inputs first, and raises `InputError`.
+        units: unsharded while the model runs.
+        casting: the dtypes of inputs, forward and outputs.
     """
 
     def __init__(self, reducer: GradientReducer, check: Check, units: Units | None, casting: Casting) -> None:
@@ -105,10 +105,10 @@ class Root:
         if self.casting.autocast is not None:
             self._autocasts.append(torch.autocast(self.casting.device_type, self.casting.autocast))
             self._autocasts[-1].__enter__()
-        return self.casting.on_entering(args, kwargs)
+        return self.casting.cast_inputs(args, kwargs)
 
     def _abandon(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Called after every forward. One that raised has not come to `_leave`."""
+        """Clean up after a forward that raised, for which `_leave` was not called. Runs after every forward."""
         if self._left:
             self._left = False
             return
@@ -121,20 +121,23 @@ class Root:
         self._left = True
         if self._autocasts:
             self._autocasts.pop().__exit__(None, None, None)
-        output = self.casting.on_leaving(output)
+        output = self.casting.cast_output(output)
         leaves = list(_torch.leaves_of(output))
-        if any(isinstance(leaf, Ungathered | DTensor) for leaf in leaves):
-            output = pytree.tree_map_only((Ungathered, DTensor), made_plain, output)
+        if any(isinstance(leaf, LazyFullTensor | DTensor) for leaf in leaves):
+            output = pytree.tree_map_only((LazyFullTensor, DTensor), unwrap_dtensor, output)
             leaves = pytree.tree_leaves(output)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(_beginning(weakref.ref(self.reducer)))
+                leaf.register_hook(_begin_hook(weakref.ref(self.reducer)))
         return output if self.units is None else self.units.leave_model(output)
 
 
-def _beginning(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
-    """A hook that does not keep the model: one that keeps its own output would never be freed, since Python's collector
-    does not see through a graph."""
+def _begin_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
+    """Make a hook that does not keep the model alive.
+
+    Otherwise a model that stores its own output would never be freed: Python's garbage collector does not traverse
+    autograd graphs.
+    """
 
     def hook(_grad: torch.Tensor) -> None:
         if (alive := reducer()) is not None:
@@ -143,21 +146,24 @@ def _beginning(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor]
     return hook
 
 
-def made_global(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A plain tensor that comes into a region by another way than its module's arguments; integers stay plain."""
+def wrap_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Wrap a plain tensor that does not enter a region through its module's arguments; integers stay plain."""
     if isinstance(tensor, DTensor) or not tensor.is_floating_point():
         return tensor
-    return _ToGlobal.apply(tensor, mesh)
+    return _WrapReplicated.apply(tensor, mesh)
 
 
-def made_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """What is left to be made plain at the root: what nobody has read yet, and what comes of a split parameter that
-    was read outside of its region, as in `F.linear(x, self.embed.weight)`."""
-    return _ToPlain.apply(tensor, False, True) if isinstance(tensor, DTensor) else tensor.view_as(tensor)
+def unwrap_dtensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert an output of the root to a plain tensor.
+
+    It is a `LazyFullTensor` that was not read, or a DTensor because a sharded parameter was read outside of its region,
+    as in `F.linear(x, self.embed.weight)`.
+    """
+    return _UnwrapDTensor.apply(tensor, False, True) if isinstance(tensor, DTensor) else tensor.view_as(tensor)
 
 
 def install_region(module: nn.Module, mesh: DeviceMesh) -> list[Any]:
-    """Let a module compute on DTensors over `mesh` while its surroundings see plain tensors."""
+    """Let a module compute on DTensors over `mesh`, with plain tensors as inputs and outputs."""
     enter, leave = _hooks(mesh)
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -167,44 +173,44 @@ def install_region(module: nn.Module, mesh: DeviceMesh) -> list[Any]:
 
 @_torch.cached_by_mesh
 def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """One pair of hooks for all regions of a mesh: a block compiled once then serves every block like it."""
+    """Return the pair of hooks that all regions of a mesh share, so that blocks of one class share a compiled graph."""
     replicated = (Replicate(),) * mesh.ndim
 
-    def to_global(tensor: torch.Tensor) -> torch.Tensor:
+    def wrap(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         if torch.compiler.is_compiling():
             return DTensor.from_local(tensor, mesh, replicated, run_check=False)
-        return _to_global(tensor, mesh)
+        return _wrap_replicated(tensor, mesh)
 
-    def to_plain(tensor: torch.Tensor, others: Any, late: bool = False) -> torch.Tensor:
+    def unwrap(tensor: torch.Tensor, others: Any, lazy: bool = False) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         if torch.compiler.is_compiling():
             return tensor.full_tensor(grad_placements=replicated)
-        return _to_plain(tensor, late, _is_seen(tensor, others))
+        return _unwrap_dtensor(tensor, lazy, _shares_memory(tensor, others))
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():
-            _torch.set_implicit_replication(True)  # a part may be called by itself, as `generate` calls an encoder
+            _torch.set_implicit_replication(True)  # `generate` calls an encoder without the root
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
-            return (to_global(args[0]),), kwargs
-        return pytree.tree_map_only(torch.Tensor, to_global, (args, kwargs))
+            return (wrap(args[0]),), kwargs
+        return pytree.tree_map_only(torch.Tensor, wrap, (args, kwargs))
 
     def leave(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if isinstance(output, torch.Tensor):
-            return to_plain(output, (args, kwargs))
+            return unwrap(output, (args, kwargs))
         leaves, spec = pytree.tree_flatten(output)
         split = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
-        made = {i: to_plain(leaves[i], (args, kwargs, leaves[:i], leaves[i + 1 :]), i != split[0]) for i in split}
-        return pytree.tree_unflatten([made.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
+        plain = {i: unwrap(leaves[i], (args, kwargs, leaves[:i], leaves[i + 1 :]), i != split[0]) for i in split}
+        return pytree.tree_unflatten([plain.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
 
     return enter, leave
 
 
-def _is_seen(tensor: DTensor, others: Any) -> bool:
-    """Whether the memory of a whole output is known to the region's surroundings by another tensor too."""
-    if not all(place.is_replicate() for place in tensor.placements):
+def _shares_memory(tensor: DTensor, others: Any) -> bool:
+    """Return whether a replicated output shares memory with another tensor that is visible outside of the region."""
+    if not all(p.is_replicate() for p in tensor.placements):
         return False  # it will be gathered
     if tensor.is_leaf and tensor.requires_grad:
         return True
@@ -213,8 +219,8 @@ def _is_seen(tensor: DTensor, others: Any) -> bool:
     return any(_torch.share_memory(local, local_of(other)) for other in given)
 
 
-class _ToGlobal(torch.autograd.Function):
-    """`DTensor.from_local(x, mesh, Replicate)` at a fraction of its cost; the gradient comes back whole."""
+class _WrapReplicated(torch.autograd.Function):
+    """`DTensor.from_local(x, mesh, Replicate)` at a fraction of its cost; its gradient is a full gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:  # type: ignore[override]
@@ -222,41 +228,42 @@ class _ToGlobal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        if torch.is_grad_enabled() and isinstance(grad, DTensor):  # for the gradient of this gradient
-            return _ToPlain.apply(grad, False, True), None
-        return plain(grad), None
+        if torch.is_grad_enabled() and isinstance(grad, DTensor):  # create_graph=True
+            return _UnwrapDTensor.apply(grad, False, True), None
+        return to_full_tensor(grad), None
 
 
-class _ToPlain(torch.autograd.Function):
-    """`x.full_tensor()`; its gradient, the same on all model ranks, goes back in the layout that `x` had.
+class _UnwrapDTensor(torch.autograd.Function):
+    """`x.full_tensor()`; its gradient, the same on all model ranks, is returned in the layout that `x` had.
 
-    What it gives may be written to in place, as by `y += residual`: it is not a view to autograd. Where others see its
-    memory it is one, and torch refuses the write: their values and gradients would change with it on one device, and
-    autograd does not follow that through here.
+    The result may be written in place, as by `y += residual`: to autograd it is not a view. Where another visible
+    tensor shares its memory it is a view, and torch refuses the write: on one device the values and gradients of the
+    other tensor would change too, which autograd does not track through this function.
 
-    An output that nobody uses may be asked for its gradient all the same (by hooks on modules); autograd then makes
-    plain zeros, which are what this takes. Where a module reads a split parameter of another one, DTensors are met
-    outside of regions, and a gradient may be one.
+    Module hooks may request the gradient of an output that is not used; autograd then passes plain zeros. Where a
+    module reads a sharded parameter of another module, DTensors occur outside of regions, and the gradient may be one.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, late: bool, seen: bool) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: DTensor, lazy: bool, shared: bool) -> torch.Tensor:  # type: ignore[override]
         ctx.mesh = x.device_mesh
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
         if all(p.is_replicate() for p in x.placements):
             local = _torch.local_of(x)
-            return local.view_as(local) if seen else local.detach()
-        return Ungathered(_torch.wrap(_torch.local_of(x), _torch.spec_of(x))) if late else plain(x).detach()
+            return local.view_as(local) if shared else local.detach()
+        return (
+            LazyFullTensor(_torch.wrap(_torch.local_of(x), _torch.spec_of(x))) if lazy else to_full_tensor(x).detach()
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
-            grad = grad if isinstance(grad, DTensor) else _ToGlobal.apply(grad, ctx.mesh)
+            grad = grad if isinstance(grad, DTensor) else _WrapReplicated.apply(grad, ctx.mesh)
             return grad.redistribute(placements=ctx.placements), None, None
-        grad = plain(grad)
-        whole = _torch.replicated_spec(grad, ctx.mesh)
-        local = redistributed(grad, whole, ctx.placements)
-        return _torch.wrap(local, _torch.spec_with(whole, ctx.placements)), None, None
+        grad = to_full_tensor(grad)
+        replicated = _torch.replicated_spec(grad, ctx.mesh)
+        local = redistributed(grad, replicated, ctx.placements)
+        return _torch.wrap(local, _torch.spec_with(replicated, ctx.placements)), None, None
 
 
-_to_global, _to_plain = _torch.direct_apply(_ToGlobal), _torch.direct_apply(_ToPlain)
+_wrap_replicated, _unwrap_dtensor = _torch.direct_apply(_WrapReplicated), _torch.direct_apply(_UnwrapDTensor)

@@ -1,9 +1,9 @@
-"""Which modules compute on DTensors: the smallest ones that close over what is split.
+"""Choice of the modules that compute on DTensors: the smallest ones that enclose all uses of sharded activations.
 
-A tensor split on the output features of a module (column-parallel) makes split activations; a tensor split on the
-contracted dim (row-parallel) takes them in and hands on a whole sum. The module that holds both, such as an attention
-or an MLP, closes over the split activation and can be surrounded by plain tensors. Any choice of regions computes the
-same numbers, since what leaves a region is made whole; this one moves the fewest bytes.
+A weight sharded on its output features (column-parallel) produces sharded activations; a weight sharded on the
+contracted dim (row-parallel) consumes them and produces a sum. The smallest module that contains both, such as an
+attention or an MLP, encloses the sharded activation, and its inputs and outputs can be plain tensors. Any choice of
+regions computes the same numbers, since outputs of a region are full tensors; this one moves the fewest bytes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def find_regions(
     asked: Iterable[str] = (),
     uncalled: Collection[str] = (),
 ) -> list[str]:
-    """Names of the modules at whose borders plain tensors become DTensors and back.
+    """Return the names of the modules that convert between plain tensors and DTensors.
 
     Args:
-        split: modules that own a split tensor, in registration order.
-        closing: those of them whose output is whole once it is summed over the model axes.
-        laid_out: modules whose activations a rule lays out over model axes; then the whole model is one region.
+        split: modules that own a sharded tensor, in registration order.
+        closing: those of them whose output is replicated once it is summed over the model axes.
+        laid_out: modules whose activations a rule shards over model axes; then the whole model is one region.
         owners: for each tied parameter, the modules that own it.
-        alone: those of `split` that take no split activation, and so close over nothing but themselves.
-        asked: modules that a rule gives a border of their own.
-        uncalled: modules that have no forward, such as a `ModuleList`; whoever holds one is the region in its place.
+        alone: those of `split` that take no sharded activation; each is a region by itself.
+        asked: modules to which a rule gives an input or output layout.
+        uncalled: modules without a forward, such as a `ModuleList`; their parent is the region instead.
 
     >>> find_regions(["b.attn.q", "b.attn.o", "b.mlp.up", "b.mlp.down", "head"], {"b.attn.o", "b.mlp.down"})
     ['b.attn', 'b.mlp', 'head']
@@ -48,7 +48,7 @@ def find_regions(
 
 
 def inside(module: str, regions: Iterable[str]) -> bool:
-    """Whether a module is one of the regions or inside one.
+    """Return whether a module is one of the regions or inside one.
 
     >>> inside("b.attn.q", ["b.attn"]), inside("b.attn2", ["b.attn"]), inside("x", [""])
     (True, False, True)
@@ -79,7 +79,7 @@ def _called(module: str, uncalled: Collection[str]) -> str:
 
 
 def _common(a: str, b: str) -> list[str]:
-    """The path of the closest module that holds both."""
+    """Return the path of the closest common ancestor of two modules."""
     path = []
     for x, y in zip(a.split("."), b.split("."), strict=False):
         if x != y:

@@ -1,4 +1,4 @@
-"""A dynamic loss scale on which all ranks agree (Micikevicius et al., "Mixed Precision Training", ICLR 2018)."""
+"""A dynamic loss scale that is the same on all ranks (Micikevicius et al., "Mixed Precision Training", ICLR 2018)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["LossScaler"]
 
 
 class LossScaler:
-    """Multiplies the loss, so that gradients do not vanish in float16, and divides the gradients by the same.
+    """Scales the loss, so that gradients do not underflow in float16, and unscales gradients before a step.
 
-    After a step with a gradient that is not finite, anywhere on the mesh, the scale backs off (from the n-th such step
-    since it grew, with a hysteresis of n); after a number of good ones in a row it grows.
+    If any gradient on the mesh is not finite, the scale backs off (with a hysteresis of n, from the n-th such step
+    since it last grew). It grows after a number of finite steps in a row.
 
     Args:
-        settings: where it starts and how it moves.
+        settings: the initial scale and the factors and intervals of its changes.
 
     Attributes:
-        scale: the factor now.
-        overflowed: whether the gradients looked at last are not all finite, on any rank.
+        scale: the current factor.
+        overflowed: whether the gradients that were checked last are not all finite, on any rank.
     """
 
     def __init__(self, settings: LossScale) -> None:
@@ -35,12 +35,12 @@ class LossScaler:
         self.overflowed = False
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale, in float32 at least."""
+        """Return the loss times the scale, in float32 or wider."""
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         return wide * self.scale
 
     def look_at(self, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """See whether all elements of all local gradients are finite. Collective over the group, on a device."""
+        """Check whether all elements of all local gradients are finite. Collective over the group, on a device."""
         largest = [norm for norm in _torch.norms_of(gradients, float("inf")) if norm.numel()]
         bad = sum((~torch.isfinite(norm)).float() for norm in largest) if largest else torch.zeros(())
         flag = torch.as_tensor(bad).reshape(1).to(device)
@@ -49,7 +49,7 @@ class LossScaler:
         self.overflowed = bool(flag.item())
 
     def update(self) -> None:
-        """Move the scale after a step, taken or skipped."""
+        """Update the scale after a step, taken or skipped."""
         s = self.settings
         if self.overflowed:
             self.good_steps, self.bad_steps = 0, self.bad_steps + 1

@@ -1,4 +1,4 @@
-"""The record of a sharded model: what shardlib keeps of it, found by the model for as long as that lives."""
+"""The record of a sharded model, which lives as long as the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib.engine.pipeline.standing import Standing
+from shardlib.engine.pipeline.step_context import StepContext
 from shardlib.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -26,21 +26,21 @@ __all__ = ["Sharded", "is_sharded", "keep", "record_of"]
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """What shardlib keeps of a sharded model.
+    """The record of a sharded model.
 
-    Where the mesh has a pipeline axis, `plan` and `mesh` are those of this rank's stages.
+    If the mesh has a pipeline axis, `plan` and `mesh` are those of this rank's stages.
 
     Attributes:
-        plan: that was carried out.
-        mesh: of all axes of `plan`.
-        model_mesh: of the model axes; None where they split nothing.
-        reducer: of the model's gradients.
-        compiled: which blocks are compiled.
-        fp8_history: what float8 is scaled by, if by earlier steps.
-        units: parameters that are unsharded together; None where none is stored in shards.
-        pipeline: the stages, where there are several.
-        meets_in_modules: whether some modules wait for other data ranks while they compute.
-        has_values: whether its tensors have values; those of a dry run have not.
+        plan: the plan that was carried out.
+        mesh: the mesh of all axes of `plan`.
+        model_mesh: the mesh of the model axes; None if they have one rank.
+        reducer: the reducer of the model's gradients.
+        compiled: the report on compiled blocks.
+        fp8_history: the history of float8 scales, if they depend on earlier steps.
+        units: groups of parameters that are unsharded together; None if none is stored in shards.
+        pipeline: the stages, if there are several.
+        meets_in_modules: whether some modules communicate with other data ranks while they compute.
+        has_values: whether its tensors have values; in a dry run they do not.
     """
 
     plan: Plan
@@ -55,22 +55,22 @@ class Sharded:
     has_values: bool
 
     @cached_property
-    def standing(self) -> Standing:
-        """Where this rank stands in steps of a pipeline. Cached: Python time in a step stalls every rank."""
-        return Standing.of(self)
+    def step_context(self) -> StepContext:
+        """The role of this rank in steps of a pipeline. Cached: Python time in a step stalls every rank."""
+        return StepContext.of(self)
 
 
-# The one table from models to what is kept of them. Weak: the record must not keep the model.
+# The records of all sharded models. Weak: a record must not keep its model alive.
 _records: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
 
 
 def keep(model: nn.Module, record: Sharded) -> None:
-    """Let `record_of` find the record of a model that has been sharded."""
+    """Register the record of a sharded model for `record_of`."""
     _records[model] = record
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether `shard_model` has sharded this model."""
+    """Tell whether `shard_model` has sharded this model."""
     return model in _records
 
 

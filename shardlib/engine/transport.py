@@ -1,13 +1,12 @@
-"""How flat buffers travel among the ranks of a group: one interface, two implementations.
+"""Move flat buffers among the ranks of a group: one interface, two implementations.
 
-Which collective is cheapest depends on the back end. NCCL has a real reduce-scatter and all-gather. Over gloo a
-reduce-scatter sends as much as an all-reduce, and an all-gather takes twice the time that its bytes need; there every
-rank sends each block straight to its owner, and the owner adds up. Either way a rank sends (n-1)/n of the elements
-(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7).
+The cheapest collective depends on the back end. NCCL implements reduce-scatter and all-gather natively. Over gloo, a
+reduce-scatter sends as much as an all-reduce, and an all-gather takes twice the time that its bytes need; every rank
+therefore sends each block directly to its owner, and the owner adds up. In both implementations a rank sends (n-1)/n of
+the elements (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7).
 
-Nothing else that moves shards asks which back end there is. SHARDLIB_TRANSPORT chooses another implementation than the
-back end's own. Each call names the movements of the plan that it carries, so that what a step sends can be compared
-with what the plan lists.
+No other code that moves shards depends on the back end. The variable SHARDLIB_TRANSPORT overrides the implementation.
+Each call names the movements of the plan that it carries, so that the traffic of a step can be compared with the plan.
 """
 
 from __future__ import annotations
@@ -42,35 +41,38 @@ VARIABLE = "SHARDLIB_TRANSPORT"
 
 
 class Workspace:
-    """Memory that movements borrow and give back: few large buffers, since freeing many small ones leaves a process
-    as large as if they were still there."""
+    """A pool of workspace buffers that movements borrow and give back.
+
+    It keeps few large buffers: freeing many small ones would not return their memory to the system.
+    """
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat tensor of at least so many elements, of any content."""
+        """Return an uninitialized flat tensor of at least `numel` elements."""
         free = self._free.setdefault((dtype, device), [])
         fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]
         if fitting:
             return free.pop(min(fitting, key=lambda i: free[i].numel()))
         if free:
-            free.pop()  # one that has become too small
+            free.pop()  # a buffer that has become too small
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Let others borrow it."""
+        """Return a buffer to the pool."""
         self._free.setdefault((buffer.dtype, buffer.device), []).append(buffer)
 
 
 @dataclass(eq=False)
 class Handle:
-    """Blocks under way.
+    """Pending blocks.
 
     Attributes:
-        blocks: where what arrives lies, once `wait` has returned.
-        borrowed: memory to give back when nobody reads the blocks any more.
-        group: whose time limit holds, where the back end has none of its own.
+        blocks: the memory of the blocks that arrive, complete once `wait` has returned.
+        borrowed: workspace buffers to give back when the blocks have been read.
+        works: the pending operations of the process group.
+        group: the group whose time limit applies, where the back end has no time limit of its own.
     """
 
     blocks: list[torch.Tensor]
@@ -79,7 +81,7 @@ class Handle:
     group: dist.ProcessGroup | None = None
 
     def wait(self) -> None:
-        """Return when all has arrived; on an accelerator, let its current stream do so."""
+        """Wait until all blocks have arrived; on an accelerator, let its current stream wait."""
         _torch.wait_for(self.works, None if self.group is None else _torch.limit_of(self.group))
 
 
@@ -90,7 +92,7 @@ class Sent:
     Attributes:
         kind: "all_reduce", "reduce_scatter" or "all_gather", as in `shardlib.layout.Collective`.
         axes: the mesh axes whose ranks take part.
-        carries: the movements of the plan that it is a part of.
+        carries: the movements of the plan that the call carries.
     """
 
     kind: str
@@ -99,15 +101,16 @@ class Sent:
 
 
 class Transport(ABC):
-    """The ranks of a group, which exchange blocks of flat buffers: one block for each rank.
+    """Exchanges blocks of flat buffers among the ranks of a group: one block for each rank.
 
     Attributes:
+        name: the name in SHARDLIB_TRANSPORT.
         group: the process group.
-        axes: the mesh axes that it lies along.
-        log: where each call is noted, while somebody records them.
-        ranks: its global ranks, in order.
-        index: this rank's place among them.
-        count: how many they are.
+        axes: the mesh axes of the group.
+        log: the list to which each call is appended, while calls are recorded.
+        ranks: the global ranks of the group, in order.
+        index: the index of this rank in the group.
+        count: the number of ranks.
         takes_uneven: whether blocks may differ in size.
     """
 
@@ -122,6 +125,7 @@ class Transport(ABC):
         self.count = len(self.ranks)
 
     def note(self, kind: str, carries: Iterable[Movement]) -> None:
+        """Record a call, while calls are recorded."""
         if self.log is not None:
             self.log.append(Sent(kind, self.axes, tuple(carries)))
 
@@ -131,29 +135,29 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
-        """Begin to sum blocks over all ranks, each at the rank that it is of.
+        """Begin to sum blocks over all ranks, each at its owner.
 
         Args:
-            blocks: one for each rank, to be left as they are until the end; consecutive in one buffer, and
-                of one size, where the transport takes no uneven ones.
-            workspace: memory that this borrows.
+            blocks: one block for each rank, which must not change until the end; consecutive in one buffer, and of one
+                size, where the transport does not take uneven blocks.
+            workspace: the pool of buffers for arriving blocks.
 
         Returns:
-            This rank's block, in summands that are yet to be added, in the order of ranks; all may be written over but
-            its own. No summands where its block is empty.
+            The summands of this rank's block, in the order of ranks, which the caller adds up and may overwrite, apart
+            from the rank's own; no summands where the block is empty.
         """
 
     @abstractmethod
     def all_gather(self, blocks: Sequence[torch.Tensor]) -> Handle:
-        """Begin to give every rank's block to all.
+        """Begin to send every rank's block to all ranks.
 
         Args:
-            blocks: memory of one for each rank, as in `reduce_scatter`, in which this rank's is filled.
+            blocks: the memory of one block for each rank, as in `reduce_scatter`; this rank's block is filled.
         """
 
 
 class CollectiveTransport(Transport):
-    """Collectives of the back end. Blocks have one size; what is uneven is padded."""
+    """Calls the collectives of the back end. Blocks have one size, with padding."""
 
     name = "collectives"
     takes_uneven = False
@@ -161,29 +165,29 @@ class CollectiveTransport(Transport):
     def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
         size = blocks[0].numel()
         buffer = workspace.take(size, blocks[0].dtype, blocks[0].device)
-        mine = buffer[:size]
-        work = dist.reduce_scatter_single(mine, _joined(blocks), group=self.group, async_op=True)
-        return Handle([mine] if size else [], [buffer], [work], self.group)
+        local_block = buffer[:size]
+        work = dist.reduce_scatter_single(local_block, _joined(blocks), group=self.group, async_op=True)
+        return Handle([local_block] if size else [], [buffer], [work], self.group)
 
     def all_gather(self, blocks: Sequence[torch.Tensor]) -> Handle:
-        own = blocks[self.index].clone()
-        work = dist.all_gather_single(_joined(blocks), own, group=self.group, async_op=True)
+        local_block = blocks[self.index].clone()
+        work = dist.all_gather_single(_joined(blocks), local_block, group=self.group, async_op=True)
         return Handle(list(blocks), [], [work], self.group)
 
 
 class PointToPointTransport(Transport):
-    """Each rank sends each block straight to where it is needed."""
+    """Sends each block directly to the ranks that need it."""
 
     name = "point-to-point"
     takes_uneven = True
 
     def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
-        mine = blocks[self.index]
-        size = mine.numel()
-        inbox = workspace.take(size * (self.count - 1), mine.dtype, mine.device)
-        summands, works = {self.index: mine}, []
-        for place, other in enumerate(self._others()):
-            summands[other] = inbox[place * size : (place + 1) * size]
+        local_block = blocks[self.index]
+        size = local_block.numel()
+        inbox = workspace.take(size * (self.count - 1), local_block.dtype, local_block.device)
+        summands, works = {self.index: local_block}, []
+        for i, other in enumerate(self._others()):
+            summands[other] = inbox[i * size : (i + 1) * size]
             works += self._send(blocks[other], other) + self._receive(summands[other], other)
         in_order = [summands[rank] for rank in range(self.count)] if size else []
         return Handle(in_order, [inbox], works, self.group)
@@ -195,7 +199,7 @@ class PointToPointTransport(Transport):
         return Handle(list(blocks), [], works, self.group)
 
     def _others(self) -> list[int]:
-        """Places in the group of all others, the next one first, so that not all send to the same rank at once."""
+        """Return the indices of the other ranks, the next one first, so that not all send to the same rank at once."""
         return [(self.index + step) % self.count for step in range(1, self.count)]
 
     def _send(self, block: torch.Tensor, to: int) -> list[dist.Work]:
@@ -211,12 +215,12 @@ _KNOWN: dict[str, type[Transport]] = {kind.name: kind for kind in (CollectiveTra
 
 
 def over(group: dist.ProcessGroup, device: torch.device, axes: tuple[str, ...] = ()) -> Transport:
-    """What is cheapest over the back end of a group, or what SHARDLIB_TRANSPORT says.
+    """Return the cheapest transport over the back end of a group, or the one that SHARDLIB_TRANSPORT names.
 
-    A dry run does what its device's own back end would do.
+    A dry run uses the transport of its device's back end.
 
     Raises:
-        InputError: the variable names none.
+        InputError: the variable does not name a transport.
     """
     name = chosen()
     if name is None:
@@ -227,7 +231,7 @@ def over(group: dist.ProcessGroup, device: torch.device, axes: tuple[str, ...] =
 
 
 def chosen() -> str | None:
-    """What SHARDLIB_TRANSPORT says."""
+    """Return the name in SHARDLIB_TRANSPORT, or None."""
     name = os.environ.get(VARIABLE) or None
     if name is not None and name not in _KNOWN:
         raise InputError(f'{VARIABLE}="{name}" names no transport; set "collectives" or "point-to-point".')
@@ -237,12 +241,12 @@ def chosen() -> str | None:
 def exchange(
     sends: Iterable[tuple[torch.Tensor, int]], receives: Iterable[tuple[torch.Tensor, int]], group: dist.ProcessGroup
 ) -> Handle:
-    """Begin to send whole tensors to single ranks of a group, and to receive others.
+    """Begin to send tensors to single ranks of a group, and to receive others.
 
     Args:
-        sends: contiguous tensors, each with the place in the group of the rank that it goes to.
-        receives: contiguous memory, each with the place of the rank that sends it.
-        group: of all of them; two ranks that exchange several tensors name them in the same order.
+        sends: contiguous tensors, each with the index in the group of its receiver.
+        receives: contiguous memory, each with the index in the group of its sender.
+        group: the group of all these ranks; two ranks that exchange several tensors list them in the same order.
     """
     ranks = dist.get_process_group_ranks(group)
     ops = [dist.P2POp(dist.isend, tensor, ranks[to], group=group) for tensor, to in sends]
@@ -253,6 +257,6 @@ def exchange(
 
 
 def _joined(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The buffer that consecutive blocks are."""
+    """Return the buffer that consecutive blocks form."""
     first = blocks[0]
     return first.as_strided((sum(block.numel() for block in blocks),), (1,), first.storage_offset())

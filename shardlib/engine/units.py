@@ -1,15 +1,16 @@
-"""Parameters that are stored in parts are whole while they are computed with: a unit at a time.
+"""Unshard parameters that are stored in shards while their modules compute, one unit at a time.
 
-A unit is a module whose parameters are gathered together, such as a block, or several small ones. While its forward
-runs, its modules show unsharded tensors in the place of the stored parameters. An autograd function makes these of
-those: its backward gets the gradients of a whole unit at once, and gives each parameter its shard of their mean. The
-memory of whole parameters is lent: units take turns in two buffers, one for the unit that computes and one for the unit
-that comes next, which is gathered meanwhile. What autograd has saved of a parameter is this memory, so that before a
-unit's backward its parameters are gathered into the same place once more (Rajbhandari et al., "ZeRO", section 5.3; Zhao
-et al., "PyTorch FSDP", VLDB 2023, sections 3.3 and 4.2, whose schedule this is).
+A unit is a module whose parameters are gathered together, such as a block, or several small modules. While the forward
+of a unit runs, its modules hold unsharded tensors in place of the stored parameters. An autograd function connects the
+two: its backward receives the full gradients of a unit at once, and gives each parameter its shard of their mean.
 
-What belongs to no unit (parameters of modules with parts that are units, parameters tied across units) is gathered
-when the model is entered, and stays until backward has ended.
+Unsharded parameters alternate between two buffers: one for the unit that computes, and one for the next unit, which is
+gathered meanwhile. Tensors that autograd saved alias these buffers. Before the backward of a unit, its parameters are
+therefore gathered into the same buffer again (Rajbhandari et al., "ZeRO", section 5.3; Zhao et al., "PyTorch FSDP",
+VLDB 2023, sections 3.3 and 4.2, whose schedule this is).
+
+Parameters outside of units (those of modules that contain units, and those tied across units) are gathered when the
+forward of the model begins, and stay unsharded until backward has ended.
 """
 
 from __future__ import annotations
@@ -24,31 +25,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardlib._plan import ALONE_BYTES, Purpose, join_small, unit_of
+from shardlib._plan import UNBUCKETED_BYTES, Purpose, join_small, unit_of
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.executor import Executor
 from shardlib.engine.executor.gather import UnshardBucket, unshard_buckets
-from shardlib.engine.held import Held
 from shardlib.engine.lost import naming_lost_ranks_in_backward
+from shardlib.engine.params import ParamState
 from shardlib.engine.schedule import RunOrder
 from shardlib.errors import ShardingError
 
 if TYPE_CHECKING:
     from shardlib.engine.gradients import GradientReducer
 
-__all__ = ["Units", "lend", "unshard_in_modules"]
+__all__ = ["Units", "make_units", "unshard_in_modules"]
 
 _ALIGNMENT = 64  # bytes; kernels are fastest there
 
 
 @dataclass(eq=False)
-class Lending:
-    """A flat buffer in which units take turns, and who has it.
+class UnshardedBuffer:
+    """A flat buffer that units share, one at a time.
 
     Attributes:
-        holder: the unit whose whole parameters lie in it now.
-        busy: how many forwards of the holder are running.
+        flat: the memory, as bytes.
+        holder: the unit whose unsharded parameters the buffer holds now.
+        busy: the number of forwards of the holder that are running.
     """
 
     flat: torch.Tensor
@@ -61,120 +63,134 @@ class _Unit:
     """Parameters that are gathered together.
 
     Attributes:
-        name: of its modules; "" for what belongs to no unit.
-        places: where modules keep them: the dict of a module's parameters, the key, the parameter, and what stands
-            there while the model runs but not this unit.
-        kept: whether they stay whole until backward has ended.
-        shown: what its modules compute with while the model runs, by the identity of what is known of a parameter. All
-            forwards of a unit share these, so that their gradients come together.
-        depth: how many forwards of its modules are running.
-        awaited: a backward pass will ask for it.
+        name: the names of the unit's modules; "" for the parameters outside of units.
+        param_states: the parameters.
+        owners: the places where modules keep the parameters: the dict of a module's parameters, the key, the parameter
+            state, and the sentinel that stands there while the model runs but this unit does not.
+        buffer: the memory of the unsharded parameters.
+        buckets: the buckets that gather the parameters.
+        stays_unsharded: whether the parameters stay unsharded until backward has ended.
+        unsharded: the tensors that its modules compute with while the model runs, by the id of the parameter's state.
+            All forwards of a unit share them, so that their gradients arrive together.
+        depth: the number of forwards of the unit's modules that are running.
+        awaited: whether a backward pass will need the unit.
     """
 
     name: str
-    held: list[Held]
-    places: list[tuple[dict[str, Any], str, Held, torch.Tensor]]
-    memory: Lending
+    param_states: list[ParamState]
+    owners: list[tuple[dict[str, Any], str, ParamState, torch.Tensor]]
+    buffer: UnshardedBuffer
     buckets: list[UnshardBucket]
-    kept: bool
-    shown: dict[int, torch.Tensor] = field(default_factory=dict)
+    stays_unsharded: bool
+    unsharded: dict[int, torch.Tensor] = field(default_factory=dict)
     depth: int = 0
     awaited: bool = False
 
     @property
-    def is_whole(self) -> bool:
-        return self.memory.holder is self
+    def is_unsharded(self) -> bool:
+        """Whether the buffer holds the parameters of this unit, or receives them."""
+        return self.buffer.holder is self
 
     @naming_lost_ranks_in_backward
-    def begin_to_gather(self) -> None:
-        """Ask for every rank's parts. What else lies in the memory is gone from now on."""
-        if self.memory.busy and self.memory.holder is not self:
-            assert self.memory.holder is not None
+    def begin_unshard(self) -> None:
+        """Begin to gather the shards of all ranks. The previous content of the buffer is lost."""
+        if self.buffer.busy and self.buffer.holder is not self:
+            assert self.buffer.holder is not None
             raise ShardingError(
-                f'"{self.name}" runs inside of "{self.memory.holder.name}", whose whole parameters lie in the memory '
-                "that both take turns in. Keep one of them whole: fsdp(reshard_after_forward=False), or zero(3) with "
-                f'only= patterns that leave "{self.name}" out.'
+                f'"{self.name}" runs inside of "{self.buffer.holder.name}", whose unsharded parameters lie in the '
+                "buffer that both share. Keep one of them unsharded: fsdp(reshard_after_forward=False), or zero(3) "
+                f'with only= patterns that leave "{self.name}" out.'
             )
-        if self.memory.holder is not None:
-            self.memory.holder.finish_gathering()  # what it asked for comes into this memory
-        self.memory.holder = self
+        if self.buffer.holder is not None:
+            self.buffer.holder.wait_for_unshard()  # its all-gather writes into this buffer
+        self.buffer.holder = self
         purpose: Purpose = "parameters, forward" if _torch.backward_id() == -1 else "parameters, backward"
         for bucket in self.buckets:
             bucket.begin(purpose)
 
     @naming_lost_ranks_in_backward
-    def finish_gathering(self) -> None:
+    def wait_for_unshard(self) -> None:
         for bucket in self.buckets:
             bucket.wait()
 
-    def release(self) -> None:
-        """Forward is over; what stays for backward stays."""
-        if self.memory.holder is self and not self.depth and not (self.kept and self.awaited):
-            self.finish_gathering()
-            self.memory.holder = None
+    def reshard(self) -> None:
+        """Free the buffer after forward, unless the parameters stay unsharded for backward."""
+        if self.buffer.holder is self and not self.depth and not (self.stays_unsharded and self.awaited):
+            self.wait_for_unshard()
+            self.buffer.holder = None
 
-    def show(self, reducer: weakref.ref[GradientReducer], *, in_step: bool) -> None:
-        """Let its modules compute with unsharded tensors; in a step of a pipeline, with the same ones throughout."""
+    def use_unsharded(self, reducer: weakref.ref[GradientReducer], *, in_step: bool) -> None:
+        """Put unsharded tensors into the modules; during a step of a pipeline, the same ones for all microbatches."""
         if in_step:
-            self.shown = {id(held): _leaf(held) for held in self.held}
-        learning = torch.is_grad_enabled() and any(held.param.requires_grad for held in self.held)
-        if not self.shown or (learning and not any(tensor.requires_grad for tensor in self.shown.values())):
-            self.shown = _unsharded(self.held, reducer)
-        for owner, key, held, _ in self.places:
-            owner[key] = self.shown[id(held)]
+            self.unsharded = {id(param_state): _leaf(param_state) for param_state in self.param_states}
+        needs_grad = torch.is_grad_enabled() and any(
+            param_state.param.requires_grad for param_state in self.param_states
+        )
+        if not self.unsharded or (needs_grad and not any(tensor.requires_grad for tensor in self.unsharded.values())):
+            self.unsharded = _unsharded(self.param_states, reducer)
+        for owner, key, param_state, _ in self.owners:
+            owner[key] = self.unsharded[id(param_state)]
 
     def refuse_replaced(self) -> None:
-        """Raise if modules have other tensors now than the parameters that were sharded."""
-        for owner, key, held, _ in self.places:
-            if owner.get(key) is not held.param:
+        """Raise if a module holds another tensor than the parameter that was sharded."""
+        for owner, key, param_state, _ in self.owners:
+            if owner.get(key) is not param_state.param:
                 raise ShardingError(
-                    f'"{held.name}" is stored in shards, and another tensor stands in its place since (assigned, tied, '
-                    "parametrized, or given to torch.func.functional_call). Replace it before shard_model; copy "
-                    "values into it by load_state_dict; or do not shard it between steps: zero(2), or only= patterns "
-                    "without it."
+                    f'"{param_state.name}" is stored in shards, and another tensor stands in its place since '
+                    "(assigned, tied, parametrized, or given to torch.func.functional_call). Replace it before "
+                    "shard_model; copy values into it by load_state_dict; or do not shard it between steps: zero(2), "
+                    "or only= patterns without it."
                 )
 
-    def guard(self) -> None:
-        for owner, key, _, guard in self.places:
-            owner[key] = guard
+    def use_sentinels(self) -> None:
+        """Put sentinels into the modules: reading a parameter there raises."""
+        for owner, key, _, sentinel in self.owners:
+            owner[key] = sentinel
 
-    def hide(self) -> None:
-        self.shown = {}  # it keeps a graph, through which the collector sees no cycle
-        for owner, key, held, _ in self.places:
-            owner[key] = held.param
+    def use_sharded(self) -> None:
+        """Put the stored parameters back into the modules."""
+        self.unsharded = {}  # these tensors hold an autograd graph, and the garbage collector sees no cycle through it
+        for owner, key, param_state, _ in self.owners:
+            owner[key] = param_state.param
 
 
-def _leaf(held: Held) -> torch.Tensor:
-    if held.leaf is None:
-        if held.param.requires_grad and _torch.has_gradient_hooks(held.param):
+def _leaf(param_state: ParamState) -> torch.Tensor:
+    if param_state.leaf is None:
+        if param_state.param.requires_grad and _torch.has_gradient_hooks(param_state.param):
             raise ShardingError(
-                f'"{held.name}" is stored in shards and has hooks on its gradient, which pipeline steps do not call: '
-                "they add up the gradients of all microbatches. Remove the hooks, or use zero(2) at most."
+                f'"{param_state.name}" is stored in shards and has hooks on its gradient, which pipeline steps do not '
+                "call: they add up the gradients of all microbatches. Remove the hooks, or use zero(2) at most."
             )
-        held.leaf = held.to_compute_with().requires_grad_(held.param.requires_grad)
-    return held.leaf
+        param_state.leaf = param_state.make_unsharded().requires_grad_(param_state.param.requires_grad)
+    return param_state.leaf
 
 
-def _unsharded(held: Sequence[Held], reducer: weakref.ref[GradientReducer]) -> dict[int, torch.Tensor]:
-    """What modules compute with in the place of parameters; autograd leads gradients from there to the parameters."""
-    shown = {id(one): one.to_compute_with() for one in held}
-    trained = [one for one in held if one.param.requires_grad]
+def _unsharded(param_states: Sequence[ParamState], reducer: weakref.ref[GradientReducer]) -> dict[int, torch.Tensor]:
+    """Return the tensors that modules compute with, by the id of the parameter state; autograd takes their gradients
+    back to the parameters."""
+    unsharded = {id(one): one.make_unsharded() for one in param_states}
+    trained = [one for one in param_states if one.param.requires_grad]
     if torch.is_grad_enabled() and trained:
-        made = _Unshard.apply(reducer, trained, [shown[id(one)] for one in trained], *(one.param for one in trained))
-        shown.update(zip(map(id, trained), made, strict=True))
-    return shown
+        made = _Unshard.apply(
+            reducer, trained, [unsharded[id(one)] for one in trained], *(one.param for one in trained)
+        )
+        unsharded.update(zip(map(id, trained), made, strict=True))
+    return unsharded
 
 
 class _Unshard(torch.autograd.Function):
-    """Parameters of a unit as they are stored -> as they are computed with; gradients go the other way, to the mean.
+    """Turn the stored parameters of a unit into unsharded ones in forward; reduce their gradients in backward.
 
-    Gathering has happened before, and reducing goes on until the backward pass has ended: `p.grad` gets its shard then.
-    At once it is there only for what autograd gives to others too: hooks of the parameter, `autograd.grad`.
+    The all-gather has happened before. Reductions go on until the backward pass has ended: `p.grad` gets its shard
+    then. A gradient is reduced immediately only where autograd also gives it to others: to hooks of the parameter, or
+    to a caller of `autograd.grad`.
     """
 
     @staticmethod
-    def forward(ctx: Any, reducer: Any, held: Sequence[Held], made: Sequence[torch.Tensor], *_params: Any) -> Any:  # type: ignore[override]
-        ctx.reducer, ctx.held = reducer, held
+    def forward(
+        ctx: Any, reducer: Any, param_states: Sequence[ParamState], made: Sequence[torch.Tensor], *_params: Any
+    ) -> Any:  # type: ignore[override]
+        ctx.reducer, ctx.param_states = reducer, param_states
         ctx.set_materialize_grads(False)
         return tuple(made)
 
@@ -182,21 +198,22 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise ShardingError(
-                f'A backward pass with create_graph=True reached "{ctx.held[0].name}", which is stored in shards: its '
-                "second derivatives cannot be computed. Do not shard it between steps: zero(2), or only= patterns "
-                "without it. Gradients of gradients of inputs can be computed at every stage."
+                f'A backward pass with create_graph=True reached "{ctx.param_states[0].name}", which is stored in '
+                "shards: its second derivatives cannot be computed. Do not shard it between steps: zero(2), or only= "
+                "patterns without it. Gradients of gradients of inputs can be computed at every stage."
             )
         nodes = [node for node, _ in ctx.next_functions]
         wanted = [_torch.asks_for_gradient(node) for node in nodes]
         at_once = [
-            want is not True or _torch.has_gradient_hooks(one.param) for want, one in zip(wanted, ctx.held, strict=True)
+            want is not True or _torch.has_gradient_hooks(one.param)
+            for want, one in zip(wanted, ctx.param_states, strict=True)
         ]
         reducer = ctx.reducer()
         if reducer is None:
             raise ShardingError("A backward pass has come to a sharded model that is gone. Keep the model until then.")
         chosen = [i for i, want in enumerate(wanted) if want is not False]
         found = reducer.take_unsharded(
-            [ctx.held[i] for i in chosen], [grads[i] for i in chosen], [at_once[i] for i in chosen]
+            [ctx.param_states[i] for i in chosen], [grads[i] for i in chosen], [at_once[i] for i in chosen]
         )
         results: list[torch.Tensor | None] = [None] * len(grads)
         for i, result in zip(chosen, found, strict=True):
@@ -205,7 +222,7 @@ class _Unshard(torch.autograd.Function):
 
 
 class Units:
-    """The units of a model, by name: which of them are whole now, and which comes next."""
+    """The units of a model, by module name; decides which of them are unsharded, and which one is prefetched."""
 
     def __init__(self, units: Mapping[str, _Unit]) -> None:
         self.units = units
@@ -215,68 +232,69 @@ class Units:
         self._inside = 0  # forwards of the whole model that are running
         self._in_step = False
 
-    def give_gradients_to(self, reducer: GradientReducer) -> None:
-        """Let this reduce the gradients of all parameters."""
+    def set_reducer(self, reducer: GradientReducer) -> None:
+        """Set the reducer of the gradients of all parameters."""
         self._reducer = weakref.ref(reducer)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def enter_model(self) -> None:
-        """A forward of the whole model begins: parts may have changed since the last one."""
+        """Prepare for a forward of the whole model. Shards may have changed since the last one."""
         if _torch.backward_id() == -1:
-            self.let_go()
+            self.reshard_all()
             self._order.restart()
         idle = [unit for unit in self._each if not unit.depth]
         for unit in idle if not self._inside else ():
             unit.refuse_replaced()
         self._inside += 1
         for unit in idle:
-            unit.guard()
-        if (rest := self.units.get("")) is not None:
-            self._enter(rest)
+            unit.use_sentinels()
+        if (root := self.units.get("")) is not None:
+            self._enter(root)
 
     def leave_model(self, output: Any) -> Any:
-        if (rest := self.units.get("")) is not None:
-            output = self._leave(rest, output)
+        """Finish a forward of the whole model; return its output with hooks for backward."""
+        if (root := self.units.get("")) is not None:
+            output = self._leave(root, output)
         self._inside -= 1
-        self._show_stored()
+        self._use_sharded()
         if _torch.backward_id() == -1 and not self._inside:
             for unit in self._each:
-                unit.release()
+                unit.reshard()
         return output
 
-    def _show_stored(self) -> None:
-        """Users see parameters as they are stored, unless a forward is running."""
+    def _use_sharded(self) -> None:
+        """Put the stored parameters back into the modules, unless a forward is running."""
         if not self._inside:
             for unit in self._each:
                 if not unit.depth:
-                    unit.hide()
+                    unit.use_sharded()
 
     def abandon(self) -> None:
-        """A forward of the model has raised."""
-        self._inside = 0  # whatever was running inside of it is over too
+        """Reset after a forward of the model has raised."""
+        self._inside = 0  # the forwards inside of it have ended too
         for unit in self._each:
-            unit.depth = unit.memory.busy = 0
-        self._show_stored()
+            unit.depth = unit.buffer.busy = 0
+        self._use_sharded()
 
     def call(self, unit: _Unit, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A forward of one unit, with its parameters whole."""
+        """Run the forward of one unit with unsharded parameters."""
         self._enter(unit)
         try:
             output = inner(*args, **kwargs)
         except BaseException:
-            self._hide(unit)
+            self._end_compute(unit)
             raise
         return self._leave(unit, output)
 
     def _enter(self, unit: _Unit) -> None:
-        self._show(unit)
+        self._begin_compute(unit)
         if _torch.backward_id() == -1:
             self._order.runs(unit)
             self._prefetch(self._order.after_forward_of(unit), unit)
 
     def _leave(self, unit: _Unit, output: Any) -> Any:
-        self._hide(unit)
+        self._end_compute(unit)
         if torch.is_grad_enabled():
             hook = _before_backward(weakref.ref(self), weakref.ref(unit))
             for leaf in pytree.tree_leaves(output):
@@ -284,61 +302,62 @@ class Units:
                     leaf.register_hook(hook)
                     unit.awaited = True
         if _torch.backward_id() == -1 and not self._inside:
-            unit.release()
+            unit.reshard()
         return output
 
-    def _show(self, unit: _Unit) -> None:
+    def _begin_compute(self, unit: _Unit) -> None:
         if not (self._inside or unit.depth):
             unit.refuse_replaced()
-        self._make_whole(unit)
-        unit.memory.busy += 1
+        self._unshard(unit)
+        unit.buffer.busy += 1
         unit.depth += 1
         assert self._reducer is not None
-        unit.show(self._reducer, in_step=self._in_step)
+        unit.use_unsharded(self._reducer, in_step=self._in_step)
 
-    def _hide(self, unit: _Unit) -> None:
-        unit.memory.busy -= 1
+    def _end_compute(self, unit: _Unit) -> None:
+        unit.buffer.busy -= 1
         unit.depth -= 1
         if unit.depth == 0 and not self._inside:
-            unit.hide()
-        elif unit.depth == 0 and not unit.kept:
-            unit.guard()
+            unit.use_sharded()
+        elif unit.depth == 0 and not unit.stays_unsharded:
+            unit.use_sentinels()
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: _Unit) -> None:
-        """Autograd is about to compute with what it has saved of a unit's parameters."""
-        self._make_whole(unit)
+        """Unshard a unit, whose saved parameters autograd is about to read."""
+        self._unshard(unit)
         self._prefetch(self._order.after_backward_of(unit), unit)
 
     def call_again(self, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A module computes again in backward, when no forward has its unit shown; in forward, a plain call."""
+        """Run a module again in backward (activation checkpointing) with its unit unsharded; in forward, call it."""
         if _torch.backward_id() == -1:
             return inner(*args, **kwargs)
         names = dict.fromkeys(("", unit_of([name], self.units)))
         needed = [self.units[n] for n in names if n in self.units]
         for unit in needed:
-            self._show(unit)
+            self._begin_compute(unit)
         try:
             return inner(*args, **kwargs)
         finally:
             for unit in needed:
-                self._hide(unit)
+                self._end_compute(unit)
 
-    def let_go(self) -> None:
-        """Nobody computes with whole parameters any more."""
+    def reshard_all(self) -> None:
+        """Reshard all units, apart from those that stay unsharded during a step of a pipeline."""
         for unit in self._each:
-            unit.finish_gathering()
-            if not (self._in_step and unit.kept):
-                unit.memory.holder, unit.awaited = None, False
+            unit.wait_for_unshard()
+            if not (self._in_step and unit.stays_unsharded):
+                unit.buffer.holder, unit.awaited = None, False
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Several passes through the model, between which no parameter changes: those kept whole stay so throughout.
+        """Run several passes through the model, between which no parameter changes, in the block.
 
-        Gradients of all passes add up, and are handed to the reducer in the end.
+        Units with `stays_unsharded` stay unsharded throughout. Gradients of all passes add up, and go to the reducer at
+        the end.
         """
-        self.let_go()
+        self.reshard_all()
         self._in_step = True
         try:
             yield
@@ -346,160 +365,177 @@ class Units:
             self._in_step = False
             if self._reducer is not None and (reducer := self._reducer()) is not None:
                 reducer.take_from_leaves()
-        self.let_go()  # what has raised may be a rank that is gone, on which this would wait
+        self.reshard_all()  # only without an exception: a rank may be gone, for which this would wait
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _make_whole(self, unit: _Unit) -> None:
-        if not unit.is_whole:
-            unit.begin_to_gather()
-        unit.finish_gathering()
+    def _unshard(self, unit: _Unit) -> None:
+        if not unit.is_unsharded:
+            unit.begin_unshard()
+        unit.wait_for_unshard()
 
     def _prefetch(self, following: _Unit | None, unit: _Unit) -> None:
-        """Begin to gather the unit that computes next, while this one computes in other memory."""
-        if following is None or following.is_whole:
+        """Begin to gather the unit that computes next, while this unit computes in the other buffer."""
+        if following is None or following.is_unsharded:
             return
-        if following.memory is not unit.memory and not following.memory.busy:
-            following.begin_to_gather()
+        if following.buffer is not unit.buffer and not following.buffer.busy:
+            following.begin_unshard()
 
 
 def _before_backward(units: weakref.ref[Units], unit: weakref.ref[_Unit]) -> Callable[[torch.Tensor], None]:
-    """A hook on an output, which does not keep the model: the collector does not see through a graph."""
+    """Return a hook on an output of a unit.
+
+    It holds weak references: the garbage collector does not see through an autograd graph, so that strong references
+    would keep the model alive.
+    """
 
     def hook(_grad: torch.Tensor) -> None:
-        here, which = units(), unit()
-        if here is not None and which is not None:
-            here.before_backward(which)
+        live_units, live_unit = units(), unit()
+        if live_units is not None and live_unit is not None:
+            live_units.before_backward(live_unit)
 
     return hook
 
 
-def lend(
+def make_units(
     model: nn.Module,
-    held: Iterable[Held],
+    param_states: Iterable[ParamState],
     units: Sequence[str],
-    kept: Callable[[str], bool],
+    stays_unsharded: Callable[[str], bool],
     executor: Executor,
     *,
     bucket_bytes: int,
 ) -> Units:
-    """Give every parameter that is stored in parts lent memory to be computed with in.
+    """Group the parameters that are stored in shards into units, and assign each unit a buffer.
 
     Args:
-        model: that they are parameters of.
-        held: all parameters; those that are not stored in parts are left alone.
-        units: names of modules that are units.
-        kept: whether the parameters of a name stay whole until backward has ended.
-        executor: gathers them.
-        bucket_bytes: small units are gathered as one until they have so much, or what a tensor has that moves alone.
+        model: the model that has these parameters.
+        param_states: all parameters; those that are not stored in shards are left alone.
+        units: the names of modules that are units.
+        stays_unsharded: whether the parameter of a name stays unsharded until backward has ended.
+        executor: the executor that gathers the parameters.
+        bucket_bytes: the size in bytes up to which small units are joined; never above the size at which a tensor
+            moves unbucketed.
     """
-    stored = [one for one in held if one.is_stored_in_parts]
-    places, known = _places(model, stored), frozenset(units)
-    groups: dict[str, list[Held]] = {}
+    stored = [one for one in param_states if one.is_stored_sharded]
+    owners, known = _owners_of(model, stored), frozenset(units)
+    groups: dict[str, list[ParamState]] = {}
     for one in stored:
         groups.setdefault(unit_of(one.names, known), []).append(one)
-    let_go = {unit: unit != "" and not all(kept(one.name) for one in group) for unit, group in groups.items()}
-    sizes = {unit: sum(map(_room, groups[unit])) for unit in units if unit in groups}
-    joined = join_small(sizes, let_go.__getitem__, min(ALONE_BYTES, bucket_bytes))
-    turns = [_together(groups, names) for names in joined if let_go[names[0]]]
-    rings = [_memory_for(turns[start::2]) for start in (0, 1)]
+    resharded = {
+        unit: unit != "" and not all(stays_unsharded(one.name) for one in group) for unit, group in groups.items()
+    }
+    sizes = {unit: sum(map(_aligned_bytes, groups[unit])) for unit in units if unit in groups}
+    joined = join_small(sizes, resharded.__getitem__, min(UNBUCKETED_BYTES, bucket_bytes))
+    alternating = [_param_states_of(groups, names) for names in joined if resharded[names[0]]]
+    buffers = [_buffer_for(alternating[start::2]) for start in (0, 1)]
     made: dict[str, _Unit] = {}
     turn = 0
     for names in [*joined, *([("",)] if "" in groups else [])]:
-        group = _together(groups, names)
-        if let_go[names[0]]:
-            memory, turn = rings[turn], 1 - turn
+        group = _param_states_of(groups, names)
+        if resharded[names[0]]:
+            buffer, turn = buffers[turn], 1 - turn
         else:
-            memory = _memory_for([group])
-        _give_memory(group, memory.flat)
+            buffer = _buffer_for([group])
+        _place_in_buffer(group, buffer.flat)
         unit = _Unit(
             ", ".join(names),
             group,
-            [(*place, guard) for one in group for guard in [_Guard.of(one)] for place in places[id(one.param)]],
-            memory,
+            [
+                (*owner, sentinel)
+                for one in group
+                for sentinel in [_Sentinel.of(one)]
+                for owner in owners[id(one.param)]
+            ],
+            buffer,
             unshard_buckets(executor, group),
-            kept=not let_go[names[0]],
+            stays_unsharded=not resharded[names[0]],
         )
         made |= dict.fromkeys(names, unit)
     return Units(made)
 
 
-def _together(groups: Mapping[str, list[Held]], names: Iterable[str]) -> list[Held]:
-    return [held for name in names for held in groups[name]]
+def _param_states_of(groups: Mapping[str, list[ParamState]], names: Iterable[str]) -> list[ParamState]:
+    return [param_state for name in names for param_state in groups[name]]
 
 
-def _memory_for(groups: list[list[Held]]) -> Lending:
-    """One buffer that is large enough for each of these groups."""
-    size = max((sum(map(_room, group)) for group in groups), default=0)
+def _buffer_for(groups: list[list[ParamState]]) -> UnshardedBuffer:
+    """Return a buffer that is large enough for each of these groups."""
+    size = max((sum(map(_aligned_bytes, group)) for group in groups), default=0)
     device = groups[0][0].device if groups else None
-    return Lending(torch.empty(size, dtype=torch.uint8, device=device))
+    return UnshardedBuffer(torch.empty(size, dtype=torch.uint8, device=device))
 
 
-def _room(held: Held) -> int:
-    assert held.cut is not None
-    bytes_ = sum(held.cut.numels) * held.dtype.itemsize
+def _aligned_bytes(param_state: ParamState) -> int:
+    assert param_state.shard_spec is not None
+    bytes_ = sum(param_state.shard_spec.numels) * param_state.dtype.itemsize
     return -(-bytes_ // _ALIGNMENT) * _ALIGNMENT
 
 
-def _give_memory(group: list[Held], flat: torch.Tensor) -> None:
+def _place_in_buffer(group: list[ParamState], flat: torch.Tensor) -> None:
     at = 0
-    for held in group:
-        assert held.cut is not None
-        numel = sum(held.cut.numels)
-        view = flat[at : at + numel * held.dtype.itemsize].view(held.dtype).view(held.cut.shape)
-        held.unsharded = view.data
-        at += _room(held)
+    for param_state in group:
+        assert param_state.shard_spec is not None
+        numel = sum(param_state.shard_spec.numels)
+        view = (
+            flat[at : at + numel * param_state.dtype.itemsize]
+            .view(param_state.dtype)
+            .view(param_state.shard_spec.shape)
+        )
+        param_state.unsharded = view.data
+        at += _aligned_bytes(param_state)
 
 
-def _places(model: nn.Module, stored: list[Held]) -> dict[int, list[tuple[dict[str, Any], str, Held]]]:
-    """Find where modules keep parameters, by the id of each, in one walk of the model."""
-    by_id = {id(held.param): held for held in stored}
-    places: dict[int, list[tuple[dict[str, Any], str, Held]]] = {key: [] for key in by_id}
+def _owners_of(model: nn.Module, stored: list[ParamState]) -> dict[int, list[tuple[dict[str, Any], str, ParamState]]]:
+    """Find the module dicts that hold each parameter, by the parameter's id, in one walk of the model."""
+    by_id = {id(param_state.param): param_state for param_state in stored}
+    owners: dict[int, list[tuple[dict[str, Any], str, ParamState]]] = {key: [] for key in by_id}
     for module in model.modules():
         parameters = _torch.own_tensors(module)[0]
         for key, param in parameters.items():
             if id(param) in by_id:
-                places[id(param)].append((parameters, key, by_id[id(param)]))
-    return places
+                owners[id(param)].append((parameters, key, by_id[id(param)]))
+    return owners
 
 
-class _Guard(torch.Tensor):
-    """Stands for a parameter while the model runs but its unit does not. It can be asked for its shape and dtype.
+class _Sentinel(torch.Tensor):
+    """Raises when a sharded parameter is read outside of its module.
 
-    The stored parameter must not be found there: computed with beside tensors that differ from rank to rank, it would
-    give wrong numbers without a word.
+    It stands in place of a parameter while the model runs but the parameter's unit does not. Shape and dtype can be
+    read. The stored parameter must not stand there: in an op with tensors that differ between ranks, it would silently
+    give wrong numbers.
     """
 
     parameter: str
 
     @staticmethod
-    def of(held: Held) -> torch.Tensor:
-        assert held.unsharded is not None
-        dtype, device, shape = held.dtype, held.unsharded.device, held.param.shape
-        guard = _torch.with_values(
-            lambda: torch.empty((), dtype=dtype, device=device).expand(shape).as_subclass(_Guard)
+    def of(param_state: ParamState) -> torch.Tensor:
+        assert param_state.unsharded is not None
+        dtype, device, shape = param_state.dtype, param_state.unsharded.device, param_state.param.shape
+        sentinel = _torch.with_values(
+            lambda: torch.empty((), dtype=dtype, device=device).expand(shape).as_subclass(_Sentinel)
         )
-        guard.parameter = held.name
-        return guard
+        sentinel.parameter = param_state.name
+        return sentinel
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         of_property = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-        if (name in _ASKING or func in _ASKING) and of_property not in _VALUES:
+        if (name in _METADATA or func in _METADATA) and of_property not in _TENSOR_PROPERTIES:
             return _torch.call_below_subclass(func, *args, **(kwargs or {}))
-        guards = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Guard)]
+        sentinels = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Sentinel)]
         raise ShardingError(
-            f'"{guards[0].parameter}" is stored in parts and was read while its own module was not running, by '
-            f"{of_property or name or func}. Leave it whole: give zero(3) or fsdp() only= patterns without it."
+            f'"{sentinels[0].parameter}" is stored in shards and was read while its own module was not running, by '
+            f"{of_property or name or func}. Leave it unsharded: give zero(3) or fsdp() only= patterns without it."
         )
 
 
-_ASKING = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride", "__len__"}
-# Properties that are tensors: what they give would be computed with.
-_VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
+_METADATA = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride", "__len__"}
+# Properties that return tensors, whose values would be read.
+_TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 
 
 def unshard_in_modules(units: Units) -> dict[str, Callable[..., Any]]:
-    """Return, by name, what stands around the modules that are units, so that they run with whole parameters."""
+    """Return, by module name, the wrappers of forward that run units with unsharded parameters."""
     return {name: functools.partial(units.call, unit) for name, unit in units.units.items() if name}

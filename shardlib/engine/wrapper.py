@@ -1,4 +1,4 @@
-"""An optimizer for a sharded model that says what a plain one cannot: by name, with counts, scaled, agreed on."""
+"""`OptimizerWrapper`: an optimizer for a sharded model, with loss scaling, counts and state by parameter name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch, optimizer
-from shardlib.engine.held import held_of, local_of
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.norms import clip_among, clip_grad_value_
+from shardlib.engine.params import local_of, param_state_of
 from shardlib.engine.scaler import LossScaler
 from shardlib.engine.sharded import Sharded, record_of
 from shardlib.errors import CheckpointError, InputError, ShardingError
@@ -25,26 +25,27 @@ __all__ = ["OptimizerWrapper"]
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """Any `torch.optim` optimizer, or one with its interface, on a sharded model.
+    """Wrap a `torch.optim` optimizer, or one with the same interface, for a sharded model.
 
-    The optimizer inside steps on plain local tensors of the parts that the plan's state layouts give, with the fused or
-    foreach form that it would take. Param groups are its own: what is written to them later counts. It is an
-    `Optimizer` itself, so that `torch.optim.lr_scheduler` takes it.
+    The inner optimizer steps on plain local tensors, the shards that the plan's state layouts give, with the fused or
+    foreach implementation that it would choose. `param_groups` are those of the inner optimizer, so that later changes
+    to them take effect. The wrapper is an `Optimizer` itself, so that `torch.optim.lr_scheduler` accepts it.
 
-    Over a plain optimizer, which works too, it adds the dynamic loss scale of `precision("fp16")`, losses with counts,
-    steps of several backward passes (`accumulate(n)`), and a state dict by parameter names.
+    A plain optimizer also works on a sharded model. The wrapper adds the dynamic loss scale of `precision("fp16")`,
+    losses with counts, steps of several backward passes (`accumulate(n)`), and a state dict by parameter names.
 
     Args:
-        inner: built from `model.parameters()` after `shard_model`; or a class or function that takes them.
-        model: what `shard_model` returned.
-        **options: for `inner`, where that is a class or function.
+        inner: an optimizer that was built from `model.parameters()` after `shard_model`, or a class or function that
+            takes them.
+        model: the result of `shard_model`.
+        **options: arguments for `inner`, if that is a class or function.
 
     Attributes:
         step_was_skipped: whether the last `step()` changed nothing: a gradient was not finite, or further backward
             passes belong to the step.
 
     Raises:
-        ShardingError: the model is not sharded, or the optimizer's parameters are not its.
+        ShardingError: the model is not sharded, or the optimizer has parameters of another model.
 
     >>> import shardlib as sl
     >>> model = sl.shard_model(nn.Linear(4, 2), "dp=1", {"**": None})
@@ -75,26 +76,26 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.inner: torch.optim.Optimizer = inner
         self.model = model
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._refuse_strangers()
+        self._refuse_foreign_params()
         step = self._record.plan.step
         self.scaler = LossScaler(step.scaler) if step.scaler is not None else None
         self.fp8_history = self._record.fp8_history
         self.step_was_skipped = False
         self._count: torch.Tensor | None = None
-        self._counted: bool | None = None  # whether this step's losses came with counts
+        self._counted: bool | None = None  # whether the losses of this step have counts
         self._divided_by: float | None = None
-        self._settled = False  # gradients are those of the mean loss, unscaled
+        self._gradients_are_final = False  # whether gradients are those of the mean loss, unscaled
 
-    def _refuse_strangers(self) -> None:
-        strangers = [p for group in self.inner.param_groups for p in group["params"] if id(p) not in self._names]
-        if strangers:
+    def _refuse_foreign_params(self) -> None:
+        foreign = [p for group in self.inner.param_groups for p in group["params"] if id(p) not in self._names]
+        if foreign:
             raise ShardingError(
-                f"{len(strangers)} of the optimizer's parameters are not the model's (the first has shape "
-                f"{tuple(strangers[0].shape)}). Build it from model.parameters() after shard_model, and give each "
+                f"{len(foreign)} of the optimizer's parameters are not the model's (the first has shape "
+                f"{tuple(foreign[0].shape)}). Build it from model.parameters() after shard_model, and give each "
                 "model an optimizer of its own."
             )
 
-    # --- what an optimizer has ----------------------------------------------------------------------------------------
+    # --- the interface of an optimizer --------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -122,28 +123,28 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.inner.add_param_group(param_group)
-        self._refuse_strangers()
+        self._refuse_foreign_params()
 
     def unwrap(self) -> torch.optim.Optimizer:
-        """The optimizer inside."""
+        """Return the inner optimizer."""
         return self.inner
 
     def __repr__(self) -> str:
         return f"OptimizerWrapper({self.inner!r})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a step. Between the backward passes of one step it does nothing."""
+        """Begin a step. Do nothing between the backward passes of one step."""
         if self._is_between_passes():
             return
-        self._forget()
+        self._reset_step()
         for param in self._params():
             if set_to_none or isinstance(param.grad, DTensor):
                 param.grad = None
             elif param.grad is not None:
                 param.grad.zero_()
 
-    def _forget(self) -> None:
-        self._count, self._counted, self._divided_by, self._settled = None, None, None, False
+    def _reset_step(self) -> None:
+        self._count, self._counted, self._divided_by, self._gradients_are_final = None, None, None, False
 
     def _params(self) -> Iterator[torch.Tensor]:
         for group in self.inner.param_groups:
@@ -156,18 +157,19 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @naming_lost_ranks("backward")
     def backward(self, loss: Any, *, weight: Any = None) -> None:
-        """Run backward: of a mean loss, of a sum with its count, or of a mean with its weight.
+        """Run backward from a mean loss, from a sum with its count, or from a mean with its weight.
 
-        With counts, a step's gradient is that of all sums over all counts, on all data ranks and in all passes since
-        `zero_grad`: what one device gets from all examples together, also where ranks have unequal numbers of tokens.
-        Until `clip_grad_norm_` or `step`, gradients are those of the sums.
+        With counts, the gradient of a step is that of the sum of all losses divided by the sum of all counts, over all
+        data ranks and all passes since `zero_grad`. This is the gradient that one device computes from all examples
+        together, also if ranks have different numbers of tokens. Until `clip_grad_norm_` or `step`, `p.grad` is the
+        gradient of the sums.
 
         Args:
-            loss: a scalar: the mean loss over this rank's examples; or a pair (sum of losses, number of examples).
-            weight: how many examples (tokens) the mean is over.
+            loss: a scalar, the mean loss over this rank's examples; or a pair (sum of losses, number of examples).
+            weight: the number of examples (tokens) that the mean is over.
 
         Raises:
-            InputError: no scalar, a count that is none, or counts with some passes of a step only.
+            InputError: the loss is not a scalar, a count is invalid, or only some passes of a step have counts.
         """
         total, count = _sum_and_count(loss, weight)
         if self._counted is not None and self._counted is not (count is not None):
@@ -175,25 +177,25 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 "Some losses of this step came with a count and some without. Give all of them as (sum, count) or with "
                 "weight=, or none."
             )
-        self._settled, self._counted = False, count is not None
+        self._gradients_are_final, self._counted = False, count is not None
         if count is not None:
             self._count = count if self._count is None else self._count + count
         if self.scaler is not None:
-            # What flows through the model in float16 is then as large as on one device with the whole batch.
+            # Float16 gradients inside of the model then have the magnitude that they have on a single device.
             total = self.scaler.scaled(total) * (self._record.reducer.scale / self._divisor(count))
         total.backward()
 
     def backward_by_another(self) -> float:
-        """Let somebody else run the backward passes of this step, of losses that are means; returns their factor."""
+        """Let a pipeline run the backward passes of this step, of mean losses; return the factor for these losses."""
         if self._counted:
             raise InputError(
                 "Some losses of this step came with a count, and a pipeline's have theirs divided already."
             )
-        self._settled, self._counted = False, False
+        self._gradients_are_final, self._counted = False, False
         return 1.0 if self.scaler is None else self.scaler.scale * self._record.reducer.scale
 
     def _divisor(self, count: torch.Tensor | None) -> float:
-        """What sums are divided by before they are scaled: a number about as large as a step's count, on all ranks."""
+        """Return the divisor of sums before scaling: about the count of the step, the same on all ranks."""
         if count is None:
             return 1.0
         if self._divided_by is None:
@@ -205,7 +207,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to this rank's gradients; see `shardlib.no_sync`."""
+        """Return a context in which backward passes only accumulate this rank's gradients; see `shardlib.no_sync`."""
         with self._record.reducer.no_sync():
             yield
 
@@ -227,7 +229,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @naming_lost_ranks("step")
     def _step(self) -> None:
-        self._settle()
+        self._finish_gradients()
         if self.scaler is not None:
             self.step_was_skipped = self.scaler.overflowed
             self.scaler.update()
@@ -236,10 +238,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
             with optimizer.stepping_through_wrapper():
                 self.inner.step()
             self._call_step_hooks("step_post")
-        self._forget()
+        self._reset_step()
 
     def _call_step_hooks(self, when: str) -> None:
-        """Hooks of steps that are taken. Gradients are those of the mean loss, as after `clip_grad_norm_`."""
+        """Call the hooks of a step that is taken. As after `clip_grad_norm_`, gradients are those of the mean loss."""
         for hook in _torch.hooks_of(self, when):
             if hook(self, (self,), {}) is not None and when == "step_pre":
                 raise InputError(
@@ -248,9 +250,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 )
 
     def follow(self, scheduler: Any) -> Any:
-        """Let a learning rate scheduler take only the steps that this optimizer takes; returns it.
+        """Let a learning rate scheduler count only the steps that this optimizer takes; return the scheduler.
 
-        A step that was skipped since a gradient was not finite, or since further passes belong to it, is none.
+        A step that was skipped, because a gradient was not finite or further passes belong to it, does not count.
         """
         kind = type(scheduler)
 
@@ -258,17 +260,17 @@ class OptimizerWrapper(torch.optim.Optimizer):
             if not self.step_was_skipped:
                 kind.step(scheduler, *args, **kwargs)
 
-        # A class of its own, under the same name: an attribute would be part of the scheduler's state dict.
+        # A subclass of the same name: an attribute would become part of the scheduler's state dict.
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         scheduler.__class__ = type(kind.__name__, (kind,), {**names, "step": step})
         return scheduler
 
     @naming_lost_ranks("step")
-    def _settle(self) -> None:
-        """Once a step: gradients of sums become those of means, scaled ones unscaled; ranks agree on what is finite."""
-        if self._settled:
+    def _finish_gradients(self) -> None:
+        """Divide gradients of sums by counts, unscale them, and agree on whether they are finite, once a step."""
+        if self._gradients_are_final:
             return
-        self._settled = True
+        self._gradients_are_final = True
         factor = 1.0
         if self._count is not None:
             group = self._record.reducer.data_group()
@@ -293,10 +295,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scale gradients so that their norm, over all elements of all parameters, is at most `max_norm`.
 
-        Returns the norm before. Of gradients that are not finite under a loss scale nothing is clipped: the step will
-        be skipped.
+        Returns the norm before clipping. Under a loss scale, gradients that are not finite are not clipped: the step
+        will be skipped.
         """
-        self._settle()
+        self._finish_gradients()
         overflow = self.scaler is not None and self.scaler.overflowed
         return clip_among(
             self.model.parameters() if self._record.pipeline is not None else (),
@@ -308,16 +310,16 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of every gradient to [-clip_value, clip_value]."""
-        self._settle()
+        self._finish_gradients()
         clip_grad_value_(self._params(), clip_value)
 
     # --- state dicts --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter names: DTensors of global shape where it is split, and each group's names and options.
+        """Return the state by parameter names, with the names and options of each param group.
 
-        Tensors are the optimizer's own, not copies. The loss scale is under "scaler", what delayed scales of float8 are
-        chosen by under "fp8_history".
+        State that is split is a DTensor of global shape. Tensors are the optimizer's own, not copies. The loss scale is
+        under "scaler", the history that delayed float8 scales are chosen by under "fp8_history".
         """
         for hook in _torch.hooks_of(self, "state_dict_pre"):
             hook(self)
@@ -335,12 +337,13 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return made
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take what `state_dict` gave, of this mesh or with plain tensors of global shape, as one device has them.
+        """Load a result of `state_dict`: from this mesh, or with plain tensors of global shape, as on one device.
 
-        A state dict with numbers in the place of names is `torch.optim`'s own, and is taken in its order.
+        A state dict with indices instead of names is in the format of `torch.optim`, and is loaded in the optimizer's
+        order.
 
         Raises:
-            CheckpointError: names or groups that are not this optimizer's.
+            CheckpointError: the names or groups are not those of this optimizer.
         """
         given = dict(state_dict)
         for hook in _torch.hooks_of(self, "load_state_dict_pre"):
@@ -349,12 +352,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
         groups, state = given.get("param_groups"), given.get("state")
         if not isinstance(groups, list) or not isinstance(state, Mapping):
             raise CheckpointError('An optimizer\'s state dict has "state" and "param_groups"; this one does not.')
-        here = self.inner.param_groups
-        if len(groups) != len(here):
-            raise CheckpointError(f"The state dict has {len(groups)} param groups, the optimizer {len(here)}.")
+        param_groups = self.inner.param_groups
+        if len(groups) != len(param_groups):
+            raise CheckpointError(f"The state dict has {len(groups)} param groups, the optimizer {len(param_groups)}.")
         named = all(isinstance(name, str) for group in groups for name in group["params"])
         by_id: dict[int, Any] = {}
-        for index, (theirs, ours) in enumerate(zip(groups, here, strict=True)):
+        for index, (theirs, ours) in enumerate(zip(groups, param_groups, strict=True)):
             names = [self._names[id(p)] for p in ours["params"]]
             if named and sorted(theirs["params"]) != sorted(names):
                 unlike = sorted({*theirs["params"]} ^ {*names})
@@ -369,14 +372,14 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 )
             keys = dict(zip(names, names if named else theirs["params"], strict=True))
             by_id |= {id(p): state.get(keys[self._names[id(p)]]) for p in ours["params"]}
-        for theirs, ours in zip(groups, here, strict=True):
+        for theirs, ours in zip(groups, param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
         for param in self._params():
             known = by_id[id(param)]
             if known is None:
                 self.inner.state.pop(param, None)
             else:
-                self.inner.state[param] = {key: _taken(param, key, value) for key, value in known.items()}
+                self.inner.state[param] = {key: _as_local_state(param, key, value) for key, value in known.items()}
         if scaler is not None and self.scaler is not None:
             self.scaler.load_state_dict(scaler)
         if history is not None and self.fp8_history is not None:
@@ -406,12 +409,12 @@ def _sum_and_count(loss: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor |
     return (total if pair else total * count.to(total.dtype)), count
 
 
-def _taken(param: torch.Tensor, key: str, value: Any) -> Any:
-    """A loaded entry: this rank's part of a plain tensor of global shape; others as they are."""
-    held = held_of(param)
+def _as_local_state(param: torch.Tensor, key: str, value: Any) -> Any:
+    """Return a loaded entry: this rank's shard of a plain tensor of global shape; other entries unchanged."""
+    param_state = param_state_of(param)
     plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0
-    if not plain or held is None or value.shape != param.shape:
+    if not plain or param_state is None or value.shape != param.shape:
         return value
-    if held.cut is None and held.compute_spec is None:
-        return value.to(held.state_device, copy=True)
-    return held.wrap(held.take(value).to(held.state_device))
+    if param_state.shard_spec is None and param_state.compute_spec is None:
+        return value.to(param_state.state_device, copy=True)
+    return param_state.wrap(param_state.take(value).to(param_state.state_device))

@@ -291,7 +291,7 @@ class _SimulatedRank:
         reduced: torch.Tensor = getattr(stacked, op if op == "sum" else f"a{op}")(0)
         return reduced
 
-    def place(self, operand: int, dim: int) -> tuple[int, int]:
+    def coordinate(self, operand: int, dim: int) -> tuple[int, int]:
         assert self.claim.row.ins[operand] == Shard(dim)
         return self.rank, self.claim.size
 

@@ -30,7 +30,7 @@ class EnginePlugin(HybridParallelPlugin):
     Args:
         amp: the precision; by default the model's own.
         passes: backward passes per step.
-        hosted: whether parameters, gradients and state are in host memory.
+        offloaded: whether parameters, gradients and state are in host memory.
 
     >>> EnginePlugin(precision="fp32", zero_stage=1, passes=4).transforms(nn.Linear(2, 2))
     (zero(1), accumulate(4))
@@ -38,11 +38,11 @@ class EnginePlugin(HybridParallelPlugin):
 
     amp: MixedPrecision | None = None
     passes: int = 1
-    hosted: bool = False
+    offloaded: bool = False
 
     def transforms(self, model: nn.Module) -> Transforms:
         low = () if self.amp is None else self.amp.transforms(model)
-        away = (offload("all"),) if self.hosted else ()
+        away = (offload("all"),) if self.offloaded else ()
         several = (accumulate(self.passes),) if self.passes > 1 else ()
         return (*super().transforms(model), *low, *away, *several)
 
@@ -259,7 +259,7 @@ def _of_older(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[st
     options = {key: optimizer[key] for key in scale if key in optimizer}
     amp = NaiveAMP(wide_reduction=bool(model.get("fp32_reduce_scatter", False)), **options)
     bucket = float(model.get("reduce_scatter_bucket_size_mb", 25)) / 4
-    return {"amp": amp, "zero_stage": 3, "hosted": policy == "cpu", "zero_bucket_size_in_m": bucket}
+    return {"amp": amp, "zero_stage": 3, "offloaded": policy == "cpu", "zero_bucket_size_in_m": bucket}
 
 
 # --- the rest ---

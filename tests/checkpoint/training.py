@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.engine.held import held_of, local_of
+from shardlib.engine.params import local_of, param_state_of
 from shardlib.testing.equivalence.measure import distance, scale_of, size
 from shardlib.testing.strategies import Case
 
@@ -77,9 +77,9 @@ class Run:
 
 def whole(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """State of all ranks. The engine gathers what it has cut: `full_tensor` is wrong for a fused dim over two axes."""
-    held = held_of(param)
-    if held is not None and held.is_part(value):
-        return held.gathered(local_of(value)).clone()
+    held = param_state_of(param)
+    if held is not None and held.is_local_shard(value):
+        return held.full_tensor(local_of(value)).clone()
     return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 

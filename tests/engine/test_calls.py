@@ -32,8 +32,8 @@ def _all_around(mesh: str, transforms: tuple[Any, ...], **given: Any) -> dict[st
     return {name: around for name, module in model.named_modules() if (around := _around(module))}
 
 
-OWN = "_torch._call_if_there"
-RECOMPUTE, UNIT, LATE, WATCH = "recompute._call", "units.Units.call", "updates.Updates.call", "lost.watch_forward"
+OWN = "modules._call_if_there"
+RECOMPUTE, UNIT, LATE, WATCH = "recompute._call", "units.Units.call", "schedule.Updates.call", "lost.watch_forward"
 STAGE = "route.Route._call"
 BLOCKS = ("blocks.0", "blocks.1")
 OTHERS = ("embed", "position", "norm", "head")

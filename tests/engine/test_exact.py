@@ -24,19 +24,19 @@ from shardlib.engine.exact import _bits as _bits_module
 from shardlib.engine.exact import _normal
 from shardlib.engine.exact._bits import GOLDEN, Stream, bits
 from shardlib.engine.exact._calls import RANDOM
+from shardlib.engine.exact._data_rank import DataRank
 from shardlib.engine.exact._draw import _normal as _normal_numbers
 from shardlib.engine.exact._draw import draw
-from shardlib.engine.exact._held import Held
+from shardlib.engine.exact._local_elements import LocalElements
 from shardlib.engine.exact._mode import ExactMode
-from shardlib.engine.exact._place import Place
 from shardlib.errors import ShardingError
 
 CPU = torch.device("cpu")
 
 
-def _bits(stream: Stream, held: Held) -> torch.Tensor:
-    parts = [chunk.clone() for _, chunk in bits(stream, held, CPU)]
-    return torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).view(held.local_shape)
+def _bits(stream: Stream, elements: LocalElements) -> torch.Tensor:
+    parts = [chunk.clone() for _, chunk in bits(stream, elements, CPU)]
+    return torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).view(elements.local_shape)
 
 
 # --- the generator ------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ _PUBLISHED = {
 
 @pytest.mark.parametrize("seed", _PUBLISHED)
 def test_the_bits_are_those_published_for_splitmix64(seed: int):
-    found = _bits(Stream(seed), Held.all_of((5,)))
+    found = _bits(Stream(seed), LocalElements.all_of((5,)))
     assert [value % 2**64 for value in found.tolist()] == _PUBLISHED[seed]
 
 
@@ -64,27 +64,27 @@ def test_a_key_gives_a_stream_an_odd_step_with_many_changes_of_bit():
 
 
 @st.composite
-def _held(draw: Any) -> Held:
+def _local_elements(draw: Any) -> LocalElements:
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4)))
     runs = []
     for size in shape:
         cuts = sorted(draw(st.sets(st.integers(0, size), max_size=6)))
         runs.append(tuple(zip(cuts[::2], cuts[1::2], strict=False)))
-    return Held(shape, tuple(runs))
+    return LocalElements(shape, tuple(runs))
 
 
-def _part(whole: torch.Tensor, held: Held) -> torch.Tensor:
-    for dim, runs in enumerate(held.runs):
+def _part(whole: torch.Tensor, elements: LocalElements) -> torch.Tensor:
+    for dim, runs in enumerate(elements.runs):
         whole = whole.index_select(dim, torch.tensor([i for run in runs for i in range(*run)], dtype=torch.int64))
     return whole
 
 
-@given(held=_held(), key=st.integers(0, 2**63 - 1), chunk=st.sampled_from([1, 3, 64, 1 << 15]))
-def test_a_part_has_the_elements_of_the_whole_whatever_the_chunks(held: Held, key: int, chunk: int):
-    whole = _bits(Stream.of(key), Held.all_of(held.shape))
+@given(elements=_local_elements(), key=st.integers(0, 2**63 - 1), chunk=st.sampled_from([1, 3, 64, 1 << 15]))
+def test_a_part_has_the_elements_of_the_whole_whatever_the_chunks(elements: LocalElements, key: int, chunk: int):
+    whole = _bits(Stream.of(key), LocalElements.all_of(elements.shape))
     with mock.patch.object(_bits_module, "_CHUNK", chunk):
-        assert torch.equal(_bits(Stream.of(key), held), _part(whole, held))
-    assert Held.from_flat(held.shape, held.flat()) == held
+        assert torch.equal(_bits(Stream.of(key), elements), _part(whole, elements))
+    assert LocalElements.from_flat(elements.shape, elements.flat()) == elements
 
 
 # Bounds below are five to six standard deviations of what independent uniform bits would give; seeds are fixed, so that
@@ -94,12 +94,12 @@ _KEYS = (0, 1, 12345, 2**63 - 1)
 
 
 def _uniform(key: int, n: int = _N) -> torch.Tensor:
-    return draw("uniform", (0.0, 1.0), key, Held.all_of((n,)), torch.float64, CPU)
+    return draw("uniform", (0.0, 1.0), key, LocalElements.all_of((n,)), torch.float64, CPU)
 
 
 @pytest.mark.parametrize("key", _KEYS)
 def test_each_byte_is_uniform(key: int):
-    words = _bits(Stream.of(key), Held.all_of((_N,)))
+    words = _bits(Stream.of(key), LocalElements.all_of((_N,)))
     for shift in range(0, 64, 8):
         counts = torch.bincount((words >> shift) & 255, minlength=256).double()
         expected = _N / 256
@@ -123,14 +123,16 @@ def test_streams_of_neighbouring_keys_do_not_depend_on_each_other(key: int, step
     a, b = (_uniform(k) - 0.5 for k in (key, key + step))
     assert abs((a * b).mean() * 12) < 5 / math.sqrt(_N)
     assert abs((a[1:] * b[:-1]).mean() * 12) < 5 / math.sqrt(_N - 1)
-    flipped = _bits(Stream.of(key), Held.all_of((4096,))) ^ _bits(Stream.of(key + step), Held.all_of((4096,)))
+    flipped = _bits(Stream.of(key), LocalElements.all_of((4096,))) ^ _bits(
+        Stream.of(key + step), LocalElements.all_of((4096,))
+    )
     ones = statistics.fmean((word % 2**64).bit_count() for word in flipped.tolist())
     assert abs(ones - 32) < 5 * 4 / math.sqrt(4096)  # 64 fair bits have a standard deviation of 4
 
 
 def test_streams_are_not_one_stream_shifted():
     """SplitMix64 walks by GOLDEN: keys that differ by it would give the same numbers, one element on."""
-    a, b = (_bits(Stream.of(key), Held.all_of((64,))) for key in (5, 5 + GOLDEN))
+    a, b = (_bits(Stream.of(key), LocalElements.all_of((64,))) for key in (5, 5 + GOLDEN))
     assert not set(a.tolist()) & set(b.tolist())
 
 
@@ -141,7 +143,7 @@ def test_the_most_extreme_bits_give_finite_and_symmetric_normal_numbers():
 
 
 def test_the_first_elements_of_many_keys_are_uniform():
-    first = torch.tensor([_bits(Stream.of(key), Held.all_of((1,))).item() for key in range(20_000)])
+    first = torch.tensor([_bits(Stream.of(key), LocalElements.all_of((1,))).item() for key in range(20_000)])
     for shift in (0, 28, 56):
         counts = torch.bincount((first >> shift) & 255, minlength=256).double()
         chi_square = ((counts - 20_000 / 256).square() / (20_000 / 256)).sum().item()
@@ -181,14 +183,14 @@ _MOMENTS: dict[tuple[str, tuple[float, ...]], tuple[float, float, float]] = {
 @pytest.mark.parametrize(("kind", "params"), _MOMENTS, ids=str)
 def test_moments_are_those_of_the_distribution(kind: str, params: tuple[float, ...]):
     mean, variance, fourth = _MOMENTS[kind, params]
-    x = draw(kind, params, 7, Held.all_of((_N,)), torch.float64, CPU)
+    x = draw(kind, params, 7, LocalElements.all_of((_N,)), torch.float64, CPU)
     assert abs(x.mean() - mean) < 5 * math.sqrt(variance / _N)
     spread = math.sqrt((fourth - variance**2) / _N)
     assert abs((x - mean).square().mean() - variance) < max(5 * spread, 1e-3)
 
 
 def test_normal_numbers_have_the_tails_they_should():
-    x = draw("normal", (0.0, 1.0), 3, Held.all_of((1 << 20,)), torch.float64, CPU)
+    x = draw("normal", (0.0, 1.0), 3, LocalElements.all_of((1 << 20,)), torch.float64, CPU)
     for z in (0.5, 1.0, 2.0, 3.0, 4.0):
         chance = math.erfc(z / math.sqrt(2))
         found = (x.abs() > z).double().mean().item()
@@ -197,7 +199,7 @@ def test_normal_numbers_have_the_tails_they_should():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_uniform_numbers_stay_below_their_upper_bound(dtype: torch.dtype):
-    x = draw("uniform", (0.0, 1.0), 5, Held.all_of((_N,)), dtype, CPU)
+    x = draw("uniform", (0.0, 1.0), 5, LocalElements.all_of((_N,)), dtype, CPU)
     assert x.min() >= 0
     assert x.max() < 1
     assert (x.double() - _uniform(5)).abs().max() <= torch.finfo(dtype).eps
@@ -207,7 +209,7 @@ def test_uniform_numbers_stay_below_their_upper_bound(dtype: torch.dtype):
 def test_chances_decide_alike_in_every_dtype_and_by_the_uniform_number(p: float):
     wanted = _uniform(9, 4096) < p
     for dtype in (torch.bool, torch.int64, torch.float64, torch.float32, torch.bfloat16):
-        assert torch.equal(draw("chance", (p,), 9, Held.all_of((4096,)), dtype, CPU), wanted.to(dtype))
+        assert torch.equal(draw("chance", (p,), 9, LocalElements.all_of((4096,)), dtype, CPU), wanted.to(dtype))
 
 
 # --- PyTorch's calls, on one device -------------------------------------------------------------------------------
@@ -475,7 +477,7 @@ def test_a_data_rank_draws_its_block_of_the_batch(count: int, name: str):
     parts = []
     for index in range(count):
         torch.manual_seed(0)
-        with ExactMode(Place(index, count, _ROWS // count)):
+        with ExactMode(DataRank(index, count, _ROWS // count)):
             parts.append(torch.rand(shape(_ROWS // count)))
     if name in ("a weight", "one number"):
         assert all(torch.equal(part, whole) for part in parts)

@@ -319,7 +319,7 @@ _OF_THE_PROGRAM = [
 
 @pytest.mark.parametrize("error", [*_OF_OTHERS, *_OF_THE_PROGRAM])
 def test_which_errors_are_about_other_ranks(error: Exception):
-    assert lost._is_about_the_other_side(error) == (error in _OF_OTHERS)
+    assert lost._is_about_a_peer(error) == (error in _OF_OTHERS)
 
 
 def _timeouts(chosen: float | timedelta) -> set[float]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import shardlib as sl
-from shardlib.engine.held import held_of, local_of
+from shardlib.engine.params import local_of, param_state_of
 from shardlib.errors import ShardingError
 from shardlib.testing import strategies
 from shardlib.testing.equivalence import assert_equivalent
@@ -60,10 +60,10 @@ def _trained(shape: str, transform: Transform, **changes: Any) -> tuple[nn.Modul
 
 
 def _whole(param: torch.Tensor) -> torch.Tensor:
-    held = held_of(param)
+    held = param_state_of(param)
     assert held is not None
     assert param.grad is not None
-    return held.gathered(local_of(param.grad))
+    return held.full_tensor(local_of(param.grad))
 
 
 def _norms(shape: str, transform: Transform) -> tuple[float, Bits]:
@@ -106,7 +106,7 @@ def test_norms_are_those_of_one_device(ranks, shape: str, transform: Transform):
 
 def _clip(p: float, model: nn.Module) -> torch.Tensor:
     """Ours on the sharded run, torch's on one device: both are then compared."""
-    if any(held_of(q) is not None for q in model.parameters()):
+    if any(param_state_of(q) is not None for q in model.parameters()):
         return sl.clip_grad_norm_(model, 0.05, p)
     return nn.utils.clip_grad_norm_(model.parameters(), 0.05, p)
 

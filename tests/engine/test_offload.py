@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
-from shardlib.engine import _torch, apply, dryrun, offload, optimizer, units, whole
+from shardlib.engine import _torch, apply, dryrun, full_step, offload, optimizer, units
 from shardlib.engine._torch import TorchDispatchMode, pytree
 from shardlib.engine.apply import rank_plan
-from shardlib.engine.held import held_of, local_of
+from shardlib.engine.params import local_of, param_state_of
 from shardlib.errors import PlanError, ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
@@ -126,7 +126,7 @@ def _on_one_rank() -> None:
             each(Tokens(4, 5, 7)(step)).square().mean().backward()
             stepping.step()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert held_of(one).landing.keys() == {"part", "gradient"}
+        assert param_state_of(one).staging.keys() == {"shard", "gradient"}
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -196,25 +196,27 @@ def _lies_apart(what: str, *transforms: Any) -> None:
         _backward(model, step)
         stepping.step()
     params = list(model.parameters())
-    leaves = [held_of(p).memory for p in params]
+    leaves = [param_state_of(p).memory for p in params]
     grads = [p.grad for p in params]
     state = _state_of(stepping)
     for param in params:
         for value in stepping.state[param].values():
             if isinstance(value, torch.Tensor) and value.ndim:
-                assert value.shape == param.shape and isinstance(value, DTensor) == held_of(param).is_split
+                assert (
+                    value.shape == param.shape and isinstance(value, DTensor) == param_state_of(param).has_sharded_state
+                )
     memory = sl.plan_of(model).memory()
     on_host = state if what == "state" else [*state, *params, *grads]
     # Uneven pieces: this rank may have less than the largest.
     held = sum(local_of(t).nbytes for t in on_host)
     assert held <= memory.host and (dist.get_rank() or held == memory.host)
     # The host's memory, that of the device, and where copies land are three.
-    landing = [t for p in params for t in held_of(p).landing.values()]
+    staging = [t for p in params for t in param_state_of(p).staging.values()]
     on_device = [*leaves, *([*params, *grads] if what == "state" else [])]
-    groups = [_storages(on_host), _storages(on_device), _storages(landing)]
+    groups = [_storages(on_host), _storages(on_device), _storages(staging)]
     for i, one in enumerate(groups):
         assert all(one.keys().isdisjoint(other) for other in groups[i + 1 :])
-    assert bool(landing) == (what == "state")
+    assert bool(staging) == (what == "state")
 
 
 @pytest.mark.covering
@@ -235,7 +237,7 @@ def _nothing_moves_on_a_cpu() -> None:
             _backward(model)
             stepping.step()
             assert not begin.called and not on_host.called
-            assert all(not held_of(p).hosted for p in model.parameters())
+            assert all(not param_state_of(p).offloaded for p in model.parameters())
 
 
 def test_on_a_cpu_nothing_is_copied(ranks):
@@ -425,10 +427,10 @@ def _devices(
     with (
         mock.patch.object(torch, AWAY, AWAY_MODULE, create=True),
         mock.patch.object(rank_plan, "device_here", lambda _mesh: device),
-        mock.patch.object(units._Guard, "of", lambda held: held.to_compute_with()),  # memory that holds no values
-        mock.patch.multiple(whole, exchange=_sent, _owners=lambda held, _ranks: [0] * len(held)),
-        mock.patch.object(whole.agree, "exchange", lambda mine, _group: [mine]),
-        dryrun._imagined(plan, AWAY) as mesh,
+        mock.patch.object(units._Sentinel, "of", lambda held: held.make_unsharded()),  # memory that holds no values
+        mock.patch.multiple(full_step, exchange=_sent, _owners=lambda held, _ranks: [0] * len(held)),
+        mock.patch.object(full_step.agree, "exchange", lambda mine, _group: [mine]),
+        dryrun._fake_world(plan, AWAY) as mesh,
     ):
         model = dryrun._fake_copy(model, AWAY)
         apply.apply_plan(model, plan, mesh, check=False)
@@ -450,7 +452,7 @@ def _devices(
         params = [p for group in stepping.param_groups for p in group["params"]]
         return {
             "params": {p.device.type for p in params},
-            "leaves": {held_of(p).memory.device.type for p in params},
+            "leaves": {param_state_of(p).memory.device.type for p in params},
             "grads": {p.grad.device.type for p in params},
             "state": {t.device.type for t in _state_of(stepping)},
             "steps": steps,
@@ -500,9 +502,9 @@ def _device_bytes(
         host += [t for t in own if isinstance(t, torch.Tensor)]
         host += [param] if "stored" in there else []
         host += [param.grad] if "grad" in there and param.grad is not None else []
-        held = held_of(param)
+        held = param_state_of(param)
         assert held is not None
-        host += held.landing.values()
+        host += held.staging.values()
     away = {(local_of(t) if isinstance(t, DTensor) else t).untyped_storage().data_ptr() for t in host}
     gc.collect()
     every = [t.detach() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
@@ -515,13 +517,13 @@ def _trained_within(transform: Any, budget: int) -> None:
     before = {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is torch.Tensor and not t.is_meta}
     made = Transformer(vocab=64, heads=4, head=48, layers=4, bias=True)
     rooms: list[Any] = []
-    room = offload._room
+    room = offload._host_buffer
 
     def remembered(*args: Any) -> torch.Tensor:
         rooms.append(room(*args))
         return rooms[-1]
 
-    with elsewhere(PIECE_BYTES=1 << 20), mock.patch.object(offload, "_room", remembered):
+    with elsewhere(PIECE_BYTES=1 << 20), mock.patch.object(offload, "_host_buffer", remembered):
         model = sl.shard_model(made, "dp=2", {"**": None}, transforms=(transform, sl.fit(budget)), compile=None)
         optimizer = torch.optim.AdamW(model.parameters())
         params, plan, peak = dict(model.named_parameters()), sl.plan_of(model), 0

@@ -188,9 +188,9 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
 _STEPS = (
     "shard_tensors",
     "install_modules",
-    "install_movers",
+    "install_param_runtime",
     "compile_calls",
-    "stages.Whole.install",
+    "stages.PipelineBuild.install",
     "wrap_calls",
     "agree_on_random_state",
     "Sharded",
@@ -205,7 +205,7 @@ def _failing_after(mesh: str, transforms: tuple[Any, ...], **given: Any) -> list
     rules = rules.with_stages("embed, position, blocks.0 | blocks.1, norm, head") if "pp" in mesh else rules
     before, wrong = _state_of(model), []
     for path in _STEPS:
-        owner, name = (apply, path) if "." not in path else (apply.stages.Whole, "install")
+        owner, name = (apply, path) if "." not in path else (apply.stages.PipelineBuild, "install")
         if (name == "install" and "pp" not in mesh) or (name == "agree_on_random_state" and "rng" in given):
             continue  # there is no such step
         step = getattr(owner, name)

@@ -16,6 +16,8 @@ import shardlib as sl
 from shardlib.engine.apply import record_of
 from shardlib.testing.models import Transformer, rules_for
 from shardlib.transforms import Transform, fsdp, hsdp, replicate, zero
+from tests.engine.host import elsewhere
+from tests.engine.mixture import Model
 
 SIZES: dict[str, Any] = {"vocab": 8, "heads": 2, "head": 4, "layers": 3, "bias": True}
 UNEVEN = {**SIZES, "vocab": 7}
@@ -119,22 +121,24 @@ def _planned(plan: sl.Plan) -> Sent:
 
 
 def _recorded(
-    mesh: str, transforms: tuple[Transform, ...], sizes: dict[str, Any], bucket_mb: float, pipelined: bool
+    model: torch.nn.Module,
+    rules: sl.Rules,
+    mesh: str,
+    transforms: tuple[Transform, ...],
+    batch: torch.Tensor,
+    bucket_mb: float = 25,
 ) -> tuple[Sent, Sent]:
     """What the plan of this rank lists, and which of it the transports carried in a step, after a first one."""
-    torch.manual_seed(0)
-    model = Transformer(**sizes)
-    made = sl.shard_model(model, mesh, rules_for(model), transforms=transforms, compile=None, bucket_mb=bucket_mb)
+    made = sl.shard_model(model, mesh, rules, transforms=transforms, compile=None, bucket_mb=bucket_mb)
     optimizer = torch.optim.AdamW(made.parameters())
-    ids = torch.randint(6, (4, 5), generator=torch.Generator().manual_seed(0))
     record = record_of(made)
 
     def step() -> None:
         for _ in range(record.plan.step.accumulate):
-            if pipelined:
-                sl.pipeline_step(made, (ids,), lambda out: out.square().mean())
+            if record.pipeline is not None:
+                sl.pipeline_step(made, batch, lambda out, _batch: out.square().mean())
             else:
-                made(ids).square().mean().backward()
+                made(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -143,6 +147,15 @@ def _recorded(
         step()
     sent = Counter((one.name, one.purpose, each.kind, each.axes) for each in log for one in each.carries)
     return _planned(record.plan), sent
+
+
+def _of_a_transformer(
+    mesh: str, transforms: tuple[Transform, ...], sizes: dict[str, Any], bucket_mb: float, stages: bool = False
+) -> tuple[Sent, Sent]:
+    model = _build(sizes)
+    rules = rules_for(model)
+    batch = torch.randint(6, (4, 5), generator=torch.Generator().manual_seed(0))
+    return _recorded(model, rules.with_stages(sl.Balanced()) if stages else rules, mesh, transforms, batch, bucket_mb)
 
 
 ALL: tuple[Transform, ...] = (*TRANSFORMS, zero(1, overlap=True), zero(2, only="blocks.*"), zero(3, only="*.mlp.*"))
@@ -163,6 +176,47 @@ def test_each_movement_is_sent_once_for_each_time_that_the_plan_lists_it(ranks, 
         transforms.append(sl.precision("bf16", reduce=data.draw(st.sampled_from(["float32", "bfloat16"]), "reduce")))
     sizes = {**data.draw(st.sampled_from([SIZES, UNEVEN]), "sizes"), "tied": data.draw(st.booleans(), "tied")}
     bucket_mb = data.draw(st.sampled_from([1e-4, 1e-3, 25]), "bucket_mb")
-    found = ranks(sl.MeshShape(mesh).world_size).run(_recorded, mesh, tuple(transforms), sizes, bucket_mb, False)
+    found = ranks(sl.MeshShape(mesh).world_size).run(_of_a_transformer, mesh, tuple(transforms), sizes, bucket_mb)
     for planned, sent in found:
+        assert sent == planned
+
+
+@pytest.mark.parametrize(
+    ("mesh", "transforms"),
+    [
+        ("dp=2,pp=2", (zero(1), sl.pipeline("1f1b", 2))),
+        ("dp=2,pp=2", (zero(3), sl.pipeline("gpipe", 2))),
+        ("dp=2,pp=2", (fsdp(), sl.accumulate(2), sl.pipeline("1f1b", 2))),
+        ("pp=2,dp=2", (zero(3), sl.pipeline("1f1b", 2), sl.checkpoint_activations())),
+    ],
+    ids=str,
+)
+def test_so_is_each_of_a_stage_of_a_pipeline(ranks, mesh: str, transforms: tuple[Transform, ...]):
+    for planned, sent in ranks.run(_of_a_transformer, mesh, transforms, {**SIZES, "layers": 4}, 1e-3, True):
+        assert sent == planned
+
+
+def _of_experts(transforms: tuple[Transform, ...]) -> tuple[Sent, Sent]:
+    rules = sl.Rules({"experts.up": "expert@ep ff embed", "experts.down": "expert@ep embed ff"}, unmatched="replicate")
+    torch.manual_seed(0)
+    return _recorded(Model(), rules, "dp=2,ep=2", transforms, torch.randn(3, 5, 4))
+
+
+@pytest.mark.parametrize("transforms", [(), (zero(1),), (zero(2), sl.accumulate(2))], ids=str)
+def test_so_is_each_of_experts(ranks, transforms: tuple[Transform, ...]):
+    for planned, sent in ranks.run(_of_experts, transforms):
+        assert sent == planned
+
+
+def _with_state_on_the_host(transforms: tuple[Transform, ...]) -> tuple[Sent, Sent]:
+    with elsewhere():
+        return _of_a_transformer("dp=2", transforms, SIZES, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "transforms", [(zero(1), sl.offload("state")), (zero(3), sl.offload("all")), (fsdp(), sl.offload("state"))], ids=str
+)
+def test_so_is_each_of_what_lies_on_the_host(ranks, transforms: tuple[Transform, ...]):
+    """Copies between host and device are not sent, and not counted here."""
+    for planned, sent in ranks(2).run(_with_state_on_the_host, transforms):
         assert sent == planned

@@ -13,7 +13,7 @@ import shardlib as sl
 from shardlib.engine import transport
 from shardlib.engine.executor.bucket import Bucket
 from shardlib.engine.transport import CollectiveTransport, PointToPointTransport, Workspace
-from shardlib.layout import Layout, cut
+from shardlib.layout import Layout, shard_spec
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Tokens, Transformer, rules_for
 from shardlib.transforms import Transform
@@ -32,10 +32,10 @@ def _moved(kind: type[transport.Transport], shapes: list[tuple[int, ...]], dim: 
     over = kind(group)
     mesh = sl.MeshShape(f"dp={over.count}")
     whole, shard = Layout.parse("a b"), Layout.parse(["a@dp b", "a b@dp"][dim])
-    cuts = [cut(whole, shard, shape, mesh, {"dp": over.index}) for shape in shapes]
+    cuts = [shard_spec(whole, shard, shape, mesh, {"dp": over.index}) for shape in shapes]
     bucket = Bucket(cuts, over, torch.float32, torch.device("cpu"), Workspace())
     given = [_counted(shape) * (over.index + 1) for shape in shapes]
-    mine = torch.empty(bucket.own)
+    mine = torch.empty(bucket.shard_numel)
     bucket.sum_into(bucket.reduce(given), mine, 2.0)
     wholes = [torch.empty(shape) for shape in shapes]
     bucket.unpack(bucket.gather(mine, wholes), wholes)

@@ -1,4 +1,4 @@
-"""Units take turns in two buffers, in whatever order the model runs them."""
+"""Units alternate between two buffers, in whatever order the model runs them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_layer_that_is_kept_may_be_read_by_others_after_it():
     assert_equivalent(model, ROWS, mesh="dp=2", rules={"**": None}, transforms=(sl.fsdp(),), steps=2)
 
 
-def test_one_that_is_let_go_may_not_be(ranks):
+def test_a_resharded_one_may_not_be(ranks):
     def said() -> str:
         model = sl.shard_model(Shuffled((0, 1), True), "dp=2", {"**": None}, transforms=(sl.zero(3),))
         with pytest.raises(ShardingError) as raised:
@@ -60,7 +60,7 @@ def test_one_that_is_let_go_may_not_be(ranks):
         return str(raised.value)
 
     assert all(
-        text.startswith('"first.weight" is stored in parts and was read while its own module was not running')
+        text.startswith('"first.weight" is stored in shards and was read while its own module was not running')
         for text in ranks(2).run(said)
     )
 
@@ -83,7 +83,7 @@ def test_nor_may_a_property_of_it_that_is_a_tensor(ranks):
         texts = []
         for model.how in ("T", "mT", "data"):
             with pytest.raises(
-                ShardingError, match=rf'"first.weight" is stored in parts .*, by {model.how}\.'
+                ShardingError, match=rf'"first.weight" is stored in shards .*, by {model.how}\.'
             ) as raised:
                 model(ROWS(0).float())
             texts.append(str(raised.value))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
-from shardlib.engine.held import held_of
+from shardlib.engine.params import param_state_of
 from shardlib.errors import ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.equivalence.measure import FLOAT64_LIMIT, distance, scale_of, size
@@ -86,8 +86,8 @@ def test_updated_parameters_may_arrive_while_compiled_blocks_run():
 
 def _pending(model: nn.Module) -> list[str]:
     """Modules whose parameters have not arrived."""
-    updates = held_of(next(model.parameters())).updates
-    return sorted({unit for bucket in updates._under_way for unit in bucket.units})
+    updates = param_state_of(next(model.parameters())).updates
+    return sorted({unit for bucket in updates._pending for unit in bucket.units})
 
 
 def _trained_with(overlap: bool) -> tuple[list[torch.Tensor], list[list[str]]]:
@@ -269,7 +269,7 @@ class Reader(nn.Module):
 
 def _reads_a_stored_parameter() -> None:
     model = sl.shard_model(Reader(), "dp=2", {"**": None}, transforms=[sl.zero(3)], check=False)
-    with pytest.raises(ShardingError, match=r'"blocks.0.weight" is stored in parts and was read'):
+    with pytest.raises(ShardingError, match=r'"blocks.0.weight" is stored in shards and was read'):
         model(torch.ones(2, 8))
     assert isinstance(model.blocks[0].weight, DTensor)  # and the model is as it was
     assert model.blocks[1](torch.ones(2, 8)).shape == (2, 8)

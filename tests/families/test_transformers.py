@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardlib as sl
-from shardlib.engine.ungathered import Ungathered
+from shardlib.engine.lazy_full_tensor import LazyFullTensor
 from tests.families.cases import BERT, GPT2, LLAMA, VIT, Case, prove
 from tests.families.params import params
 from tests.families.transformer_models import small, text, transformers
@@ -233,8 +233,8 @@ def _unread_weights(case: Case) -> None:
     sharded.transformer.h[0].attn.register_forward_hook(lambda _module, _args, output: seen.append(output[1]))
     sharded(**case.make_batch(0)[1])
     (weights,) = seen
-    assert isinstance(weights, Ungathered) and weights.shape == (4, 4, 10, 10) and weights.requires_grad
-    assert repr(weights) == "Ungathered(shape=(4, 4, 10, 10), dtype=torch.float64, placements=(Shard(dim=1),))"
+    assert isinstance(weights, LazyFullTensor) and weights.shape == (4, 4, 10, 10) and weights.requires_grad
+    assert repr(weights) == "LazyFullTensor(shape=(4, 4, 10, 10), dtype=torch.float64, placements=(Shard(dim=1),))"
     assert [tuple(half.shape) for half in weights.split(2, dim=1)] == [(4, 2, 10, 10)] * 2  # a method of Tensor
     assert type(weights * 2) is torch.Tensor
 

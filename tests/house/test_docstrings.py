@@ -11,7 +11,6 @@ import pytest
 from tests.house import source
 
 _ODD_START = re.compile(r"(What|Of|Where|How|Whose|That)\b")
-EXEMPT = ("engine",)  # folders of shardlib that are still to be rewritten
 _FOLDERS = sorted({module.split(".")[1] for module in source.modules() if "." in module})
 
 
@@ -25,12 +24,7 @@ def _docstrings(folder: str) -> Iterator[tuple[str, str]]:
                     yield at, ast.get_docstring(node) or ""
 
 
-@pytest.mark.parametrize("folder", [folder for folder in _FOLDERS if folder not in EXEMPT])
+@pytest.mark.parametrize("folder", _FOLDERS)
 def test_a_docstring_begins_with_a_verb_or_a_noun(folder: str):
     odd = [f"{at}: {text.splitlines()[0]}" for at, text in _docstrings(folder) if _ODD_START.match(text)]
     assert not odd, "begin with a verb, or, for a value, with a noun:\n" + "\n".join(odd)
-
-
-@pytest.mark.parametrize("folder", EXEMPT)
-def test_an_exempt_folder_still_needs_its_exemption(folder: str):
-    assert any(_ODD_START.match(text) for _, text in _docstrings(folder)), f"take {folder} out of EXEMPT"

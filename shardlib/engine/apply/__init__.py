@@ -1,17 +1,17 @@
-"""`shard_model`: a plan carried out on a model, all of it or nothing.
+"""`shard_model`: carry out a plan on a model, completely or not at all.
 
-`apply_plan` is the steps in order. Each is a function in a file of its own, is given what is fixed about this rank
-(`RankPlan`), and leaves its undo, so that an error in any of them leaves the model as it was:
+`apply_plan` calls the steps in order. Each step is a function in its own file. It gets what is fixed about this rank
+(`RankPlan`) and registers its undo, so that an error in any step leaves the model unchanged:
 
-    rank_plan.py    what the plan means on this rank
-    check.py        what is refused, and what ranks must have alike
-    initialize.py   the values that tensors on `meta` begin with
-    shard.py        every tensor becomes this rank's local shard: parameters become DTensors
-    install.py      hooks and forwards of modules: regions, borders, linears, experts, BatchNorm
+    rank_plan.py    the meaning of the plan on this rank
+    check.py        checks of the model and the plan, and comparisons between ranks
+    initialize.py   initial values of tensors on `meta`
+    shard.py        replaces every tensor by this rank's local shard: parameters become DTensors
+    install.py      hooks and forwards of modules: DTensor regions, module input and output layouts, linears, experts
     parameters.py   gradients, unsharded parameters, updates, optimizers
-    calls.py        what stands around the calls of modules
+    calls.py        wrappers around the calls of modules
 
-What is kept of a sharded model is its record, `engine/sharded.py`.
+The record of a sharded model is in `engine/sharded.py`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from shardlib.engine.apply.calls import compile_calls, wrap_calls
 from shardlib.engine.apply.check import ranks_agree, refuse_model, refuse_plan, warn_of_idle_axes
 from shardlib.engine.apply.initialize import initial_values
 from shardlib.engine.apply.install import install_modules
-from shardlib.engine.apply.parameters import casting, install_fp8, install_movers, tell_optimizers
+from shardlib.engine.apply.parameters import casting, install_fp8, install_param_runtime, tell_optimizers
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.shard import shard_tensors
 from shardlib.engine.compile import check_backend
-from shardlib.engine.held import local_of
+from shardlib.engine.params import local_of
 from shardlib.engine.pipeline import stages, weigh
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute
@@ -62,43 +62,44 @@ def shard_model(
     bucket_mb: float | None = None,
     example: Any = None,
 ) -> nn.Module:
-    """Shard a model by rules, in place; the training loop stays as it is.
+    """Shard a model by rules, in place; the training loop does not change.
 
-    Afterwards each data rank passes its own plain tensors (or nested structures of them) and gets plain tensors back.
-    When `loss.backward()` returns, gradients are those of the mean loss over the data axes. Build the optimizer from
-    `model.parameters()` after this call; any `torch.optim` optimizer works.
+    Afterwards each data rank passes its own plain tensors (or nested structures of them) and gets plain tensors.
+    When `loss.backward()` returns, `p.grad` is the gradient of the mean loss over the data axes. Build the optimizer
+    from `model.parameters()` after this call; any `torch.optim` optimizer works.
 
     Args:
-        model: written for one device; on that device, on CPU, or on `meta`. Every rank holds the same one.
+        model: a single-device model; on that device, on CPU, or on `meta`. Every rank passes the same model.
         mesh_: "dp=2,tp=4", a `MeshShape`, or a `DeviceMesh` with named axes.
         rules: `Rules`, a mapping from patterns to layouts, the name or path of a layout file, or a `Plan`; by default
             the layout that `layouts.for_model` finds for this class.
         transforms: functions from plan to plan, applied in order.
-        init: where the values of a model on `meta` come from: a safetensors file or folder, a mapping from names to
-            whole tensors, a function that initialises one module's own tensors, "reset_parameters", or several of
-            these in order. None for what was built in a `LazyInitContext`. Each rank keeps only its shards, and reads
-            only its slices of a file.
-        compile: "auto", "aot_eager", "inductor" or None: how repeated blocks are compiled, once for all of them. A
-            block that cannot be compiled runs eagerly. Without a split model axis nothing is compiled, nor where
-            torch's compiler is switched off (TORCHDYNAMO_DISABLE=1).
-        check: compare plans, first weights and the first batch between the ranks that must agree, and give each data
-            rank a random stream of its own.
-        rng: "exact" draws dropout, and what `init` draws, by global element index, so that they are bit for bit the
-            same on every mesh, and those of one device inside `exact_random`. All ranks then share one state of the
-            default CPU generator: draw your data from a generator of its own, and give each data rank as many
-            examples as any other. "fast" is PyTorch's own: another stream for each data rank.
+        init: the source of the values of a model on `meta`: a safetensors file or folder, a mapping from names to full
+            tensors, a function that initialises one module's own tensors, "reset_parameters", or several of these in
+            order. None for a model that was built in a `LazyInitContext`. Each rank keeps only its local shards, and
+            reads only its slices of a file.
+        compile: the backend that compiles repeated blocks, once for all of them: "auto", "aot_eager", "inductor" or
+            None. A block that cannot be compiled runs eagerly. Nothing is compiled without a model axis of several
+            ranks, or if torch's compiler is disabled (TORCHDYNAMO_DISABLE=1).
+        check: compare plans, initial weights and the first batch between the ranks that must agree, and give each
+            data rank its own random stream.
+        rng: "exact" draws dropout masks and the random values of `init` by global element index. They are then bit for
+            bit the same on every mesh, and the same as on one device inside `exact_random`. All ranks share one state
+            of the default CPU generator: draw your data from a separate generator, and give each data rank the same
+            number of examples. "fast" uses PyTorch's generators, with a different stream for each data rank.
         global_batch_norm: in training, BatchNorm uses the statistics of all data ranks' examples, as one device would.
-        bucket_mb: megabytes that travel in one collective over the data axes; by default what the plan says, 25.
-        example: the batch of one data rank, only for stages that are weighed with it: `Balanced(by="flops")` and
+        bucket_mb: the size of a bucket for collectives over the data axes, in megabytes; by default that of the plan,
+            25.
+        example: the batch of one data rank, used only to weigh modules for `Balanced(by="flops")` and
             `Balanced(by="time")`. Its values do not matter.
 
     Returns:
-        The same model. On an error it is as it was before.
+        The same model. On an error it is unchanged.
 
     Raises:
-        RuleError, LayoutError, PlanError: rules that do not say one clear thing about this model and mesh.
-        MeshError: a mesh of another size than the number of processes.
-        ShardingError: a model that is sharded already, or that ranks disagree on.
+        RuleError, LayoutError, PlanError: the rules are not unambiguous for this model and mesh.
+        MeshError: the mesh size is not the number of processes.
+        ShardingError: the model is already sharded, or ranks pass different models.
         CheckpointError: `init` does not fit the model.
 
     Example:
@@ -128,8 +129,9 @@ def shard_model(
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan that a model was sharded by; its notes say which blocks are compiled and which modules multiply
-    in float8, and why others do not.
+    """Return the plan that a model was sharded by.
+
+    Its notes list the blocks that are compiled and the modules that multiply in float8, and the reasons of the others.
 
     Raises:
         ShardingError: the model was not sharded by shardlib.
@@ -139,16 +141,16 @@ def plan_of(model: nn.Module) -> Plan:
     MeshShape("dp=1,tp=1")
     """
     record = record_of(model)
-    whole = record.plan if record.pipeline is None else record.pipeline.plan
-    return dataclasses.replace(whole, notes=whole.notes + record.compiled.notes())
+    plan_ = record.plan if record.pipeline is None else record.pipeline.plan
+    return dataclasses.replace(plan_, notes=plan_.notes + record.compiled.notes())
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Let backward passes inside only accumulate; the first one outside reduces the sum over the data axes.
+    """Return a context in which backward only accumulates; the first one outside reduces the sum over the data axes.
 
-    Until then `p.grad` is that of this rank's own examples, as large as the unsharded parameter. Where the plan stores
-    a parameter in shards (stage 3 of ZeRO, FSDP), a full gradient has no place to stay: it is reduced in each pass,
-    inside too, and `p.grad` is the mean over data ranks. `zero_grad()` clears either.
+    Until then `p.grad` is the gradient of this rank's own examples, of the size of the unsharded parameter. If the plan
+    stores a parameter in shards (ZeRO stage 3, FSDP), this rank cannot keep a full gradient: it is reduced in each
+    pass, also inside the context, and `p.grad` is the mean over data ranks. `zero_grad()` clears both.
 
     >>> with no_sync(model):  # doctest: +SKIP
     ...     loss_fn(model(first), targets).backward()
@@ -168,55 +170,55 @@ def apply_plan(
     rng: str = "fast",
     global_batch_norm: bool = True,
 ) -> nn.Module:
-    """Carry out a plan on a model, in place; on an error the model is as it was. Arguments as in `shard_model`."""
-    exact_random, whole = rng == "exact", None
+    """Carry out a plan on a model, in place; on an error the model is unchanged. For arguments see `shard_model`."""
+    exact_random, build = rng == "exact", None
     if stages.has_pipeline(plan_):
-        whole = stages.prepare(model, plan_, device_mesh, exact_random=exact_random)
-        here = RankPlan.of_stages(model, whole)
+        build = stages.prepare(model, plan_, device_mesh, exact_random=exact_random)
+        rank_plan = RankPlan.of_stages(model, build)
     else:
-        here = RankPlan.of(model, plan_, device_mesh, exact_random=exact_random)
-    everyone = here.everyone if whole is None else whole.everyone
+        rank_plan = RankPlan.of(model, plan_, device_mesh, exact_random=exact_random)
+    everyone = rank_plan.everyone if build is None else build.everyone
 
-    refuse_plan(here)
-    recomputed = modules_to_recompute(model, here.plan.step.recompute)
-    float8 = fp8.choose(model, here.plan, here.device, here.regions)
-    warn_of_idle_axes(here)
-    _torch.set_timeouts(here.mesh if whole is None else whole.mesh)
+    refuse_plan(rank_plan)
+    recomputed = modules_to_recompute(model, rank_plan.plan.step.recompute)
+    float8 = fp8.choose(model, rank_plan.plan, rank_plan.device, rank_plan.regions)
+    warn_of_idle_axes(rank_plan)
+    _torch.set_timeouts(rank_plan.mesh if build is None else build.mesh)
     if check:
         ranks_agree(model, plan_.lines(), everyone, exact_random=exact_random)
     if exact_random:
         share_random_state(everyone)
-    values = initial_values(model, here, init, check=check, names=None if whole is None else whole.names_here)
+    values = initial_values(model, rank_plan, init, check=check, names=None if build is None else build.names_here)
 
     with ExitStack() as undo:
-        if whole is not None:
-            whole.cut(model, undo)
-        replaced = shard_tensors(model, here, values, undo)
-        install_modules(model, here, undo, global_batch_norm=global_batch_norm)
-        movers = install_movers(model, here, replaced.masters, undo, everyone=everyone, check=check)
-        history = install_fp8(model, here, float8, movers.reducer, undo)
-        backend = None if whole is not None and whole.place.splits_backward else compile
-        compiled = compile_calls(model, here, backend, undo)
+        if build is not None:
+            build.cut(model, undo)
+        replaced = shard_tensors(model, rank_plan, values, undo)
+        install_modules(model, rank_plan, undo, global_batch_norm=global_batch_norm)
+        runtime = install_param_runtime(model, rank_plan, replaced.masters, undo, everyone=everyone, check=check)
+        history = install_fp8(model, rank_plan, float8, runtime.reducer, undo)
+        backend = None if build is not None and build.place.splits_backward else compile
+        compiled = compile_calls(model, rank_plan, backend, undo)
         pipeline = None
-        if whole is not None:
-            pipeline = whole.install(model, movers.by_name(), casting(here), here.root_mesh, undo)
-        wrap_calls(model, movers, recomputed, undo, route=None if pipeline is None else pipeline.route, check=check)
+        if build is not None:
+            pipeline = build.install(model, runtime.by_name(), casting(rank_plan), rank_plan.root_mesh, undo)
+        wrap_calls(model, runtime, recomputed, undo, route=None if pipeline is None else pipeline.route, check=check)
         if check and not exact_random:
-            agree_on_random_state(here.group(here.model_axes), here.random_stream)
+            agree_on_random_state(rank_plan.group(rank_plan.model_axes), rank_plan.random_stream)
         record = Sharded(
-            plan=dataclasses.replace(here.plan, notes=here.plan.notes + float8.notes()),
-            mesh=here.mesh,
-            model_mesh=here.model_mesh,
-            reducer=movers.reducer,
+            plan=dataclasses.replace(rank_plan.plan, notes=rank_plan.plan.notes + float8.notes()),
+            mesh=rank_plan.mesh,
+            model_mesh=rank_plan.model_mesh,
+            reducer=runtime.reducer,
             compiled=compiled,
             fp8_history=history,
-            units=movers.units,
+            units=runtime.units,
             pipeline=pipeline,
-            meets_in_modules=here.meets_in_modules,
+            meets_in_modules=rank_plan.meets_in_modules,
             has_values=all(map(_torch.has_values, map(local_of, model.parameters()))),
         )
         undo.pop_all()
-    tell_optimizers(model, here, movers, replaced)
+    tell_optimizers(model, rank_plan, runtime, replaced)
     keep(model, record)
     return model
 
@@ -242,5 +244,5 @@ def _planned(
 
 
 def names_here(model: nn.Module) -> dict[str, str]:
-    """Map what the whole model calls the parameters that this rank has to their names here."""
+    """Map canonical parameter names, those of the unsplit model, to the names on this rank."""
     return stages.names_here(model, record_of(model).pipeline)

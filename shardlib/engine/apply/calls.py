@@ -1,16 +1,16 @@
-"""What stands around the calls of a model's modules: one wrapper for a module, and none for most.
+"""Wrappers around the calls of a model's modules: at most one for each module, and none for most.
 
-A call goes through these, from the outside in:
+A call passes through these layers, from the outside in:
 
-1. stages of a pipeline: run, or are skipped on this rank; outside of a class's own `__call__` (`pipeline/route.py`);
-2. the model: names ranks that are lost in its forward (`lost.py`);
-3. recomputed modules: are called again in backward, with all that follows here (`recompute.py`);
-4. repeated blocks whose updates arrive late: wait for their own parameters (`updates.py`);
+1. stages of a pipeline: run a module, or skip it on this rank; outside of the class's `__call__` (`pipeline/route.py`);
+2. the model: reports ranks that are lost in its forward (`lost.py`);
+3. recomputed modules: are called again in backward, with all the layers below (`recompute.py`);
+4. repeated blocks with a deferred all-gather of updates: wait for their own parameters (`schedule.py`);
 5. units: unshard their parameters, and reshard them afterwards (`units.py`);
 6. the module's own call: its compiled graph (`compile.py`), or its hooks and forward.
 
-A unit stands outside of the graph, since neither its collectives nor its memory are the compiler's, and inside of
-recomputing, since what is computed again needs unsharded parameters again.
+A unit is outside of the graph, since the compiler must not manage its collectives and buffers. It is inside of
+recomputation, since a recomputed module needs unsharded parameters again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from shardlib.engine import _torch
 from shardlib.engine.apply.install import spread_experts
-from shardlib.engine.apply.parameters import Movers
+from shardlib.engine.apply.parameters import ParamRuntime
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.compile import CompileReport, compile_blocks
 from shardlib.engine.lost import watch_forward
@@ -34,45 +34,45 @@ from shardlib.engine.units import unshard_in_modules
 
 __all__ = ["compile_calls", "wrap_calls"]
 
-# Calls what it is given: `wrapper(call, *args, **kwargs)`.
+# Called as `wrapper(call, *args, **kwargs)`; calls `call`.
 Wrapper = Callable[..., Any]
 
 
 _TRAVELLING = "how many tokens come to the experts of a rank is known when they do, and a graph has to know it before"
 
 
-def compile_calls(model: nn.Module, here: RankPlan, backend: str | None, undo: ExitStack) -> CompileReport:
-    """Compile repeated blocks, where a model axis splits any: DTensor's decisions are what compiling takes away."""
-    eager = dict.fromkeys(spread_experts(model, here), _TRAVELLING)
-    backend = backend if here.model_mesh is not None else None
-    report, uncompile = compile_blocks(model, backend, here.place(), eager=eager)
+def compile_calls(model: nn.Module, rank_plan: RankPlan, backend: str | None, undo: ExitStack) -> CompileReport:
+    """Compile repeated blocks if there is a model axis: compiling removes the cost of DTensor's dispatch."""
+    eager = dict.fromkeys(spread_experts(model, rank_plan), _TRAVELLING)
+    backend = backend if rank_plan.model_mesh is not None else None
+    report, uncompile = compile_blocks(model, backend, rank_plan.place(), eager=eager)
     undo.callback(uncompile)
     return report
 
 
 def wrap_calls(
     model: nn.Module,
-    movers: Movers,
+    runtime: ParamRuntime,
     recomputed: Sequence[str],
     undo: ExitStack,
     *,
     route: Route | None,
     check: bool,
 ) -> None:
-    """Let the calls of modules go through what they need around them, after blocks have been compiled.
+    """Wrap the calls of modules in their layers, after blocks have been compiled.
 
     Args:
-        model: that the modules are in.
-        movers: of its parameters.
-        recomputed: modules that compute again in backward.
-        undo: takes the wrappers away.
-        route: of microbatches through this rank's stages.
-        check: name ranks that are lost in forward.
+        model: the model that has the modules.
+        runtime: the objects that move its parameters.
+        recomputed: the modules that are recomputed in backward.
+        undo: removes the wrappers.
+        route: the route of microbatches through this rank's stages.
+        check: report ranks that are lost in forward.
     """
-    units, updates = movers.units, movers.updates
+    units, updates = runtime.units, runtime.updates
     innermost_first: tuple[Mapping[str, Wrapper], ...] = (
         unshard_in_modules(units) if units is not None else {},
-        wait_in_modules(updates, movers.late) if updates is not None else {},
+        wait_in_modules(updates, runtime.deferred) if updates is not None else {},
         recompute(recomputed, units),
         {"": watch_forward} if check else {},
     )

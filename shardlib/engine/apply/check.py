@@ -1,4 +1,4 @@
-"""What is refused before a model changes, and what ranks must agree on before they wait for each other."""
+"""Checks before a model changes, and comparisons between ranks before they communicate."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["input_check", "ranks_agree", "refuse_model", "refuse_plan", "warn_of
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Refuse a model that is sharded, or that has tensors without a global shape.
+    """Refuse a model that is already sharded, or that has tensors without a global shape.
 
     Raises:
-        ShardingError: it is one.
+        ShardingError: the model is one of these.
     """
     if is_sharded(model):
         raise ShardingError(
@@ -46,25 +46,25 @@ def refuse_model(model: nn.Module) -> None:
             )
 
 
-def refuse_plan(here: RankPlan) -> None:
-    """Refuse what a plan may say and the engine does not carry out.
+def refuse_plan(rank_plan: RankPlan) -> None:
+    """Refuse plans that are valid but not supported by the engine.
 
     Raises:
-        PlanError: the plan says such a thing.
+        PlanError: the plan is not supported.
     """
-    for row in here.plan.rows:
-        _refuse_phases_apart(here, row)
+    for row in rank_plan.plan.rows:
+        _refuse_phases_apart(rank_plan, row)
         for layout in row.layouts.values():
-            _refuse_what_torch_gathers_wrongly(here, row.name, layout)
-        _refuse_what_ops_cut_otherwise(here, row)
-    for border in here.plan.borders:
+            _refuse_what_torch_gathers_wrongly(rank_plan, row.name, layout)
+        _refuse_what_ops_cut_otherwise(rank_plan, row)
+    for border in rank_plan.plan.borders:
         if border.layout is not None:
-            _refuse_what_torch_gathers_wrongly(here, f"{border.module}.{border.side}", border.layout)
+            _refuse_what_torch_gathers_wrongly(rank_plan, f"{border.module}.{border.side}", border.layout)
 
 
-def _refuse_phases_apart(here: RankPlan, row: Row) -> None:
+def _refuse_phases_apart(rank_plan: RankPlan, row: Row) -> None:
     """Refuse rows that a plan may have and the engine has no transition for."""
-    stored, data = here.on_active_axes(row.stored), {*here.data_axes} - row.compute.axes
+    stored, data = rank_plan.on_active_axes(row.stored), {*rank_plan.data_axes} - row.compute.axes
     for what, layout in (("gradient", row.grad), ("state", row.state)):
         if layout is not None and stored.axes & data and (layout.axes & data) != (stored.axes & data):
             raise PlanError(
@@ -78,12 +78,12 @@ def _refuse_phases_apart(here: RankPlan, row: Row) -> None:
             "is computed with in the dtype that it is stored in. precision(...) keeps a wider copy with the state."
         )
     in_parts = bool(stored.axes & data)
-    offload.refuse_what_does_not_run(row, here.device, stored_in_parts=in_parts)
+    offload.refuse_what_does_not_run(row, rank_plan.device, stored_in_parts=in_parts)
 
 
-def _refuse_what_torch_gathers_wrongly(here: RankPlan, name: str, layout: Layout) -> None:
-    """Refuse a fused dim that is split over two axes: DTensor's shards are right, but not what it gathers from them."""
-    for dim in here.on_active_axes(layout).dims:
+def _refuse_what_torch_gathers_wrongly(rank_plan: RankPlan, name: str, layout: Layout) -> None:
+    """Refuse a fused dim that is split over several axes: DTensor gathers its shards in a wrong order."""
+    for dim in rank_plan.on_active_axes(layout).dims:
         if isinstance(dim, Dim) and len(dim.axes) > 1 and any(factor.axes for factor in dim.factors[1:]):
             raise PlanError(
                 f'"{name}" is laid out as "{layout}": a fused dim split over more than one axis can '
@@ -92,44 +92,44 @@ def _refuse_what_torch_gathers_wrongly(here: RankPlan, name: str, layout: Layout
             )
 
 
-def _refuse_what_ops_cut_otherwise(here: RankPlan, row: Row) -> None:
-    """Refuse an uneven dim whose axes stand in another order than the mesh's: ops cut and join in the mesh's order.
+def _refuse_what_ops_cut_otherwise(rank_plan: RankPlan, row: Row) -> None:
+    """Refuse an uneven dim whose axes are not in the mesh's order, in which DTensor's ops split.
 
-    Where the split is even that is a fused split; of uneven pieces it would make others. Activations are looked at
-    when they come, in `borders.py`.
+    Even splits in another order are fused splits, and supported; uneven ones would have other shards. Layouts of
+    activations are checked when they are known, in `borders.py`.
     """
-    layout = here.on_compute_axes(row.compute)
-    for dim in layout.uneven_dims(row.global_shape, here.shape):
+    layout = rank_plan.on_compute_axes(row.compute)
+    for dim in layout.uneven_dims(row.global_shape, rank_plan.shape):
         given = layout.axes_of(dim)
-        ordered = [axis for axis in here.compute_axes if axis in given]
+        ordered = [axis for axis in rank_plan.compute_axes if axis in given]
         if list(given) != ordered:
             raise PlanError(
                 f'"{row.name}", of global shape {row.global_shape}, is laid out as "{row.compute}": dim {dim} is '
-                f'split unevenly over {" and ".join(given)}, in another order than that of mesh "{here.shape}", '
+                f'split unevenly over {" and ".join(given)}, in another order than that of mesh "{rank_plan.shape}", '
                 f"which can be planned but not run. Write @({','.join(ordered)}) there, or give the dim a size "
-                f"that {math.prod(here.shape[axis] for axis in given)} divides."
+                f"that {math.prod(rank_plan.shape[axis] for axis in given)} divides."
             )
 
 
-def warn_of_idle_axes(here: RankPlan) -> None:
-    """Warn of a model axis that splits nothing: its ranks compute the same, each for itself."""
-    used = {axis for row in here.plan.rows for axis in row.compute.axes}
-    used |= {axis for border in here.plan.borders if border.layout is not None for axis in border.layout.axes}
-    for axis in here.model_axes:
+def warn_of_idle_axes(rank_plan: RankPlan) -> None:
+    """Warn of a model axis that splits no tensor: its ranks all compute the same."""
+    used = {axis for row in rank_plan.plan.rows for axis in row.compute.axes}
+    used |= {axis for border in rank_plan.plan.borders if border.layout is not None for axis in border.layout.axes}
+    for axis in rank_plan.model_axes:
         if axis not in used:
             warnings.warn(
-                f'No rule splits anything over the model axis "{axis}" of mesh "{here.shape}": its '
-                f"{here.shape[axis]} ranks compute the same. Name it in a rule, or make it a data axis.",
+                f'No rule splits anything over the model axis "{axis}" of mesh "{rank_plan.shape}": its '
+                f"{rank_plan.shape[axis]} ranks compute the same. Name it in a rule, or make it a data axis.",
                 stacklevel=4,
             )
 
 
 def ranks_agree(model: nn.Module, lines: Sequence[str], group: dist.ProcessGroup | None, *, exact_random: bool) -> None:
-    """Compare what all ranks of a group must have alike, and learn how to find each other. Collective over the group.
+    """Compare what all ranks of a group must have in common, and exchange their processes. Collective over the group.
 
     Args:
-        model: before it changes.
-        lines: of the plan.
+        model: the model before it changes.
+        lines: the lines of the plan.
         group: all ranks that train the model, of all stages.
         exact_random: whether random numbers are drawn by global element.
 
@@ -144,17 +144,17 @@ def ranks_agree(model: nn.Module, lines: Sequence[str], group: dist.ProcessGroup
     lost.meet(group)
 
 
-def input_check(here: RankPlan, *, compare: bool) -> Callable[..., None]:
-    """Return what looks at the inputs of each forward.
+def input_check(rank_plan: RankPlan, *, compare: bool) -> Callable[..., None]:
+    """Return a hook that checks the inputs of each forward.
 
     Args:
-        here: the plan on this rank.
+        rank_plan: the plan on this rank.
         compare: whether ranks with the same examples compare their first batch.
     """
-    pending = [compare and bool(here.model_axes)]
-    device, group, axes = here.device, here.group(here.model_axes), ", ".join(here.model_axes)
+    pending = [compare and bool(rank_plan.model_axes)]
+    device, group, axes = rank_plan.device, rank_plan.group(rank_plan.model_axes), ", ".join(rank_plan.model_axes)
 
-    def look(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf in _torch.leaves_of(*args, *kwargs.values()):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != device.type:
                 raise InputError(_wrong_device(leaf, device))
@@ -162,7 +162,7 @@ def input_check(here: RankPlan, *, compare: bool) -> Callable[..., None]:
             pending[0] = False
             agree.batches_agree(args, kwargs, group, axes)
 
-    return look
+    return check
 
 
 def _wrong_device(leaf: torch.Tensor, device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Where a model is on `meta`: this rank's local shards of the values that its tensors begin with."""
+"""Initial values of a model on `meta`: this rank's local shards of its tensors."""
 
 from __future__ import annotations
 
@@ -17,58 +17,61 @@ __all__ = ["initial_values"]
 
 
 def initial_values(
-    model: nn.Module, here: RankPlan, init: Any, *, check: bool, names: Mapping[str, str] | None = None
+    model: nn.Module, rank_plan: RankPlan, init: Any, *, check: bool, names: Mapping[str, str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return this rank's shards of tensors on `meta`, by name.
 
-    Tensors of other stages are made too, and dropped, so that all are drawn in the order of one device.
+    Tensors of other stages are initialised too, and dropped, so that random numbers are drawn in the order of one
+    device.
 
     Args:
-        model: whole, before other stages' tensors are taken out.
-        here: the plan on this rank.
-        init: as `shard_model` takes it.
-        check: compare what ranks have drawn or read. Collective over the mesh.
-        names: on a pipeline, what the whole model calls this rank's tensors, and their names here.
+        model: the full model, before other stages' tensors are removed.
+        rank_plan: the plan on this rank.
+        init: as in `shard_model`.
+        check: compare the values that ranks have drawn or read. Collective over the mesh.
+        names: in a pipeline, the names on this rank by canonical names, for this rank's tensors.
     """
     if init is None and not any(tensor.is_meta for tensor in shard.named_tensors(model).values()):
         return {}
     drawn: dict[str, int] = {}
 
-    def cut(name: str, whole: Any) -> torch.Tensor:
+    def shard_of(name: str, full: Any) -> torch.Tensor:
         if names is not None:
             if name not in names:
                 return torch.empty(0)
             name = names[name]
-        if isinstance(whole, DTensor):
-            return _torch.local_of(whole)
-        if check and isinstance(whole, torch.Tensor):
-            drawn[name] = agree.fingerprint(whole)
-        return shard.local_shard(here, name, whole)
+        if isinstance(full, DTensor):
+            return _torch.local_of(full)
+        if check and isinstance(full, torch.Tensor):
+            drawn[name] = agree.fingerprint(full)
+        return shard.local_shard(rank_plan, name, full)
 
-    if here.exact_random:
-        with exact.ExactMode(exact.Place()), _torch.implicit_replication():
-            values = materialize.initial_values(model, init, cut, lambda name, tensor: _memory(here, name, tensor))
+    if rank_plan.exact_random:
+        with exact.ExactMode(exact.DataRank()), _torch.implicit_replication():
+            values = materialize.initial_values(
+                model, init, shard_of, lambda name, tensor: _memory(rank_plan, name, tensor)
+            )
     else:
-        values = materialize.initial_values(model, init, cut)
+        values = materialize.initial_values(model, init, shard_of)
     if check:
-        agree.draws_agree(drawn, here.everyone)
+        agree.draws_agree(drawn, rank_plan.everyone)
         if marks := materialize.checkpoints(init):
-            agree.checkpoints_agree(marks, here.everyone)
+            agree.checkpoints_agree(marks, rank_plan.everyone)
     if names is None:
         return values
     return {names[name]: value for name, value in values.items() if name in names}
 
 
-def _memory(here: RankPlan, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory for a tensor: for this rank's shard where it is split and DTensor cuts it as the layout does."""
-    layout = here.layout(name, tensor)
-    if here.model_mesh is None or not here.is_split(layout) or here.is_spread(name):
+def _memory(rank_plan: RankPlan, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory for a tensor: for the local shard only, if DTensor splits the tensor as the layout does."""
+    layout = rank_plan.layout(name, tensor)
+    if rank_plan.model_mesh is None or not rank_plan.is_split(layout) or rank_plan.is_spread(name):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    ops.enable(here.model_mesh)
-    placements = tuple(layout.placements(here.model_mesh))
-    slices = layout.local_slices(tuple(tensor.shape), here.shape, here.coordinate)
-    if not exact.is_cut_so(tuple(tensor.shape), here.model_mesh, placements, slices):
+    ops.enable(rank_plan.model_mesh)
+    placements = tuple(layout.placements(rank_plan.model_mesh))
+    slices = layout.local_slices(tuple(tensor.shape), rank_plan.shape, rank_plan.coordinate)
+    if not exact.holds_slices(tuple(tensor.shape), rank_plan.model_mesh, placements, slices):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    shape = layout.local_shape(tensor.shape, here.shape, here.coordinate)
-    local = torch.empty(shape, dtype=tensor.dtype, device=here.device)
-    return _torch.wrap(local, _torch.spec(here.model_mesh, placements, tensor.shape, tensor.dtype))
+    shape = layout.local_shape(tensor.shape, rank_plan.shape, rank_plan.coordinate)
+    local = torch.empty(shape, dtype=tensor.dtype, device=rank_plan.device)
+    return _torch.wrap(local, _torch.spec(rank_plan.model_mesh, placements, tensor.shape, tensor.dtype))

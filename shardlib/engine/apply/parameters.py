@@ -1,4 +1,4 @@
-"""What moves parameters, gradients and state between the phases of the plan, and is told of by optimizers."""
+"""The objects that move parameters, gradients and optimizer state between the phases of the plan."""
 
 from __future__ import annotations
 
@@ -19,176 +19,182 @@ from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.shard import Replaced
 from shardlib.engine.executor.gather import update_buckets
 from shardlib.engine.gradients import GradientReducer
-from shardlib.engine.held import Held, remember
+from shardlib.engine.params import ParamState, remember
 from shardlib.engine.region import Casting, Root
 from shardlib.engine.schedule import Updates, wait_in_model
-from shardlib.engine.units import Units, lend
-from shardlib.layout import cut
+from shardlib.engine.units import Units, make_units
+from shardlib.layout import shard_spec
 
-__all__ = ["Movers", "casting", "install_fp8", "install_movers", "tell_optimizers"]
+__all__ = ["ParamRuntime", "casting", "install_fp8", "install_param_runtime", "tell_optimizers"]
 
 
 @dataclass(frozen=True, eq=False)
-class Movers:
-    """What moves the parameters of a model, their gradients and their state.
+class ParamRuntime:
+    """The objects that move the parameters of a model, their gradients and their state.
 
     Attributes:
-        held: each parameter, and how its gradient and state lie.
-        reducer: of gradients.
-        units: parameters that are unsharded together; None where none is stored in shards.
-        updates: what gathers parameters after a step; None where no state is split alone.
-        late: modules that wait for their own updated parameters when they run.
+        param_states: the state of each parameter.
+        reducer: reduces the gradients.
+        units: groups of parameters that are unsharded together; None if none is stored in shards.
+        updates: all-gathers parameters after a step; None if no state is sharded without its parameter.
+        deferred: modules that wait for their own updated parameters when they run.
     """
 
-    held: Sequence[Held]
+    param_states: Sequence[ParamState]
     reducer: GradientReducer
     units: Units | None
     updates: Updates | None
-    late: tuple[str, ...]
+    deferred: tuple[str, ...]
 
-    def by_name(self) -> dict[str, Held]:
-        """Return each parameter by all its names."""
-        return {name: one for one in self.held for name in one.names}
+    def by_name(self) -> dict[str, ParamState]:
+        """Return the state of each parameter by all its names."""
+        return {name: one for one in self.param_states for name in one.names}
 
 
-def install_movers(
+def install_param_runtime(
     model: nn.Module,
-    here: RankPlan,
+    rank_plan: RankPlan,
     masters: Mapping[str, torch.Tensor],
     undo: ExitStack,
     *,
     everyone: dist.ProcessGroup | None,
     check: bool,
-) -> Movers:
-    """Let forwards, backward passes and steps move what the plan has in other layouts in between.
+) -> ParamRuntime:
+    """Install the hooks that move tensors in forward, backward and step, where the phases have different layouts.
 
     Args:
-        model: of local shards.
-        here: the plan on this rank.
+        model: the model of local shards.
+        rank_plan: the plan on this rank.
         masters: wide copies of parameters that were rounded, by name.
-        undo: takes the hooks away.
+        undo: removes the hooks.
         everyone: all ranks that train the model, of all stages.
         check: compare the first batch.
     """
-    held = [_held_one(here, name, param, masters.get(name)) for name, param in model.named_parameters()]
-    step = here.plan.step
-    if any(one.cut is not None for one in held):
-        ops.read_global_values(here.mesh)  # as in `float(p.grad.norm())`
+    param_states = [_param_state(rank_plan, name, param, masters.get(name)) for name, param in model.named_parameters()]
+    step = rank_plan.plan.step
+    if any(one.shard_spec is not None for one in param_states):
+        ops.read_global_values(rank_plan.mesh)  # as in `float(p.grad.norm())`
     bucket_bytes = int(step.bucket_mb * 2**20)
-    units = _lend(model, here, held, bucket_bytes)
+    units = _make_units(model, rank_plan, param_states, bucket_bytes)
     reducer = GradientReducer(
-        held,
-        here.executor,
-        here.data_axes,
+        param_states,
+        rank_plan.executor,
+        rank_plan.data_axes,
         bucket_bytes=bucket_bytes,
         passes=step.accumulate,
         dtype=step.reduce_dtype,
     )
     reducer.everyone = everyone
     undo.callback(reducer.remove)
-    late = here.plan.repeated if step.overlap else ()
-    updates = _update(here, held, bucket_bytes, late)
+    deferred = rank_plan.plan.repeated if step.overlap else ()
+    updates = _make_updates(rank_plan, param_states, bucket_bytes, deferred)
     if units is not None:
-        units.give_gradients_to(reducer)
-        reducer.at_the_end.append(units.let_go)
-    root = Root(reducer, input_check(here, compare=check), units, casting(here))
+        units.set_reducer(reducer)
+        reducer.at_the_end.append(units.reshard_all)
+    root = Root(reducer, input_check(rank_plan, compare=check), units, casting(rank_plan))
     for handle in root.install(model):
         undo.callback(handle.remove)
-    if updates is not None and late:
+    if updates is not None and deferred:
         for handle in wait_in_model(updates, model):
             undo.callback(handle.remove)
-    return Movers(held, reducer, units, updates, late)
+    return ParamRuntime(param_states, reducer, units, updates, deferred)
 
 
-def _held_one(here: RankPlan, name: str, param: nn.Parameter, master: torch.Tensor | None) -> Held:
-    row = here.rows[name]
-    first = dict.fromkeys(here.shape.names, 0)
-    compute = here.on_compute_axes(row.compute)
+def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: torch.Tensor | None) -> ParamState:
+    row = rank_plan.rows[name]
+    first = dict.fromkeys(rank_plan.shape.names, 0)
+    compute = rank_plan.on_compute_axes(row.compute)
     state = row.stored if row.state is None else row.state
-    division = cut(compute, here.on_active_axes(state), row.global_shape, here.shape, here.coordinate)
-    axes = here.added(compute, state) if division is not None else ()
+    sharding = shard_spec(
+        compute, rank_plan.on_active_axes(state), row.global_shape, rank_plan.shape, rank_plan.coordinate
+    )
+    axes = rank_plan.added(compute, state) if sharding is not None else ()
     spec = None
-    if (compute_mesh := here.mesh_for(name, param)) is not None:
-        places = tuple(compute.placements(compute_mesh))
-        spec = _torch.spec(compute_mesh, places, tuple(row.global_shape), param.dtype)
-    return Held(
+    if (compute_mesh := rank_plan.mesh_for(name, param)) is not None:
+        placements = tuple(compute.placements(compute_mesh))
+        spec = _torch.spec(compute_mesh, placements, tuple(row.global_shape), param.dtype)
+    return ParamState(
         names=row.tied,
         param=param,
         axes=axes,
-        cut=division,
+        shard_spec=sharding,
         compute=compute,
-        layout=here.on_active_axes(state),
-        mesh=here.mesh,
-        room=math.prod(compute.local_shape(row.global_shape, here.shape, first)),
-        movements=here.movements.get(row.name, {}),
-        transport=here.executor.transport(axes) if axes else None,
+        layout=rank_plan.on_active_axes(state),
+        mesh=rank_plan.mesh,
+        max_local_numel=math.prod(compute.local_shape(row.global_shape, rank_plan.shape, first)),
+        movements=rank_plan.movements.get(row.name, {}),
+        transport=rank_plan.executor.transport(axes) if axes else None,
         compute_spec=spec,
         master_dtype=(row.state.dtype or row.dtype) if row.state is not None and row.has_master else None,
-        first_master=master,
-        device=here.device,
-        hosted=offload.hosted(row, here.device),
-        beyond=here.pipeline_group,
-        counted=name not in here.counted_elsewhere,
+        initial_master=master,
+        device=rank_plan.device,
+        offloaded=offload.offloaded_phases(row, rank_plan.device),
+        pipeline_group=rank_plan.pipeline_group,
+        is_counted=name not in rank_plan.counted_elsewhere,
     )
 
 
-def _update(here: RankPlan, held: list[Held], bucket_bytes: int, late: Sequence[str]) -> Updates | None:
-    """Let optimizers step on this rank's shards of parameters whose state is split and that are not stored so."""
-    buckets = update_buckets(here.executor, held, bucket_bytes=bucket_bytes, late=late)
-    updates = Updates(buckets, late)
-    for one in (one for bucket in buckets for one in bucket.held):
+def _make_updates(
+    rank_plan: RankPlan, param_states: list[ParamState], bucket_bytes: int, deferred: Sequence[str]
+) -> Updates | None:
+    """Let optimizers step on this rank's shards of parameters that are not stored sharded, but whose state is."""
+    buckets = update_buckets(rank_plan.executor, param_states, bucket_bytes=bucket_bytes, deferred=deferred)
+    updates = Updates(buckets, deferred)
+    for one in (one for bucket in buckets for one in bucket.param_states):
         one.updates = updates
     return updates if buckets else None
 
 
-def _lend(model: nn.Module, here: RankPlan, held: list[Held], bucket_bytes: int) -> Units | None:
-    """Give parameters that are stored in shards memory in which they are whole while modules compute with them."""
-    if not any(one.is_stored_in_parts for one in held):
+def _make_units(
+    model: nn.Module, rank_plan: RankPlan, param_states: list[ParamState], bucket_bytes: int
+) -> Units | None:
+    """Group the parameters that are stored in shards into units, which unshard them while modules compute."""
+    if not any(one.is_stored_sharded for one in param_states):
         return None
-    return lend(
+    return make_units(
         model,
-        held,
-        here.plan.units,
-        lambda name: not reshards_after_forward(here.rows[name], here.plan.step),
-        here.executor,
+        param_states,
+        rank_plan.plan.units,
+        lambda name: not reshards_after_forward(rank_plan.rows[name], rank_plan.plan.step),
+        rank_plan.executor,
         bucket_bytes=bucket_bytes,
     )
 
 
-def casting(here: RankPlan) -> Casting:
-    """Return in which dtypes the model computes."""
-    computed = {row.compute.dtype or row.dtype for row in here.plan.rows if row.kind == "parameter"}
+def casting(rank_plan: RankPlan) -> Casting:
+    """Return the dtypes that the model computes in."""
+    computed = {row.compute.dtype or row.dtype for row in rank_plan.plan.rows if row.kind == "parameter"}
     low = {dtype for dtype in computed if dtype in (torch.bfloat16, torch.float16)}
-    changed = any(row.compute.dtype not in (None, row.dtype) for row in here.plan.rows)
+    changed = any(row.compute.dtype not in (None, row.dtype) for row in rank_plan.plan.rows)
     inputs = low.pop() if len(low) == 1 and changed else None
     mixed = inputs if inputs is not None and len(computed) > 1 else None
-    return Casting(here.device.type, here.plan.step.autocast or mixed, None if mixed else inputs)
+    return Casting(rank_plan.device.type, rank_plan.plan.step.autocast or mixed, None if mixed else inputs)
 
 
 def install_fp8(
-    model: nn.Module, here: RankPlan, linears: fp8.Linears, reducer: GradientReducer, undo: ExitStack
+    model: nn.Module, rank_plan: RankPlan, linears: fp8.Linears, reducer: GradientReducer, undo: ExitStack
 ) -> fp8.History | None:
-    """Let linear modules multiply in float8; return what they are scaled by, if by earlier steps.
+    """Let linear modules multiply in float8; return the history of their scales, if scales depend on earlier steps.
 
     A step ends with its last backward pass.
     """
-    steps, history = here.plan.step.fp8_history, None
+    steps, history = rank_plan.plan.step.fp8_history, None
     if steps and linears.names:
-        history = fp8.History(linears, steps, here.device)
-        reducer.at_the_end_of_steps.append(functools.partial(history.end_step, here.everyone))
+        history = fp8.History(linears, steps, rank_plan.device)
+        reducer.at_the_end_of_steps.append(functools.partial(history.end_step, rank_plan.everyone))
     undo.callback(fp8.install(model, linears, history))
     return history
 
 
-def tell_optimizers(model: nn.Module, here: RankPlan, movers: Movers, replaced: Replaced) -> None:
-    """Let optimizers know the model's parameters. The last step, since nothing takes it back."""
+def tell_optimizers(model: nn.Module, rank_plan: RankPlan, runtime: ParamRuntime, replaced: Replaced) -> None:
+    """Register the model's parameters for optimizers. This is the last step, since it has no undo."""
     optimizer.watch_optimizers()
     for name, (before, after) in replaced.parameters.items():
         optimizer.adopt(name, before, after)
-    for one in movers.held:
+    for one in runtime.param_states:
         remember(one)
-    scaled = here.plan.step.scaler is not None
-    special = any(one.master_dtype or one.hosted for one in movers.held)
-    asked_of_optimizers = scaled or here.plan.step.accumulate > 1 or special
-    if here.model_axes or here.data_axes or asked_of_optimizers or here.pipeline_group is not None:
-        optimizer.look_after(model.parameters(), here.shape.data_ranks, movers.reducer, scaled=scaled)
+    scaled = rank_plan.plan.step.scaler is not None
+    special = any(one.master_dtype or one.offloaded for one in runtime.param_states)
+    asked_of_optimizers = scaled or rank_plan.plan.step.accumulate > 1 or special
+    if rank_plan.model_axes or rank_plan.data_axes or asked_of_optimizers or rank_plan.pipeline_group is not None:
+        optimizer.look_after(model.parameters(), rank_plan.shape.data_ranks, runtime.reducer, scaled=scaled)

@@ -1,6 +1,6 @@
-"""A plan as this rank carries it out: where the rank stands on the mesh, and what the plan means there.
+"""A plan on this rank: the coordinate of the rank on the mesh, and the meaning of the plan there.
 
-`RankPlan` is made once, before the model changes. Every later step is given it and changes nothing in it.
+`RankPlan` is created once, before the model changes. Every later step gets it and leaves it unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardlib._mesh import MeshShape, device_here
 from shardlib._plan import Movement, Plan, Purpose, Row
 from shardlib.engine import _torch, batchnorm, exact
 from shardlib.engine.executor import Executor
-from shardlib.engine.pipeline.stages import Whole
+from shardlib.engine.pipeline.stages import PipelineBuild
 from shardlib.engine.regions import find_regions, inside
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout
@@ -29,19 +29,19 @@ __all__ = ["RankPlan", "owner_of"]
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What is fixed about a plan on this rank.
+    """The immutable facts about a plan on this rank.
 
     Attributes:
-        plan: on a pipeline, the part of it that this rank's stages carry out.
-        mesh: of the axes of `plan`.
-        coordinate: of this rank on each axis.
-        device: that this rank computes on.
+        plan: the plan; on a pipeline, the part that this rank's stages carry out.
+        mesh: the mesh of the axes of `plan`.
+        coordinate: the coordinate of this rank on each axis.
+        device: the device of this rank.
         regions: names of the modules that compute on DTensors (`regions.py`).
         batch_norms: names of the modules that normalise by batch statistics.
         exact_random: whether random numbers are drawn by global element.
-        pipeline_group: this rank and those with its place in other stages; None without a pipeline.
-        counted_elsewhere: names of parameters that an earlier stage holds too, and counts in norms.
-        streams_before: random streams of the stages before this rank's.
+        pipeline_group: the ranks with this rank's coordinates in all stages; None without a pipeline.
+        counted_elsewhere: names of parameters that an earlier stage also holds, and counts in norms.
+        streams_before: the number of random streams of the stages before this rank's.
     """
 
     plan: Plan
@@ -57,7 +57,7 @@ class RankPlan:
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool = False) -> RankPlan:
-        """Return what a plan means on this rank.
+        """Return the plan on this rank.
 
         Raises:
             ShardingError: this rank is not part of the mesh.
@@ -74,14 +74,14 @@ class RankPlan:
         )
 
     @classmethod
-    def of_stages(cls, model: nn.Module, whole: Whole) -> RankPlan:
-        """Return what a plan means on this rank of a pipeline."""
-        one = cls.of(model, whole.stage_plan, whole.stage_mesh)
+    def of_stages(cls, model: nn.Module, build: PipelineBuild) -> RankPlan:
+        """Return the plan on this rank of a pipeline."""
+        one = cls.of(model, build.stage_plan, build.stage_mesh)
         return dataclasses.replace(
             one,
-            pipeline_group=whole.pipeline_group,
-            counted_elsewhere=whole.counted_elsewhere,
-            streams_before=whole.place.index * one.shape.data_ranks,
+            pipeline_group=build.pipeline_group,
+            counted_elsewhere=build.counted_elsewhere,
+            streams_before=build.place.index * one.shape.data_ranks,
         )
 
     # --- axes and their groups ----------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class RankPlan:
 
     @cached_property
     def compute_axes(self) -> tuple[str, ...]:
-        """Axes that may split what is computed with, in the mesh's order."""
+        """Axes that may split a tensor in compute, in the mesh's order."""
         return tuple(axis for axis in self.shape.names if axis in self.model_axes + self.expert_axes)
 
     @cached_property
@@ -118,7 +118,7 @@ class RankPlan:
 
     @property
     def root_mesh(self) -> DeviceMesh | None:
-        """The mesh on which the whole model computes on DTensors; None where parts of it do, or none."""
+        """The mesh on which the whole model computes on DTensors; None if only some modules do, or none."""
         return self.model_mesh if "" in self.regions else None
 
     @cached_property
@@ -127,38 +127,38 @@ class RankPlan:
         return self.mesh[self.compute_axes] if self.expert_axes else None
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
-        """Return the ranks that differ from this one on these axes alone; None where there are no others."""
+        """Return the group of ranks that differ from this one on these axes only; None if this is the only one."""
         axes = _active(self.shape, axes)
         return _torch.flattened(self.mesh, axes).get_group() if axes else None
 
     @cached_property
     def everyone(self) -> dist.ProcessGroup | None:
-        """All ranks of the mesh; None where there is one."""
+        """The group of all ranks of the mesh; None if there is one."""
         return self.group(self.shape.names)
 
     @property
     def random_stream(self) -> int:
-        """Which stream of random numbers this rank draws from: one for each data rank of each stage."""
+        """The index of this rank's random stream: each data rank of each stage has its own."""
         return self.streams_before + self.shape.data_place(self.coordinate)[0]
 
     @cached_property
     def executor(self) -> Executor:
-        """What carries out the movements of this rank."""
+        """The executor of this rank's movements."""
         return Executor(self.mesh, self.device)
 
     @cached_property
     def movements(self) -> dict[str, dict[Purpose, Movement]]:
-        """What a step moves of each row, by purpose."""
+        """The movements of a step for each row, by purpose."""
         found: dict[str, dict[Purpose, Movement]] = {}
-        with _torch.no_modes():  # a dry run has no values, and sizes are counted with tensors
+        with _torch.no_modes():  # sizes are counted with tensors that have values, also in a dry run
             movements = self.plan.movements()
         for one in movements:
             found.setdefault(one.name, {})[one.purpose] = one
         return found
 
-    def place(self) -> exact.Place | None:
+    def place(self) -> exact.DataRank | None:
         """Return this rank's place on the data axes, if random numbers are drawn by that."""
-        return exact.Place(*self.shape.data_place(self.coordinate)) if self.exact_random else None
+        return exact.DataRank(*self.shape.data_place(self.coordinate)) if self.exact_random else None
 
     # --- rows and layouts ---------------------------------------------------------------------------------------------
 
@@ -173,16 +173,16 @@ class RankPlan:
         return bool(self.batch_norms) or any(row.stored.axes & {*self.data_axes} for row in self.plan.rows)
 
     def layout(self, name: str, tensor: torch.Tensor) -> Layout:
-        """Return the layout in which a tensor is computed with."""
+        """Return the compute layout of a tensor."""
         row = self.rows.get(name)
         return self.on_compute_axes(row.compute) if row is not None else Layout.replicate(tensor.ndim)
 
     def on_compute_axes(self, layout: Layout) -> Layout:
-        """Return a layout without other axes than those that may split what is computed with."""
+        """Return a layout without the axes that may not split a tensor in compute."""
         return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.compute_axes])
 
     def on_model_axes(self, layout: Layout) -> Layout:
-        """Return a layout without other axes than model axes."""
+        """Return a layout without the axes that are not model axes."""
         return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.model_axes])
 
     def on_active_axes(self, layout: Layout) -> Layout:
@@ -194,21 +194,22 @@ class RankPlan:
         return tuple(axis for axis in self.data_axes if axis in dst.axes - src.axes)
 
     def is_split(self, layout: Layout) -> bool:
-        """Return whether a layout splits a tensor over model axes."""
+        """Tell whether a layout splits a tensor over model axes."""
         return any(axis in self.model_axes for axis in layout.axes)
 
     def is_spread(self, name: str) -> bool:
-        """Return whether ranks have different experts of a tensor."""
+        """Tell whether ranks hold different experts of a tensor."""
         return name in self.rows and not self.rows[name].compute.axes.isdisjoint(self.expert_axes)
 
-    def is_stored_in_parts(self, name: str) -> bool:
-        """Return whether data ranks store different shards of a tensor."""
+    def is_stored_sharded(self, name: str) -> bool:
+        """Tell whether data ranks store different shards of a tensor."""
         return name in self.rows and bool(self.rows[name].added("stored") & {*self.data_axes})
 
     def is_global(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a DTensor of the model axes.
+        """Tell whether a tensor is a DTensor on the model axes.
 
-        In a region, parameters are, and buffers that are split or that BatchNorm updates from parameters' shards.
+        In a region, all parameters are, and also buffers that are split or that BatchNorm updates from sharded
+        parameters.
         """
         row = self.rows.get(name)
         names = row.tied if row is not None and row.tied else (name,)
@@ -218,7 +219,7 @@ class RankPlan:
         return isinstance(tensor, nn.Parameter) or of_norm or self.is_split(self.layout(name, tensor))
 
     def mesh_for(self, name: str, tensor: torch.Tensor) -> DeviceMesh | None:
-        """Return the mesh on which a tensor is computed with; None where it is plain there."""
+        """Return the mesh of a tensor in compute; None if it is a plain tensor."""
         if self.is_spread(name):
             return self.expert_mesh
         return self.model_mesh if self.model_mesh is not None and self.is_global(name, tensor) else None
@@ -236,18 +237,19 @@ def owner_of(name: str) -> str:
 def _regions(model: nn.Module, plan: Plan, axes: tuple[str, ...]) -> list[str]:
     """Return the modules that compute on DTensors.
 
-    The plan's rows and borders say what is split over these model axes, and where it is summed.
+    They follow from the rows and the module layouts of the plan, which tell which tensors these model axes split, and
+    which outputs are summed.
     """
     if not axes:
         return []
     split = list(dict.fromkeys(owner_of(name) for name, row in _by_any_name(model, plan) if _splits(row.compute, axes)))
-    whole = {b.module for b in plan.borders if b.side == "output" and b.layout is not None}
+    closing = {b.module for b in plan.borders if b.side == "output" and b.layout is not None}
     laid_out = {b.module for b in plan.borders if b.layout is not None and _splits(b.layout, axes)}
     tied = [[owner_of(name) for name in row.tied] for row in plan.rows if len(row.tied) > 1]
     look_ups = [name for name in split if isinstance(model.get_submodule(name), nn.Embedding | nn.EmbeddingBag)]
     asked = [b.module for b in plan.borders if b.layout is not None and b.rule is not None]
     uncalled = {name for name, module in model.named_modules() if not _has_forward(module)}
-    return find_regions(split, whole, laid_out, tied, alone=look_ups, asked=asked, uncalled=uncalled)
+    return find_regions(split, closing, laid_out, tied, alone=look_ups, asked=asked, uncalled=uncalled)
 
 
 def _by_any_name(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Row]]:
@@ -270,7 +272,7 @@ def _active(shape: MeshShape, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _position(mesh: DeviceMesh) -> int:
-    """Return this rank's place in the mesh, counted with the last axis fastest."""
+    """Return the index of this rank in the mesh, with the last axis fastest."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ShardingError(f"Rank {dist.get_rank()} is not part of the mesh {mesh}; call on its ranks only.")

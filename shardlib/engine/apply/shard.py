@@ -1,7 +1,7 @@
-"""Every parameter and buffer of a model becomes this rank's local shard: here a parameter becomes a DTensor.
+"""Replacing every parameter and buffer of a model by this rank's local shard.
 
-A tensor is a DTensor where ranks hold different shards of it, and in the regions that compute on DTensors; elsewhere it
-stays plain, and is on this rank's device.
+A tensor becomes a DTensor if ranks hold different shards of it, or if it belongs to a region that computes on DTensors.
+Other tensors stay plain and move to this rank's device.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ from torch.distributed.tensor import DTensor
 from shardlib._plan import Row
 from shardlib.engine import _torch, offload
 from shardlib.engine.apply.rank_plan import RankPlan
-from shardlib.engine.held import local_of
-from shardlib.layout import Layout, cut
+from shardlib.engine.params import local_of
+from shardlib.layout import Layout, shard_spec
 
 __all__ = ["Replaced", "local_shard", "named_tensors", "shard_tensors"]
 
 
 @dataclass(frozen=True, eq=False)
 class Replaced:
-    """What sharding has made of a model's parameters.
+    """The parameters of a model that sharding has replaced.
 
     Attributes:
-        parameters: those that were replaced, by name: before and after.
-        masters: by name, this rank's shard of the wide copy that the optimizer steps on, where rounding a parameter
-            took something away.
+        parameters: the replaced parameters by name: before and after.
+        masters: this rank's shards of the wide copies that the optimizer steps on, by name, for parameters that lost
+            precision by rounding.
     """
 
     parameters: Mapping[str, tuple[nn.Parameter, nn.Parameter]]
     masters: Mapping[str, torch.Tensor]
 
 
-def shard_tensors(model: nn.Module, here: RankPlan, values: Mapping[str, torch.Tensor], undo: ExitStack) -> Replaced:
-    """Put this rank's local shards in the place of a model's tensors.
+def shard_tensors(
+    model: nn.Module, rank_plan: RankPlan, values: Mapping[str, torch.Tensor], undo: ExitStack
+) -> Replaced:
+    """Replace a model's tensors by this rank's local shards.
 
     Args:
-        model: with whole tensors, or tensors on `meta`.
-        here: the plan on this rank.
+        model: a model of full tensors, or of tensors on `meta`.
+        rank_plan: the plan on this rank.
         values: this rank's shards of the tensors on `meta`, by name.
         undo: puts the tensors back.
     """
@@ -51,7 +53,7 @@ def shard_tensors(model: nn.Module, here: RankPlan, values: Mapping[str, torch.T
     parameters: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
     masters: dict[str, torch.Tensor] = {}
     for name, tensor in named_tensors(model).items():
-        new = after[id(tensor)] = _rounded(here, name, _placed(here, name, tensor, values.get(name)), masters)
+        new = after[id(tensor)] = _rounded(rank_plan, name, _placed(rank_plan, name, tensor, values.get(name)), masters)
         if isinstance(tensor, nn.Parameter) and isinstance(new, nn.Parameter) and new is not tensor:
             parameters[name] = tensor, new
     for module in model.modules():
@@ -74,68 +76,69 @@ def _swap(own: dict[str, Any], after: Mapping[int, torch.Tensor], undo: ExitStac
             own[key] = after[id(tensor)]
 
 
-def _placed(here: RankPlan, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
-    """Return what a tensor becomes: a DTensor inside a region or of experts, else a plain tensor on this rank's
-    device."""
-    if here.is_stored_in_parts(name):
-        return _stored(here, name, tensor, local)
-    compute_mesh = here.mesh_for(name, tensor)
+def _placed(rank_plan: RankPlan, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
+    """Return the sharded form of a tensor: a DTensor inside a region or for experts, else a plain tensor."""
+    if rank_plan.is_stored_sharded(name):
+        return _stored(rank_plan, name, tensor, local)
+    compute_mesh = rank_plan.mesh_for(name, tensor)
     if compute_mesh is None:
-        return _moved(here, tensor, local)
-    layout = here.layout(name, tensor)
-    local = local_shard(here, name, tensor) if local is None else local
+        return _moved(rank_plan, tensor, local)
+    layout = rank_plan.layout(name, tensor)
+    local = local_shard(rank_plan, name, tensor) if local is None else local
     stride = torch.empty(tensor.shape, device="meta").stride()
     placements = layout.placements(compute_mesh)
     after = DTensor.from_local(
-        local.to(here.device), compute_mesh, placements, run_check=False, shape=tensor.shape, stride=stride
+        local.to(rank_plan.device), compute_mesh, placements, run_check=False, shape=tensor.shape, stride=stride
     )
     return _as_parameter(after, tensor) if isinstance(tensor, nn.Parameter) else after
 
 
-def _stored(here: RankPlan, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
-    """Return a parameter as it is kept between steps: a DTensor on the whole mesh."""
-    row = here.rows[name]
-    placements = tuple(here.on_active_axes(row.stored).placements(here.mesh))
-    local = _at_home(here, row, local_shard(here, name, tensor) if local is None else local)
-    after = _torch.wrap(local, _torch.spec(here.mesh, placements, tuple(row.global_shape), local.dtype))
+def _stored(rank_plan: RankPlan, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
+    """Return a parameter in its stored layout: a DTensor on the whole mesh."""
+    row = rank_plan.rows[name]
+    placements = tuple(rank_plan.on_active_axes(row.stored).placements(rank_plan.mesh))
+    local = _in_stored_memory(rank_plan, row, local_shard(rank_plan, name, tensor) if local is None else local)
+    after = _torch.wrap(local, _torch.spec(rank_plan.mesh, placements, tuple(row.global_shape), local.dtype))
     return _as_parameter(after, tensor)
 
 
-def _moved(here: RankPlan, tensor: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
-    if value is None and tensor.device.type == here.device.type:
+def _moved(rank_plan: RankPlan, tensor: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+    if value is None and tensor.device.type == rank_plan.device.type:
         return tensor
-    moved = (tensor.detach() if value is None else value).to(here.device)
+    moved = (tensor.detach() if value is None else value).to(rank_plan.device)
     return _as_parameter(moved, tensor) if isinstance(tensor, nn.Parameter) else moved
 
 
-def _rounded(here: RankPlan, name: str, tensor: torch.Tensor, masters: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a parameter in the dtype that it is stored in. What rounding takes away stays in `masters`."""
-    row = here.rows.get(name)
+def _rounded(rank_plan: RankPlan, name: str, tensor: torch.Tensor, masters: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a parameter in the dtype that it is stored in. `masters` gets the wide copy."""
+    row = rank_plan.rows.get(name)
     if not isinstance(tensor, nn.Parameter) or row is None or row.stored.dtype in (None, tensor.dtype):
         return tensor
     wide, dtype = local_of(tensor), row.stored.dtype
     if row.state is not None and row.has_master:
-        stored, state = here.on_active_axes(row.stored), here.on_active_axes(row.state)
-        division = cut(stored, state, row.global_shape, here.shape, here.coordinate)
-        mine = (
-            wide if division is None else division.take(wide, here.executor.transport(here.added(stored, state)).index)
+        stored, state = rank_plan.on_active_axes(row.stored), rank_plan.on_active_axes(row.state)
+        sharding = shard_spec(stored, state, row.global_shape, rank_plan.shape, rank_plan.coordinate)
+        shard = (
+            wide
+            if sharding is None
+            else sharding.take(wide, rank_plan.executor.transport(rank_plan.added(stored, state)).index)
         )
-        away = "state" in offload.hosted(row, here.device)
-        home = offload.HOST if away else mine.device
-        masters[name] = mine.to(home, row.state.dtype or row.dtype, copy=True)
+        is_offloaded = "state" in offload.offloaded_phases(row, rank_plan.device)
+        device = offload.HOST if is_offloaded else shard.device
+        masters[name] = shard.to(device, row.state.dtype or row.dtype, copy=True)
     assert dtype is not None
-    low = _at_home(here, row, wide.to(dtype))
+    low = _in_stored_memory(rank_plan, row, wide.to(dtype))
     if not isinstance(tensor, DTensor):
         return _as_parameter(low, tensor)
     spec = _torch.spec(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), dtype)
     return _as_parameter(_torch.wrap(low, spec), tensor)
 
 
-def _at_home(here: RankPlan, row: Row, local: torch.Tensor) -> torch.Tensor:
+def _in_stored_memory(rank_plan: RankPlan, row: Row, local: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a parameter in the memory that it is stored in."""
-    if "stored" in offload.hosted(row, here.device):
-        return offload.on_host(local, here.device)
-    return local.to(here.device)
+    if "stored" in offload.offloaded_phases(row, rank_plan.device):
+        return offload.on_host(local, rank_plan.device)
+    return local.to(rank_plan.device)
 
 
 def _as_parameter(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
@@ -144,27 +147,27 @@ def _as_parameter(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
     return parameter
 
 
-def local_shard(here: RankPlan, name: str, whole: Any) -> torch.Tensor:
-    """Return this rank's shard of a whole tensor, or of a slice of a safetensors file, of which no more is read."""
-    shape = tuple(whole.shape) if isinstance(whole, torch.Tensor) else tuple(whole.get_shape())
-    layout = here.rows[name].stored if name in here.rows else Layout.replicate(len(shape))
-    layout = here.on_active_axes(layout)
-    if isinstance(whole, torch.Tensor):
-        return layout.take(whole.detach(), here.shape, here.coordinate).clone()
-    return _read(whole, layout.local_slices(shape, here.shape, here.coordinate))
+def local_shard(rank_plan: RankPlan, name: str, full: Any) -> torch.Tensor:
+    """Return this rank's shard of a full tensor or of a slice of a safetensors file; only the shard is read."""
+    shape = tuple(full.shape) if isinstance(full, torch.Tensor) else tuple(full.get_shape())
+    layout = rank_plan.rows[name].stored if name in rank_plan.rows else Layout.replicate(len(shape))
+    layout = rank_plan.on_active_axes(layout)
+    if isinstance(full, torch.Tensor):
+        return layout.take(full.detach(), rank_plan.shape, rank_plan.coordinate).clone()
+    return _read(full, layout.local_slices(shape, rank_plan.shape, rank_plan.coordinate))
 
 
 def _read(source: Any, slices: tuple[tuple[slice, ...], ...]) -> torch.Tensor:
     """Return the product of the dims' slices, read from a file piece by piece.
 
-    Copied: what safetensors gives is a view of the mapped file, which keeps the whole tensor alive.
+    The result is a copy: safetensors returns views of the mapped file, which keep the full tensor alive.
     """
 
     def read(chosen: tuple[slice, ...]) -> torch.Tensor:
         dim = len(chosen)
         if dim == len(slices):
             return (source[chosen] if chosen else source[:]).clone(memory_format=torch.contiguous_format)
-        parts = [read((*chosen, part)) for part in slices[dim]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        pieces = [read((*chosen, piece)) for piece in slices[dim]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     return read(())

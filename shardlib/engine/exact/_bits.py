@@ -1,12 +1,12 @@
 """64 random bits for every element of a tensor, from a key and the element's index alone.
 
 SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) walks its state by a
-constant gamma and hashes it. So element i of a stream is `mix(start + i * gamma)`: nothing has to be drawn before it,
-and a rank computes the elements that it holds and no others. As in the paper's `split`, a key gives its stream a start
-and an odd gamma of its own, so that two streams are not the same one, shifted.
+constant gamma and hashes it. Element i of a stream is therefore `mix(start + i * gamma)`: it does not depend on earlier
+draws, and a rank computes only its local elements. As in the paper's `split`, each key determines its own start and odd
+gamma, so that two streams are not shifted copies of each other.
 
-PyTorch has no unsigned arithmetic, but int64 wraps as uint64 does; only right shifts have to be cut to the bits that
-come in as zeros. All of it is integer arithmetic: the same bits on every device.
+PyTorch has no unsigned arithmetic, but int64 wraps as uint64 does; only right shifts need a mask for the bits that
+sign extension fills. Everything is integer arithmetic: all devices give the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.engine.exact._held import Held
+from shardlib.engine.exact._local_elements import LocalElements
 
 __all__ = ["GOLDEN", "Stream", "bits"]
 
@@ -32,14 +32,14 @@ def _signed(value: int) -> int:
 
 
 def _mix(z: int) -> int:
-    """Stafford's variant 13 of the finaliser of MurmurHash3."""
+    """Compute Stafford's variant 13 of the finaliser of MurmurHash3."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
 
 
 def _mix_gamma(z: int) -> int:
-    """An odd number in which 01 and 10 are frequent enough to move all bits of the state (the paper's `mixGamma`)."""
+    """Return an odd number with enough 01 and 10 bit pairs to change all bits of the state (the paper's `mixGamma`)."""
     z = ((z ^ (z >> 33)) * 0xFF51AFD7ED558CCD) & _MASK
     z = ((z ^ (z >> 33)) * 0xC4CEB9FE1A85EC53) & _MASK
     z = (z ^ (z >> 33)) | 1
@@ -48,9 +48,9 @@ def _mix_gamma(z: int) -> int:
 
 @dataclass(frozen=True)
 class Stream:
-    """Where a stream starts and how it walks, both modulo 2**64.
+    """The start and the increment of a stream, both modulo 2**64.
 
-    >>> torch.cat([chunk for _, chunk in bits(Stream(0), Held.all_of((2,)), torch.device("cpu"))]).tolist()
+    >>> torch.cat([chunk for _, chunk in bits(Stream(0), LocalElements.all_of((2,)), torch.device("cpu"))]).tolist()
     [-2152535657050944081, 7960286522194355700]
     """
 
@@ -59,17 +59,17 @@ class Stream:
 
     @classmethod
     def of(cls, key: int) -> Stream:
-        """The stream of a key: `split()` of a generator that stands at it."""
+        """Return the stream of a key: `split()` of a generator whose state is the key."""
         return cls(_mix(key + GOLDEN), _mix_gamma(key + 2 * GOLDEN))
 
 
-def bits(stream: Stream, held: Held, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-    """64 bits for each held element, chunk by chunk: where in the flat local tensor, and the bits as int64.
+def bits(stream: Stream, elements: LocalElements, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield 64 bits for each local element, in chunks: a slice of the flat local tensor, and the bits as int64.
 
-    The chunk is memory that the next one reuses.
+    The next chunk reuses the memory of the previous one.
     """
     chunk = _CHUNK if device.type == "cpu" else _CHUNK_ON_DEVICE
-    outer, inner = held.blocks()
+    outer, inner = elements.blocks()
     if not inner or not len(outer):
         return
     per = min(inner, chunk)
@@ -94,7 +94,7 @@ def bits(stream: Stream, held: Held, device: torch.device) -> Iterator[tuple[sli
 
 
 def _mixed(z: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-    """`_mix` of each element, in place."""
+    """Apply `_mix` to each element, in place."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         _xor_shifted(z, shift, spare)
         z.mul_(_signed(factor))

@@ -1,6 +1,6 @@
-"""PyTorch's random ops, each drawn by element; those that cannot be are refused.
+"""Exact implementations of PyTorch's random ops. Random ops that cannot be drawn per element raise.
 
-Ops are met below autograd, where dropout, attention and initialisers have come apart into a few of them.
+Ops are intercepted below autograd, where dropout, attention and initialisers are decomposed into a few of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import Op
+from shardlib.engine.exact._data_rank import DataRank
 from shardlib.engine.exact._draw import draw, new_key, traced_draw, traced_key
-from shardlib.engine.exact._held import Held
-from shardlib.engine.exact._place import Place
+from shardlib.engine.exact._local_elements import LocalElements
 from shardlib.engine.ops import _alias
 from shardlib.engine.ops._operands import in_order, meta_of, redistributed
 from shardlib.errors import ShardingError
@@ -32,15 +32,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Caller:
-    """Who draws: the rank's place, and whether what is drawn becomes nodes of a graph that is being traced."""
+    """The data rank that draws, and whether draws become nodes of a graph that is being traced."""
 
-    place: Place
+    data_rank: DataRank
     traced: bool = False
 
     def __call__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Carry out an op of `RANDOM`; `NotImplemented` where it is to be left as it is.
+        """Execute an op of `RANDOM`, or return `NotImplemented` where PyTorch's own implementation applies.
 
-        That is: with a generator of the caller's own, on meta, or where an op that may draw does not.
+        It applies with an explicit generator, on meta, and for ops such as attention without dropout.
         """
         named = {
             name: args[i] if i < len(args) else kwargs.get(name, default)
@@ -50,31 +50,35 @@ class Caller:
             return NotImplemented
         return RANDOM[op](self, named)
 
-    def values(self, kind: str, params: Sequence[float], held: Held, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        """The held elements of a new random tensor."""
+    def values(
+        self, kind: str, params: Sequence[float], elements: LocalElements, dtype: torch.dtype, device: Any
+    ) -> torch.Tensor:
+        """Return the local elements of a new random tensor."""
         device = torch.device(device)
         if dtype.is_complex:
-            return self._complex(params, held, dtype, device)
+            return self._complex(params, elements, dtype, device)
         if self.traced:
-            return traced_draw(kind, params, traced_key(), held, dtype, device)
-        return draw(kind, params, new_key(), held, dtype, device)
+            return traced_draw(kind, params, traced_key(), elements, dtype, device)
+        return draw(kind, params, new_key(), elements, dtype, device)
 
-    def _complex(self, params: Sequence[float], held: Held, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Normal numbers whose real and imaginary parts have half the variance each."""
+    def _complex(
+        self, params: Sequence[float], elements: LocalElements, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return normal numbers whose real and imaginary parts have half the variance each."""
         mean, std = params
-        parts = Held((*held.shape, 2), (*held.runs, ((0, 2),)))
-        real = self.values("normal", (mean, std / math.sqrt(2)), parts, dtype.to_real(), device)
+        components = LocalElements((*elements.shape, 2), (*elements.runs, ((0, 2),)))
+        real = self.values("normal", (mean, std / math.sqrt(2)), components, dtype.to_real(), device)
         return torch.view_as_complex(real)
 
     def like(self, tensor: torch.Tensor, kind: str, params: Sequence[float], dtype: torch.dtype | None = None) -> Any:
-        """A new random tensor of the shape, layout and strides of another; partial sums count as whole."""
+        """Return a random tensor with the shape, layout and strides of another; Partial becomes Replicate."""
         dtype = tensor.dtype if dtype is None else dtype
         if not isinstance(tensor, DTensor):
-            drawn = self.values(kind, params, self.place.held(tensor.shape), dtype, tensor.device)
+            drawn = self.values(kind, params, self.data_rank.elements_of_shape(tensor.shape), dtype, tensor.device)
             return in_order(drawn, tensor.stride())
         spec = _without_sums(_torch.spec_of(tensor))
         drawn = self.values(
-            kind, params, self.place.held_by(_torch.wrap(_torch.local_of(tensor), spec)), dtype, tensor.device
+            kind, params, self.data_rank.elements_of(_torch.wrap(_torch.local_of(tensor), spec)), dtype, tensor.device
         )
         return _torch.wrap(in_order(drawn, meta_of(spec).stride), spec)
 
@@ -83,7 +87,7 @@ class Caller:
         own = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         plain = not isinstance(tensor, DTensor) or not (_alias.watched(tensor) or _has_sums(_torch.spec_of(tensor)))
         if plain and own.is_contiguous() and not own.is_complex() and not self.traced:
-            draw(kind, params, new_key(), self.place.held_by(tensor), own.dtype, own.device, own)
+            draw(kind, params, new_key(), self.data_rank.elements_of(tensor), own.dtype, own.device, own)
             return tensor
         return self.write(tensor, self.like(tensor, kind, params))
 
@@ -102,7 +106,7 @@ class Caller:
 
 @functools.cache
 def _arguments(op: Op) -> tuple[tuple[str, Any], ...]:
-    """Names and defaults; reading a schema costs as much as a small draw."""
+    """Return names and defaults. They are cached: reading a schema costs as much as a small draw."""
     return tuple((argument.name, argument.default_value) for argument in _torch.schema_of(op).arguments)
 
 
@@ -120,13 +124,13 @@ def _without_sums(spec: Any) -> Any:
 
 
 def _is_summand(spec: Any) -> bool:
-    """Whether this rank is the one that has the value where ranks hold summands; the others have zeros."""
+    """Return whether this rank holds the value of a partial sum; the other ranks hold zeros."""
     at = spec.mesh.get_coordinate()
-    return all(index == 0 or not place.is_partial("sum") for index, place in zip(at, spec.placements, strict=True))
+    return all(index == 0 or not p.is_partial("sum") for index, p in zip(at, spec.placements, strict=True))
 
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose partial sums are added up."""
+    """Return a tensor with its partial sums all-reduced."""
     if not isinstance(tensor, DTensor) or not _has_sums(spec := _torch.spec_of(tensor)):
         return tensor
     now = _without_sums(spec)
@@ -154,8 +158,8 @@ def _factory(params: Params, default: torch.dtype | None = None) -> Handler:
     def make(caller: Caller, named: Named) -> torch.Tensor:
         given = named["dtype"]  # the schema's own default is a number
         dtype = given if isinstance(given, torch.dtype) else default or torch.get_default_dtype()
-        held = caller.place.held(named["size"])
-        return caller.values(*params(named), held, dtype, named["device"] or "cpu")
+        elements = caller.data_rank.elements_of_shape(named["size"])
+        return caller.values(*params(named), elements, dtype, named["device"] or "cpu")
 
     return make
 
@@ -188,7 +192,7 @@ def _integer(n: Named) -> tuple[str, tuple[float, ...]]:
 
 
 def _any_number(n: Named) -> tuple[str, tuple[float, ...]]:
-    """`random_`: integers from `from` up to `to`, by default all that the dtype holds exactly from 0 on."""
+    """Return the range of `random_`: from `from` up to `to`, by default all integers from 0 that the dtype holds."""
     dtype = n["self"].dtype
     if dtype.is_floating_point:
         top = 2 ** round(1 - math.log2(torch.finfo(dtype).eps))
@@ -199,20 +203,20 @@ def _any_number(n: Named) -> tuple[str, tuple[float, ...]]:
 
 
 def _dropout(caller: Caller, n: Named) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, p, train -> x / (1 - p) where it is kept and zero elsewhere, and the mask."""
+    """Map x, p, train to x / (1 - p) where elements are kept and zero elsewhere, and the mask."""
     x, p = _summed(n["input"]), n["p"]
     if n["train"] is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = caller.like(x, "chance", (1.0 - p,), torch.bool)
     local, kept = (_torch.local_of(t) if isinstance(t, DTensor) else t for t in (x, mask))
-    # As the ops that dropout comes apart into on CPU round it, so that every way gives the same bits.
+    # Rounded like the ops that dropout decomposes into on CPU, so that every code path gives the same bits.
     noise = kept.to(dtype=x.dtype.to_real()).div(1.0 - p) if p < 1 else kept.to(dtype=x.dtype.to_real())
     y = local * noise
     return (_torch.wrap(y, _torch.spec_of(x)) if isinstance(x, DTensor) else y), mask
 
 
 def _bernoulli(caller: Caller, n: Named) -> torch.Tensor:
-    """Each element 1 with the chance that it says itself."""
+    """Draw each element with its own probability of 1."""
     chances = _summed(n["self"])
     return _compared(caller, chances, chances).to(chances.dtype)
 
@@ -231,12 +235,12 @@ def _bernoulli_of_(caller: Caller, n: Named) -> torch.Tensor:
 
 
 def _normal_around(caller: Caller, n: Named) -> torch.Tensor:
-    """`normal` with tensors for mean or std, drawn whole."""
+    """Draw `normal` with tensors for mean or std, at the full shape."""
     mean, std = n["mean"], n["std"]
     tensors = [t for t in (mean, std) if isinstance(t, torch.Tensor)]
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    held = caller.place.held(shape)
-    return caller.values("normal", (0.0, 1.0), held, tensors[0].dtype, tensors[0].device) * std + mean
+    elements = caller.data_rank.elements_of_shape(shape)
+    return caller.values("normal", (0.0, 1.0), elements, tensors[0].dtype, tensors[0].device) * std + mean
 
 
 def _normal_of_size(caller: Caller, n: Named) -> torch.Tensor:
@@ -288,14 +292,14 @@ def _refused(op: Op) -> Handler:
         raise ShardingError(
             f'rng="exact" cannot draw {op}, element by element; it can draw dropout of every kind, uniform, normal, '
             "exponential, geometric and Bernoulli numbers and integers. Pass a generator= of your own that is seeded "
-            'alike on every rank, draw it outside of the model, or use rng="fast".'
+            'the same on every rank, draw it outside of the model, or use rng="fast".'
         )
 
     return refuse
 
 
 def _attention(op: Op) -> Handler:
-    """Fused attention kernels draw their own dropout, in an order of their own."""
+    """Refuse dropout in a fused attention kernel, which draws its masks in its own order."""
 
     def attend(_caller: Caller, named: Named) -> Any:
         if not named.get("dropout_p"):
@@ -317,7 +321,7 @@ def _recurrent(op: Op) -> Handler:
 
 
 def _others() -> Iterable[tuple[Op, Handler]]:
-    """Every other op of ATen that draws random numbers."""
+    """Yield handlers for every other ATen op that draws random numbers."""
     for name in _torch.op_names():
         space, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
@@ -333,5 +337,5 @@ def _others() -> Iterable[tuple[Op, Handler]]:
             yield op, _refused(op)
 
 
-# The whole of what this room draws.
+# All random ops that this package handles.
 RANDOM: dict[Op, Handler] = {**dict(_others()), **_IN_PLACE, **FUNCTIONAL}

@@ -1,7 +1,7 @@
-"""Random calls in a block that is compiled: nodes of its graph that draw a key, and values by it, on every run.
+"""Random calls in a compiled block: graph nodes that draw a key, and values from it, on every run.
 
-A compiler traces no block under a mode, so the mode steps aside for the call of a compiled block. While its graph is
-traced, random ops on DTensors are handed over by the policy of `ops`, those on plain tensors by decompositions.
+Dynamo does not trace under a dispatch mode, so the mode is left for the call of a compiled block. While the graph is
+traced, the policy of `ops` passes on random ops on DTensors, and decompositions pass on those on plain tensors.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _thread = threading.local()
 
 @contextmanager
 def traced() -> Iterator[None]:
-    """A compiled block may be called, and traced, inside; its random calls are as exact as those around it."""
+    """Allow calls and traces of a compiled block inside; its random calls are exact if those around it are."""
     mode = current()
     if mode is None or _torch.innermost_mode() is not mode:
         yield
         return
     before = getattr(_thread, "caller", None)
-    _thread.caller = Caller(mode.caller.place, traced=True)
+    _thread.caller = Caller(mode.caller.data_rank, traced=True)
     mode.__exit__(None, None, None)
     try:
         with ops.drawing_by(_thread.caller):
@@ -48,7 +48,7 @@ def _draw(op: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """As autograd computes it from the ops that dropout comes apart into without a compiler, to the last bit."""
+    """Compute the gradient as autograd does for the eager decomposition of dropout, bit for bit."""
     noise = mask.to(grad.dtype.to_real())
     return grad * (noise.div(1 / scale) if scale else noise * 0)
 

@@ -1,4 +1,4 @@
-"""Random values by element: a key, which elements, and a distribution make a local tensor."""
+"""Random values per element: a local tensor from a key, the local elements and a distribution."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from functools import partial
 import torch
 
 from shardlib.engine.exact._bits import Stream, bits
-from shardlib.engine.exact._held import Held
+from shardlib.engine.exact._local_elements import LocalElements
 from shardlib.engine.exact._normal import log, quantile
 
 __all__ = ["draw", "new_key", "traced_draw", "traced_key"]
 
-# From 64 bits, as int64 in a buffer that may be overwritten, to values.
+# Maps 64 random bits, as int64 in a buffer that may be overwritten, to values.
 Distribution = Callable[[torch.Tensor], torch.Tensor]
 
 
 def new_key() -> int:
-    """The key of one random call: 63 bits of torch's default CPU generator, which `torch.manual_seed` seeds.
+    """Draw the key of one random call: 63 bits of torch's default CPU generator, which `torch.manual_seed` seeds.
 
-    Whatever saves and restores that generator, as activation checkpointing does, makes the same calls draw the same.
+    Saving and restoring that generator, as activation checkpointing does, repeats the same numbers.
     """
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
@@ -31,52 +31,52 @@ def draw(
     kind: str,
     params: Sequence[float],
     key: int,
-    held: Held,
+    elements: LocalElements,
     dtype: torch.dtype,
     device: torch.device,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The held elements of a random tensor, contiguous.
+    """Return the local elements of a random tensor, contiguous.
 
     Args:
         kind: "chance" (of p: 1 or 0), "uniform" (low, high), "normal" (mean, std), "exponential" (rate), "geometric"
-            (p), "integer" (low, how many).
-        params: the distribution's numbers, as above.
-        key: which random tensor.
-        held: which of its elements.
-        dtype: of the result. Chances decide alike in every dtype; a uniform number has as many bits as its dtype holds.
+            (p), "integer" (low, count).
+        params: the parameters of the distribution, as above.
+        key: identifies the random tensor.
+        elements: the elements to draw.
+        dtype: of the result. A chance is the same in every dtype; a uniform number has as many bits as its dtype holds.
         device: of the result; the bits do not depend on it.
-        out: a contiguous tensor of that kind to write to.
+        out: a contiguous tensor of that dtype and device to write to.
     """
     distribution = partial(_KINDS[kind], dtype, *params)
-    local = torch.empty(held.local_shape, dtype=dtype, device=device) if out is None else out
+    local = torch.empty(elements.local_shape, dtype=dtype, device=device) if out is None else out
     flat = local.view(-1)
-    for where, chunk in bits(Stream.of(key), held, device):
+    for where, chunk in bits(Stream.of(key), elements, device):
         flat[where] = distribution(chunk)
     return local
 
 
 def _chance(_dtype: torch.dtype, p: float, z: torch.Tensor) -> torch.Tensor:
-    """Whether a uniform number of 53 bits is below p: as integers, without making it."""
+    """Compare a uniform number of 53 bits with p, as integers."""
     bound = (math.ceil(min(max(p, 0.0), 1.0) * 2**53) - 2**52) << 11
     return z < bound if bound < 2**63 else torch.ones_like(z, dtype=torch.bool)
 
 
 def _uniform(dtype: torch.dtype, low: float, high: float, z: torch.Tensor) -> torch.Tensor:
-    """Multiples of 2**-m in [low, high) where a number of this dtype holds m bits."""
+    """Return multiples of 2**-m in [low, high) where a number of this dtype holds m bits."""
     m = round(1 - math.log2(torch.finfo(dtype).eps))
     u = z.bitwise_right_shift_(64 - m).add_(1 << (m - 1)).to(torch.float64)
     return u.mul_(2.0**-m).mul_(high - low).add_(low)
 
 
 def _normal(_dtype: torch.dtype, mean: float, std: float, z: torch.Tensor) -> torch.Tensor:
-    """By the quantile of an odd multiple of 2**-53 in (-1, 1), of which float64 holds every one."""
+    """Return the quantile of an odd multiple of 2**-53 in (-1, 1); float64 represents each of these exactly."""
     x = z.bitwise_right_shift_(11).mul_(2).add_(1).to(torch.float64).mul_(2.0**-53)
     return quantile(x).mul_(std).add_(mean)
 
 
 def _minus_log(z: torch.Tensor) -> torch.Tensor:
-    """-log u for u an odd multiple of 2**-53 in (0, 1)."""
+    """Return -log u for u an odd multiple of 2**-53 in (0, 1)."""
     u = z.bitwise_right_shift_(12).add_(1 << 51).mul_(2).add_(1).to(torch.float64).mul_(2.0**-53)
     return log(u).neg_()
 
@@ -86,14 +86,14 @@ def _exponential(_dtype: torch.dtype, rate: float, z: torch.Tensor) -> torch.Ten
 
 
 def _geometric(_dtype: torch.dtype, p: float, z: torch.Tensor) -> torch.Tensor:
-    """How many trials until the first success: ceil(log u / log(1 - p))."""
+    """Return the number of trials until the first success: ceil(log u / log(1 - p))."""
     if p == 1:
         return torch.ones_like(z)
     return _minus_log(z).div_(-math.log1p(-p)).ceil_().clamp_(min=1)
 
 
 def _integer(_dtype: torch.dtype, low: float, count: float, z: torch.Tensor) -> torch.Tensor:
-    """63 bits modulo `count`: uneven by at most count / 2**63."""
+    """Return 63 bits modulo `count`; the bias is at most count / 2**63."""
     return z.bitwise_right_shift_(1).bitwise_and_((1 << 63) - 1).remainder_(int(count)).add_(int(low))
 
 
@@ -107,12 +107,12 @@ _KINDS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-# --- as ops, for graphs that a compiler traces --------------------------------------------------------------------
+# --- custom ops, for compiled graphs -----------------------------------------------------------------------------
 
 _library = torch.library.Library("shardlib", "DEF")
 _library.define("new_key(int serial) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _library.define(
-    "draw(str kind, Scalar[] params, Tensor key, int[] shape, int[] held, ScalarType dtype, Device device) -> Tensor"
+    "draw(str kind, Scalar[] params, Tensor key, int[] shape, int[] runs, ScalarType dtype, Device device) -> Tensor"
 )
 _serial = itertools.count()
 
@@ -122,10 +122,10 @@ def _new_key_op(serial: int) -> torch.Tensor:
 
 
 def _draw_op(
-    kind: str, params: Sequence[float], key: torch.Tensor, shape: Sequence[int], held: Sequence[int],
+    kind: str, params: Sequence[float], key: torch.Tensor, shape: Sequence[int], runs: Sequence[int],
     dtype: torch.dtype, device: torch.device,
 ) -> torch.Tensor:  # fmt: skip
-    return draw(kind, params, int(key), Held.from_flat(shape, held), dtype, device)
+    return draw(kind, params, int(key), LocalElements.from_flat(shape, runs), dtype, device)
 
 
 def _new_key_fake(serial: int) -> torch.Tensor:
@@ -133,10 +133,10 @@ def _new_key_fake(serial: int) -> torch.Tensor:
 
 
 def _draw_fake(
-    kind: str, params: Sequence[float], key: torch.Tensor, shape: Sequence[int], held: Sequence[int],
+    kind: str, params: Sequence[float], key: torch.Tensor, shape: Sequence[int], runs: Sequence[int],
     dtype: torch.dtype, device: torch.device,
 ) -> torch.Tensor:  # fmt: skip
-    return torch.empty(Held.from_flat(shape, held).local_shape, dtype=dtype, device=device)
+    return torch.empty(LocalElements.from_flat(shape, runs).local_shape, dtype=dtype, device=device)
 
 
 _library.impl("new_key", _new_key_op, "CompositeExplicitAutograd")
@@ -146,16 +146,21 @@ torch.library.register_fake("shardlib::draw", _draw_fake, lib=_library)
 
 
 def traced_key() -> torch.Tensor:
-    """A node of the graph that draws a key whenever the graph runs.
+    """Add a graph node that draws a key whenever the graph runs.
 
-    Each has a number of its own, lest two of them be taken for one; the tag keeps them in order, and keeps the backward
-    graph from drawing again.
+    Each node has its own serial number, so that common subexpression elimination does not merge two of them; the tag
+    keeps them in order, and keeps the backward graph from drawing again.
     """
     return torch.ops.shardlib.new_key(next(_serial))
 
 
 def traced_draw(
-    kind: str, params: Sequence[float], key: torch.Tensor, held: Held, dtype: torch.dtype, device: torch.device
+    kind: str,
+    params: Sequence[float],
+    key: torch.Tensor,
+    elements: LocalElements,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
-    """`draw` as a node of the graph."""
-    return torch.ops.shardlib.draw(kind, list(params), key, held.shape, held.flat(), dtype, device)
+    """Add `draw` as a node of the graph."""
+    return torch.ops.shardlib.draw(kind, list(params), key, elements.shape, elements.flat(), dtype, device)

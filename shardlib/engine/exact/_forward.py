@@ -1,4 +1,4 @@
-"""The forward of a sharded model draws exactly; so does what activation checkpointing computes again in backward."""
+"""Exact random numbers in the forward of a sharded model, and in its recomputation by activation checkpointing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
+from shardlib.engine.exact._data_rank import DataRank
 from shardlib.engine.exact._mode import ExactMode, bound
-from shardlib.engine.exact._place import Place
 from shardlib.errors import ShardingError
 
 __all__ = ["MODES", "check_mode", "draw_exactly"]
@@ -20,7 +20,7 @@ MODES = ("fast", "exact")
 
 
 def check_mode(rng: str) -> None:
-    """Refuse a kind of randomness that is none.
+    """Refuse an unknown kind of randomness.
 
     Raises:
         ShardingError: neither "exact" nor "fast".
@@ -29,15 +29,15 @@ def check_mode(rng: str) -> None:
         raise ShardingError(f"rng={rng!r} was given; give " + " or ".join(f'"{mode}"' for mode in MODES) + ".")
 
 
-def draw_exactly(model: nn.Module, place: Place) -> list[Any]:
-    """Hooks that turn exact randomness on for each forward of the root, on the data rank at `place`."""
+def draw_exactly(model: nn.Module, data_rank: DataRank) -> list[Any]:
+    """Register hooks that turn exact randomness on for each forward of the root, on this data rank."""
     _torch.rebind_checkpointed(bound)
     thread = threading.local()
 
     def enter(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         thread.entered = [
             *getattr(thread, "entered", ()),
-            ExactMode(Place(place.index, place.count, _rows(args, kwargs))),
+            ExactMode(DataRank(data_rank.index, data_rank.count, _rows(args, kwargs))),
         ]
         thread.entered[-1].__enter__()
 
@@ -52,6 +52,6 @@ def draw_exactly(model: nn.Module, place: Place) -> list[Any]:
 
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """How many examples a batch has: the leading dim of the first tensor in it."""
+    """Return the number of examples of a batch: the leading dim of its first tensor."""
     tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim)
     return next((tensor.shape[0] for tensor in tensors), None)

@@ -1,4 +1,4 @@
-"""When random calls are exact: inside `exact_random`, and in the forward of a model sharded with `rng="exact"`."""
+"""The dispatch mode of exact random numbers: in `exact_random`, and in the forward of a model with `rng="exact"`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 
 from shardlib.engine import _torch
 from shardlib.engine.exact._calls import RANDOM, Caller
-from shardlib.engine.exact._place import Place
+from shardlib.engine.exact._data_rank import DataRank
 
 __all__ = ["ExactMode", "bound", "current", "exact_random", "is_exact", "rows"]
 
 
 class ExactMode(_torch.TorchDispatchMode):
-    """Random ops are drawn by global element index; all others pass."""
+    """Dispatch mode that draws random ops by global element index and leaves all other ops alone."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, data_rank: DataRank) -> None:
         super().__init__()
-        self.caller = Caller(place)
+        self.caller = Caller(data_rank)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if op in RANDOM and (drawn := self.caller(op, args, kwargs)) is not NotImplemented:
             return drawn
         if torch.is_inference_mode_enabled() and _torch.is_composite(op):
-            with self:  # autograd would have taken it apart
+            with self:  # autograd would have decomposed it
                 return op.decompose(*args, **kwargs)
         return op(*args, **kwargs)
 
@@ -41,8 +41,8 @@ class ExactMode(_torch.TorchDispatchMode):
         _active().pop()
 
 
-# Without the guard that keeps dynamo from tracing it, which costs as much as the rest: dynamo leaves alone what runs
-# under a mode.
+# The guard that keeps dynamo from tracing `__torch_dispatch__` is removed: it doubles the cost, and dynamo does not
+# trace under a mode.
 _unguarded = getattr(ExactMode.__torch_dispatch__, "__wrapped__", ExactMode.__torch_dispatch__)
 ExactMode.__torch_dispatch__ = _unguarded  # type: ignore[method-assign]
 
@@ -56,35 +56,36 @@ def _active() -> list[ExactMode]:
 
 
 def current() -> ExactMode | None:
-    """The innermost mode that is on in this thread."""
+    """Return the innermost active mode of this thread."""
     return _active()[-1] if _active() else None
 
 
 def is_exact() -> bool:
-    """Whether random calls are exact here."""
+    """Return whether random calls are exact here."""
     return current() is not None
 
 
 def rows() -> int | None:
-    """How many examples this rank's batch has, where random calls are exact in this thread."""
+    """Return the number of examples of this rank's batch, where random calls are exact in this thread."""
     mode = current()
-    return None if mode is None else mode.caller.place.rows
+    return None if mode is None else mode.caller.data_rank.rows
 
 
 @contextmanager
 def exact_random(seed: int | None = None) -> Iterator[None]:
     """Draw random numbers by global element index, so that they do not depend on the mesh.
 
-    Inside, PyTorch's random calls draw one key each from the default CPU generator, and each element's value comes from
-    the key and the element's place in the global tensor. A DTensor gets its part of what one device draws, whatever its
-    placements, without communication; a plain tensor counts as whole. Use it for initialisation, and for the forward of
-    a model on one device that a model with `rng="exact"` is compared with (a sharded one needs it not).
+    Inside, each of PyTorch's random calls draws one key from the default CPU generator, and an element's value is a
+    function of the key and of the element's index in the global tensor. A DTensor gets its shard of the values that one
+    device draws, whatever its placements, without communication; a plain tensor counts as replicated. Use it for
+    initialisation, and for the forward of a single-device model that is compared with a model with `rng="exact"` (the
+    sharded model does not need it).
 
-    Calls with a `generator=` of their own are left alone.
+    Calls with a `generator=` are not affected.
 
     Args:
-        seed: what the default CPU generator is seeded with inside; after the block it stands where it stood before.
-            By default, keys go on from where the generator stands, which has to be the same on every rank.
+        seed: seed of the default CPU generator inside; after the block its state is restored. By default, keys continue
+            from the generator's current state, which has to be the same on every rank.
 
     Raises:
         ShardingError: a random op that cannot be drawn by element, such as `torch.multinomial`.
@@ -101,7 +102,7 @@ def exact_random(seed: int | None = None) -> Iterator[None]:
     try:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
-        with ExactMode(Place()):
+        with ExactMode(DataRank()):
             yield
     finally:
         if seed is not None:
@@ -109,7 +110,7 @@ def exact_random(seed: int | None = None) -> Iterator[None]:
 
 
 def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that draws, whenever it is called, as it would here and now."""
+    """Bind a function to the current mode: it draws, whenever it is called, as it would if called here."""
     mode = current()
     if mode is None:
         return fn
@@ -117,7 +118,7 @@ def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
     def again(*args: Any, **kwargs: Any) -> Any:
         if current() is not None:
             return fn(*args, **kwargs)
-        with ExactMode(mode.caller.place):
+        with ExactMode(mode.caller.data_rank):
             return fn(*args, **kwargs)
 
     return again

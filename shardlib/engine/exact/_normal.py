@@ -1,7 +1,8 @@
 """Logarithm and normal quantile in float64 from +, -, *, / and square root alone.
 
-IEEE 754 rounds these five alike everywhere. A library's `log` or `erfinv` does not: it may give an element other last
-bits in a vector's tail than inside it, or on another processor, so that a value would depend on its place in the shard.
+IEEE 754 defines the rounding of these five on every processor. It does not define that of `log` or `erfinv`: a library
+may give an element other last bits in a vector's tail than inside it, or on another processor, so that a value would
+depend on its position in the shard.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["log", "quantile"]
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
-    """The natural logarithm of positive numbers, to about one unit in the last place.
+    """Compute the natural logarithm of positive numbers, to about one unit in the last place.
 
     x = m * 2**e with m in [sqrt(1/2), sqrt(2)), and log m = 2 artanh(s) with s = (m - 1) / (m + 1), |s| < 0.172. The
     first term of artanh's series that is left out, s**23 / 23, is below 2**-62 of s.
@@ -36,9 +37,9 @@ _LOG_2_LOW = 1.90821492927058770002e-10
 
 
 def quantile(x: torch.Tensor) -> torch.Tensor:
-    """Where a standard normal number is smaller with probability (x + 1) / 2, for x in (-1, 1).
+    """Compute the quantile of the standard normal distribution at probability (x + 1) / 2, for x in (-1, 1).
 
-    Wichura's algorithm AS 241 (Applied Statistics 37, 1988), PPND16: some 16 digits.
+    Wichura's algorithm AS 241 (Applied Statistics 37, 1988), PPND16: about 16 digits.
     """
     q = x * 0.5
     r = 0.180625 - q * q
@@ -59,7 +60,7 @@ def quantile(x: torch.Tensor) -> torch.Tensor:
 
 
 def _polynomial(coefficients: Sequence[float], x: torch.Tensor) -> torch.Tensor:
-    """By Horner's rule, the constant term first. Products and sums are rounded one by one, never fused."""
+    """Evaluate a polynomial, its constant term first, by Horner's rule. Products and sums are rounded, never fused."""
     value = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value.mul_(x).add_(coefficient)

@@ -1,8 +1,8 @@
 """Carry out movements of the plan: pack tensors, send them, sum and unpack what arrives.
 
-`Bucket` moves tensors that are divided alike, in either direction: it sums shards at the ranks that own them, and
-gathers them again. `AllReduceBucket` and `ReduceScatterBucket` are the two ways of a gradient. When each of them begins
-and is waited for is not decided here (`shardlib/engine/schedule.py`).
+`Bucket` moves tensors with the same division, in either direction: it reduces shards to the ranks that own them, and
+gathers them again. `AllReduceBucket` and `ReduceScatterBucket` reduce gradients. `shardlib/engine/schedule.py` decides
+when a bucket begins and when it is waited for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Executor"]
 
 
 class Executor:
-    """What the movements of one model share: transports, and the memory that they borrow.
+    """The transports and workspace buffers that the movements of one model share.
 
     Args:
         mesh: the whole mesh.
@@ -36,7 +36,7 @@ class Executor:
         self._log: list[Sent] | None = None
 
     def transport(self, axes: tuple[str, ...]) -> Transport:
-        """The transport among the ranks of some mesh axes."""
+        """Return the transport among the ranks of some mesh axes."""
         if axes not in self._transports:
             made = transport.over(_torch.flattened(self.mesh, axes).get_group(), self.device, axes)
             made.log = self._log
@@ -44,20 +44,20 @@ class Executor:
         return self._transports[axes]
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """The process group of some mesh axes."""
+        """Return the process group of some mesh axes."""
         return self.transport(axes).group
 
     @contextmanager
     def recording(self) -> Iterator[list[Sent]]:
-        """Record what is sent inside the block, in order."""
+        """Record the calls of transports inside the block, in order."""
         log: list[Sent] = []
-        self._let_note_in(log)
+        self._set_log(log)
         try:
             yield log
         finally:
-            self._let_note_in(None)
+            self._set_log(None)
 
-    def _let_note_in(self, log: list[Sent] | None) -> None:
+    def _set_log(self, log: list[Sent] | None) -> None:
         self._log = log
         for one in self._transports.values():
             one.log = log

@@ -1,6 +1,6 @@
-"""Tensors that are cut alike move together: shards are summed at the ranks that own them, and gathered again.
+"""Move tensors with the same division together: reduce shards to the ranks that own them, and gather them again.
 
-A large tensor whose shards are runs of its memory moves by itself, from and to where it lies. Small ones are packed.
+A large tensor whose shards are contiguous in memory moves unbucketed, without a copy. Small tensors are packed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import TypeVar
 
 import torch
 
-from shardlib._plan import ALONE_BYTES, Movement
+from shardlib._plan import UNBUCKETED_BYTES, Movement
 from shardlib.engine import _torch
 from shardlib.engine.transport import Handle, Transport, Workspace
-from shardlib.layout import Cut
+from shardlib.layout import ShardSpec
 
-__all__ = ["Bucket", "goes_alone", "in_batches"]
+__all__ = ["Bucket", "in_batches", "is_unbucketed"]
 
 T = TypeVar("T")
 
 
-def goes_alone(local: torch.Tensor, cut: Cut | None) -> bool:
-    """Whether a tensor moves by itself, from and to where it lies."""
-    return local.nbytes >= ALONE_BYTES and local.is_contiguous() and (cut is None or cut.in_runs)
+def is_unbucketed(local: torch.Tensor, spec: ShardSpec | None) -> bool:
+    """Tell whether a tensor moves unbucketed, without a copy."""
+    return local.nbytes >= UNBUCKETED_BYTES and local.is_contiguous() and (spec is None or spec.in_runs)
 
 
 def in_batches(
@@ -34,7 +34,7 @@ def in_batches(
     size: Callable[[T], int],
     limit: float,
 ) -> list[list[T]]:
-    """Items that move together: those of one key, until they reach a size; in the order in which batches are full."""
+    """Batch items of the same key until they reach a size; batches are in the order in which they become full."""
     batches: list[list[T]] = []
     pending: dict[Hashable, list[T]] = {}
     filled: dict[Hashable, int] = {}
@@ -52,84 +52,86 @@ def in_batches(
 
 
 class Bucket:
-    """Tensors of one dtype whose parts lie on the same ranks, and that move together.
+    """Tensors of one dtype that are divided over the same ranks, and that move together.
 
     Args:
-        cuts: how each is divided.
-        transport: among which ranks, and how.
-        dtype: in which they travel.
-        device: of all of them.
-        workspace: memory that movements borrow.
+        specs: the division of each tensor.
+        transport: the transport among these ranks.
+        dtype: the dtype in which the tensors are sent.
+        device: the device of all tensors.
+        workspace: the buffers that movements borrow.
     """
 
     def __init__(
         self,
-        cuts: Sequence[Cut],
+        specs: Sequence[ShardSpec],
         transport: Transport | None,
         dtype: torch.dtype,
         device: torch.device,
         workspace: Workspace,
     ) -> None:
-        assert transport is not None, "what is cut is cut among ranks"
-        self.cuts, self.transport, self.dtype, self.device, self.workspace = cuts, transport, dtype, device, workspace
-        self.sizes = [sum(cut.numels[rank] for cut in cuts) for rank in range(transport.count)]
-        self.alone = len(cuts) == 1 and cuts[0].in_runs and (transport.takes_uneven or cuts[0].even)
-        # In a bucket, every rank's block has room for the largest one.
-        self.pitch = max(self.sizes)
-        self.starts = list(cuts[0].starts) if self.alone else [rank * self.pitch for rank in range(transport.count)]
-        self.total = sum(self.sizes) if self.alone else self.pitch * transport.count
-        self._rows_of: dict[int, list[torch.Tensor]] = {}  # by address of a borrowed buffer
+        assert transport is not None, "a shard spec needs a transport"
+        self.specs, self.transport, self.dtype, self.device, self.workspace = specs, transport, dtype, device, workspace
+        self.sizes = [sum(spec.numels[rank] for spec in specs) for rank in range(transport.count)]
+        self.alone = len(specs) == 1 and specs[0].in_runs and (transport.takes_uneven or specs[0].even)
+        # In a packed buffer, every rank's block is as large as the largest one.
+        self.block_numel = max(self.sizes)
+        self.starts = (
+            list(specs[0].starts) if self.alone else [rank * self.block_numel for rank in range(transport.count)]
+        )
+        self.total = sum(self.sizes) if self.alone else self.block_numel * transport.count
+        self._rows_of: dict[int, list[torch.Tensor]] = {}  # by the address of a packed buffer
 
     @property
     def arriving_bytes(self) -> int:
-        """What summing borrows for the parts of others, as a number that all ranks share."""
-        return self.pitch * (self.transport.count - 1) * self.dtype.itemsize
+        """The workspace bytes that a reduction needs for the shards of other ranks; the same on all ranks."""
+        return self.block_numel * (self.transport.count - 1) * self.dtype.itemsize
 
     @property
     def packed_bytes(self) -> int:
-        """What a buffer of all parts takes; nothing where a tensor moves alone."""
+        """The bytes of a buffer of all shards; 0 where a tensor moves alone."""
         return 0 if self.alone else self.total * self.dtype.itemsize
 
     @property
-    def own(self) -> int:
-        """Elements of this rank's parts."""
+    def shard_numel(self) -> int:
+        """The number of elements of this rank's shards."""
         return self.sizes[self.transport.index]
 
-    def block_of_own(self, packed: torch.Tensor) -> torch.Tensor:
-        """This rank's block of a buffer, or of a tensor that moves alone."""
+    def local_block(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return this rank's block of a packed buffer, or of a tensor that moves alone."""
         start = self.starts[self.transport.index]
-        return packed[start : start + self.own]
+        return packed[start : start + self.shard_numel]
 
     def _blocks(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """What of a buffer is each rank's, with its padding where a transport needs that."""
-        sizes = self.sizes if self.transport.takes_uneven else [self.pitch] * self.transport.count
+        """Return each rank's block of a packed buffer, with padding where the transport needs even blocks."""
+        sizes = self.sizes if self.transport.takes_uneven else [self.block_numel] * self.transport.count
         return [packed[start : start + size] for start, size in zip(self.starts, sizes, strict=True)]
 
-    def parts_in(self, flat: torch.Tensor, rank: int | None = None) -> list[torch.Tensor]:
-        """The parts of one rank, by default this one, as views of a flat tensor that holds them all."""
+    def shards_in(self, flat: torch.Tensor, rank: int | None = None) -> list[torch.Tensor]:
+        """Return the shards of one rank, by default this one, as views of a flat tensor that holds them all."""
         rank = self.transport.index if rank is None else rank
-        sizes = [cut.numels[rank] for cut in self.cuts]
+        sizes = [spec.numels[rank] for spec in self.specs]
         views = flat[: sum(sizes)].split(sizes)
-        return [view.view(cut.part_shape(rank)) for view, cut in zip(views, self.cuts, strict=True)]
+        return [view.view(spec.shard_shape(rank)) for view, spec in zip(views, self.specs, strict=True)]
 
     @functools.cached_property
     def _in_rows(self) -> bool:
-        """Whether each tensor is a row of equal runs, one for each rank: it is then copied as a whole."""
-        return all(cut.in_runs and cut.even for cut in self.cuts)
+        """Whether each tensor consists of equal contiguous shards, one for each rank, and is copied in one call."""
+        return all(spec.in_runs and spec.even for spec in self.specs)
 
     def _rows(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """For each tensor, where a buffer has the runs of all ranks, as (ranks, elements of a run)."""
+        """Return views of a packed buffer, one for each tensor, of shape (ranks, elements of a shard)."""
         rows = self._rows_of.get(packed.data_ptr())
         if rows is None:
-            rows, at = [], packed.storage_offset()
-            for cut in self.cuts:
-                rows.append(packed.as_strided((self.transport.count, cut.numels[0]), (self.pitch, 1), at))
-                at += cut.numels[0]
+            rows, offset = [], packed.storage_offset()
+            for spec in self.specs:
+                rows.append(packed.as_strided((self.transport.count, spec.numels[0]), (self.block_numel, 1), offset))
+                offset += spec.numels[0]
             self._rows_of = {packed.data_ptr(): rows}
         return rows
 
     def rows_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Whole tensors as rows of the ranks' runs; none where they do not lie so."""
+        """Return views of full tensors, of shape (ranks, elements of a shard); none if they are not contiguous."""
         fits = self._in_rows and all(tensor.is_contiguous() for tensor in tensors)
         return [tensor.view(self.transport.count, -1) for tensor in tensors] if fits else []
 
@@ -138,10 +140,10 @@ class Bucket:
     def reduce(
         self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None, carries: Iterable[Movement] = ()
     ) -> Handle:
-        """Begin to sum tensors over the ranks; each gets the sum of its parts from `sum_into`.
+        """Begin to reduce tensors over the ranks; `sum_into` ends it and gives each rank the sum of its shards.
 
-        A tensor that moves alone must be left as it is until then. Others are packed into a borrowed buffer, or `into`
-        a flat one of `total` elements.
+        A tensor that moves alone must not change until then. Other tensors are packed into a workspace buffer, or into
+        the flat tensor `into` of `total` elements.
         """
         borrowed = []
         if into is not None:
@@ -164,28 +166,28 @@ class Bucket:
             return
         targets, sources = [], []
         for rank, start in enumerate(self.starts):
-            targets += self.parts_in(packed[start : start + self.sizes[rank]], rank)
-            sources += [cut.take(tensor, rank) for cut, tensor in zip(self.cuts, tensors, strict=True)]
+            targets += self.shards_in(packed[start : start + self.sizes[rank]], rank)
+            sources += [spec.take(tensor, rank) for spec, tensor in zip(self.specs, tensors, strict=True)]
         _torch.copy_all(targets, sources)
 
     def sum_into(self, moving: Handle, out: torch.Tensor, scale: float) -> None:
-        """Wait, and write the sum of this rank's parts times `scale` into a flat tensor.
+        """Wait, and write the sum of this rank's shards times `scale` into a flat tensor.
 
-        Summed in the order of ranks, so that the result does not depend on where in a buffer an element lies. `out` may
-        be this rank's part of what it sent.
+        Summands are added in the order of ranks, so that the result does not depend on the position of an element in a
+        buffer. `out` may be this rank's block of the buffer that was sent.
         """
         moving.wait()
-        if self.own:
-            _scaled_sum([block[: self.own] for block in moving.blocks], scale, out, own=self.transport.index)
+        if self.shard_numel:
+            _scaled_sum([block[: self.shard_numel] for block in moving.blocks], scale, out, index=self.transport.index)
         for buffer in moving.borrowed:
             self.workspace.give(buffer)
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
-    def gather(self, mine: torch.Tensor, tensors: Sequence[torch.Tensor], carries: Iterable[Movement] = ()) -> Handle:
-        """Begin to gather every rank's parts, flat as in `parts_in`, into whole tensors; `unpack` ends it.
+    def gather(self, shards: torch.Tensor, tensors: Sequence[torch.Tensor], carries: Iterable[Movement] = ()) -> Handle:
+        """Begin to gather every rank's shards, flat as in `shards_in`, into full tensors; `unpack` ends it.
 
-        Where a tensor moves alone, `mine` may be this rank's part of it.
+        Where a tensor moves alone, `shards` may be this rank's block of it.
         """
         borrowed = []
         if self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
@@ -194,40 +196,40 @@ class Bucket:
             packed = self.workspace.take(self.total, self.dtype, self.device)
             borrowed.append(packed)
         blocks = self._blocks(packed)
-        here = blocks[self.transport.index]
-        if self.own and here.data_ptr() != mine.data_ptr():
-            here[: self.own].copy_(mine)
+        local_block = blocks[self.transport.index]
+        if self.shard_numel and local_block.data_ptr() != shards.data_ptr():
+            local_block[: self.shard_numel].copy_(shards)
         self.transport.note("all_gather", carries)
         moving = self.transport.all_gather(blocks)
         moving.borrowed += borrowed
         return moving
 
     def unpack(self, moving: Handle, tensors: Sequence[torch.Tensor], rows: list[torch.Tensor] | None = None) -> None:
-        """Wait for a gathering, and put what came into its places; `rows_of` them, where the caller knows."""
+        """Wait for an all-gather, and copy the shards into the full tensors; `rows` is their `rows_of`, if known."""
         moving.wait()
         if moving.borrowed and (rows := self.rows_of(tensors) if rows is None else rows):
             _torch.copy_all(rows, self._rows(moving.borrowed[0]))
         elif moving.borrowed:
             targets, sources = [], []
             for rank, block in enumerate(moving.blocks):
-                for cut, tensor, part in zip(self.cuts, tensors, self.parts_in(block, rank), strict=True):
-                    for place, chosen in cut.places(tensor, rank):
-                        targets.append(place)
-                        sources.append(part.narrow(cut.dim, chosen.start, chosen.stop - chosen.start))
+                for spec, tensor, shard in zip(self.specs, tensors, self.shards_in(block, rank), strict=True):
+                    for target, chosen in spec.places(tensor, rank):
+                        targets.append(target)
+                        sources.append(shard.narrow(spec.dim, chosen.start, chosen.stop - chosen.start))
             _torch.copy_all(targets, sources)
         for buffer in moving.borrowed:
             self.workspace.give(buffer)
 
 
-_CACHED = 1 << 16  # elements that stay in a core's cache between an addition and the next
+_CACHED = 1 << 16  # elements that stay in a core's cache from one addition to the next
 
 
-def _scaled_sum(blocks: list[torch.Tensor], scale: float, out: torch.Tensor, *, own: int) -> None:
-    """The sum in order, times `scale`. `out` may be the own block; others are written over.
+def _scaled_sum(blocks: list[torch.Tensor], scale: float, out: torch.Tensor, *, index: int) -> None:
+    """Sum blocks in order, times `scale`, into `out`, which may be the block of this rank; overwrite the others.
 
-    On a CPU so much at a time as a cache holds.
+    On a CPU, one cache-sized piece at a time.
     """
-    target = out if own < 2 else blocks[0]  # nothing that is read later
+    target = out if index < 2 else blocks[0]  # a block that is not read later
     if out.device.type == "cpu" and out.numel() > _CACHED:
         pieces = zip(*(tensor.split(_CACHED) for tensor in (out, target, *blocks)), strict=True)
     else:

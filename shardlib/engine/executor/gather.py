@@ -1,4 +1,4 @@
-"""Local shards that are gathered together: of stored parameters before they are computed with, and of updated ones."""
+"""Buckets of local shards: stored parameters, gathered before computation, and updated ones, after a step."""
 
 from __future__ import annotations
 
@@ -11,32 +11,38 @@ from torch.distributed.tensor import DTensor
 from shardlib._plan import Movement, Purpose, unit_of
 from shardlib.engine import _torch, offload
 from shardlib.engine.executor import Executor
-from shardlib.engine.executor.bucket import Bucket, goes_alone, in_batches
-from shardlib.engine.held import Held, local_of
+from shardlib.engine.executor.bucket import Bucket, in_batches, is_unbucketed
+from shardlib.engine.params import ParamState, local_of
 from shardlib.engine.transport import Handle
 
 __all__ = ["UnshardBucket", "UpdateBucket", "unshard_buckets", "update_buckets"]
 
 
-def _carries(held: Iterable[Held], purpose: Purpose) -> Iterator[Movement]:
-    for one in held:
+def _movements(param_states: Iterable[ParamState], purpose: Purpose) -> Iterator[Movement]:
+    for one in param_states:
         if (movement := one.movements.get(purpose)) is not None:
             yield movement
 
 
-def _bucket(executor: Executor, held: Sequence[Held], dtype: torch.dtype, device: torch.device) -> Bucket:
-    return Bucket([one.cut for one in held if one.cut], held[0].transport, dtype, device, executor.workspace)
+def _bucket(executor: Executor, param_states: Sequence[ParamState], dtype: torch.dtype, device: torch.device) -> Bucket:
+    return Bucket(
+        [one.shard_spec for one in param_states if one.shard_spec],
+        param_states[0].transport,
+        dtype,
+        device,
+        executor.workspace,
+    )
 
 
 # --- stored shards, before a unit computes ----------------------------------------------------------------------------
 
 
-def unshard_buckets(executor: Executor, held: Sequence[Held]) -> list[UnshardBucket]:
-    """Buckets for the parameters of one unit: large ones by themselves, the others together."""
+def unshard_buckets(executor: Executor, param_states: Sequence[ParamState]) -> list[UnshardBucket]:
+    """Return buckets for the parameters of one unit: large ones unbucketed, the others together."""
     batches = in_batches(
-        held,
-        alone=lambda one: goes_alone(one.memory, one.cut),
-        key=lambda one: (one.axes, one.dtype, "stored" in one.hosted),
+        param_states,
+        alone=lambda one: is_unbucketed(one.memory, one.shard_spec),
+        key=lambda one: (one.axes, one.dtype, "stored" in one.offloaded),
         size=lambda one: one.memory.nbytes,
         limit=math.inf,
     )
@@ -44,23 +50,23 @@ def unshard_buckets(executor: Executor, held: Sequence[Held]) -> list[UnshardBuc
 
 
 class UnshardBucket:
-    """Parameters that are stored in shards, gathered into unsharded memory."""
+    """Parameters that are stored in shards, and are gathered into their unsharded tensors."""
 
-    def __init__(self, executor: Executor, held: list[Held]) -> None:
-        self.held = held
-        self._bucket = _bucket(executor, held, held[0].dtype, held[0].device)
+    def __init__(self, executor: Executor, param_states: list[ParamState]) -> None:
+        self.param_states = param_states
+        self._bucket = _bucket(executor, param_states, param_states[0].dtype, param_states[0].device)
         self._moving: Handle | None = None
 
     def begin(self, purpose: Purpose) -> None:
-        """Ask for every rank's shards; those on the host are copied first, beside what the device computes."""
-        mine = [local_of(one.param).reshape(-1) for one in self.held]
-        carries = _carries(self.held, purpose)
-        if "stored" not in self.held[0].hosted:
-            flat = mine[0] if len(mine) == 1 else torch.cat(mine)
+        """Begin to gather; offloaded shards are copied to the device first, on a side stream."""
+        shards = [local_of(one.param).reshape(-1) for one in self.param_states]
+        carries = _movements(self.param_states, purpose)
+        if "stored" not in self.param_states[0].offloaded:
+            flat = shards[0] if len(shards) == 1 else torch.cat(shards)
             self._moving = self._bucket.gather(flat, self._unsharded(), carries)
             return
-        with offload.beside(self._bucket.device):
-            flat = offload.joined(mine, self._bucket.device)
+        with offload.side_stream(self._bucket.device):
+            flat = offload.joined(shards, self._bucket.device)
             self._moving = self._bucket.gather(flat, self._unsharded(), carries)
 
     def wait(self) -> None:
@@ -69,20 +75,20 @@ class UnshardBucket:
             self._bucket.unpack(moving, self._unsharded())
 
     def _unsharded(self) -> list[torch.Tensor]:
-        return [one.unsharded for one in self.held if one.unsharded is not None]
+        return [one.unsharded for one in self.param_states if one.unsharded is not None]
 
 
 # --- updated shards, after a step -------------------------------------------------------------------------------------
 
 
 def update_buckets(
-    executor: Executor, held: Iterable[Held], *, bucket_bytes: int, late: Sequence[str]
+    executor: Executor, param_states: Iterable[ParamState], *, bucket_bytes: int, deferred: Sequence[str]
 ) -> list[UpdateBucket]:
-    """Buckets for parameters whose state is split and that are not stored so; of late modules, apart from others."""
-    known = frozenset(late)
+    """Return buckets for parameters not stored in shards whose state is; those of deferred modules apart."""
+    known = frozenset(deferred)
     batches = in_batches(
-        [one for one in held if one.updated_in_parts],
-        alone=lambda one: goes_alone(local_of(one.param), one.cut),
+        [one for one in param_states if one.is_updated_sharded],
+        alone=lambda one: is_unbucketed(local_of(one.param), one.shard_spec),
         key=lambda one: (one.axes, one.dtype, bool(unit_of(one.names, known))),
         size=lambda one: local_of(one.param).nbytes,
         limit=bucket_bytes,
@@ -91,56 +97,56 @@ def update_buckets(
 
 
 class UpdateBucket:
-    """Parameters of which each rank updates its own shards, which are then gathered into them.
+    """Parameters of which each rank updates its own shards, which are then gathered into the full parameters.
 
     While an optimizer steps, each parameter is represented by a plain tensor of this rank's shard: a view of the
-    parameter where that is a run of its memory, else a copy.
+    parameter where the shard is contiguous in memory, else a copy.
 
     Attributes:
-        ids: of the parameters.
-        units: modules that wait for them.
-        shards: of this rank, one for each parameter.
+        ids: the ids of the parameters.
+        units: the modules that wait for the parameters.
+        shards: this rank's shards, one for each parameter.
     """
 
-    def __init__(self, executor: Executor, held: list[Held], late: Collection[str]) -> None:
-        self.held, self.ids = held, {id(one.param) for one in held}
-        self.units = {unit_of(one.names, late) for one in held}
-        first = local_of(held[0].param)
-        self._bucket = _bucket(executor, held, first.dtype, first.device)
+    def __init__(self, executor: Executor, param_states: list[ParamState], deferred: Collection[str]) -> None:
+        self.param_states, self.ids = param_states, {id(one.param) for one in param_states}
+        self.units = {unit_of(one.names, deferred) for one in param_states}
+        first = local_of(param_states[0].param)
+        self._bucket = _bucket(executor, param_states, first.dtype, first.device)
         if self._bucket.alone and first.is_contiguous():
-            self._mine = self._bucket.block_of_own(first.view(-1))
+            self._local = self._bucket.local_block(first.view(-1))
         else:
-            self._mine = torch.empty(self._bucket.own, dtype=first.dtype, device=first.device)
-        self.shards = self._bucket.parts_in(self._mine)
+            self._local = torch.empty(self._bucket.shard_numel, dtype=first.dtype, device=first.device)
+        self.shards = self._bucket.shards_in(self._local)
         self._moving: Handle | None = None
-        self._where: list[int] = []  # the parameters' memory, as it was when these were made:
-        self._known: list[torch.Tensor] = []
+        self._addresses: list[int] = []  # the parameters' memory, for which the following were made:
+        self._local_params: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []
         self._loaded: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
 
     def load(self) -> None:
-        """Read what others may have written to the parameters since (a checkpoint, an average)."""
+        """Copy the parameters into the shards, since others may have written to them (a checkpoint, an average)."""
         locals_ = self._locals()
-        if self._mine.untyped_storage().data_ptr() != locals_[0].untyped_storage().data_ptr():
+        if self._local.untyped_storage().data_ptr() != locals_[0].untyped_storage().data_ptr():
             _torch.copy_all(self._loaded, self._sources)
 
     def _locals(self) -> list[torch.Tensor]:
-        """Local tensors of the parameters: the same list, as long as they stay where they are."""
-        where = [one.memory.data_ptr() for one in self.held]
-        if where != self._where:
-            self._where, self._known = where, [local_of(one.param) for one in self.held]
-            self._rows = self._bucket.rows_of(self._known)
+        """Return the local tensors of the parameters: the same list, as long as their memory stays the same."""
+        addresses = [one.memory.data_ptr() for one in self.param_states]
+        if addresses != self._addresses:
+            self._addresses, self._local_params = addresses, [local_of(one.param) for one in self.param_states]
+            self._rows = self._bucket.rows_of(self._local_params)
             self._loaded, self._sources = [], []
-            for cut, local, shard in zip(self._bucket.cuts, self._known, self.shards, strict=True):
-                for place, chosen in cut.places(local, self._bucket.transport.index):
-                    self._sources.append(place)
-                    self._loaded.append(shard.narrow(cut.dim, chosen.start, chosen.stop - chosen.start))
-        return self._known
+            for spec, local, shard in zip(self._bucket.specs, self._local_params, self.shards, strict=True):
+                for source, chosen in spec.places(local, self._bucket.transport.index):
+                    self._sources.append(source)
+                    self._loaded.append(shard.narrow(spec.dim, chosen.start, chosen.stop - chosen.start))
+        return self._local_params
 
     def begin(self) -> None:
-        carries = _carries(self.held, "updated parameters")
-        self._moving = self._bucket.gather(self._mine, self._locals(), carries)
+        carries = _movements(self.param_states, "updated parameters")
+        self._moving = self._bucket.gather(self._local, self._locals(), carries)
 
     def wait(self) -> None:
         if self._moving is not None:
@@ -148,14 +154,16 @@ class UpdateBucket:
             self._bucket.unpack(moving, self._locals(), self._rows)
 
     def full_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each parameter that has a gradient, with all of it."""
-        have = [local_of(one.param.grad) if one.param.grad is not None else None for one in self.held]
-        shards = [torch.zeros_like(own) if grad is None else grad for grad, own in zip(have, self.shards, strict=True)]
-        mine = torch.cat([shard.reshape(-1) for shard in shards])
-        full = [torch.empty_like(local_of(one.param)) for one in self.held]
-        self._bucket.unpack(self._bucket.gather(mine, full), full)
+        """Return the parameters that have a gradient, each with its full gradient."""
+        grads = [local_of(one.param.grad) if one.param.grad is not None else None for one in self.param_states]
+        shards = [
+            torch.zeros_like(shard) if grad is None else grad for grad, shard in zip(grads, self.shards, strict=True)
+        ]
+        flat = torch.cat([shard.reshape(-1) for shard in shards])
+        full = [torch.empty_like(local_of(one.param)) for one in self.param_states]
+        self._bucket.unpack(self._bucket.gather(flat, full), full)
         return [
             (one.param, _torch.wrap(grad, _torch.spec_of(one.param)) if isinstance(one.param, DTensor) else grad)
-            for one, grad, shard in zip(self.held, full, have, strict=True)
-            if shard is not None
+            for one, grad, own_grad in zip(self.param_states, full, grads, strict=True)
+            if own_grad is not None
         ]

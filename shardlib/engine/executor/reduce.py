@@ -1,4 +1,4 @@
-"""Gradients that are reduced together: by an all-reduce, or by a reduce-scatter where ranks own shards of them."""
+"""Buckets of gradients: reduced by an all-reduce, or by a reduce-scatter where each rank owns shards of them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from shardlib._plan import Movement
 from shardlib.engine import _torch
 from shardlib.engine.executor import Executor
 from shardlib.engine.executor.bucket import Bucket
-from shardlib.engine.held import Axes, Held, local_of
+from shardlib.engine.params import Axes, ParamState, local_of
 from shardlib.engine.transport import Handle
-from shardlib.layout import Cut
+from shardlib.layout import ShardSpec
 
 __all__ = ["AllReduceBucket", "Averaging", "GradientBucket", "ReduceBucket", "ReduceScatterBucket", "Slot"]
 
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Gradients that are summed together, as a registered reduction gets them.
+    """Gradients that are summed together, as a registered reduction receives them.
 
     Attributes:
-        tensor: this rank's gradients, one behind the other, of one dim; to be overwritten with the sum.
-        group: over which they are summed.
-        axes: the mesh axes that these are.
-        names: of the parameters, in order.
-        index: which bucket it is; the same ones come in the same order at every step, once the first has been.
+        tensor: this rank's gradients in one flat tensor, which the reduction overwrites with the sum.
+        group: the group over which the gradients are summed.
+        axes: the mesh axes of the group.
+        names: the names of the parameters, in order.
+        index: the index of the bucket; after the first step, every step has the same buckets in the same order.
     """
 
     tensor: torch.Tensor
@@ -44,12 +44,12 @@ class GradientBucket:
 
 @dataclass(frozen=True)
 class Averaging:
-    """What makes sums of gradients means.
+    """The factors that turn sums of gradients into means.
 
     Attributes:
-        data_axes: mesh axes (of size > 1) whose ranks train on different examples.
-        sizes: of all mesh axes.
-        passes: backward passes that make one step.
+        data_axes: the mesh axes (of size > 1) whose ranks train on different examples.
+        sizes: the sizes of all mesh axes.
+        passes: the number of backward passes in a step.
     """
 
     data_axes: Axes
@@ -57,7 +57,7 @@ class Averaging:
     passes: int
 
     def over(self, axes: Axes) -> float:
-        """The factor that makes a sum over these axes and all passes a mean over data ranks and passes."""
+        """Return the factor that turns a sum over these axes and all passes into a mean over data ranks and passes."""
         return 1.0 / (math.prod(self.sizes[axis] for axis in self.data_axes if axis in axes) * self.passes)
 
 
@@ -65,52 +65,53 @@ class Averaging:
 class Slot:
     """The gradient of one parameter.
 
-    Attributes:
-        filled: the backward pass in progress has made it.
-        in_bucket: this rank's shard of it lies in memory of its bucket, which the next backward pass overwrites.
-        prior: while a backward pass runs, this rank's shard of earlier ones, to which the new one is added; for a
-            parameter that is not stored in shards.
-        unsharded: while a backward pass runs, the full gradient of a parameter that is stored in shards.
+    Between backward passes, `param.grad` is the only state: a gradient that a user sets to None or zero is gone.
 
-    Between backward passes `param.grad` is all there is: what a user sets to None or zero is gone.
+    Attributes:
+        param_state: the parameter.
+        filled: whether the running backward pass has made the gradient.
+        in_bucket: whether this rank's shard lies in memory of the bucket, which the next backward pass overwrites.
+        accumulated: while a backward pass runs, this rank's shard of earlier gradients, to which the new one is added;
+            for a parameter that is not stored in shards.
+        unsharded: while a backward pass runs, the full gradient of a parameter that is stored in shards.
     """
 
-    held: Held
+    param_state: ParamState
     filled: bool = False
     in_bucket: bool = False
-    prior: torch.Tensor | None = None
+    accumulated: torch.Tensor | None = None
     unsharded: torch.Tensor | None = None
 
     @property
-    def own(self) -> torch.Tensor | None:
-        """The gradient of this rank's examples, laid out as the parameter is while it is computed with."""
-        return self.unsharded if self.held.is_stored_in_parts else self.held.param.grad
+    def unreduced(self) -> torch.Tensor | None:
+        """The full gradient of this rank's examples, in the compute layout."""
+        return self.unsharded if self.param_state.is_stored_sharded else self.param_state.param.grad
 
-    @own.setter
-    def own(self, grad: torch.Tensor | None) -> None:
-        if self.held.is_stored_in_parts:
+    @unreduced.setter
+    def unreduced(self, grad: torch.Tensor | None) -> None:
+        if self.param_state.is_stored_sharded:
             self.unsharded = grad
         else:
-            self.held.param.grad = grad
+            self.param_state.param.grad = grad
 
     def add(self, grad: torch.Tensor | None) -> None:
+        """Add to the unreduced gradient."""
         if grad is not None:
-            self.own = grad if self.own is None else self.own + grad
+            self.unreduced = grad if self.unreduced is None else self.unreduced + grad
 
 
 @dataclass(eq=False)
 class ReduceBucket(ABC):
-    """Gradients that leave together.
+    """Gradients that are reduced together.
 
     Attributes:
-        executor: sends them.
-        averaging: makes sums means.
-        axes: the mesh axes over which they are summed.
+        executor: the executor that sends the gradients.
+        averaging: the factors of the mean.
+        axes: the mesh axes over which the gradients are summed.
         slots: the gradients.
-        dtype: in which they travel.
-        last: whether it closes a backward pass and carries the number of gradients that ranks lack; of others, several
-            may be under way.
-        missing: gradients that are still to come.
+        dtype: the dtype in which the gradients are sent.
+        last: whether the bucket closes a backward pass and carries the number of missing gradients.
+        missing: the number of gradients that the running backward pass has yet to make.
     """
 
     executor: Executor
@@ -122,18 +123,18 @@ class ReduceBucket(ABC):
     missing: int = 0
 
     @property
-    def is_stored_in_parts(self) -> bool:
-        """Whether its parameters are stored in shards: it leaves inside of `no_sync` too."""
-        return bool(self.slots) and self.slots[0].held.is_stored_in_parts
+    def is_stored_sharded(self) -> bool:
+        """Whether the parameters are stored in shards; the bucket is then sent inside of `no_sync` too."""
+        return bool(self.slots) and self.slots[0].param_state.is_stored_sharded
 
     @property
     def at_every_pass(self) -> bool:
-        """Whether it leaves after each of the backward passes that make a step."""
+        """Whether the bucket is sent in each backward pass of a step, and not only in the last one."""
         return False
 
     @property
-    def borrows(self) -> int:
-        """Bytes that it borrows while it is under way, the same number on all ranks."""
+    def workspace_bytes(self) -> int:
+        """The workspace bytes of the bucket while it is pending; the same on all ranks."""
         return 0
 
     @property
@@ -141,108 +142,116 @@ class ReduceBucket(ABC):
         return self.averaging.over(self.axes)
 
     def reset(self) -> None:
+        """Prepare for a new backward pass."""
         self.missing = len(self.slots)
         for slot in self.slots:
             slot.filled = False
 
     @abstractmethod
-    def begin(self, lacking: int, number: int = 0, reduction: Callable[[GradientBucket], Any] | None = None) -> None:
+    def begin(
+        self, missing_count: int, number: int = 0, reduction: Callable[[GradientBucket], Any] | None = None
+    ) -> None:
         """Send the gradients.
 
         Args:
-            lacking: how many gradients of this pass this rank does not have, for the last bucket.
-            number: of this bucket among all.
-            reduction: a user's own in the place of an all-reduce.
+            missing_count: the number of gradients of this pass that this rank does not have, for the last bucket.
+            number: the index of this bucket among all.
+            reduction: a registered reduction in place of the all-reduce.
         """
 
     @abstractmethod
     def wait(self) -> torch.Tensor | None:
-        """Wait for the means; returns how many gradients ranks lack in all, from the last bucket."""
+        """Wait for the means; return the number of missing gradients over all ranks, from the last bucket."""
 
     @abstractmethod
-    def hand_out(self, is_used: Callable[[Slot], bool]) -> None:
-        """Give the parameters their gradients."""
+    def set_grads(self, is_used: Callable[[Slot], bool]) -> None:
+        """Set the gradients of the parameters."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Wait for what was sent, and forget it: the backward pass that sent it has raised."""
+        """Wait for the pending reduction and drop it, after the backward pass has raised."""
 
-    def _carries(self) -> Iterator[Movement]:
+    def _movements(self) -> Iterator[Movement]:
         for slot in self.slots:
-            if (movement := slot.held.movements.get("gradients")) is not None:
+            if (movement := slot.param_state.movements.get("gradients")) is not None:
                 yield movement
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        """Local gradients, laid out as their parameters but for the partial sums that this bucket adds up."""
+        """Return local gradients in the compute layout, but for the partial sums that this bucket reduces."""
         return [self._gradient(slot) if slot.filled else None for slot in self.slots]
 
     def _gradient(self, slot: Slot) -> torch.Tensor:
-        grad = slot.held.lay_out(slot.own, keep_partial=self.axes)
+        grad = slot.param_state.lay_out(slot.unreduced, keep_partial=self.axes)
         if self.axes == self.averaging.data_axes:
             return local_of(grad)
         partial = (*self.averaging.data_axes, *_partial_axes(grad))
-        # Alike on all ranks of an axis over which others in this bucket are still to be summed.
+        # The gradient is replicated on axes over which this bucket sums, since other gradients are partial there.
         copies = math.prod(self.averaging.sizes[axis] for axis in self.axes if axis not in partial)
         return local_of(grad) if copies == 1 else local_of(grad) / copies
 
 
 @dataclass(eq=False)
 class AllReduceBucket(ReduceBucket):
-    """Every rank gets the mean.
+    """Gradients whose mean every rank gets, by an all-reduce.
 
     Attributes:
-        on_mesh: whether gradients of DTensor parameters become DTensors on the whole mesh, beside others in shards:
+        on_mesh: whether gradients of DTensor parameters become DTensors on the whole mesh, as sharded gradients are:
             torch's own `clip_grad_norm_` takes DTensors of one mesh.
-        flat: memory of the bucket; None where its one gradient is reduced where it lies. Each gradient has as much room
-            as the largest rank's shard of it needs: what is the same on ranks whose other shards differ in size has to
-            lie in the same place on all of them, since the order of a sum depends on that.
-        views: the local part of each gradient, inside `flat`.
-        shown: what `p.grad` becomes; empty where gradients travel in another dtype than theirs.
+        flat: the memory of the bucket; None where its only gradient is reduced in place. Each gradient has as much
+            space as the rank with the largest local shape needs: a replicated gradient must have the same offset on
+            all ranks, even if they differ in the size of other shards, since the order of a sum depends on the offset.
+        views: the local tensor of each gradient, inside `flat`.
+        grads: the tensors that `p.grad` becomes; empty where gradients are sent in another dtype than theirs.
+        sent: the buffer that is reduced.
+        work: the pending all-reduce.
     """
 
     on_mesh: bool = False
     flat: torch.Tensor | None = None
     views: list[torch.Tensor] = field(default_factory=list)
-    shown: list[torch.Tensor] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
     sent: torch.Tensor | None = None
     work: Any = None
 
     def allocate(self) -> None:
-        room = [slot.held.room for slot in self.slots]
-        self.flat = torch.zeros(sum(room) + self.last, dtype=self.dtype, device=self.executor.device)
-        for slot, piece in zip(self.slots, self.flat[: sum(room)].split(room), strict=True):
-            # In the order in memory of the parameter: fused optimizers walk both as if they were flat.
-            local = local_of(slot.held.param)
+        """Allocate the memory of the bucket."""
+        sizes = [slot.param_state.max_local_numel for slot in self.slots]
+        self.flat = torch.zeros(sum(sizes) + self.last, dtype=self.dtype, device=self.executor.device)
+        for slot, piece in zip(self.slots, self.flat[: sum(sizes)].split(sizes), strict=True):
+            # With the strides of the parameter: fused optimizers treat both as flat.
+            local = local_of(slot.param_state.param)
             view = piece[: local.numel()].as_strided(local.shape, torch.empty_like(local, device="meta").stride())
             self.views.append(view)
             if view.dtype == local.dtype:
-                self.shown.append(self._shown(slot.held, view))
+                self.grads.append(self._as_grad(slot.param_state, view))
 
-    def begin(self, lacking: int, number: int = 0, reduction: Callable[[GradientBucket], Any] | None = None) -> None:
+    def begin(
+        self, missing_count: int, number: int = 0, reduction: Callable[[GradientBucket], Any] | None = None
+    ) -> None:
         grads = self._gradients()
         if self.flat is None:
-            self.sent = _dense(grads[0], self.slots[0].held)
+            self.sent = _dense(grads[0], self.slots[0].param_state)
         else:
             self.sent = self.flat
-            self._pack(grads, lacking)
+            self._pack(grads, missing_count)
         transport = self.executor.transport(self.axes)
-        transport.note("all_reduce", self._carries())
+        transport.note("all_reduce", self._movements())
         if reduction is None:
             self.work = transport.all_reduce(self.sent)
         else:
-            self.work = self._by_the_users(reduction, number)
+            self.work = self._reduce_by(reduction, number)
 
-    def _by_the_users(self, reduction: Callable[[GradientBucket], Any], number: int) -> Any:
-        """The count of missing gradients is reduced apart: it has to be exact."""
+    def _reduce_by(self, reduction: Callable[[GradientBucket], Any], number: int) -> Any:
+        """Call a registered reduction; the number of missing gradients is reduced apart, since it must be exact."""
         assert self.sent is not None
         group = self.executor.group(self.axes)
         flat = self.sent.as_strided((self.sent.numel(),), (1,))
         if self.last:
             dist.all_reduce(flat[-1:], group=group)
-        names = tuple(slot.held.name for slot in self.slots)
+        names = tuple(slot.param_state.name for slot in self.slots)
         return reduction(GradientBucket(flat[: flat.numel() - self.last], group, self.axes, names, number))
 
-    def _pack(self, grads: list[torch.Tensor | None], lacking: int) -> None:
+    def _pack(self, grads: list[torch.Tensor | None], missing_count: int) -> None:
         assert self.flat is not None
         targets, sources = [], []
         for view, grad in zip(self.views, grads, strict=True):
@@ -254,174 +263,189 @@ class AllReduceBucket(ReduceBucket):
         if targets:
             _torch.copy_all(targets, sources)
         if self.last:
-            self.flat[-1] = lacking
+            self.flat[-1] = missing_count
 
     def wait(self) -> torch.Tensor | None:
         assert self.sent is not None
         if self.work is not None:
             self.work.wait()
         self.work = None
-        lacking = self.sent[-1].clone() if self.last else None
+        total_missing = self.sent[-1].clone() if self.last else None
         if self.scale != 1:
             self.sent.mul_(self.scale)
-        return lacking
+        return total_missing
 
-    def hand_out(self, is_used: Callable[[Slot], bool]) -> None:
+    def set_grads(self, is_used: Callable[[Slot], bool]) -> None:
         for i, slot in enumerate(self.slots):
             if is_used(slot):
-                slot.held.param.grad = self.shown[i] if self.shown else self._shown(slot.held, self._result(i))
+                slot.param_state.param.grad = (
+                    self.grads[i] if self.grads else self._as_grad(slot.param_state, self._result(i))
+                )
         self.sent = None
 
     def drop(self) -> None:
         if self.work is not None:
             self.work.wait()
         for slot in self.slots:
-            grad = slot.held.param.grad
+            grad = slot.param_state.param.grad
             if grad is not None and self.sent is not None and _torch.share_memory(local_of(grad), self.sent):
-                slot.held.param.grad = None
+                slot.param_state.param.grad = None
         self.work = self.sent = None
 
     def _result(self, index: int) -> torch.Tensor:
-        """A mean that does not lie where `p.grad` shows it: of a gradient that moved alone, or in another dtype."""
+        """Return a mean that is not in `grads`: of a gradient that is reduced in place, or in another dtype."""
         assert self.sent is not None
         if self.flat is None:
             return self.sent
-        return self.views[index].to(self.slots[index].held.dtype)
+        return self.views[index].to(self.slots[index].param_state.dtype)
 
-    def _shown(self, held: Held, local: torch.Tensor) -> torch.Tensor:
-        if not isinstance(held.param, DTensor):
+    def _as_grad(self, param_state: ParamState, local: torch.Tensor) -> torch.Tensor:
+        if not isinstance(param_state.param, DTensor):
             return local
-        return held.wrap(local) if self.on_mesh else _torch.wrap(local, _torch.spec_of(held.param))
+        return param_state.wrap(local) if self.on_mesh else _torch.wrap(local, _torch.spec_of(param_state.param))
 
 
 @dataclass(eq=False)
 class ReduceScatterBucket(ReduceBucket):
-    """Each rank gets the mean of its own shards.
+    """Gradients of which each rank gets the mean of its own shards, by a reduce-scatter.
 
     Attributes:
-        bucket: moves them; where this is the last one, with a count for each rank behind the gradients.
-        rest: axes over which shards have to be summed still, since they do not split them.
-        sent: the gradients, until they have arrived.
-        out: this rank's shards, one behind the other.
-        shards: the same apart, where they do not stay in `mine`.
-        flat: where full gradients keep their memory, that of the bucket.
-        mine: memory of this rank's shards, where they are packed and stay until the next backward pass.
-        shown: what `p.grad` becomes, over `mine`.
+        bucket: the bucket that moves the gradients; in the last one, followed by a count for each rank.
+        remaining_axes: the axes that do not split the shards, over which an all-reduce follows.
+        sent: the gradients, until they are reduced.
+        moving: the pending reduce-scatter.
+        out: this rank's shards in one flat tensor.
+        shards: this rank's shards, where they do not stay in `kept_shards`.
+        flat: the memory of full gradients, where they keep it until the step ends.
+        kept_shards: the memory of this rank's shards, where they are packed and stay until the next backward pass.
+        grads: the tensors that `p.grad` becomes, over `kept_shards`.
     """
 
     bucket: Bucket | None = None
-    rest: Axes = ()
+    remaining_axes: Axes = ()
     sent: list[torch.Tensor] = field(default_factory=list)
     moving: Handle | None = None
     out: torch.Tensor | None = None
     shards: list[torch.Tensor] = field(default_factory=list)
     flat: torch.Tensor | None = None
-    mine: torch.Tensor | None = None
-    shown: list[DTensor] = field(default_factory=list)
+    kept_shards: torch.Tensor | None = None
+    grads: list[DTensor] = field(default_factory=list)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether full gradients keep their memory until the step ends."""
-        return bool(self.slots) and self.slots[0].held.keeps_gradient
+        """Whether the full gradients keep their memory until the step ends."""
+        return bool(self.slots) and self.slots[0].param_state.keeps_gradient
 
     @property
     def at_every_pass(self) -> bool:
         return not self.keeps_gradients
 
     @property
-    def borrows(self) -> int:
+    def workspace_bytes(self) -> int:
         assert self.bucket is not None
         return self.bucket.arriving_bytes + (self.bucket.packed_bytes if self.flat is None else 0)
 
-    def allocate(self, like: Held) -> None:
-        """`like`: a parameter that is divided as those of this bucket are."""
+    def allocate(self, like: ParamState) -> None:
+        """Allocate the memory of the bucket.
+
+        Args:
+            like: a parameter with the division of those in this bucket, which may be empty.
+        """
         transport, device = like.transport, self.executor.device
         assert transport is not None
-        cuts = [slot.held.cut for slot in self.slots if slot.held.cut is not None]
+        specs = [slot.param_state.shard_spec for slot in self.slots if slot.param_state.shard_spec is not None]
         if self.last:
-            cuts.append(Cut((transport.count,), 0, tuple((slice(r, r + 1),) for r in range(transport.count))))
-        self.bucket = bucket = Bucket(cuts, transport, self.dtype, device, self.executor.workspace)
-        self.rest = tuple(axis for axis in self.axes if axis not in like.axes)
+            specs.append(ShardSpec((transport.count,), 0, tuple((slice(r, r + 1),) for r in range(transport.count))))
+        self.bucket = bucket = Bucket(specs, transport, self.dtype, device, self.executor.workspace)
+        self.remaining_axes = tuple(axis for axis in self.axes if axis not in like.axes)
         if self.keeps_gradients and not bucket.alone:
             self.flat = torch.zeros(bucket.total, dtype=self.dtype, device=device)
-        if not bucket.alone and all(self._stays(slot.held) for slot in self.slots):
-            block = None if self.flat is None else bucket.block_of_own(self.flat)
-            self.mine = torch.empty(bucket.own, dtype=self.dtype, device=device) if block is None else block
-            shards = bucket.parts_in(self.mine)
-            self.shown = [slot.held.wrap(shard) for slot, shard in zip(self.slots, shards, strict=False)]
+        if not bucket.alone and all(self._stays_in_bucket(slot.param_state) for slot in self.slots):
+            block = None if self.flat is None else bucket.local_block(self.flat)
+            self.kept_shards = (
+                torch.empty(bucket.shard_numel, dtype=self.dtype, device=device) if block is None else block
+            )
+            shards = bucket.shards_in(self.kept_shards)
+            self.grads = [slot.param_state.wrap(shard) for slot, shard in zip(self.slots, shards, strict=False)]
             for slot in self.slots:
                 slot.in_bucket = True
 
-    def _stays(self, held: Held) -> bool:
-        """Whether `p.grad` may be memory of the bucket."""
-        return not held.is_stored_in_parts and held.dtype == self.dtype and "grad" not in held.hosted
+    def _stays_in_bucket(self, param_state: ParamState) -> bool:
+        """Tell whether `p.grad` may be memory of the bucket."""
+        return (
+            not param_state.is_stored_sharded
+            and param_state.dtype == self.dtype
+            and "grad" not in param_state.offloaded
+        )
 
-    def begin(self, lacking: int, number: int = 0, reduction: Callable[[GradientBucket], Any] | None = None) -> None:
+    def begin(
+        self, missing_count: int, number: int = 0, reduction: Callable[[GradientBucket], Any] | None = None
+    ) -> None:
         assert self.bucket is not None
-        self.sent = [_dense(grad, slot.held) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
+        self.sent = [_dense(grad, slot.param_state) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
         if self.last:
             counts = (self.bucket.transport.count,)
-            self.sent.append(torch.full(counts, lacking, dtype=self.dtype, device=self.executor.device))
-        self.moving = self.bucket.reduce(self.sent, self.flat, self._carries())
+            self.sent.append(torch.full(counts, missing_count, dtype=self.dtype, device=self.executor.device))
+        self.moving = self.bucket.reduce(self.sent, self.flat, self._movements())
         for slot in self.slots:
-            slot.own = None
+            slot.unreduced = None
 
     def wait(self) -> torch.Tensor | None:
         assert self.bucket is not None and self.moving is not None
-        self.out = self._room()
-        self.bucket.sum_into(self.moving, self.out, 1.0 if self.rest or self.last else self.scale)
-        if self.rest:
-            transport = self.executor.transport(self.rest)
-            transport.note("all_reduce", self._carries())
+        self.out = self._shard_memory()
+        self.bucket.sum_into(self.moving, self.out, 1.0 if self.remaining_axes or self.last else self.scale)
+        if self.remaining_axes:
+            transport = self.executor.transport(self.remaining_axes)
+            transport.note("all_reduce", self._movements())
             transport.all_reduce(self.out).wait()
-        lacking = self.out[-1].clone() if self.last else None
-        if self.rest or self.last:
+        total_missing = self.out[-1].clone() if self.last else None
+        if self.remaining_axes or self.last:
             self.out.mul_(self.scale)
         self.moving, self.sent = None, []
-        if not self.shown:
-            shards = zip(self.slots, self.bucket.parts_in(self.out), strict=False)
-            self.shards = [self._at_home(slot.held, shard) for slot, shard in shards]
-        return lacking
+        if not self.grads:
+            shards = zip(self.slots, self.bucket.shards_in(self.out), strict=False)
+            self.shards = [self._to_host(slot.param_state, shard) for slot, shard in shards]
+        return total_missing
 
     def drop(self) -> None:
         assert self.bucket is not None
         if self.moving is not None:
-            self.bucket.sum_into(self.moving, self._room(), 1.0)
+            self.bucket.sum_into(self.moving, self._shard_memory(), 1.0)
         self.moving, self.sent, self.out, self.shards = None, [], None, []
 
-    def _at_home(self, held: Held, shard: torch.Tensor) -> torch.Tensor:
-        """Where the plan keeps a gradient on the host, its copy begins now, and backward goes on."""
-        shard = shard.to(held.param.dtype)
-        return self.executor.downloads.begin(shard) if "grad" in held.hosted else shard
+    def _to_host(self, param_state: ParamState, shard: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a shard to the host, where the plan offloads the gradient; backward goes on meanwhile."""
+        shard = shard.to(param_state.param.dtype)
+        return self.executor.downloads.begin(shard) if "grad" in param_state.offloaded else shard
 
-    def _room(self) -> torch.Tensor:
-        """Memory for this rank's shards: in that of the full gradient, where it stays."""
+    def _shard_memory(self) -> torch.Tensor:
+        """Return memory for this rank's shards: inside of the full gradient, where that is kept."""
         assert self.bucket is not None
-        if self.mine is not None:
-            return self.mine
+        if self.kept_shards is not None:
+            return self.kept_shards
         if self.flat is not None:
-            return self.bucket.block_of_own(self.flat)
+            return self.bucket.local_block(self.flat)
         if self.keeps_gradients and self.bucket.alone and self.sent[0].dtype == self.bucket.dtype:
-            return self.bucket.block_of_own(self.sent[0].view(-1))
-        return torch.empty(self.bucket.own, dtype=self.bucket.dtype, device=self.bucket.device)
+            return self.bucket.local_block(self.sent[0].view(-1))
+        return torch.empty(self.bucket.shard_numel, dtype=self.bucket.dtype, device=self.bucket.device)
 
-    def hand_out(self, is_used: Callable[[Slot], bool]) -> None:
-        for slot, shard in zip(self.slots, self.shown or self.shards, strict=True):
-            held, prior = slot.held, slot.prior
-            slot.prior = None
-            if held.is_stored_in_parts and held.param.grad is not None:
-                prior = local_of(held.param.grad)
-            if prior is not None or is_used(slot):
-                shown = shard if isinstance(shard, DTensor) else held.wrap(shard)
-                if prior is not None:
-                    local_of(shown).add_(prior)
-                held.param.grad = shown  # type: ignore[assignment]
+    def set_grads(self, is_used: Callable[[Slot], bool]) -> None:
+        for slot, shard in zip(self.slots, self.grads or self.shards, strict=True):
+            param_state, accumulated = slot.param_state, slot.accumulated
+            slot.accumulated = None
+            if param_state.is_stored_sharded and param_state.param.grad is not None:
+                accumulated = local_of(param_state.param.grad)
+            if accumulated is not None or is_used(slot):
+                grad = shard if isinstance(shard, DTensor) else param_state.wrap(shard)
+                if accumulated is not None:
+                    local_of(grad).add_(accumulated)
+                param_state.param.grad = grad  # type: ignore[assignment]
         self.out, self.shards = None, []
 
 
-def _dense(grad: torch.Tensor | None, held: Held) -> torch.Tensor:
-    """A gradient in the order in memory of its parameter; zeros where there is none."""
-    like = held.memory
+def _dense(grad: torch.Tensor | None, param_state: ParamState) -> torch.Tensor:
+    """Return a gradient with the strides of its parameter; zeros where there is none."""
+    like = param_state.memory
     if grad is None:
         return torch.zeros_like(like)
     return grad if grad.stride() == like.stride() else torch.empty_like(like, dtype=grad.dtype).copy_(grad)

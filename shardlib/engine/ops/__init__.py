@@ -1,4 +1,4 @@
-"""Every op right on DTensors: by a sharding rule of ours, or else by gathering."""
+"""Correct results for every op on DTensors: by shardlib's sharding rules, or else by gathering the operands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 
 assert _rules
 _MESHES: set[DeviceMesh] = set()
-_READ: set[DeviceMesh] = set()  # on which only reading one value is ours
+_READ: set[DeviceMesh] = set()  # meshes on which only reads of a single value are intercepted
 _UNDO: list[Callable[[], Any]] = []
 _HANDLED = (
     torch.ops.aten.convolution.default,
@@ -57,9 +57,9 @@ _HANDLED = (
 
 
 def enable(mesh: DeviceMesh) -> None:
-    """From now on every op on DTensors of this mesh is right: sharded by our rules, or gathered.
+    """Use shardlib's op rules for DTensors on this mesh: every op is sharded by a rule, or its operands are gathered.
 
-    DTensors on other meshes keep PyTorch's own behaviour. Enabling a mesh twice does nothing.
+    DTensors on other meshes keep PyTorch's own behaviour. Enabling a mesh twice has no effect.
     """
     if mesh in _MESHES:
         return
@@ -70,9 +70,9 @@ def enable(mesh: DeviceMesh) -> None:
 
 
 def read_global_values(mesh: DeviceMesh) -> None:
-    """From now on `float(x)` and `x.item()` of a DTensor of this mesh give the global value, as of a sum of all ranks'.
+    """Make `float(x)` and `x.item()` of DTensors on this mesh return the global value, with partial sums reduced.
 
-    PyTorch's own give what this rank has. All other ops stay as they are. All ranks of the mesh read, or none.
+    PyTorch's own return the local value. All other ops are unchanged. These reads are collective over the mesh.
     """
     if not (_MESHES or _READ):
         _install()
@@ -81,7 +81,7 @@ def read_global_values(mesh: DeviceMesh) -> None:
 
 
 def disable(mesh: DeviceMesh | None = None) -> None:
-    """Give a mesh (all meshes) back to PyTorch's own rules."""
+    """Restore PyTorch's own rules for a mesh (by default for all meshes)."""
     meshes = set(_MESHES) if mesh is None else {mesh}
     _MESHES.difference_update(meshes)
     _READ.difference_update(meshes if mesh is not None else set(_READ))
@@ -92,7 +92,7 @@ def disable(mesh: DeviceMesh | None = None) -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """What is enabled inside the block is given back after it; what was enabled before stays so."""
+    """Disable after the block the meshes that were enabled inside it."""
     before = _MESHES | _READ
     try:
         yield
@@ -102,14 +102,12 @@ def restored() -> Iterator[None]:
 
 
 def enabled(mesh: DeviceMesh) -> bool:
-    """Whether a mesh was given to `enable`."""
+    """Return whether a mesh is enabled."""
     return mesh in _MESHES
 
 
-def _by_our_own_way(
-    original: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any
-) -> Any:
-    """PyTorch's way is wrong for fused splits beside other axes, and for axes in another order than the mesh's."""
+def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any) -> Any:
+    """Redistribute correctly where PyTorch is wrong: fused splits on several axes, or axes in another order."""
     if source.mesh in _MESHES and is_fused_beside_others(source, target.placements):
         return redistributed(local, source, target.placements)
     return original(local, source, target, **options)
@@ -121,7 +119,7 @@ def _forget() -> None:
 
 
 def _install() -> None:
-    # Handlers come before the sharding cache and know nothing of meshes: those that we replace move behind it.
+    # DTensor calls custom handlers before its sharding cache, for any mesh: replaced handlers are called after it.
     handlers = move_handlers(_HANDLED)
 
     def ours(original: Any, op: Op, args: Any, kwargs: Any, info: OpInfo, try_cache: bool) -> Any:
@@ -134,7 +132,7 @@ def _install() -> None:
         return original(op, args, kwargs, info, try_cache)
 
     _UNDO.append(intercept_propagation(ours))
-    _UNDO.append(intercept_redistribution(_by_our_own_way))
+    _UNDO.append(intercept_redistribution(_redistribute))
     _UNDO.append(replace_composites())
     _UNDO.append(lambda: restore_handlers(handlers))
     for op in ruled_ops():

@@ -1,16 +1,15 @@
-"""Views that had to be redistributed are copies; here they are kept equal to what they are views of.
+"""Aliasing of views that needed a redistribution: such views are copies, and writes are propagated to and from them.
 
-A view of a DTensor shares the local storage of its base, unless taking it needs communication: a slice of a split
-dim, a `view` that breaks a split dim up. Such a view is a copy. Autograd and the user still take it for a view, so
-writing to it must reach the base, and writing to the base must reach it. Both carry a `WatchedSpec`, which differs
-from every other spec in DTensor's caches: an op on either comes to our policy each time, and one that writes ends with
+A view of a DTensor shares the local storage of its base, unless the view needs communication: a slice of a sharded
+dim, or a `view` that regroups a sharded dim. Such a view is a copy. For autograd and the user it is still a view, so
+that a write to it must update the base, and a write to the base must update it. Both have a `WatchedSpec`, which equals
+no other spec in DTensor's caches: ops on either call the policy each time, and an op that writes ends with
 `after_write`.
 
-Each view of a watched tensor remembers how it was taken (`_Link`). A write goes up along the links to the first base,
-and from there down to every copy. Views that were taken before the base was watched share its storage and have no
-link: that they were written to shows in the version that a tensor has in common with its views, and `catch_up` looks
-at that. All ranks take the same steps: what is communicated depends on links and versions alone, never on which Python
-objects happen to be alive.
+Each view of a watched tensor records how it was made (`_Link`). A write is propagated along the links to the first
+base, and from there to every copy. Views from before the base was watched share its storage and have no link: writes to
+them change the version counter that a tensor shares with its views, which `catch_up` compares. All ranks take the same
+steps: communication depends on links and versions only, never on which Python objects are alive.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine._torch import DTensorSpec, local_of, pytree, set_local, spec_of
-from shardlib.engine.ops._operands import Operands, redistributed, spec_like, whole
+from shardlib.engine.ops._operands import Operands, redistributed, replicated, spec_like
 from shardlib.engine.ops._rows import Op
 from shardlib.errors import ShardingError
 
-__all__ = ["WatchedSpec", "after_write", "catch_up", "has_other_shape", "link_views", "refuse_write", "watched"]
+__all__ = ["WatchedSpec", "after_write", "catch_up", "link_views", "record_reshape", "refuse_write", "watched"]
 
 
 class WatchedSpec(DTensorSpec):
@@ -43,7 +42,7 @@ class WatchedSpec(DTensorSpec):
 
 @dataclass
 class _Link:
-    """How a view was taken, and whether it is a copy."""
+    """The op that made a view, and whether the view is a copy."""
 
     source: DTensor
     op: Op
@@ -53,16 +52,16 @@ class _Link:
     copied: bool
 
     def replay(self, source: torch.Tensor) -> torch.Tensor:
-        """The same view of a plain tensor."""
+        """Return the same view of a plain tensor."""
         args, kwargs = pytree.tree_map(lambda x: source if x is self.source else x, (self.args, self.kwargs))
         return pytree.tree_leaves(self.op(*args, **kwargs))[self.output]
 
 
 @dataclass
 class _Family:
-    """A watched tensor's own link, its views, and the version that all copies were last brought to.
+    """A watched tensor's own link, its views, and the version at which all copies were last updated.
 
-    `reshaped` names the op that has changed its shape since, in place: its views were taken of another shape.
+    `reshaped` is the op that has changed its shape in place since then: its views belong to another shape.
     """
 
     link: _Link | None = None
@@ -76,7 +75,7 @@ def watched(tensor: torch.Tensor) -> bool:
 
 
 def link_views(operands: Operands, result: Any, *, copied: bool) -> None:
-    """Remember that `result` holds views of the viewed operand: copies of it, or of a watched one."""
+    """Record that `result` contains views of the viewed operand, which are copies or views of a watched tensor."""
     (i,) = operands.viewed
     source = operands.tensors[i]
     if not isinstance(source, DTensor):
@@ -88,8 +87,8 @@ def link_views(operands: Operands, result: Any, *, copied: bool) -> None:
         _family(source).views.append(weakref.ref(view))
 
 
-def has_other_shape(tensor: DTensor, op: Op) -> None:
-    """A tensor's shape was changed in place. If it is watched, nothing is copied for that: the values are the same."""
+def record_reshape(tensor: DTensor, op: Op) -> None:
+    """Record that an op changed a tensor's shape in place. No copy is updated, since the values are the same."""
     if "_shardlib_family" in tensor.__dict__:
         family, version = _family(tensor), _version(tensor)
         family.reshaped, family.version = op, None if version is None else version + 1  # counted once the op is over
@@ -97,10 +96,10 @@ def has_other_shape(tensor: DTensor, op: Op) -> None:
 
 
 def refuse_write(tensor: DTensor) -> None:
-    """Refuse to write to a watched tensor that has had another shape, or to a view of one: how to tell the others?
+    """Refuse to write to a watched tensor whose shape was changed, or to a view of one: copies cannot be updated.
 
     Raises:
-        ShardingError: say to call the op that changed the shape out of place.
+        ShardingError: the write would not reach all views; the op that changed the shape has to be out of place.
     """
     family = _family(tensor)
     while family.reshaped is None and family.link is not None:
@@ -109,19 +108,19 @@ def refuse_write(tensor: DTensor) -> None:
         name = family.reshaped.overloadpacket.__name__
         raise ShardingError(
             f"A tensor of shape {tuple(tensor.shape)} is written to, after {name}() has changed its shape in place and "
-            "a view of it was taken that lies otherwise on the mesh. Such a view is a copy, which the write would not "
+            "a view of it was taken that has another layout. Such a view is a copy, which the write would not "
             f"reach. Change the shape out of place, as in y = x.{name.rstrip('_')}(...)."
         )
 
 
 def after_write(tensors: Sequence[DTensor]) -> None:
-    """Bring the bases and all their views to what one op wrote to some of them."""
-    for root in {id(root): root for root in map(_written_up, tensors)}.values():
+    """Update the bases and all their views after an op wrote to some of them."""
+    for root in {id(root): root for root in map(_write_to_bases, tensors)}.values():
         _refresh(root, _values(root))
 
 
 def catch_up(tensor: DTensor) -> None:
-    """Bring copies to what was written where nobody told: through a view that shares the storage of the base."""
+    """Update copies after unrecorded writes: those through a view that shares the storage of the base."""
     root = tensor
     while (link := _family(root).link) is not None:
         root = link.source
@@ -135,12 +134,12 @@ def catch_up(tensor: DTensor) -> None:
 
 
 def _version(tensor: DTensor) -> int | None:
-    """How often a tensor or a view of it was written to; inference mode does not count."""
+    """Return the version counter of a tensor and its views; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
 
 
-def _written_up(tensor: DTensor) -> DTensor:
-    """The first base of a view, which now has the view's values."""
+def _write_to_bases(tensor: DTensor) -> DTensor:
+    """Write a view's values to its bases, and return the first base."""
     values = _values(tensor)
     while (link := _family(tensor).link) is not None:
         base = link.source
@@ -153,7 +152,7 @@ def _written_up(tensor: DTensor) -> DTensor:
 
 
 def _values(tensor: DTensor) -> torch.Tensor:
-    return redistributed(local_of(tensor), spec_of(tensor), whole(tensor.device_mesh))
+    return redistributed(local_of(tensor), spec_of(tensor), replicated(tensor.device_mesh))
 
 
 def _refresh(tensor: DTensor, values: torch.Tensor) -> None:
@@ -168,12 +167,12 @@ def _refresh(tensor: DTensor, values: torch.Tensor) -> None:
 
 
 def _store(tensor: DTensor, values: torch.Tensor) -> None:
-    spec = spec_like(tensor.device_mesh, whole(tensor.device_mesh), values)
+    spec = spec_like(tensor.device_mesh, replicated(tensor.device_mesh), values)
     local_of(tensor).copy_(redistributed(values, spec, tensor.placements))
 
 
 def _family(tensor: DTensor) -> _Family:
-    """A tensor's family; from the first time on, the tensor is watched."""
+    """Return a tensor's family. The first call makes the tensor watched."""
     family = tensor.__dict__.get("_shardlib_family")
     if family is None:
         family = tensor.__dict__["_shardlib_family"] = _Family()

@@ -1,4 +1,4 @@
-"""Choosing, for one call, the row of each mesh axis: the cheapest that holds, one axis after the other."""
+"""Choice of a row for each mesh axis of one call: the cheapest valid row, one axis after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Pending:
-    """One call to be decided: global shapes, and the placements of each operand on every mesh axis."""
+    """A call without a decision: global shapes, and the placements of each operand on every mesh axis."""
 
     op: Op
     values: dict[str, Any]
@@ -31,22 +31,22 @@ class Pending:
     placements: tuple[Placements, ...]
     sizes: tuple[int, ...]
     axes: tuple[str, ...] = ()  # names of the mesh axes, where they have names
-    fixed: frozenset[int] = frozenset()  # operands that the op writes to: they stay as they are
+    fixed: frozenset[int] = frozenset()  # operands that the op writes to: their placements must not change
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Placements of operands and outputs on every mesh axis, and what to run on local tensors."""
+    """Placements of operands and outputs on every mesh axis, and the computation on local tensors."""
 
     inputs: tuple[Placements, ...]
     outputs: tuple[Placements | None, ...]
     compute: Compute | None
     compute_axes: tuple[int, ...]
-    gathered: bool  # on some axis everything had to be made whole, though something was split
+    gathered: bool  # on some axis all operands are replicated, though one was sharded
 
 
 def choose(rule: Rule | None, pending: Pending) -> Choice | None:
-    """The cheapest rows for a call, or None when an operand that must stay as it is fits no row."""
+    """Choose the cheapest rows for a call; None when an operand that must not be redistributed fits no row."""
     call = Call(pending.op, pending.values, pending.names, pending.inputs, pending.outputs, (), 1)
     picked: list[Row] = []
     gathered = False
@@ -57,7 +57,7 @@ def choose(rule: Rule | None, pending: Pending) -> Choice | None:
         row = _cheapest(rule, call, pending.fixed)
         if row is None:
             return None
-        gathered |= size > 1 and any(map(is_split, current)) and all(place == R for place in row.ins)
+        gathered |= size > 1 and any(map(is_split, current)) and all(p == R for p in row.ins)
         call = _after(call, row, size)
         picked.append(row)
     computes = {row.compute for row in picked} - {None}
@@ -77,17 +77,17 @@ def is_split(placement: Any) -> TypeGuard[Shard | _StridedShard]:
 
 
 def _placements(row: Row) -> Placements:
-    return tuple(place for place in row.ins if isinstance(place, Placement))
+    return tuple(p for p in row.ins if isinstance(p, Placement))
 
 
 def _column(picked: Sequence[Row], output: int) -> Placements | None:
-    """An output's placements, or None where there is no such output."""
-    column = tuple(place for row in picked if (place := row.outs[output]) is not None)
+    """Return an output's placements, or None for an absent output."""
+    column = tuple(p for row in picked if (p := row.outs[output]) is not None)
     return column if len(column) == len(picked) else None
 
 
 def _cheapest(rule: Rule | None, call: Call, fixed: frozenset[int]) -> Row | None:
-    """Only rows that would win are asked whether they hold."""
+    """Return the cheapest valid row. Rows are validated in order of cost, since validation is expensive."""
     priced = [(_cost(row, call, fixed), row) for row in _candidates(rule, call)]
     for cost, row in sorted(priced, key=lambda pair: pair[0]):
         if cost[0] < math.inf and _holds(row, call, empty=rule is not None and rule.empty):
@@ -100,7 +100,7 @@ def _settled(row: Row, call: Call) -> Placements:
 
 
 def _candidates(rule: Rule | None, call: Call) -> Iterator[Row]:
-    """The rows of this call, each also in the forms that operands with a fused split ask for."""
+    """Yield the rows of this call, each also in its variants for operands with fused splits."""
     yield Row(tuple(None if meta is None else R for meta in call.outputs), (R,) * len(call.inputs))
     for row in rule.rows(call) if rule is not None else ():
         assert len(row.ins) == len(call.inputs) and len(row.outs) == len(call.outputs), (call.op, row)
@@ -131,41 +131,41 @@ def _mapped(row: Row, change: Any) -> Row:
 
 
 def _holds(row: Row, call: Call, *, empty: bool) -> bool:
-    """Whether the shapes allow a row. Shards of unlike sizes line up only when each is even."""
+    """Return whether the shapes allow a row. Shards of dims with different sizes align only if each is even."""
     if any(row.outs[output] != row.ins[operand] for output, operand in _returned_operands(call.op, call.names)):
         return False
     metas = (*call.inputs, *call.outputs)
     splits = [(m, p) for m, p in zip(metas, (*row.ins, *row.outs), strict=True) if is_split(p) and m is not None]
-    if any(p.dim >= m.ndim or not _has_a_name(m, p, call.size) for m, p in splits):
+    if any(p.dim >= m.ndim or not _is_expressible(m, p, call.size) for m, p in splits):
         return False
     sizes = [m.shape[p.dim] for m, p in splits]
     fused = any(isinstance(p, _StridedShard) for _, p in splits)
-    alike = bool(sizes) and all(size == sizes[0] for size in sizes)
+    equal = bool(sizes) and all(size == sizes[0] for size in sizes)
     if any(p.dim in m.ragged for m, p in splits):
-        # Uneven shards split again: ranks agree on the parts as long as all operands went the same way.
+        # Uneven shards are split again: they align as long as all operands were split in the same way.
         same = all(p.dim in m.ragged for m, p in splits)
-        return empty and same and alike and row.parallel and not fused
-    if row.parallel and not fused and alike:
+        return empty and same and equal and row.parallel and not fused
+    if row.parallel and not fused and equal:
         return sizes[0] > 0 and (empty or _nowhere_empty(sizes[0], call.size))
     return all(
         m.shape[p.dim] % (call.size * getattr(p, "split_factor", 1)) == 0 and m.shape[p.dim] > 0 for m, p in splits
-    ) and (not (row.parallel and fused) or alike)
+    ) and (not (row.parallel and fused) or equal)
 
 
-def _has_a_name(meta: Meta, place: Shard | _StridedShard, size: int) -> bool:
-    """Whether placements can say it when a dim that is split already is split again.
+def _is_expressible(meta: Meta, placement: Shard | _StridedShard, size: int) -> bool:
+    """Return whether placements can express a further split of a dim that is already split.
 
-    DTensor reads a fused split beside another split of the same dim as an order of mesh axes: the factor has to be the
-    size of the later axis. Whatever else a view may bring about cannot be written down.
+    DTensor reads a fused split and another split of the same dim as an order of mesh axes: the factor has to be the
+    size of the later axis. Other results of a view cannot be expressed.
     """
-    factors = [factor for dim, factor in meta.cut if dim == place.dim]
-    again = not isinstance(place, _StridedShard) and all(factor in (1, size) for factor in factors)
+    factors = [factor for dim, factor in meta.cut if dim == placement.dim]
+    again = not isinstance(placement, _StridedShard) and all(factor in (1, size) for factor in factors)
     return not factors or (again and sum(factor != 1 for factor in factors) <= 1)
 
 
 @functools.cache
 def _returned_operands(op: Op, names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """(output, operand) pairs of an op that returns what it wrote to, in the shape it had."""
+    """Return (output, operand) pairs of an op that returns operands it wrote to, with unchanged shapes."""
     if torch.Tag.inplace_view in op.tags:
         return ()
     owners = {
@@ -184,7 +184,7 @@ def _returned_operands(op: Op, names: tuple[str, ...]) -> tuple[tuple[int, int],
 
 
 def _nowhere_empty(size: int, ranks: int) -> bool:
-    """Whether chunking leaves every rank at least one index."""
+    """Return whether chunking leaves every rank at least one index."""
     chunk = -(-size // ranks)
     return -(-size // chunk) == ranks
 
@@ -202,7 +202,7 @@ def _cost(row: Row, call: Call, fixed: frozenset[int]) -> tuple[float, int]:
 
 
 def _move_cost(now: Placement, want: Placement, meta: Meta, size: int, partition: bool) -> float:
-    """Bytes one rank sends, about. A reduction counts the same whether it ends whole or split."""
+    """Estimate the bytes that one rank sends. All-reduce and reduce-scatter count the same."""
     share = meta.numel * meta.dtype.itemsize * (size - 1) / size
     if isinstance(want, Partial):
         return 0.0 if partition and isinstance(now, Replicate) else math.inf
@@ -216,7 +216,7 @@ def _move_cost(now: Placement, want: Placement, meta: Meta, size: int, partition
 
 
 def _after(call: Call, row: Row, size: int) -> Call:
-    """The call as the next mesh axis sees it: shapes local to this one (of the first rank, which has the most)."""
+    """Return the call as the next mesh axis sees it: shapes local to this axis (of its first rank, the largest)."""
     return replace(
         call,
         inputs=tuple(_shrunk(m, p, size) for m, p in zip(call.inputs, row.ins, strict=True)),

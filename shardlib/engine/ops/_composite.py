@@ -1,6 +1,7 @@
-"""Composite ops that go wrong before DTensor hears of them. They get kernels of ours.
+"""Replacement kernels for composite ops that fail before DTensor's dispatch.
 
-Some read the memory of a tensor, of which a DTensor has none; some leave `out=` as it was if it is no plain tensor.
+Some read the data pointer of a tensor, which a DTensor does not have; some do not write to an `out=` that is not a
+plain tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["install"]
 
 
 def install() -> Callable[[], None]:
-    """Put our kernels in the place of PyTorch's; returns what undoes it."""
+    """Replace PyTorch's kernels, and return an undo function."""
     kernels: dict[str, Callable[..., Any]] = {"tensor_split.tensor_indices_or_sections": _tensor_split}
     for overload, functional in _RANKS.items():
         kernels[f"linalg_matrix_rank.{overload}"] = _writing(getattr(torch.ops.aten.linalg_matrix_rank, functional))
@@ -33,7 +34,7 @@ _RANKS = {
 
 
 def _writing(functional: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The form with `out=` of an op that makes a new tensor."""
+    """Make the `out=` variant of a functional op."""
 
     def kernel(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         found = functional(*args, **kwargs)
@@ -44,6 +45,6 @@ def _writing(functional: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return kernel
 
 
-def _tensor_split(x: torch.Tensor, places: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
-    """Where to split, or into how many parts, given as a tensor."""
-    return x.tensor_split(int(places) if places.ndim == 0 else [int(place) for place in places.unbind()], dim)
+def _tensor_split(x: torch.Tensor, sections: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """Split at indices, or into a number of sections, given as a tensor."""
+    return x.tensor_split(int(sections) if sections.ndim == 0 else [int(index) for index in sections.unbind()], dim)

@@ -1,8 +1,8 @@
-"""The policy: what happens to each op on a DTensor whose mesh was enabled.
+"""The dispatch policy for ops on DTensors of an enabled mesh.
 
-DTensor asks for an op's sharding only when its C++ cache does not know the call, so nothing here runs again for a
-call that has been seen, unless it must: ops that are gathered, that compute something of their own, or that may
-change data of which other DTensors hold a copy, are carried out here and never cached.
+DTensor propagates an op's sharding only on a miss of its C++ cache, so that the policy does not run for cached calls.
+It executes some ops itself and does not cache them: ops that are gathered, rows with a computation of their own, and
+ops that may change data of which other DTensors are copies.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from shardlib.engine._torch import (
 from shardlib.engine.ops import _alias
 from shardlib.engine.ops._choose import Choice, Pending, choose, is_split
 from shardlib.engine.ops._foreach import foreach, is_foreach
-from shardlib.engine.ops._gather import draw_whole, finished, gather, note
-from shardlib.engine.ops._operands import Operands, arguments_by_name, in_order, meta_of, spec_like, whole
+from shardlib.engine.ops._gather import draw_replicated, gather, note, with_aliases
+from shardlib.engine.ops._operands import Operands, arguments_by_name, in_order, meta_of, replicated, spec_like
 from shardlib.engine.ops._rows import Local, Meta, Op, Rule, rule_of
 
 __all__ = ["drawing_by", "forget_decisions", "is_random", "policy", "remember_statics"]
@@ -52,7 +52,7 @@ _ONE_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.d
 
 
 def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) -> Any:
-    """An `OutputSharding` that DTensor caches and carries out, or the result itself."""
+    """Return an `OutputSharding` that DTensor caches and executes, or the result itself."""
     first_time = remember_statics(op)
     if not rule_of(op) and is_composite(op):
         return op.decompose(*args, **kwargs)
@@ -68,8 +68,8 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
     if _draw_by is not None and is_random(op) and (drawn := _draw_by(op, args, kwargs)) is not NotImplemented:
         return drawn
     if _is_random(operands):
-        return draw_whole(operands)
-    if is_foreach(operands) and not operands.all_whole:
+        return draw_replicated(operands)
+    if is_foreach(operands) and not operands.all_replicated:
         return foreach(operands)
     if (reason := _never_sharded(operands)) is not None:
         return gather(operands, reason)
@@ -88,7 +88,7 @@ _draw_by: Callable[..., Any] | None = None
 
 @contextmanager
 def drawing_by(draw: Callable[..., Any]) -> Iterator[None]:
-    """Random ops on DTensors are drawn by `draw(op, args, kwargs)` inside this block, unless it is NotImplemented."""
+    """Call `draw(op, args, kwargs)` for random ops on DTensors inside this block, unless it returns NotImplemented."""
     global _draw_by
     before, _draw_by = _draw_by, draw
     try:
@@ -98,30 +98,30 @@ def drawing_by(draw: Callable[..., Any]) -> Iterator[None]:
 
 
 def _is_random(operands: Operands) -> bool:
-    """Whether a call draws random numbers that have to be one draw for the whole tensor.
+    """Return whether a call has to draw random numbers at the global shape.
 
-    On accelerators PyTorch's own tracker offsets the generator by shard for the ops it knows. On CPUs it has none, and
-    warns of that even where all operands are whole.
+    On accelerators PyTorch's RNG tracker offsets the generator by shard for the ops it knows. On CPUs there is none,
+    and PyTorch warns even if all operands are replicated.
     """
     if not is_random(operands.op):
         return False
-    return operands.mesh.device_type == "cpu" or not (operands.all_whole or drawn_by_tracker(operands.op))
+    return operands.mesh.device_type == "cpu" or not (operands.all_replicated or drawn_by_tracker(operands.op))
 
 
 def is_random(op: Op) -> bool:
-    """Whether an op draws random numbers; attention, which only may, has rows of its own."""
+    """Return whether an op draws random numbers; attention, which may have dropout, has its own rows."""
     return torch.Tag.nondeterministic_seeded in op.tags and "scaled_dot_product" not in op.name()
 
 
 def _never_sharded(operands: Operands) -> str | None:
-    """Why a call has to be gathered whatever its rule says."""
-    if operands.op in _ONE_VALUE and not operands.all_whole:
+    """Return the reason why a call has to be gathered whatever its rule, or None."""
+    if operands.op in _ONE_VALUE and not operands.all_replicated:
         return "it gives every rank one value"
     if any(argument.is_out for argument in schema_of(operands.op).arguments):
         return "it writes into out="
     if any(type(p) not in _PLACEMENTS for spec in operands.specs for p in spec.placements):
-        return "an operand has a placement that only its maker understands"
-    if rule_of(operands.op) is None and not operands.all_whole:
+        return "an operand has a placement of an unknown class"
+    if rule_of(operands.op) is None and not operands.all_replicated:
         return "it has no sharding rule"
     return None
 
@@ -131,7 +131,7 @@ def _never_sharded(operands: Operands) -> str | None:
 
 @dataclass(frozen=True)
 class _Decision:
-    """How one call will be carried out: the rows chosen, and the outputs' specs in the structure of the result."""
+    """The decision for a call: the chosen rows, and the specs of outputs in the structure of the result."""
 
     choice: Choice
     outputs: Any
@@ -139,7 +139,7 @@ class _Decision:
 
 
 _DECISIONS: dict[Any, _Decision | str] = {}
-_MOST_DECISIONS = 1 << 14  # batches of ever other shapes would fill any memory; beyond, all are decided anew
+_MOST_DECISIONS = 1 << 14  # bounds memory under varying shapes; a full table is cleared
 
 
 @forget_with_meshes
@@ -148,21 +148,21 @@ def forget_decisions() -> None:
 
 
 def _decide(operands: Operands, schema: OpSchema) -> _Decision | str:
-    """Rows and output specs for a call, or the reason why it must be gathered. Remembered, except while tracing."""
+    """Return rows and output specs for a call, or the reason why it is gathered. Cached, except while tracing."""
     others = tuple(x for x in operands.leaves if not isinstance(x, torch.Tensor))
     key = (operands.op, operands.specs, operands.at, others, tuple(map(type, others)), str(operands.tree))
     try:
         known = _DECISIONS.get(key)
     except TypeError:  # symbolic sizes cannot be hashed
-        return _decided(operands, schema)
+        return _new_decision(operands, schema)
     if known is None:
         if len(_DECISIONS) >= _MOST_DECISIONS:
             _DECISIONS.clear()
-        known = _DECISIONS[key] = _decided(operands, schema)
+        known = _DECISIONS[key] = _new_decision(operands, schema)
     return known
 
 
-def _decided(operands: Operands, schema: OpSchema) -> _Decision | str:
+def _new_decision(operands: Operands, schema: OpSchema) -> _Decision | str:
     rule = rule_of(operands.op)
     try:
         metas = (rule and rule.metas and rule.metas(_values(operands))) or _metas(operands, schema)
@@ -173,8 +173,8 @@ def _decided(operands: Operands, schema: OpSchema) -> _Decision | str:
     if choice is None:
         return "it writes to an operand whose placement fits no row of its rule"
     specs = [
-        None if meta is None or places is None else DTensorSpec(operands.mesh, places, tensor_meta=meta)
-        for meta, places in zip(flat, choice.outputs, strict=True)
+        None if meta is None or placements is None else DTensorSpec(operands.mesh, placements, tensor_meta=meta)
+        for meta, placements in zip(flat, choice.outputs, strict=True)
     ]
     return _Decision(choice, pytree.tree_unflatten(specs, tree), rule)
 
@@ -184,7 +184,7 @@ _MOST_METAS = 1 << 14
 
 
 def _metas(operands: Operands, schema: OpSchema) -> Any:
-    """`global_metas`, which takes a millisecond, remembered: no mesh is in them, so that they outlive all meshes."""
+    """Return `global_metas`, cached because it takes a millisecond. The keys contain no mesh and outlive meshes."""
     others = tuple(x for x in operands.leaves if not isinstance(x, torch.Tensor))
     inputs = tuple(map(meta_of, operands.specs))
     call = (operands.op, inputs, operands.at, others, tuple(map(type, others)), str(operands.tree))
@@ -215,7 +215,7 @@ def _pending(operands: Operands, outputs: Sequence[TensorMeta | None]) -> Pendin
 
 
 def _values(operands: Operands) -> dict[str, Any]:
-    """Arguments by name, tensors as specs."""
+    """Return the arguments by name, with specs for tensors."""
     args, kwargs = operands.rebuilt(operands.specs)
     return arguments_by_name(operands.op, args, kwargs)
 
@@ -228,11 +228,11 @@ def _meta(meta: TensorMeta) -> Meta:
 
 
 def _cacheable(operands: Operands, decision: _Decision) -> bool:
-    """Whether DTensor itself can carry a decision out, now and from its cache.
+    """Return whether DTensor itself can execute a decision, now and from its cache.
 
-    Not when an operand moves: it moves positional operands only, does not give them the strides that the whole
-    tensor has, and takes a view of a moved operand for a view. What is written to must be a DTensor of unchanging
-    shape; and watched tensors are ours.
+    It cannot redistribute an operand: it redistributes positional operands only, without the order of the global
+    strides, and treats a view of a redistributed operand as a view. Written operands must be DTensors of unchanged
+    shape, and watched tensors are always handled by the policy.
     """
     if decision.choice.compute is not None or _moved(operands, decision) or _guesses_order(operands):
         return False
@@ -248,18 +248,18 @@ def _moved(operands: Operands, decision: _Decision) -> bool:
 
 
 def _guesses_order(operands: Operands) -> bool:
-    """Whether a kernel that asks its operands for their memory format may take another than the whole tensor's.
+    """Return whether a kernel may infer another memory format from local strides than from global ones.
 
-    `cat` and others tell channels-last images by their strides. Where only one element of the innermost dim lies on
-    this rank, any transposed tensor may look like one.
+    `cat` and others recognise channels-last images by their strides. Where the innermost dim has a local size of 1, any
+    transposed tensor may look like one.
     """
     if torch.Tag.pointwise in operands.op.tags or operands.viewed:
         return False
-    return any(map(_looks_otherwise, operands.specs))
+    return any(map(_has_ambiguous_strides, operands.specs))
 
 
-def _looks_otherwise(spec: DTensorSpec) -> bool:
-    """Whether of an image or a video, or what may be taken for one, an innermost dim of several became one of one."""
+def _has_ambiguous_strides(spec: DTensorSpec) -> bool:
+    """Return whether the innermost dim of a 4D or 5D tensor is larger than 1 globally and 1 locally."""
     shape, strides = meta_of(spec).shape, meta_of(spec).stride
     if len(shape) not in (4, 5):
         return False
@@ -274,7 +274,7 @@ def _output_sharding(operands: Operands, decision: _Decision, schema: OpSchema) 
         return OutputSharding(decision.outputs)
     if schema.schema_info is not None and schema.schema_info.needs_pytree:
         local_args = pytree.tree_leaves(local_args)
-    # "Redistribution" to where the operands are already is how DTensor is told of other arguments.
+    # A "redistribution" to the current placements is DTensor's way to replace arguments.
     wanted = OpSchema(op, tuple(local_args), kwargs)
     return OutputSharding(decision.outputs, wanted, needs_redistribute=True, use_val_from_redistribute_schema=True)
 
@@ -287,9 +287,9 @@ def _targets(operands: Operands, decision: _Decision) -> list[DTensorSpec]:
 
 
 def _localized(op: Op, args: list[Any], decision: _Decision, inputs: Sequence[DTensorSpec]) -> tuple[Op, list[Any]]:
-    """Op and args for local tensors; `args` itself where nothing changes."""
+    """Return op and args for local tensors; `args` itself where nothing changes."""
     choice, rule = decision.choice, decision.rule
-    split = any(is_split(p) for places in (*choice.inputs, *choice.outputs) if places for p in places)
+    split = any(is_split(p) for each in (*choice.inputs, *choice.outputs) if each for p in each)
     if rule is None or rule.localize is None or not split:
         return op, args
     outputs = pytree.tree_leaves(decision.outputs, is_leaf=lambda x: x is None or isinstance(x, DTensorSpec))
@@ -313,40 +313,40 @@ def _carry_out(operands: Operands, decision: _Decision) -> Any:
     choice, targets = decision.choice, _targets(operands, decision)
     op, spec_args = _localized(operands.op, operands.rebuilt(targets)[0], decision, targets)
     locals_ = operands.local(choice.inputs)
-    args, kwargs = _filled(spec_args, locals_), operands.rebuilt(locals_)[1]
+    args, kwargs = _with_locals(spec_args, locals_), operands.rebuilt(locals_)[1]
     if choice.compute is None:
         result = op(*args, **kwargs)
     else:
         result = choice.compute(op, args, kwargs, _Rank(operands.mesh, tuple(targets), choice.compute_axes))
     if choice.compute is not None or _guesses_order(operands):
-        result = _ordered(result, decision.outputs)
+        result = _in_order(result, decision.outputs)
     reshaped = operands.tensors[0]
     if torch.Tag.inplace_view in operands.op.tags and isinstance(reshaped, DTensor):
         set_local(reshaped, locals_[0], decision.outputs)
-    return finished(operands, _wrapped(result, decision.outputs), moved=_moved(operands, decision))
+    return with_aliases(operands, _wrapped(result, decision.outputs), moved=_moved(operands, decision))
 
 
-def _filled(spec_args: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[Any]:
-    """Args with local tensors where they hold specs."""
+def _with_locals(spec_args: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[Any]:
+    """Return args with local tensors in place of specs."""
     tensors = iter(locals_)
     is_spec = lambda x: isinstance(x, DTensorSpec)  # noqa: E731
     return pytree.tree_map(lambda x: next(tensors) if is_spec(x) else x, list(spec_args), is_leaf=is_spec)
 
 
-def _ordered(result: Any, specs: Any) -> Any:
-    """Local results with strides such as the op gives the whole ones."""
+def _in_order(result: Any, specs: Any) -> Any:
+    """Return local results with the stride order of the global results."""
     if isinstance(result, torch.Tensor):
         return result if specs is None else in_order(result, meta_of(specs).stride)
     if isinstance(result, list | tuple):
-        return type(result)(_ordered(r, s) for r, s in zip(result, specs, strict=True))
+        return type(result)(_in_order(r, s) for r, s in zip(result, specs, strict=True))
     return result
 
 
 def _wrapped(result: Any, specs: Any) -> Any:
-    """DTensors in the structure of the op's result.
+    """Wrap local results as DTensors in the structure of the op's result.
 
-    A result without a spec was not asked for: in float32 the backward of a convolution gives a frozen weight's gradient
-    along with its bias's.
+    A result without a spec was not requested: in float32 the backward of a convolution returns the gradient of a frozen
+    weight along with that of its bias.
     """
     if isinstance(result, torch.Tensor):
         return None if specs is None else wrap(result, specs)
@@ -357,7 +357,7 @@ def _wrapped(result: Any, specs: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Rank:
-    """`Here`, on this rank of a mesh: the operands' specs after redistribution, the axes that chose the row."""
+    """Implementation of `Here` on a mesh: the operands' specs after redistribution, the axes that chose the row."""
 
     mesh: DeviceMesh
     inputs: tuple[DTensorSpec, ...]
@@ -373,9 +373,9 @@ class _Rank:
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         pending = tuple(Partial(op) if axis in self.axes else Replicate() for axis in range(self.mesh.ndim))
         source = spec_like(self.mesh, pending, tensor)
-        return redistribute_local(tensor, source, spec_like(self.mesh, whole(self.mesh), tensor))
+        return redistribute_local(tensor, source, spec_like(self.mesh, replicated(self.mesh), tensor))
 
-    def place(self, operand: int, dim: int) -> tuple[int, int]:
+    def coordinate(self, operand: int, dim: int) -> tuple[int, int]:
         axis = self._splitting(operand, dim)
         return self.mesh.get_local_rank(axis), self.mesh.size(axis)
 
@@ -389,19 +389,19 @@ class _Rank:
         return axis
 
 
-# --- what the caches look at --------------------------------------------------------------------------------------
+# --- keys of DTensor's caches ---------------------------------------------------------------------------------------
 
-_REMEMBERED: set[Op] = set()
+_STATIC_OPS: set[Op] = set()
 
 
 def remember_statics(op: Op) -> bool:
-    """Have DTensor's caches tell calls apart by their non-tensor arguments. True when it was not so until now.
+    """Include an op's non-tensor arguments in DTensor's cache keys. Return True for the first call.
 
-    A call whose cache key was made before that must not be cached under it.
+    The first call's key was computed before, so that it must not be cached.
     """
-    if op in _REMEMBERED:
+    if op in _STATIC_OPS:
         return False
-    _REMEMBERED.add(op)
+    _STATIC_OPS.add(op)
     propagator = dispatcher().sharding_propagator
     known = propagator.op_to_schema_info.get(op) or propagator.op_to_schema_info_for_single_dim_strategy.get(op)
     propagator.op_to_schema_info[op] = _schema_info(op, needs_pytree=known is not None and known.needs_pytree)
@@ -409,8 +409,10 @@ def remember_statics(op: Op) -> bool:
 
 
 def _schema_info(op: Op, *, needs_pytree: bool) -> RuntimeSchemaInfo:
-    """Everything but numbers. Those may be complex, which the C++ cache cannot hash, and change from step to step in
-    an optimizer. A rule must not ask for them (a plain `float` of an op that writes to nothing is no such number).
+    """Return a schema info whose static arguments are all but numbers.
+
+    Numbers may be complex, which the C++ cache cannot hash, and change every step in an optimizer. A rule must not read
+    them (except for a plain `float` of an op without writes, which is static).
     """
     arguments = schema_of(op).arguments
     loose = _NUMBERS | _FLOATS if schema_of(op).is_mutable else _NUMBERS
@@ -426,7 +428,7 @@ _FLOATS = {"float", "Optional[float]", "List[float]"}
 
 
 def _number_decides_dtype(operands: Operands) -> bool:
-    """Whether a number, which the cache does not look at, may raise the result to another type."""
+    """Return whether a number, which is not part of the cache key, may promote the result to another dtype."""
     if not any(str(argument.type) in _NUMBERS for argument in schema_of(operands.op).arguments):
         return False
     complex_number = any(isinstance(leaf, complex) for leaf in operands.leaves)

@@ -1,4 +1,4 @@
-"""Ops on lists of tensors: the lists go side by side, and every place in them is a pointwise op of its own."""
+"""Ops on lists of tensors: the tensors at each index of the lists are the operands of one pointwise op."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from shardlib.engine._torch import DTensorSpec, TensorMeta, schema_of, wrap
 from shardlib.engine.ops._choose import Pending, Placements, choose
-from shardlib.engine.ops._gather import finished, gather
-from shardlib.engine.ops._operands import Operands, meta_of, whole
+from shardlib.engine.ops._gather import gather, with_aliases
+from shardlib.engine.ops._operands import Operands, meta_of, replicated
 from shardlib.engine.ops._rows import Meta, Rule
 from shardlib.engine.ops._rules._pointwise import pointwise_rows
 
@@ -30,27 +30,27 @@ def is_foreach(operands: Operands) -> bool:
 
 
 def foreach(operands: Operands) -> Any:
-    """Run a list op once on local lists; at each place the tensors are laid out alike."""
+    """Run a list op once on local lists; tensors at the same index have the same placements."""
     reduction = _REDUCTIONS.get(schema_of(operands.op).name)
     if reduction is not None:
         return [reduction(x, *operands.args[1:], **operands.kwargs) for x in operands.args[0]]
-    wanted: list[Placements] = [whole(operands.mesh)] * len(operands.specs)
+    wanted: list[Placements] = [replicated(operands.mesh)] * len(operands.specs)
     outputs: list[DTensorSpec] = []
-    for place in _places(operands):
-        choice = choose(_POINTWISE, _pending(operands, place))
+    for group in _groups(operands):
+        choice = choose(_POINTWISE, _pending(operands, group))
         if choice is None:
             return gather(operands, "it writes to an operand whose placement fits no row of its rule")
-        for tensor, placements in zip(place, choice.inputs, strict=True):
+        for tensor, placements in zip(group, choice.inputs, strict=True):
             wanted[tensor] = placements
         assert choice.outputs[0] is not None
-        outputs.append(_spec(operands, place, choice.outputs[0]))
+        outputs.append(_spec(operands, group, choice.outputs[0]))
     args, kwargs = operands.rebuilt(operands.local(wanted))
     result = operands.op(*args, **kwargs)
-    return finished(operands, _wrapped(result, outputs), moved=False)
+    return with_aliases(operands, _wrapped(result, outputs), moved=False)
 
 
-def _places(operands: Operands) -> list[list[int]]:
-    """For each place in the lists the tensors that meet there; a tensor outside of lists is at every place."""
+def _groups(operands: Operands) -> list[list[int]]:
+    """Return the tensors at each index of the lists; a tensor outside of lists belongs to every index."""
     args, kwargs = operands.numbered()
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, list | tuple) and value]
@@ -59,17 +59,17 @@ def _places(operands: Operands) -> list[list[int]]:
     return [[*together, *alone] for together in zip(*tensor_lists, strict=True)]
 
 
-def _pending(operands: Operands, place: list[int]) -> Pending:
-    specs = [operands.specs[i] for i in place]
+def _pending(operands: Operands, group: list[int]) -> Pending:
+    specs = [operands.specs[i] for i in group]
     return Pending(
         op=operands.op,
         values={},
-        names=tuple(f"operand {i}" for i in range(len(place))),
+        names=tuple(f"operand {i}" for i in range(len(group))),
         inputs=tuple(Meta(tuple(meta_of(s).shape), meta_of(s).dtype) for s in specs),
         outputs=(Meta(_shape(specs), meta_of(specs[0]).dtype),),
         placements=tuple(s.placements for s in specs),
         sizes=tuple(operands.mesh.shape),
-        fixed=frozenset(i for i, tensor in enumerate(place) if tensor in operands.written),
+        fixed=frozenset(i for i, tensor in enumerate(group) if tensor in operands.written),
     )
 
 
@@ -77,8 +77,8 @@ def _shape(specs: list[DTensorSpec]) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*(meta_of(s).shape for s in specs)))
 
 
-def _spec(operands: Operands, place: list[int], placements: Placements) -> DTensorSpec:
-    specs = [operands.specs[i] for i in place]
+def _spec(operands: Operands, group: list[int], placements: Placements) -> DTensorSpec:
+    specs = [operands.specs[i] for i in group]
     shape = torch.Size(_shape(specs))
     like = next((meta_of(s).stride for s in specs if meta_of(s).shape == shape), None)
     stride = torch.empty(shape, device="meta").stride() if like is None else like

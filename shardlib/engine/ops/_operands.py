@@ -1,4 +1,4 @@
-"""One call of an op, taken apart: its tensors, flat, with their specs, and the way back to args and kwargs."""
+"""The tensors of one call of an op, flattened, with their specs; and redistribution of local tensors."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ __all__ = [
     "is_fused_beside_others",
     "meta_of",
     "redistributed",
+    "replicated",
     "spec_like",
-    "whole",
 ]
 
 Placements = tuple[Placement, ...]
@@ -75,7 +75,7 @@ class Operands:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The schema argument that each tensor belongs to."""
+        """The schema argument of each tensor."""
         args, kwargs = self.numbered()
         named = [(a.name, value) for a, value in zip(schema_of(self.op).arguments, args, strict=False)]
         owner = {leaf: name for name, value in (*named, *kwargs.items()) for leaf in pytree.tree_leaves(value)}
@@ -83,22 +83,22 @@ class Operands:
 
     @functools.cached_property
     def written(self) -> frozenset[int]:
-        """Which tensors the op writes to."""
+        """Indices of the tensors that the op writes to."""
         declared = {self.at.index(i) for i in self._leaves_of(lambda alias: alias.is_write)}
         hidden = _HIDDEN_WRITES.get(schema_of(self.op).name, ())
         return frozenset(declared | {i for i, name in enumerate(self.names) if name in hidden})
 
     @functools.cached_property
     def viewed(self) -> frozenset[int]:
-        """Which tensors the op returns views of."""
+        """Indices of the tensors that the op returns views of."""
         return frozenset(self.at.index(i) for i in self._leaves_of(lambda alias: not alias.is_write))
 
     @functools.cached_property
-    def all_whole(self) -> bool:
+    def all_replicated(self) -> bool:
         return all(isinstance(p, Replicate) for spec in self.specs for p in spec.placements)
 
     def rebuilt(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Args and kwargs with other values in the places of the tensors."""
+        """Return args and kwargs with other values in place of the tensors."""
         leaves = list(self.leaves)
         for i, tensor in zip(self.at, tensors, strict=True):
             leaves[i] = tensor
@@ -106,14 +106,14 @@ class Operands:
         return list(args), kwargs
 
     def local(self, placements: Sequence[tuple[Placement, ...]]) -> list[torch.Tensor]:
-        """The local tensors, redistributed. An operand that stays is its own local tensor, not a copy."""
+        """Return the local tensors, redistributed. An operand with unchanged placements is not copied."""
         return [
             redistributed(_local(tensor), spec, want)
             for tensor, spec, want in zip(self.tensors, self.specs, placements, strict=True)
         ]
 
     def numbered(self) -> tuple[Any, Any]:
-        """Args and kwargs with each leaf's number in its place."""
+        """Return args and kwargs with each leaf replaced by its index."""
         return pytree.tree_unflatten(list(range(len(self.leaves))), self.tree)
 
     def _leaves_of(self, wanted: Any) -> list[int]:
@@ -124,7 +124,7 @@ class Operands:
         return [leaf for a in chosen for leaf in pytree.tree_leaves(values[a.name]) if leaf in tensors]
 
 
-# Written to in training without a word in the schema.
+# Arguments that are written to in training although the schema does not say so.
 _HIDDEN_WRITES = {
     f"aten::{name}": ("running_mean", "running_var")
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -132,47 +132,47 @@ _HIDDEN_WRITES = {
 
 
 def arguments_by_name(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by their schema names, defaults filled in."""
+    """Return the arguments by their schema names, with defaults filled in."""
     return {
         argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         for i, argument in enumerate(schema_of(op).arguments)
     }
 
 
-def whole(mesh: DeviceMesh) -> tuple[Placement, ...]:
+def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
     return (Replicate(),) * mesh.ndim
 
 
 def meta_of(spec: DTensorSpec) -> TensorMeta:
-    """Global shape, strides and dtype. A spec that was made for a tensor always has them."""
+    """Return global shape, strides and dtype, which the spec of a tensor always has."""
     assert spec.tensor_meta is not None
     return spec.tensor_meta
 
 
 def spec_like(mesh: DeviceMesh, placements: tuple[Placement, ...], tensor: torch.Tensor) -> DTensorSpec:
-    """A spec for a tensor of this global shape."""
+    """Make a spec with the global shape of a tensor."""
     return DTensorSpec(
         mesh, placements, tensor_meta=TensorMeta(torch.Size(tensor.shape), tuple(tensor.stride()), tensor.dtype)
     )
 
 
 def redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.Tensor:
-    """The local tensor in other placements, with strides in the order of the whole tensor's."""
+    """Redistribute a local tensor. The strides of the result have the order of the global strides."""
     return local if spec.placements == want else _redistributed(local, spec, want)
 
 
 @naming_lost_ranks_in_backward
 def _redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.Tensor:
-    local = local.resolve_conj().resolve_neg()  # no collective takes what is only marked as conjugate or negative
+    local = local.resolve_conj().resolve_neg()  # collectives do not support lazy conjugation or negation
     group = group_to_sum_over(spec.mesh, spec.placements, want)
     if group is not None and local.dtype not in _CARRIERS:
         return in_order(all_reduced(local, group), meta_of(spec).stride)
     carrier = _CARRIERS.get(local.dtype, local.dtype)
     fused = is_fused_beside_others(spec, want)
     if fused and (axis := _innermost(spec, want)) is not None:
-        moved = _by_itself(local.to(carrier), spec, want, axis)
+        moved = _one_axis(local.to(carrier), spec, want, axis)
     elif fused:
-        moved = _by_axes(local.to(carrier), spec, want)
+        moved = _axis_by_axis(local.to(carrier), spec, want)
     elif (axis := _exchanging(local, spec, want)) is not None:
         moved = _exchanged(local.to(carrier), spec, want, axis)
     else:
@@ -181,20 +181,23 @@ def _redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> 
 
 
 def is_fused_beside_others(spec: DTensorSpec, want: Placements) -> bool:
-    """Whether there are several axes, and one of them splits inside of a dim before or after a move."""
-    return len(want) > 1 and any(isinstance(place, _StridedShard) for place in (*spec.placements, *want))
+    """Return whether there are several axes, and one of them has a fused split before or after a redistribution."""
+    return len(want) > 1 and any(isinstance(p, _StridedShard) for p in (*spec.placements, *want))
 
 
 def _innermost(spec: DTensorSpec, want: Placements) -> int | None:
-    """The one mesh axis that changes between an even split and none, if it is inside of all axes that split its dim:
-    what its ranks hold then lies side by side. So may be an axis that comes before the others in the mesh."""
+    """Return the mesh axis of a redistribution that changes only one axis, between an even split and none.
+
+    It has to be the innermost axis that splits its dim, so that the shards of its ranks are adjacent; it may precede
+    the other axes in the mesh. None for other redistributions.
+    """
     changing = [axis for axis, (a, b) in enumerate(zip(spec.placements, want, strict=True)) if a != b]
     if len(changing) != 1:
         return None
     [axis] = changing
-    places = (spec.placements[axis], want[axis])
-    split = [place for place in places if isinstance(place, Shard | _StridedShard)]
-    if len(split) != 1 or any(place.is_partial() and not place.is_partial("sum") for place in places):
+    ends = (spec.placements[axis], want[axis])
+    split = [p for p in ends if isinstance(p, Shard | _StridedShard)]
+    if len(split) != 1 or any(p.is_partial() and not p.is_partial("sum") for p in ends):
         return None
     dim, factor = split[0].dim, getattr(split[0], "split_factor", 1)
     others = [(i, n) for i, n in enumerate(spec.mesh.shape) if i != axis and getattr(want[i], "dim", None) == dim]
@@ -203,32 +206,32 @@ def _innermost(spec: DTensorSpec, want: Placements) -> int | None:
     return axis if even and later == factor and all(type(want[i]) is Shard for i, _ in others) else None
 
 
-def _by_itself(local: torch.Tensor, spec: DTensorSpec, want: Placements, axis: int) -> torch.Tensor:
-    """See `_innermost`."""
+def _one_axis(local: torch.Tensor, spec: DTensorSpec, want: Placements, axis: int) -> torch.Tensor:
+    """Redistribute over the axis that `_innermost` found."""
     before, after = spec.placements[axis], want[axis]
     if isinstance(before, Shard | _StridedShard):
         shape = list(local.shape)
         shape[before.dim] *= spec.mesh.size(axis)
-        whole_here = joined(local, spec.mesh, axis, Shard(before.dim), shape)
-        return part(whole_here, spec.mesh, axis, after)
+        gathered = joined(local, spec.mesh, axis, Shard(before.dim), shape)
+        return part(gathered, spec.mesh, axis, after)
     assert isinstance(after, Shard | _StridedShard)
     if before.is_partial():
         return sum_scattered(local, spec.mesh, axis, after.dim)
     return part(local, spec.mesh, axis, Shard(after.dim))
 
 
-def _by_axes(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.Tensor:
-    """One mesh axis after the other is made whole, the last first, and split as wanted, the first first.
+def _axis_by_axis(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.Tensor:
+    """Gather one mesh axis after the other, the last first, and then split them, the first first.
 
-    For fused splits beside other axes, where DTensor's own way takes them for an order of axes, or loses count of the
-    sizes. Axes that share a dim with one that changes take part.
+    For fused splits on several axes, which DTensor takes for an order of axes, or for which it computes wrong sizes.
+    Axes that share a dim with a changing axis are gathered and split too.
     """
     mesh, at = spec.mesh, list(spec.placements)
     changing = {axis for axis, (a, b) in enumerate(zip(at, want, strict=True)) if a != b}
-    dims = {getattr(place, "dim", None) for axis in changing for place in (at[axis], want[axis])} - {None}
-    axes = [a for a, place in enumerate(at) if a in changing or getattr(place, "dim", None) in dims]
+    dims = {getattr(p, "dim", None) for axis in changing for p in (at[axis], want[axis])} - {None}
+    axes = [a for a, p in enumerate(at) if a in changing or getattr(p, "dim", None) in dims]
     for axis in reversed(axes):
-        before = (*at[:axis], *whole(mesh)[axis:])
+        before = (*at[:axis], *replicated(mesh)[axis:])
         local = joined(local, mesh, axis, at[axis], local_shape_and_offset(meta_of(spec).shape, mesh, before)[0])
     for axis in axes:
         local = part(local, mesh, axis, want[axis])
@@ -236,8 +239,10 @@ def _by_axes(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.
 
 
 def _exchanging(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> int | None:
-    """The mesh axis along which ranks trade even pieces of one dim for pieces of another, on CPU: there DTensor gathers
-    and cuts, for want of an all-to-all over gloo."""
+    """Return the mesh axis over which an even split moves from one dim to another, on CPU; None otherwise.
+
+    The redistribution is then an all-to-all; DTensor, without an all-to-all over gloo, would gather and split.
+    """
     changing = [axis for axis, (a, b) in enumerate(zip(spec.placements, want, strict=True)) if a != b]
     if len(changing) != 1 or spec.mesh.device_type != "cpu" or not local.is_floating_point():
         return None
@@ -245,7 +250,7 @@ def _exchanging(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> int
     before, after = spec.placements[axis], want[axis]
     if type(before) is not Shard or type(after) is not Shard:
         return None
-    inner = {getattr(place, "dim", None) for place in want[axis + 1 :]}
+    inner = {getattr(p, "dim", None) for p in want[axis + 1 :]}
     uneven = local.shape[before.dim] * _pieces(spec, before.dim) != meta_of(spec).shape[before.dim]
     if uneven or inner & {before.dim, after.dim} or local.shape[after.dim] % spec.mesh.size(axis):
         return None
@@ -253,9 +258,9 @@ def _exchanging(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> int
 
 
 def _pieces(spec: DTensorSpec, dim: int) -> int:
-    """How many pieces a dim is split into."""
+    """Return the number of pieces that a dim is split into."""
     return math.prod(
-        size for size, place in zip(spec.mesh.shape, spec.placements, strict=True) if getattr(place, "dim", None) == dim
+        size for size, p in zip(spec.mesh.shape, spec.placements, strict=True) if getattr(p, "dim", None) == dim
     )
 
 
@@ -268,10 +273,10 @@ def _exchanged(local: torch.Tensor, spec: DTensorSpec, want: Placements, axis: i
 
 
 def in_order(local: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """A local tensor with its dims in memory in the order of the whole tensor's strides; a copy unless they are.
+    """Return a local tensor whose dims have the memory order of the global strides; a copy unless they already have it.
 
-    Kernels and views rely on that order: what is contiguous as a whole has to be so in every shard, by the strides of
-    dims with one element or none too. `view_as_complex` looks at these, and `is_contiguous` does not.
+    Kernels and views rely on that order: shards of a contiguous tensor have to be contiguous, including the strides of
+    dims with size 1 or 0, which `view_as_complex` checks and `is_contiguous` does not.
 
     >>> in_order(torch.empty(2, 3, 4)[:0, :, :2], (6, 2, 1)).stride()
     (6, 2, 1)
@@ -281,18 +286,18 @@ def in_order(local: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     order = sorted(range(local.ndim), key=lambda dim: (-strides[dim], dim))
     back = sorted(range(local.ndim), key=order.__getitem__)
     packed = _packed([local.shape[dim] for dim in order])
-    if local.stride() == tuple(packed[place] for place in back):
+    if local.stride() == tuple(packed[i] for i in back):
         return local
     return local.permute(order).contiguous().as_strided([local.shape[dim] for dim in order], packed).permute(back)
 
 
 def _packed(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a new tensor."""
+    """Return the strides of a contiguous tensor."""
     strides = itertools.accumulate((max(size, 1) for size in reversed(shape[1:])), operator.mul, initial=1)
     return tuple(strides)[::-1] if shape else ()
 
 
-# Types that some back ends do not send, and wider ones that hold all their values.
+# Dtypes that some back ends do not support in collectives, and wider dtypes that represent all their values.
 _CARRIERS = {
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e5m2: torch.float32,
@@ -311,7 +316,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _spec(tensor: torch.Tensor, mesh: DeviceMesh, op: Op) -> DTensorSpec:
     if not isinstance(tensor, DTensor):
-        return spec_like(mesh, whole(mesh), tensor)
+        return spec_like(mesh, replicated(mesh), tensor)
     if tensor.device_mesh != mesh:
         raise ShardingError(
             f"{op} was given DTensors on two meshes, {mesh} and {tensor.device_mesh}; an op works on one mesh. "

@@ -1,4 +1,4 @@
-"""Which way a product with a weight is computed: one table, which linear layers and the rules of aten's ops read.
+"""The table of products with a weight, which linear layers and the rules of aten's ops share.
 
 `y = x @ weight.T + bias`, as in `F.linear`: x (..., in), weight (out, in), y (..., out). On one mesh axis,
 
@@ -8,19 +8,19 @@
     R         S(0)        R         S(0)        S(last)    P         S(0)      S(0)      column-parallel
     S(last)   S(1)        S(last)   S(1)        P          S(last)   S(1)      R         row-parallel
 
-(R replicated, S sharded, plainly or inside a fused dim, P partial sum.) Where the two are sharded by dims that do not
-go together, one of them is all-gathered over the axis, and the line for the rest holds. Its gradient is
-reduce-scattered, and backward gathers it anew, so that what is kept for backward is sharded:
+(R replicated, S sharded, fused or not, P partial sum.) Where the two are sharded on dims that do not match, one of them
+is all-gathered over the axis, and then one of the lines above applies. Its gradient is reduce-scattered, and backward
+gathers it again, so that the tensors saved for backward are sharded:
 
     S(last)   S(0)        R         S(0)        S(last)
     S(k)      S(1)        S(k)      R           S(k)
     S(k)      S(0)        R         S(0)        S(last)
-                       or S(k)      R           S(k)       where y is wanted so
+                       or S(k)      R           S(k)       if y is to have these placements
 
 These are the steps of SUMMA (van de Geijn and Watts 1997), which 2D, 2.5D and 3D tensor parallelism consist of. All
 other operands are dispatched as DTensor ops: one of them is replicated, so that slicing it costs nothing, or a partial
-sum. The rules of `aten.mm` and `aten.addmm` read the same lines (`_rules/_matmul.py`). In the last case they do not
-know what is wanted, and gather the smaller operand.
+sum. The rules of `aten.mm` and `aten.addmm` use the same lines (`_rules/_matmul.py`). In the last case they do not know
+the desired placements of y, and gather the smaller operand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Placements = tuple[Placement, ...]
 
 
 class Product(NamedTuple):
-    """One line of the table: placements of both as they are multiplied, and of what comes of it."""
+    """One line of the table: placements of both operands as they are multiplied, and of the product."""
 
     x: Placement
     weight: Placement
@@ -46,18 +46,18 @@ class Product(NamedTuple):
 
 
 def products(x: Placement, weight: Placement, last: int) -> tuple[Product, ...]:
-    """Return the lines for operands that lie so on one mesh axis, that of linear layers first.
+    """Return the lines for operands with these placements on one mesh axis, that of linear layers first.
 
     Args:
-        x: of the input.
-        weight: of the weight, (out, in).
+        x: placement of the input.
+        weight: placement of the weight, (out, in).
         last: the input's last dim.
 
     >>> [line.y for line in products(Shard(1), Shard(1), last=1)]
     [Partial(sum)]
     """
-    whole = Replicate()
-    by_rows, by_columns = Product(x, whole, x), Product(whole, weight, moved(weight, last))
+    replicated = Replicate()
+    by_rows, by_columns = Product(x, replicated, x), Product(replicated, weight, moved(weight, last))
     if x.is_replicate():
         return (by_columns,) if splits(weight, 0) else (by_rows,) if weight.is_replicate() else ()
     if splits(x, last):
@@ -72,18 +72,18 @@ def products(x: Placement, weight: Placement, last: int) -> tuple[Product, ...]:
 
 
 class LinearPlan(NamedTuple):
-    """How one linear layer is computed: placements on all mesh axes.
+    """Placements on all mesh axes in the computation of one linear layer.
 
     Attributes:
-        x: of the input as it is multiplied.
-        weight: of the weight as it is multiplied.
-        product: of what comes of it.
-        y: of the output, which the bias is added to.
-        grad_y: of the output's gradient as backward multiplies it.
-        grad_x: of the input's gradient as it is computed, and as it is handed on.
-        grad_weight: the same of the weight's gradient.
-        grad_bias: of the bias's gradient.
-        bias: that the bias must have.
+        x: placements of the input as it is multiplied.
+        weight: placements of the weight as it is multiplied.
+        product: placements of the product.
+        y: placements of the output, which the bias is added to.
+        grad_y: placements of the output's gradient as backward multiplies it.
+        grad_x: placements of the input's gradient as it is computed, and as it is returned.
+        grad_weight: the same for the weight's gradient.
+        grad_bias: placements of the bias's gradient.
+        bias: placements that the bias must have.
     """
 
     x: Placements
@@ -105,16 +105,16 @@ def plan_linear(
     sizes: tuple[int, ...],
     border: Placements | None = None,
 ) -> LinearPlan | None:
-    """Return how a linear layer is computed, or None where the table has no line or a dim is sharded unevenly.
+    """Return the plan of a linear layer, or None where the table does not cover it or a dim is sharded unevenly.
 
     Args:
         x: placements of the input.
-        weight: of the weight, (out, in).
-        shape: the input's global shape.
-        weight_shape: the weight's.
-        sizes: of the mesh axes.
-        border: that the output is brought into afterwards. A partial sum is reduce-scattered at once where it shards
-            another dim than the features, along which the bias would have to be sharded too.
+        weight: placements of the weight, (out, in).
+        shape: global shape of the input.
+        weight_shape: global shape of the weight.
+        sizes: sizes of the mesh axes.
+        border: placements that the output is redistributed to afterwards. A partial sum is reduce-scattered directly,
+            unless that shards the features, along which the bias would have to be sharded too.
     """
     last = len(shape) - 1
     wanted = (None,) * len(x) if border is None else border
@@ -133,15 +133,15 @@ def plan_linear(
         product=product,
         y=tuple(_reduced(y, want, last) for y, want in zip(product, wanted, strict=True)),
         grad_y=_summed(product),
-        grad_x=(grad_x, _handed_on(grad_x, used_x, x)),
-        grad_weight=(grad_weight, _handed_on(grad_weight, used_weight, weight)),
+        grad_x=(grad_x, _returned(grad_x, used_x, x)),
+        grad_weight=(grad_weight, _returned(grad_weight, used_weight, weight)),
         grad_bias=grad_bias,
         bias=_summed(grad_bias),
     )
 
 
 def _line(x: Placement, weight: Placement, last: int, want: Placement | None) -> Product | None:
-    """Return the line of one mesh axis: the one whose output is wanted, or else the first."""
+    """Return the line of one mesh axis: the one with the wanted output, or else the first."""
     lines = products(x, weight, last)
     for line in lines:
         if line.y == want:
@@ -150,7 +150,7 @@ def _line(x: Placement, weight: Placement, last: int, want: Placement | None) ->
 
 
 def _is_by_rows(line: Product) -> bool:
-    """Whether ranks have other rows of the input, so that gradients of weight and bias are partial sums."""
+    """Return whether ranks have different rows of the input, so that gradients of weight and bias are partial sums."""
     return _is_split(line.y) and line.weight.is_replicate()
 
 
@@ -160,25 +160,25 @@ def _reduced(y: Placement, want: Placement | None, last: int) -> Placement:
     return want if type(want) is Shard and want.dim != last else Replicate()
 
 
-def _handed_on(grad: Placements, used: Placements, came: Placements) -> Placements:
-    """Return the placements of an operand where it was all-gathered, elsewhere those of its gradient."""
-    return tuple(c if u != c else g for g, u, c in zip(grad, used, came, strict=True))
+def _returned(grad: Placements, used: Placements, original: Placements) -> Placements:
+    """Return the operand's original placements on axes where it was all-gathered, elsewhere those of its gradient."""
+    return tuple(o if u != o else g for g, u, o in zip(grad, used, original, strict=True))
 
 
 def _summed(placements: Placements) -> Placements:
-    return tuple(Replicate() if place.is_partial() else place for place in placements)
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
 def _is_even(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]) -> bool:
-    """Whether no dim is sharded unevenly, not even by all axes of it together.
+    """Return whether no dim is sharded unevenly, not even by all its axes together.
 
-    Only then do local strides say what global ones are.
+    Only then do local strides determine the global strides.
     """
     return all(size % _pieces(dim, placements, sizes) == 0 for dim, size in enumerate(shape))
 
 
 def _pieces(dim: int, placements: Placements, sizes: tuple[int, ...]) -> int:
-    return math.prod(n for place, n in zip(placements, sizes, strict=True) if splits(place, dim))
+    return math.prod(n for p, n in zip(placements, sizes, strict=True) if splits(p, dim))
 
 
 def _is_split(placement: Placement) -> bool:

@@ -1,4 +1,4 @@
-"""What was gathered, told to whoever records, and once to the user."""
+"""Records of gathered ops, and one warning for each op."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["GatheredOp", "ShardlibGatherWarning", "note_gather", "record"]
 
 
 class ShardlibGatherWarning(UserWarning):
-    """An op had no sharding rule for its operands' placements, so every rank computed it whole."""
+    """An op had no sharding rule for its operands' placements, so every rank gathered them and repeated the work."""
 
 
 @dataclass(frozen=True)
 class GatheredOp:
-    """One op that was computed whole on every rank.
+    """One op that was computed on gathered operands on every rank.
 
     Attributes:
         op: its name, as in "aten.nonzero.default".
-        reason: why no rule served.
-        placements: each tensor operand's, as text.
+        reason: the reason why no rule applied.
+        placements: each tensor operand's placements, as text.
         shapes: each tensor operand's global shape.
     """
 
@@ -50,7 +50,7 @@ def record() -> Iterator[list[GatheredOp]]:
     try:
         yield listener
     finally:
-        # By identity: two empty lists are equal.
+        # Compared by identity, since two empty lists are equal.
         del _LISTENERS[next(i for i, other in enumerate(_LISTENERS) if other is listener)]
 
 

@@ -1,9 +1,9 @@
-"""What a sharding rule is: rows, each true by itself on one mesh axis.
+"""Sharding rules: rows, each of which is valid by itself on one mesh axis.
 
-A row says: "with the operands placed so on a mesh axis, running the op on the local tensors gives outputs placed
-so". A rule is a function from one call of an op to the rows that hold for it. Rules know nothing of meshes, costs
-or other axes: `_choose` applies them to one mesh axis after the other, which keeps propagation linear in the number
-of axes and lets `shardlib.testing.ops` prove every row by brute force on one axis.
+A row states: "if the operands have these placements on a mesh axis, the op on local tensors gives outputs with those
+placements". A rule is a function from one call of an op to its valid rows. Rules do not depend on meshes, costs or
+other axes: `_choose` applies them to one mesh axis after the other, which keeps propagation linear in the number of
+axes and lets `shardlib.testing.ops` prove every row by brute force on one axis.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = [
     "ruled_ops",
 ]
 
-# Attention over keys and values that this mesh axis splits passes them round; over those of other axes it gathers them
-# or trades them for heads.
+# Over a mesh axis of this name attention passes sharded keys and values round a ring; over other axes it gathers them
+# or exchanges them for heads.
 RING_AXIS = "cp"
 
 R = Replicate()
@@ -49,7 +49,7 @@ def S(dim: int) -> Shard:
 
 
 class _Any:
-    """In a row's inputs: this operand's values are not read, so that it may stay as it is."""
+    """A row's input whose values are not read: it may have any placement."""
 
     def __repr__(self) -> str:
         return "ANY"
@@ -60,9 +60,9 @@ ANY = _Any()
 
 @dataclass(frozen=True)
 class Meta:
-    """Shape and dtype of an operand or output, as one mesh axis sees it: local to the axes before it.
+    """Shape and dtype of an operand or output on one mesh axis: local to the axes before it.
 
-    `ragged` are dims that an axis before split unevenly, `cut` those that were split at all, with the split factor.
+    `ragged`: dims that an earlier axis splits unevenly. `cut`: all dims that earlier axes split, with the split factor.
     """
 
     shape: tuple[int, ...]
@@ -102,11 +102,11 @@ class Call:
         return self.values[name]
 
     def dim(self, name: str = "dim", *, of: int = 0) -> int:
-        """A dim argument, counted from the front of operand `of`."""
+        """Return a dim argument, counted from the front of operand `of`."""
         return normal_dim(self.values[name], self.inputs[of].ndim)
 
     def dims(self, name: str = "dim", *, of: int = 0) -> tuple[int, ...]:
-        """An argument that lists dims; None and an empty list mean all of them."""
+        """Return an argument that lists dims; None and an empty list mean all of them."""
         given = self.values[name]
         ndim = self.inputs[of].ndim
         if given is None or given == [] or ndim == 0:
@@ -120,40 +120,40 @@ def normal_dim(dim: int, ndim: int) -> int:
 
 @dataclass(frozen=True)
 class Local:
-    """What a rank knows when it runs a row: shapes after redistribution, local ones, and the inputs' global ones."""
+    """Shapes after redistribution: global shapes of the inputs, local shapes of inputs and outputs."""
 
-    wholes: tuple[tuple[int, ...], ...]
+    global_shapes: tuple[tuple[int, ...], ...]
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...] | None, ...]
 
 
 class Here(Protocol):
-    """What a row's own computation may ask about the rank it runs on."""
+    """Information about the current rank, for a row's own computation."""
 
     def offset(self, operand: int, dim: int) -> int:
-        """Where this rank's shard of an operand begins in the global tensor."""
+        """Return the offset of this rank's shard of an operand in the global tensor."""
 
     def shape(self, operand: int) -> tuple[int, ...]:
-        """An operand's global shape."""
+        """Return an operand's global shape."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """Reduce over the mesh axes that chose this row: "sum", "max", "min"."""
 
-    def place(self, operand: int, dim: int) -> tuple[int, int]:
-        """This rank's index on the one mesh axis that splits a dim of an operand, and the axis's size."""
+    def coordinate(self, operand: int, dim: int) -> tuple[int, int]:
+        """Return this rank's index on the one mesh axis that splits a dim of an operand, and the axis's size."""
 
     def exchange(
         self, tensor: torch.Tensor, like: tuple[int, int], to: int, source: int, shape: Sequence[int]
     ) -> Callable[[], torch.Tensor]:
-        """Begin to send a tensor to the rank of index `to` on the axis of `place(*like)`.
+        """Start to send a tensor to the rank of index `to` on the axis of `coordinate(*like)`.
 
-        All ranks of the axis do so at once. The result waits for what the rank of index
-        `source` sends here, of local `shape`.
+        Collective over the axis. The returned function waits for the tensor, of local `shape`, that the rank of index
+        `source` sends to this rank.
         """
 
 
 Compute = Callable[[Op, list[Any], dict[str, Any], Here], Any]
-"""(op, local args, kwargs, here) -> what the op would have returned on local tensors."""
+"""(op, local args, kwargs, here) -> the local results."""
 
 
 Localize = Callable[[Op, list[Any], Local], tuple[Op, list[Any]]]
@@ -169,12 +169,12 @@ class Row:
     Attributes:
         outs: one placement per output; None for an output that is absent.
         ins: one placement per tensor operand, keyword operands last.
-        parallel: along the split dims the op treats indices one by one, so that a fused split (`_StridedShard`)
-            does as well as a plain one (unless the row computes something of its own), and shards may be uneven as
-            long as all split dims have one size.
-        partition: replicated operands may become one rank's whole and the others' zeros to serve as a partial sum.
-        compute: replaces the op on local tensors where that is not the op itself; see `Compute`.
-        anywhere: `compute` does not ask where a shard begins, so that a fused split does as well there too.
+        parallel: along the split dims the op treats indices independently, so that a fused split (`_StridedShard`) is
+            as valid as a plain one (unless the row has its own computation), and shards may be uneven as long as all
+            split dims have the same size.
+        partition: a replicated operand may become a partial sum: its value on one rank and zeros on the others.
+        compute: the computation on local tensors, if it is not the op itself; see `Compute`.
+        anywhere: `compute` does not use the offsets of shards, so that a fused split is valid there too.
     """
 
     outs: tuple[Placement | None, ...]
@@ -194,14 +194,14 @@ def row(outs: Iterable[Placement | None], ins: Iterable[Placement | _Any], **opt
 
 @dataclass(frozen=True)
 class Rule:
-    """The rows of an op, and how its non-tensor arguments become local.
+    """The rows of an op, and the conversion of its non-tensor arguments to local ones.
 
     Attributes:
-        rows: `Call -> iterable of Row`. "Replicate everything" is always understood and need not be given.
+        rows: `Call -> iterable of Row`. The row that replicates everything is implicit.
         localize: `(op, args, Local) -> (op, args)`: rewrites sizes in `args`, or the op, for local tensors.
-        empty: the op takes tensors without elements, so that there may be more ranks than indices to split.
+        empty: the op supports tensors without elements, so that there may be more ranks than indices to split.
         metas: the outputs' metadata from the arguments by name (tensors as specs), where PyTorch's own shape function
-            refuses what the op accepts; None leaves it to that function.
+            rejects arguments that the op accepts; None uses that function.
     """
 
     rows: Rows
@@ -240,6 +240,6 @@ def ruled_ops() -> Sequence[Op]:
 
 
 def aten(name: str) -> Op | None:
-    """An aten overload by its name ("add.Tensor"; "mm" means "mm.default"), or None where torch lacks it."""
+    """Look up an aten overload by its name ("add.Tensor"; "mm" means "mm.default"), or None where torch lacks it."""
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base, None), overload or "default", None)

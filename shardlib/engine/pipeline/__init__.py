@@ -1,3 +1,3 @@
-"""Pipelines: stages of a model on the ranks of a mesh axis, and steps that run microbatches through them."""
+"""Pipeline parallelism: stages of a model on the ranks of a mesh axis, and steps that run microbatches through them."""
 
 from __future__ import annotations

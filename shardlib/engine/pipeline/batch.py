@@ -1,4 +1,4 @@
-"""A batch in microbatches, and outputs of microbatches as one."""
+"""Splitting a batch into microbatches, and joining the outputs of microbatches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError
 
-__all__ = ["as_call", "as_given", "joined", "key_of", "refuse_unfit", "rows", "sizes_of_parts", "split"]
+__all__ = ["as_call", "as_given", "joined", "key_of", "microbatch_sizes", "refuse_unfit", "rows", "split"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def as_call(batch: Any) -> Call:
-    """How a batch is passed to a model: a mapping by keyword, a tuple by position, (tuple, mapping) both ways."""
+    """Return the positional and keyword arguments of a batch: a mapping, a tuple, or (tuple, mapping) for both."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], Mapping):
@@ -28,9 +28,10 @@ def as_call(batch: Any) -> Call:
 
 
 def refuse_unfit(forward: Callable[..., Any], name: str, call: Call) -> None:
-    """
+    """Check that forward takes the arguments of a batch.
+
     Raises:
-        InputError: forward does not take the arguments that a batch is.
+        InputError: it does not.
 
     >>> refuse_unfit(lambda x, labels=None: x, "Net", ((1,), {"labels": 2}))
     """
@@ -48,7 +49,7 @@ def refuse_unfit(forward: Callable[..., Any], name: str, call: Call) -> None:
 
 
 def as_given(call: Call, batch: Any) -> Any:
-    """A call's arguments in the form in which the batch was given.
+    """Return the arguments of a call in the form of the given batch.
 
     >>> as_given(((), {"ids": 1}), {"ids": 2}), as_given(((1, 2), {}), (3, 4)), as_given(((1,), {}), 2)
     ({'ids': 1}, (1, 2), 1)
@@ -63,10 +64,10 @@ def as_given(call: Call, batch: Any) -> Any:
 
 
 def rows(batch: Any) -> int:
-    """How many examples a batch has: the leading dim of the first tensor in it that has dims.
+    """Return the number of examples of a batch: the size of the leading dim of its first tensor that has dims.
 
     Raises:
-        InputError: a batch without tensors.
+        InputError: the batch has no such tensor.
     """
     for leaf in _torch.leaves_of(batch):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
@@ -77,13 +78,13 @@ def rows(batch: Any) -> int:
     )
 
 
-def sizes_of_parts(count: int, microbatches: int | None, size: int | None = None) -> list[int]:
-    """A batch's rows in parts of `size`, or in so many parts whose sizes differ by at most one, larger ones first.
+def microbatch_sizes(count: int, microbatches: int | None, size: int | None = None) -> list[int]:
+    """Return the rows of each microbatch: `size` each, or sizes that differ by at most one, larger ones first.
 
     Raises:
-        InputError: fewer rows than microbatches; neither number nor size, or both.
+        InputError: there are fewer rows than microbatches, or neither number nor size is given, or both.
 
-    >>> sizes_of_parts(5, 2), sizes_of_parts(5, None, 2)
+    >>> microbatch_sizes(5, 2), microbatch_sizes(5, None, 2)
     ([3, 2], [2, 2, 1])
     """
     if (microbatches is None) == (size is None):
@@ -106,7 +107,9 @@ def sizes_of_parts(count: int, microbatches: int | None, size: int | None = None
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Parts of so many rows. Tensors whose leading dim is the batch's are cut, all else goes with every part.
+    """Split a batch into microbatches of these sizes.
+
+    Tensors whose leading dim is the batch's are split; all other values go with every microbatch.
 
     >>> [part["x"].tolist() for part in split({"x": torch.arange(5), "y": 1}, [3, 2])]
     [[0, 1, 2], [3, 4]]
@@ -115,7 +118,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _split(value: Any, sizes: Sequence[int], count: int) -> Iterable[Any]:
-    """Plain containers are taken apart here, since `pytree` takes several times as long."""
+    """Split one value. Plain containers are handled without `pytree`, which takes several times as long."""
     if isinstance(value, torch.Tensor):
         return value.split(sizes) if value.ndim and len(value) == count else [value] * len(sizes)
     if type(value) in (tuple, list):
@@ -130,7 +133,7 @@ def _split(value: Any, sizes: Sequence[int], count: int) -> Iterable[Any]:
 
 
 def key_of(value: Any) -> Hashable:
-    """What two microbatches have in common that take the same way: shapes, dtypes, and what is no tensor."""
+    """Return a key that is equal for microbatches of the same shapes, dtypes and values that are not tensors."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype)
     if isinstance(value, bool | int | float | str | type(None)):
@@ -146,7 +149,7 @@ def key_of(value: Any) -> Hashable:
 
 
 def joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Outputs of microbatches as one: rows behind each other, scalars as the mean over rows, all else the first's.
+    """Join the outputs of microbatches: concatenate rows, average scalars over rows, and take all else from the first.
 
     >>> joined([(torch.tensor(1.0), torch.ones(1)), (torch.tensor(4.0), torch.zeros(2))], [1, 2])
     (tensor(3.), tensor([1., 0., 0.]))

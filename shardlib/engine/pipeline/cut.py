@@ -1,7 +1,8 @@
-"""Cutting a model into stages: what a rank keeps, and what stands in the place of the rest.
+"""Cutting a model into stages: the tensors that a rank keeps, and the placeholders for the others.
 
-Modules stay where they are, so that the model's own forward runs on every stage. Parameters and buffers of foreign
-stages are gone: a tensor without memory answers for them where a model asks a weight for its dtype or device.
+Modules stay in the model, so that its own forward runs on every stage. The engine removes the parameters and buffers of
+other stages. In their place it puts fake tensors without memory, for code that reads the dtype or the device of a
+weight.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from shardlib.engine import _torch
 from shardlib.errors import PlanError
 from shardlib.rules import Stage
 
-__all__ = ["Place", "imagined_copy", "mesh_with_stages", "of_stages", "remove_foreign", "shape_with_stages"]
+__all__ = ["Place", "fake_copy", "mesh_with_stages", "of_stages", "remove_foreign", "shape_with_stages"]
 
 
 class Place:
-    """Where a rank stands in the pipeline of a plan, and what it holds.
+    """The coordinate of a rank in the pipeline of a plan, and the stages that it runs.
 
     Attributes:
-        ranks: of the pipeline axis.
-        index: of this rank on it.
-        schedule: by which it runs.
-        stages: all of them.
-        own: the numbers of those on this rank.
-        everywhere: modules that are named and have no parameters: a stage that has their inputs may call them.
+        ranks: the number of ranks of the pipeline axis.
+        index: the coordinate of this rank on it.
+        schedule: the name of the schedule.
+        stages: all stages.
+        own: the numbers of this rank's stages.
+        everywhere: named modules without parameters: any stage that has their inputs may call them.
     """
 
     def __init__(self, plan: Plan, index: int) -> None:
@@ -52,20 +53,23 @@ class Place:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the backward of weights is apart from that of inputs."""
+        """Whether the backward of weights runs apart from the backward of inputs."""
         return splits_backward(self.schedule)
 
     def rank_of(self, stage: int) -> int:
-        """The place on the pipeline axis of the rank that runs a stage."""
+        """Return the coordinate on the pipeline axis of the rank that runs a stage."""
         return rank_of_stage(self.schedule, self.ranks, stage)
 
     def holders(self, names: Sequence[str]) -> tuple[int, ...]:
-        """The ranks of the axis that hold a tensor of these names; all of them where no stage does."""
+        """Return the coordinates of the ranks that hold a tensor of these names; all of them if no stage holds it."""
         found = {self.rank_of(i) for i, stage in enumerate(self.stages) if any(map(stage.holds, names))}
         return tuple(sorted(found)) if found else tuple(range(self.ranks))
 
     def keeps(self, name: str, names: Sequence[str]) -> bool:
-        """Whether the tensor under one of its names is this rank's. A name that no stage holds goes with the others."""
+        """Tell whether this rank keeps the tensor under one of its names.
+
+        A name that no stage holds is kept with the other names of the tensor.
+        """
         named = [stage for stage in self.stages if stage.holds(name)]
         if any(name.startswith(f"{module}.") for module in self.everywhere):
             return True
@@ -75,14 +79,15 @@ class Place:
 
 
 def mesh_with_stages(given: DeviceMesh) -> DeviceMesh:
-    """A mesh that has more axes than the one of the pipeline, so that a stage has a mesh of its own."""
+    """Return a mesh with at least one axis besides the pipeline axis, so that each stage has a mesh."""
     shape = MeshShape.of(given)
     wanted = shape_with_stages(shape)
     return given if wanted == shape else mesh(wanted, device_type=given.device_type)
 
 
 def shape_with_stages(shape: MeshShape) -> MeshShape:
-    """
+    """Return a mesh shape with at least one axis besides the pipeline axis.
+
     >>> shape_with_stages(MeshShape("pp=2"))
     MeshShape("dp=1,pp=2")
     """
@@ -90,10 +95,10 @@ def shape_with_stages(shape: MeshShape) -> MeshShape:
 
 
 def of_stages(plan: Plan, place: Place, shape: MeshShape) -> Plan:
-    """The part of a plan that this rank's stages carry out, on a stage's mesh of this shape.
+    """Return the part of a plan that this rank's stages carry out, on a stage mesh of this shape.
 
     Raises:
-        PlanError: what cannot be carried out on stages.
+        PlanError: the plan cannot be carried out on stages.
     """
     _refuse(plan, place)
     own = [place.stages[i] for i in place.own]
@@ -141,48 +146,48 @@ def _refuse(plan: Plan, place: Place) -> None:
         )
 
 
-def imagined_copy(model: nn.Module, mode: Any, device: torch.device, dtypes: Any) -> nn.Module:
-    """The same modules with tensors that have shapes and no values; of `model`, no tensor is copied.
+def fake_copy(model: nn.Module, mode: Any, device: torch.device, dtypes: Any) -> nn.Module:
+    """Return a copy of a model whose tensors are fake; no tensor of `model` is copied.
 
     Args:
-        model: it.
-        mode: in which tensors have no values.
-        device: where they seem to be.
-        dtypes: by name, in which dtype parameters are computed with, where that is another than theirs.
+        model: the model.
+        mode: the fake tensor mode.
+        device: the device of the fake tensors.
+        dtypes: compute dtypes by parameter name, where they differ from the parameter's.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    memo = {id(tensor): _imagined(tensor, mode, device, dtypes.get(name)) for name, tensor in named.items()}
+    memo = {id(tensor): _fake(tensor, mode, device, dtypes.get(name)) for name, tensor in named.items()}
     return copy.deepcopy(model, memo)
 
 
-def _imagined(tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _fake(tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
     return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
 
 
 def remove_foreign(model: nn.Module, place: Place, mode: Any, device: torch.device, undo: ExitStack) -> None:
-    """Take the tensors of foreign stages out of a model."""
+    """Remove the tensors of other stages from a model, and put fake tensors in their place."""
     names = _names_of_tensors(model)
     for module_names, module in _modules(model):
-        for held in _torch.own_tensors(module):
-            gone = [
+        for tensors in _torch.own_tensors(module):
+            foreign = [
                 key
-                for key, tensor in held.items()
+                for key, tensor in tensors.items()
                 if tensor is not None
                 and not any(place.keeps(f"{n}.{key}".lstrip("."), names[id(tensor)]) for n in module_names)
             ]
-            if gone:
-                undo.callback(_put_back, module, held, dict(held), gone)
-            for key in gone:
-                module.__dict__[key] = _imagined(held.pop(key), mode, device).requires_grad_(False)
+            if foreign:
+                undo.callback(_put_back, module, tensors, dict(tensors), foreign)
+            for key in foreign:
+                module.__dict__[key] = _fake(tensors.pop(key), mode, device).requires_grad_(False)
 
 
-def _put_back(module: nn.Module, held: dict[str, Any], before: dict[str, Any], gone: Sequence[str]) -> None:
-    for key in gone:
+def _put_back(module: nn.Module, tensors: dict[str, Any], before: dict[str, Any], foreign: Sequence[str]) -> None:
+    for key in foreign:
         module.__dict__.pop(key, None)
-    held.clear()
-    held.update(before)
+    tensors.clear()
+    tensors.update(before)
 
 
 def _names_of_tensors(model: nn.Module) -> dict[int, list[str]]:
@@ -194,7 +199,7 @@ def _names_of_tensors(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _modules(model: nn.Module) -> list[tuple[list[str], nn.Module]]:
-    """Every module once, with all its names."""
+    """Return every module once, with all its names."""
     found: dict[int, tuple[list[str], nn.Module]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found.setdefault(id(module), ([], module))[0].append(name)

@@ -1,8 +1,8 @@
-"""`Pipe`: a sequential over several devices of one process, as fairscale's users know it.
+"""`Pipe`: an `nn.Sequential` over several devices of one process, with the interface of fairscale's `Pipe`.
 
-Microbatches take turns: at tick t, partition j computes microbatch t - j. Devices that compute asynchronously so
-work at
-the same time; backward goes the way back by autograd, which has a thread for each device (Huang et al., "GPipe", 2019).
+Microbatches are interleaved: at tick t, partition j computes microbatch t - j. Devices that compute asynchronously
+therefore run concurrently. Autograd, which has one thread for each device, runs backward in the reverse order (Huang et
+al., "GPipe", 2019).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import checkpoint as recompute
 
 from shardlib.engine._torch import pytree
-from shardlib.engine.pipeline.batch import joined, rows, sizes_of_parts, split
+from shardlib.engine.pipeline.batch import joined, microbatch_sizes, rows, split
 from shardlib.errors import PlanError, nearest
 
 __all__ = ["Pipe"]
@@ -27,23 +27,24 @@ KEPT = ("always", "except_last", "never")
 class Pipe(nn.Module):
     """A sequential in partitions, each on a device of this process, through which a batch runs in chunks.
 
-    It computes what the sequential does: outputs, gradients, and buffers but for BatchNorm, which sees chunks. Over
-    the ranks of a mesh, `shard_model` with stages does the same for any model.
+    It computes the outputs, gradients and buffers of the sequential, except for the statistics of BatchNorm, which are
+    those of chunks. For any model over the ranks of a mesh, use `shard_model` with stages.
 
     Args:
-        module: what is cut; its layers are moved.
-        balance: how many layers each partition gets.
-        devices: one for each partition, at least; by default all accelerators, else the CPU for each.
-        chunks: into how many parts a batch is cut; fewer where it has fewer rows.
-        checkpoint: whose activations are computed again in backward: of "always" every chunk, "except_last", or
-            "never" one.
+        module: the sequential; its layers are moved to the devices.
+        balance: the number of layers of each partition.
+        devices: at least one for each partition; by default all accelerators, or the CPU for each if there is none.
+        chunks: the number of chunks of a batch; fewer for a batch of fewer rows.
+        checkpoint: the chunks whose activations are recomputed in backward: "always" all, "except_last" all but the
+            last, "never" none.
 
     Attributes:
-        partitions: the parts, as sequentials whose layers have their names.
-        devices: of each.
+        partitions: the partitions, as sequentials whose layers keep their names.
+        devices: the device of each partition.
 
     Raises:
-        PlanError: no sequential, a balance that does not add up to its layers, too few devices, another `checkpoint`.
+        PlanError: the module is not a sequential, the balance does not add up to its number of layers, there are too
+            few devices, or `checkpoint` is not one of the three.
 
     >>> model = Pipe(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), balance=[2, 1], chunks=3)
     >>> model(torch.ones(5, 4)).shape, [name for name, _ in model.named_parameters()][-1]
@@ -99,15 +100,15 @@ class Pipe(nn.Module):
         return list(self)[index]
 
     def forward(self, batch: Any) -> Any:
-        """The sequential's output, on the last device."""
+        """Return the output of the sequential, on the last device."""
         count = min(self.chunks, rows(batch))
-        sizes = sizes_of_parts(rows(batch), count)
+        sizes = microbatch_sizes(rows(batch), count)
         values = split(batch, sizes)
         for tick in range(count + len(self.partitions) - 1):
-            for place, partition in enumerate(self.partitions):
-                chunk = tick - place
+            for index, partition in enumerate(self.partitions):
+                chunk = tick - index
                 if 0 <= chunk < count:
-                    values[chunk] = self._run(partition, self.devices[place], values[chunk], last=chunk == count - 1)
+                    values[chunk] = self._run(partition, self.devices[index], values[chunk], last=chunk == count - 1)
         return values[0] if count == 1 else joined(values, sizes)
 
     def _run(self, partition: nn.Module, device: torch.device, value: Any, *, last: bool) -> Any:

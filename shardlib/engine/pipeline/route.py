@@ -1,13 +1,15 @@
-"""How one microbatch takes its way through one stage: the model's own forward, with only the stage's modules computing.
+"""Running one microbatch through one stage: the model's own forward, in which only the stage's modules compute.
 
-A call of a module of another stage returns tensors without values, of the shapes that it would have. The first call of
-an own module that is given such a tensor is the stage's *gate*: what it lacks there is what the stage before has made,
-and is received. The gate of the next stage ends the forward; what that one lacks is sent. So whatever stands around the
-modules runs as it is: masks and positions are computed on every stage from the batch, which every stage gets.
+A call of a module of another stage returns fake tensors of the shapes that the call would return. The first call of an
+own module that is given a fake tensor is the *boundary* of the stage: the arguments without values there are outputs of
+the previous stage, and are received. The forward ends at the boundary of the next stage; the arguments that the next
+stage lacks are sent. The model's code around the modules therefore runs unchanged: every stage gets the batch, and
+computes masks and positions from it.
 
-Having no values is also what betrays a value that would have to come another way: it is refused, by name, wherever it
-reaches a module of this stage or what is sent. Gates are found by each rank alone, by running forward with no values
-from other stages, once for inputs of the same shapes; so that ranks know what they will send and receive.
+A fake tensor also reveals a value that would have to be sent in another way. The engine refuses it by name wherever it
+reaches a module of this stage or a message. Each rank finds the boundaries alone, by running forward with fake tensors
+in the place of other stages' outputs, once for inputs of the same shapes. All ranks thus know which messages they send
+and receive.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ from torch.distributed.tensor import DTensor
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.pipeline.batch import refuse_unfit
-from shardlib.engine.region import made_global, made_plain
+from shardlib.engine.region import unwrap_dtensor, wrap_replicated
 from shardlib.errors import PlanError, ShardingError
 from shardlib.rules import Stage
 
-__all__ = ["Gate", "Message", "Route", "has_values", "without_fakes"]
+__all__ = ["Message", "Route", "StageBoundary", "has_values", "without_fakes"]
 
 
-_MOST_SHAPES = 256  # of inputs, whose ways are remembered
+_MOST_SHAPES = 256  # the number of input shapes whose boundaries are cached
 
 
 @dataclass(frozen=True)
 class Message:
-    """One tensor that goes from a stage to the next: where it stands among the arguments of a call, and its kind."""
+    """One tensor that a stage sends to the next: its path among the arguments of a call, and its shape and dtype."""
 
     path: str
     shape: tuple[int, ...]
@@ -55,8 +57,8 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Gate:
-    """Where a stage begins: the number of a call, counted over calls of all stages' modules, and what it lacks."""
+class StageBoundary:
+    """The start of a stage: the number of a call, counted over calls of all stages' modules, and what it lacks."""
 
     call: int
     module: str
@@ -64,15 +66,15 @@ class Gate:
 
     @cached_property
     def lacks_first(self) -> bool:
-        """Whether all that is lacking is the first argument, as between blocks of most models."""
+        """Whether only the first argument is lacking, as between the blocks of most models."""
         return [each.path for each in self.messages] == ["[0][0]"]
 
 
 @dataclass(eq=False)
 class _Known:
-    """What is known of inputs of some shapes: the gates of stages, and what each call returns, without values."""
+    """The results for inputs of some shapes: the boundaries of stages, and the fake output of each call."""
 
-    gates: list[Gate | None]
+    boundaries: list[StageBoundary | None]
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
@@ -86,34 +88,35 @@ class _Pass:
     received: Sequence[torch.Tensor] = ()
     count: int = 0
     inside: bool = False
-    entry: Gate | None = field(default=None, init=False)
-    exit: Gate | None = field(default=None, init=False)
+    entry: StageBoundary | None = field(default=None, init=False)
+    exit: StageBoundary | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not self.searching:
-            self.entry, self.exit = (*self.known.gates, None)[self.stage : self.stage + 2]
+            self.entry, self.exit = (*self.known.boundaries, None)[self.stage : self.stage + 2]
 
 
 class _Reached(BaseException):
-    """The next stage's gate was reached; no `except Exception` of a model stops it."""
+    """Raised at the boundary of the next stage. Not an `Exception`, so that a model's handlers let it pass."""
 
     def __init__(self, values: Any) -> None:
         self.values = values
 
 
 class Route:
-    """Lets the calls of a model's modules go the way of a stage.
+    """Runs the modules of one stage in the model's forward, and skips those of other stages.
 
     Args:
-        model: cut into stages.
-        skeleton: the same modules without values.
-        mode: in which tensors have no values.
-        stages: of all ranks.
-        own: numbers of those that this rank runs.
-        everywhere: modules without parameters, which any stage calls that has what they are given.
-        casting: what inputs are cast to, and in which context forward runs.
-        splits_backward: gradients of inputs and of parameters are computed apart.
-        region: the mesh of the model axes where all of this rank's model computes on DTensors. Messages are plain.
+        model: the model, cut into stages.
+        skeleton: a copy of all modules with fake tensors.
+        mode: the fake tensor mode.
+        stages: the stages of all ranks.
+        own: the numbers of this rank's stages.
+        everywhere: modules without parameters, which any stage calls that has their inputs.
+        casting: the dtype that inputs are cast to, and the autocast context of forward.
+        splits_backward: whether gradients of inputs and of parameters are computed separately.
+        region: the mesh of the model axes, if all of this rank's model computes on DTensors. Messages are plain
+            tensors.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class Route:
         self.splits_backward, self.region = splits_backward, region
 
     def around_modules(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
-        """Return, by name, what stands around the modules of stages; a module of several names is there once."""
+        """Return the wrappers of the stages' modules by name; a module of several names is there once."""
         by_module: dict[int, tuple[nn.Module, list[str]]] = {}
         for name in self._stage_of:
             module = model.get_submodule(name)
@@ -147,7 +150,7 @@ class Route:
         return {names[0]: functools.partial(self._call, tuple(names)) for _, names in by_module.values()}
 
     def install(self, model: nn.Module, undo: ExitStack) -> None:
-        """Take the model's forward."""
+        """Replace the model's forward."""
         model.__dict__["forward"] = self._run_forward
         undo.callback(model.__dict__.pop, "forward", None)
 
@@ -156,7 +159,7 @@ class Route:
     def run(
         self, model: nn.Module, stage: int, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Any
     ) -> Any:
-        """Forward of one stage: the tensors that the next one's gate lacks, or the model's output on the last."""
+        """Run the forward of one stage; return the tensors that the next stage lacks, or the output of the model."""
         with self._passing(_Pass(stage, self._known[key], received=received)):
             return model(*args, **kwargs)
 
@@ -169,7 +172,7 @@ class Route:
             self._active = before
 
     def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the model's forward, inside of its hooks."""
+        """Run in the place of the model's forward, inside of its hooks."""
         one = self._active
         if one is None:
             raise ShardingError(
@@ -213,38 +216,38 @@ class Route:
             one.inside = False
 
     def _can_call(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether a module of another stage can be called here as well as there."""
+        """Tell whether this rank can call a module of another stage itself."""
         return name in self._everywhere and _all_have_values(args, kwargs)
 
-    def _entering(self, one: _Pass, gate: Gate, name: str, args: Any, kwargs: Any) -> Any:
-        if gate.lacks_first and args and self.region is None:
+    def _entering(self, one: _Pass, boundary: StageBoundary, name: str, args: Any, kwargs: Any) -> Any:
+        if boundary.lacks_first and args and self.region is None:
             return (one.received[0], *args[1:]), kwargs
-        given = {message.path: value for message, value in zip(gate.messages, one.received, strict=True)}
+        given = {message.path: value for message, value in zip(boundary.messages, one.received, strict=True)}
         flat, spec = pytree.tree_flatten_with_path((args, kwargs))
         leaves = [given.pop(pytree.keystr(path), leaf) for path, leaf in flat]
         if self.region is not None:
-            leaves = [made_global(leaf, self.region) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            leaves = [wrap_replicated(leaf, self.region) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if given:
             raise PlanError(
                 f'"{name}" was called without the argument {next(iter(given))} that stage {one.stage} received.'
             )
         return pytree.tree_unflatten(leaves, spec)
 
-    def _leaving(self, one: _Pass, gate: Gate, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
-        if gate.lacks_first and args:
-            found = {gate.messages[0].path: args[0]}
+    def _leaving(self, one: _Pass, boundary: StageBoundary, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
+        if boundary.lacks_first and args:
+            found = {boundary.messages[0].path: args[0]}
         else:
             found = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]}
         values = []
-        for message in gate.messages:
+        for message in boundary.messages:
             value = found.get(message.path)
             if not isinstance(value, torch.Tensor) or not has_values(value):
                 raise PlanError(
-                    f'Stage {one.stage + 1} begins with "{gate.module}" and lacks {_argument(message.path)} there, '
+                    f'Stage {one.stage + 1} begins with "{boundary.module}" and lacks {_argument(message.path)} there, '
                     f"which stage {one.stage} has not made: it comes from an earlier stage. Let both modules be on "
                     "one stage, or pass it through the modules between them."
                 )
-            values.append(made_plain(value) if isinstance(value, DTensor) else value)
+            values.append(unwrap_dtensor(value) if isinstance(value, DTensor) else value)
         return tuple(values)
 
     def _refuse_fakes(self, one: _Pass, name: str, args: Any, kwargs: Any) -> None:
@@ -259,47 +262,49 @@ class Route:
             "or name both modules on one stage."
         )
 
-    # --- what other stages do, in shapes ------------------------------------------------------------------------------
+    # --- the shapes of other stages' outputs --------------------------------------------------------------------------
 
     def _elsewhere(self, known: _Known, number: int, name: str, args: Any, kwargs: Any) -> Any:
         if number not in known.outputs:
-            module, imagined = self.skeleton.get_submodule(name), _torch.imagined_in(self.mode)
+            module, to_fake = self.skeleton.get_submodule(name), _torch.imagined_in(self.mode)
             with torch.no_grad():
                 try:
                     with self.mode:
-                        fake = pytree.tree_map_only(torch.Tensor, imagined, (args, kwargs))
+                        fake = pytree.tree_map_only(torch.Tensor, to_fake, (args, kwargs))
                         output = module(*fake[0], **fake[1])
                 except _torch.fake_tensor_errors():
-                    # It looks at values, as one that finds the tokens of each expert does; shapes do not depend on
-                    # them.
+                    # It reads values, as a module that finds the tokens of each expert does; its output shapes do
+                    # not depend on them.
                     output = _tried(module, args, kwargs)
-            known.outputs[number] = pytree.tree_map_only(torch.Tensor, imagined, output)
+            known.outputs[number] = pytree.tree_map_only(torch.Tensor, to_fake, output)
         return known.outputs[number]
 
-    def learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> list[Gate | None]:
-        """The gates of all stages for inputs like these, the same on every rank; found once.
+    def learn(
+        self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool
+    ) -> list[StageBoundary | None]:
+        """Return the boundaries of all stages for inputs like these, the same on every rank. They are found once.
 
         Raises:
             InputError: forward does not take such inputs.
-            PlanError: a stage that is given nothing by the one before it.
+            PlanError: a stage gets no input from the stages before it.
         """
         if key not in self._known:
             refuse_unfit(self.skeleton.forward, self._name, (args, dict(kwargs)))
             self.skeleton.train(training)
             known = _Known([None])
             for stage in range(1, len(self.stages)):
-                known.gates.append(self._gate(stage, known, args, dict(kwargs)))
+                known.boundaries.append(self._boundary(stage, known, args, dict(kwargs)))
             while len(self._known) >= _MOST_SHAPES:
                 del self._known[next(iter(self._known))]
             self._known[key] = known
-        return self.gates(key)
+        return self.boundaries(key)
 
-    def gates(self, key: Any) -> list[Gate | None]:
-        """Of all stages, for inputs whose way is known."""
-        return self._known[key].gates
+    def boundaries(self, key: Any) -> list[StageBoundary | None]:
+        """Return the boundaries of all stages, for inputs whose boundaries are known."""
+        return self._known[key].boundaries
 
-    def _gate(self, stage: int, known: _Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gate:
-        args, kwargs = self.casting.on_entering(args, kwargs)
+    def _boundary(self, stage: int, known: _Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageBoundary:
+        args, kwargs = self.casting.cast_inputs(args, kwargs)
         try:
             with self._passing(_Pass(stage, known, searching=True)), torch.no_grad(), ExitStack() as computing:
                 if self.casting.autocast is not None:
@@ -329,35 +334,35 @@ class Route:
                 if not has_values(leaf)
             )
             if lacking:
-                raise _Reached(Gate(number, name, lacking))
+                raise _Reached(StageBoundary(number, name, lacking))
         output = self._elsewhere(one.known, number, name, args, kwargs)
-        # What this stage makes of the batch alone has values, whatever they are.
-        here = own or self._can_call(name, args, kwargs)
-        return pytree.tree_map_only(torch.Tensor, _zeros, output) if here else output
+        # The output of this stage for the batch alone has values; which ones does not matter.
+        runs_on_this_rank = own or self._can_call(name, args, kwargs)
+        return pytree.tree_map_only(torch.Tensor, _zeros, output) if runs_on_this_rank else output
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[[], Any]:
-    """What gives the method as long as its object lives: the model keeps its route, and not the route the model."""
+    """Return a function that returns the method. It does not keep the method's object alive, which keeps its route."""
     return weakref.WeakMethod(method) if isinstance(method, MethodType) else lambda: method
 
 
 def has_values(leaf: Any) -> bool:
-    """Whether this is no tensor, or one that can be read."""
+    """Tell whether a value is not a tensor, or is a tensor that is not fake."""
     return not isinstance(leaf, torch.Tensor) or not _torch.is_imagined(leaf)
 
 
 def _all_have_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Of arguments of a call."""
+    """Tell whether no argument of a call is a fake tensor."""
     return all(map(has_values, _torch.leaves_of(*args, *kwargs.values())))
 
 
 def without_fakes(output: Any) -> Any:
-    """An output with None in the place of what the last stage does not know."""
+    """Return an output with None in the place of fake tensors."""
     return pytree.tree_map(lambda leaf: leaf if has_values(leaf) else None, output)
 
 
 def _tried(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a module gives for zeros, with parameters of zeros that are let go of again."""
+    """Return the output of a module for zeros, in a temporary copy whose parameters are zeros."""
     tensors = [*module.parameters(), *module.buffers()]
     real = copy.deepcopy(module, {id(tensor): _as_kind(_zeros(tensor), tensor) for tensor in tensors})
     args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
@@ -374,10 +379,11 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _argument(path: str) -> str:
-    """
+    """Describe an argument by its path in (args, kwargs).
+
     >>> _argument("[1]['mask']"), _argument("[0][2]")
     ('argument "mask"', 'argument 2')
     """
-    place, rest = path[1], path[3:]
-    words = rest.replace("['", "").replace("']", "") if place == "1" else rest.strip("[]")
-    return f'argument "{words}"' if place == "1" else f"argument {words}"
+    kind, rest = path[1], path[3:]
+    words = rest.replace("['", "").replace("']", "") if kind == "1" else rest.strip("[]")
+    return f'argument "{words}"' if kind == "1" else f"argument {words}"

@@ -1,7 +1,7 @@
-"""One step of a pipeline on one rank: its actions in order, and what it keeps between them.
+"""One step of a pipeline on one rank: its actions in order, and its state between them.
 
-A rank whose action raises goes on in the order without computing, and sends zeros of the shapes that were agreed on: so
-no other rank waits in vain, and all of them learn of it at the end of the step.
+A rank whose action raises continues with the order of actions without computing, and sends zeros of the agreed shapes.
+No other rank therefore waits in vain, and all ranks learn of the failure at the end of the step.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from shardlib.engine import _torch
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.pipeline.batch import Call
-from shardlib.engine.pipeline.route import Gate, Route, has_values, without_fakes
-from shardlib.engine.pipeline.transport import Parcel, Transport
+from shardlib.engine.pipeline.route import Route, StageBoundary, has_values, without_fakes
+from shardlib.engine.pipeline.transport import P2PMessage, Transport
 from shardlib.errors import InputError, LostRankError, PlanError
 
-__all__ = ["Failure", "Losses", "Part", "Run"]
+__all__ = ["Failure", "Losses", "Microbatch", "Run"]
 
 Criterion = Callable[[Any, Any], Any]
 
-_AHEAD = 4  # actions whose receives are posted: senders wait for that, and it costs a rank least while it waits itself
+_AHEAD = 4  # actions ahead whose receives are posted: a sender waits for them, and posting early costs this rank least
 
 
 @dataclass(frozen=True)
-class Part:
-    """A microbatch: how the model is called with it, what the criterion is given, how many rows it has."""
+class Microbatch:
+    """A microbatch: the arguments of the model's call, the criterion's batch, the number of rows, and its key."""
 
     call: Call
     batch: Any
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Failure:
-    """What an action raised, and when."""
+    """The error that an action raised, and when."""
 
     action: Action
     error: Exception
@@ -59,9 +59,9 @@ class Losses:
     """The losses of a step on this rank.
 
     Attributes:
-        values: of microbatches: means over rows, or sums of what was counted.
-        weights: rows, or counts.
-        counted: whether the criterion said how many; None before the first.
+        values: a value for each microbatch: the mean over its rows, or the sum over its counted items.
+        weights: the number of rows or the count of each microbatch.
+        counted: whether the criterion returned counts; None before the first loss.
     """
 
     values: list[torch.Tensor] = field(default_factory=list)
@@ -69,32 +69,32 @@ class Losses:
     counted: bool | None = None
 
     def sums(self) -> list[float]:
-        """Of losses over all rows or all that was counted, and of how many these are."""
+        """Return the sum of losses over all rows or counted items, and their number."""
         values = torch.stack(self.values).double().tolist()
         shares = [1.0] * len(values) if self.counted else self.weights
         return [sum(v * share for v, share in zip(values, shares, strict=True)), float(sum(self.weights))]
 
 
 class Run:
-    """Carries out a rank's actions.
+    """Runs the actions of a rank.
 
-    `refused` is why it has not begun: what ranks were given, or could not do.
+    `refused` is the error that kept the step from beginning: an invalid input, or an action that a rank could not do.
 
     Args:
-        model: cut, with a route; or a whole one, of which there is one stage.
-        route: of the model; None where it is whole.
-        transport: None where there is one stage.
+        model: the model, cut into stages with a route; or a full model as the only stage.
+        route: the route of the model; None for a full model.
+        transport: the messages; None if there is one stage.
         parts: the microbatches.
-        gates: of each microbatch.
+        boundaries: the stages' boundaries for each microbatch.
         criterion: (output, batch) -> loss.
-        reducer: of the gradients.
-        begin: waits until all ranks are known to do the same, and gives what the mean loss of one row is multiplied
-            with before backward, and what a sum of counted ones is.
-        early: this rank may compute its first forward before that; nothing is sent before it.
-        train: whether there is a backward.
-        keep_outputs: of the last stage.
-        watched: each action runs inside of what this gives for it.
-        on_failure: is told of this rank's first failure, and raises where others cannot go on without it.
+        reducer: the reducer of the gradients.
+        begin: waits until all ranks are known to run the same step; returns the factor of the mean loss of one row
+            before backward, and that of a sum of counted losses.
+        early: whether this rank may compute its first forward before that. It sends nothing before.
+        train: whether to run backward.
+        keep_outputs: whether to keep the outputs of the last stage.
+        watched: returns a context for each action, in which it runs.
+        on_failure: called for the first failure of this rank; raises if other ranks cannot continue without it.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Run:
         model: nn.Module,
         route: Route | None,
         transport: Transport | None,
-        parts: Sequence[Part],
-        gates: Sequence[Sequence[Gate | None]],
+        parts: Sequence[Microbatch],
+        boundaries: Sequence[Sequence[StageBoundary | None]],
         criterion: Criterion | None,
         reducer: GradientReducer,
         *,
@@ -114,36 +114,36 @@ class Run:
         watched: Callable[[Action], AbstractContextManager[Any]] | None = None,
         on_failure: Callable[[Failure], None] = lambda _failure: None,
     ) -> None:
-        self.model, self.route, self.transport, self.parts, self.gates = model, route, transport, parts, gates
+        self.model, self.route, self.transport, self.parts, self.boundaries = model, route, transport, parts, boundaries
         self.criterion, self.reducer, self._begin, self.early = criterion, reducer, begin, early
         self.factor = 1.0, 1.0
         self.begun = False
         self.refused: Exception | None = None
         self.train, self.keep_outputs = train, keep_outputs
-        self.last = len(gates[0]) - 1
+        self.last = len(boundaries[0]) - 1
         self.losses = Losses()
         self.outputs: dict[int, Any] = {}
         self.executed: list[Action] = []
         self.failure: Failure | None = None
         self._watched, self._on_failure = watched or (lambda _action: nullcontext()), on_failure
-        self._held: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
-        self._halves: dict[tuple[int, int], Any] = {}
-        self._taken: set[Parcel] = set()
-        self._gone: set[Parcel] = set()
+        self._saved: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        self._pending_weight_grads: dict[tuple[int, int], Any] = {}
+        self._received: set[P2PMessage] = set()
+        self._sent: set[P2PMessage] = set()
 
     def carry_out(self, actions: Sequence[Action]) -> None:
-        """Run them all, whatever happens.
+        """Run all actions, also after a failure.
 
         Raises:
-            LostRankError: another rank is gone.
-            StageError: this rank alone has failed, and others wait for it inside of their modules.
+            LostRankError: another rank is lost.
+            StageError: only this rank has failed, and others wait for it inside of their modules.
         """
         for number, action in enumerate(actions):
             if number or not self.early:
                 self._meet()
             for ahead in actions[number : number + _AHEAD]:
-                if self.transport is not None and self.begun and (parcel := self._needed(ahead)) is not None:
-                    self.transport.expect(parcel)
+                if self.transport is not None and self.begun and (message := self._needed(ahead)) is not None:
+                    self.transport.expect(message)
             if self.failure is None:
                 try:
                     with self._watched(action):
@@ -155,8 +155,8 @@ class Run:
                     if error is self.refused:
                         raise
                     self.failure = Failure(action, error, time.time())
-                    self._held.clear()
-                    self._halves.clear()
+                    self._saved.clear()
+                    self._pending_weight_grads.clear()
                     self._on_failure(self.failure)
             if self.failure is not None:
                 self._pass_on(action)
@@ -195,33 +195,34 @@ class Run:
         if stage == self.last and self.keep_outputs:
             self.outputs[m] = without_fakes(_torch.pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
         if self.train:
-            self._held[stage, m] = received, made
+            self._saved[stage, m] = received, made
         if stage < self.last:
-            self._send(Parcel("forward", stage + 1, m), [tensor.detach() for tensor in made])
+            self._send(P2PMessage("forward", stage + 1, m), [tensor.detach() for tensor in made])
 
     def _agreed(self, output: Sequence[torch.Tensor], stage: int, m: int) -> list[torch.Tensor]:
-        """What is sent, in the shapes and dtypes that the next stage waits for."""
-        gate = self.gates[m][stage + 1]
-        assert gate is not None
+        """Return the tensors to send, in the shapes and dtypes that the next stage expects."""
+        boundary = self.boundaries[m][stage + 1]
+        assert boundary is not None
         made = []
-        for tensor, message in zip(output, gate.messages, strict=True):
+        for tensor, message in zip(output, boundary.messages, strict=True):
             if tuple(tensor.shape) != message.shape:
                 raise PlanError(
-                    f'Stage {stage} has made a tensor of shape {tuple(tensor.shape)} for "{gate.module}", where '
+                    f'Stage {stage} has made a tensor of shape {tuple(tensor.shape)} for "{boundary.module}", where '
                     f"inputs of these shapes let expect {message.shape}: a module gives other shapes for other "
                     "values. Pad them."
                 )
             tensor = tensor.to(message.dtype)
-            made.append(tensor.clone() if self._splits else tensor)  # of a view, the half backward cannot let go
+            # Cloned since a split backward could not free the graph of a view.
+            made.append(tensor.clone() if self._splits else tensor)
         return made
 
     @property
     def _splits(self) -> bool:
         return self.train and self.route is not None and self.route.splits_backward
 
-    def _loss(self, output: Any, part: Part) -> torch.Tensor:
-        """What backward starts from on the last stage; nothing of the kind where there is no criterion and no loss."""
-        given = self.criterion(output, part.batch) if self.criterion is not None else _own_loss(output)
+    def _loss(self, output: Any, part: Microbatch) -> torch.Tensor:
+        """Return the loss that backward starts from on the last stage; a zero in evaluation without a loss."""
+        given = self.criterion(output, part.batch) if self.criterion is not None else _loss_of_output(output)
         if given is None and not self.train:
             return torch.zeros(())
         pair = isinstance(given, tuple | list) and len(given) == 2
@@ -254,36 +255,36 @@ class Run:
         if kind == "W":
             self._backward_of_weights(stage, m)
             return
-        received, made = self._held.pop((stage, m))
-        gradients = self._take(self._needed(action)) if stage < self.last else [self._of_loss(made[0], m)]
-        gates = self.gates[m][stage + 1] if stage < self.last else None
-        if gates is not None:
-            made = [tensor for tensor, message in zip(made, gates.messages, strict=True) if message.has_gradient]
+        received, made = self._saved.pop((stage, m))
+        gradients = self._take(self._needed(action)) if stage < self.last else [self._initial_grad(made[0], m)]
+        boundary = self.boundaries[m][stage + 1] if stage < self.last else None
+        if boundary is not None:
+            made = [tensor for tensor, message in zip(made, boundary.messages, strict=True) if message.has_gradient]
         pairs = [(tensor, grad) for tensor, grad in zip(made, gradients, strict=True) if tensor.requires_grad]
         outputs, given = [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
         inputs = [tensor for tensor in received if tensor.requires_grad]
         if kind == "I" and not inputs:
-            self._halves[stage, m] = outputs, given, None
+            self._pending_weight_grads[stage, m] = outputs, given, None
             return
         if not pairs:
             found: Sequence[torch.Tensor | None] = [None] * len(inputs)
         elif kind == "I":
             found, rest = _torch.backward_of_inputs(outputs, given, inputs, self.reducer.leaves())
-            self._halves[stage, m] = None, None, rest
+            self._pending_weight_grads[stage, m] = None, None, rest
         else:
             torch.autograd.backward(outputs, given)
             found = [tensor.grad for tensor in inputs]
         if stage:
-            whole = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, found, strict=True)]
-            self._send(Parcel("backward", stage - 1, m), whole)
+            input_grads = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, found, strict=True)]
+            self._send(P2PMessage("backward", stage - 1, m), input_grads)
 
-    def _of_loss(self, loss: torch.Tensor, m: int) -> torch.Tensor:
-        """What backward of a microbatch starts from."""
+    def _initial_grad(self, loss: torch.Tensor, m: int) -> torch.Tensor:
+        """Return the gradient that backward of a microbatch starts from."""
         mean, counted = self.factor
         return torch.full_like(loss, counted if self.losses.counted else mean * self.parts[m].rows)
 
     def _backward_of_weights(self, stage: int, m: int) -> None:
-        outputs, given, rest = self._halves.pop((stage, m), (None, None, None))
+        outputs, given, rest = self._pending_weight_grads.pop((stage, m), (None, None, None))
         if rest is not None:
             with self.reducer.room_for_gradients():
                 _torch.backward_of_weights(self.reducer.leaves(), rest)
@@ -292,44 +293,44 @@ class Run:
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def _needed(self, action: Action) -> Parcel | None:
+    def _needed(self, action: Action) -> P2PMessage | None:
         kind, stage, m = action
         if kind == "F":
-            return Parcel("forward", stage, m) if stage else None
-        return Parcel("backward", stage, m) if kind in "BI" and stage < self.last else None
+            return P2PMessage("forward", stage, m) if stage else None
+        return P2PMessage("backward", stage, m) if kind in "BI" and stage < self.last else None
 
-    def _take(self, parcel: Parcel | None) -> Sequence[torch.Tensor]:
-        if parcel is None or self.transport is None:
+    def _take(self, message: P2PMessage | None) -> Sequence[torch.Tensor]:
+        if message is None or self.transport is None:
             return []
-        tensors = self.transport.receive(parcel)
-        self._taken.add(parcel)
+        tensors = self.transport.receive(message)
+        self._received.add(message)
         return tensors
 
-    def _send(self, parcel: Parcel, tensors: Sequence[torch.Tensor]) -> None:
+    def _send(self, message: P2PMessage, tensors: Sequence[torch.Tensor]) -> None:
         assert self.transport is not None
         self._meet()
-        self._gone.add(parcel)
-        self.transport.send(parcel, tensors)
+        self._sent.add(message)
+        self.transport.send(message, tensors)
 
     @naming_lost_ranks("forward")
     def _pass_on(self, action: Action) -> None:
-        """Take what comes and send what is waited for, computing nothing."""
+        """Receive and send the messages of an action without computing."""
         if self.transport is None:
             return
         needed, due = self._needed(action), self._due(action)
-        if needed is not None and needed not in self._taken:
+        if needed is not None and needed not in self._received:
             self._take(needed)
-        if due is not None and due not in self._gone:
+        if due is not None and due not in self._sent:
             self._send(
                 due, [torch.zeros(s, dtype=d, device=self.transport.device) for s, d in self.transport.metas(due)]
             )
 
-    def _due(self, action: Action) -> Parcel | None:
+    def _due(self, action: Action) -> P2PMessage | None:
         kind, stage, m = action
         if kind == "F":
-            return Parcel("forward", stage + 1, m) if stage < self.last else None
-        return Parcel("backward", stage - 1, m) if kind in "BI" and stage else None
+            return P2PMessage("forward", stage + 1, m) if stage < self.last else None
+        return P2PMessage("backward", stage - 1, m) if kind in "BI" and stage else None
 
 
-def _own_loss(output: Any) -> Any:
+def _loss_of_output(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -1,7 +1,7 @@
-"""Tensors that several stages hold, such as an embedding that is also the output layer: one parameter all the same.
+"""Parameters that several stages hold, such as an embedding that is also the output layer.
 
-Each holder accumulates what its own stages contribute. Once a step, after the data axes, the contributions are summed
-over the holders, which therefore step alike and keep the same bits.
+Each holder accumulates the contributions of its own stages. Once a step, after the reduction over the data axes, the
+contributions are summed over the holders. All holders therefore take the same step and keep the same bits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
-from shardlib.engine.held import Held, local_of
 from shardlib.engine.lost import naming_lost_ranks
+from shardlib.engine.params import ParamState, local_of
 
 __all__ = ["Shared"]
 
@@ -25,42 +25,46 @@ class Shared:
     """One parameter that ranks of several stages hold.
 
     Attributes:
-        held: it, on this rank.
-        group: the ranks that hold the same part of it; None where this rank is none.
-        is_first: whether this rank is on the first of the stages, which counts it in norms.
+        names: all names of the parameter.
+        param_state: its state on this rank; None if this rank does not hold it.
+        group: the ranks that hold the same shard of it; None if this rank is not one of them.
+        is_first: whether this rank is on the first of these stages, which counts the parameter in norms.
+        prior: the accumulated gradient of earlier steps, while a step runs.
+        summed: whether the gradient is already summed over the holders.
     """
 
     names: tuple[str, ...]
-    held: Held | None
+    param_state: ParamState | None
     group: dist.ProcessGroup | None
     is_first: bool
     prior: Any = None
     summed: bool = False
 
     def put_prior_aside(self) -> None:
-        """What earlier steps have summed already must not be summed again."""
-        if self.held is None:
+        """Keep gradients that earlier steps have already summed out of the sum of this step."""
+        if self.param_state is None:
             return
-        param = self.held.param
+        param = self.param_state.param
         if param.grad is None:
             self.summed = False
         if self.summed and param.grad is not None:
-            self.prior, param.grad = _copied(param.grad), None  # its memory is the bucket's, which is filled again
+            # Copied since it is a view of a bucket, which the next reduction overwrites.
+            self.prior, param.grad = _copied(param.grad), None
 
     def put_prior_back(self) -> None:
-        """Nothing was summed: what this step gave is added as it is."""
-        if self.held is not None and self.prior is not None:
-            self.held.param.grad = _added(self.held.param.grad, self.prior)
+        """Add the gradient of earlier steps, without a sum over the holders."""
+        if self.param_state is not None and self.prior is not None:
+            self.param_state.param.grad = _added(self.param_state.param.grad, self.prior)
             self.prior = None
 
     @naming_lost_ranks("backward")
     def sum_up(self) -> None:
-        """The gradient of all holders, on all of them."""
-        if self.held is None or self.group is None:
+        """Sum the gradient over all holders, on all of them."""
+        if self.param_state is None or self.group is None:
             return
-        param = self.held.param
+        param = self.param_state.param
         if param.grad is None:
-            param.grad = _nothing(self.held)
+            param.grad = _zero_gradient(self.param_state)
         local = local_of(param.grad)
         sent = local if local.is_contiguous() else local.contiguous()
         dist.all_reduce(sent, group=self.group)
@@ -70,11 +74,11 @@ class Shared:
         self.put_prior_back()
 
 
-def _nothing(held: Held) -> Any:
-    """A gradient of zeros, as the parameter's would lie."""
-    if held.cut is None:
-        return torch.zeros_like(held.param)
-    return held.wrap(torch.zeros(held.part_shape, dtype=held.dtype, device=held.device))
+def _zero_gradient(param_state: ParamState) -> Any:
+    """Return a gradient of zeros, in the layout of the parameter's gradient."""
+    if param_state.shard_spec is None:
+        return torch.zeros_like(param_state.param)
+    return param_state.wrap(torch.zeros(param_state.shard_shape, dtype=param_state.dtype, device=param_state.device))
 
 
 def _copied(grad: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""What `shard_model` does where the mesh has a pipeline axis, before and after it shards what a rank keeps.
+"""The steps of `shard_model` for a mesh with a pipeline axis, before and after it shards the tensors that a rank keeps.
 
-The ranks of one stage are a mesh of their own, the whole mesh without the pipeline axis. On it, what is left of the
-model after the cut is sharded like any model; nothing there knows of other stages but what is told here.
+The ranks of one stage have their own mesh, the whole mesh without the pipeline axis. On this mesh, the rest of the
+model after the cut is sharded like any model; that code gets all it needs to know of other stages from this module.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardlib._mesh import MeshShape, device_here
 from shardlib._plan import Plan
 from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch
-from shardlib.engine.held import Held
-from shardlib.engine.pipeline.cut import Place, imagined_copy, mesh_with_stages, of_stages, remove_foreign
+from shardlib.engine.params import ParamState
+from shardlib.engine.pipeline.cut import Place, fake_copy, mesh_with_stages, of_stages, remove_foreign
 from shardlib.engine.pipeline.route import Route
 from shardlib.engine.pipeline.shared import Shared
-from shardlib.engine.pipeline.transport import Channels, Parcel, Timetable
+from shardlib.engine.pipeline.transport import Channels, P2PMessage, Timetable
 from shardlib.errors import PlanError
 
 __all__ = ["Pipeline", "has_pipeline", "names_here", "prepare"]
@@ -34,16 +34,16 @@ __all__ = ["Pipeline", "has_pipeline", "names_here", "prepare"]
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """What shardlib keeps of a model that is cut into stages.
+    """The record of a model that is cut into stages.
 
     Attributes:
-        plan: of the whole model.
+        plan: the plan of the whole model.
         mesh: the whole mesh.
-        place: of this rank.
-        route: of microbatches through this rank's stages.
-        channels: to the ranks of other stages.
+        place: the coordinate and the stages of this rank.
+        route: runs microbatches through this rank's stages.
+        channels: the process groups to the ranks of other stages.
         shared: the tensors that several stages hold, the same list on all ranks.
-        names: of this rank's tensors, what the whole model calls them first.
+        names: canonical names by the names of this rank's tensors.
     """
 
     plan: Plan
@@ -56,7 +56,7 @@ class Pipeline:
 
     @cached_property
     def timetable(self) -> Callable[[Sequence[Hashable], bool], Timetable]:
-        """Of microbatches of these kinds, whose ways the route knows, and whether they go back: what ranks send."""
+        """A cached function that returns the messages for microbatches of these keys, with or without backward."""
         return lru_cache(maxsize=256)(self._timetable)
 
     def _timetable(self, keys: Sequence[Hashable], train: bool) -> Timetable:
@@ -68,30 +68,30 @@ class Pipeline:
                 [Action("F", s, m) for m in range(count) for s in range(last + 1) if place.rank_of(s) == rank]
                 for rank in range(place.ranks)
             ]
-        gates = [self.route.gates(key) for key in keys]
+        boundaries = [self.route.boundaries(key) for key in keys]
 
-        def metas(parcel: Parcel) -> list[tuple[tuple[int, ...], torch.dtype]]:
-            forward = parcel.kind == "forward"
-            gate = gates[parcel.microbatch][parcel.stage if forward else parcel.stage + 1]
-            assert gate is not None
-            return [(each.shape, each.dtype) for each in gate.messages if forward or each.has_gradient]
+        def metas(message: P2PMessage) -> list[tuple[tuple[int, ...], torch.dtype]]:
+            forward = message.kind == "forward"
+            boundary = boundaries[message.microbatch][message.stage if forward else message.stage + 1]
+            assert boundary is not None
+            return [(each.shape, each.dtype) for each in boundary.messages if forward or each.has_gradient]
 
         return Timetable(orders, place.index, place.rank_of, metas)
 
     @property
     def foreign(self) -> set[str]:
-        """All names of tensors that are on other ranks only."""
-        here = set(self.names.values())
-        return {name for row in self.plan.rows if row.name not in here for name in row.tied}
+        """All names of tensors that only other ranks hold."""
+        on_this_rank = set(self.names.values())
+        return {name for row in self.plan.rows if row.name not in on_this_rank for name in row.tied}
 
-    def whole_state(self, own: Mapping[str, torch.Tensor], names: Collection[str] | None) -> dict[str, torch.Tensor]:
+    def full_state(self, own: Mapping[str, torch.Tensor], names: Collection[str] | None) -> dict[str, torch.Tensor]:
         """Return the state dict of the whole model: each tensor from the first rank of the pipeline that holds it.
 
         Collective over the pipeline axis.
 
         Args:
-            own: whole tensors of this rank's stages, by name.
-            names: of the entries that are wanted, the same on all ranks; None is all.
+            own: full tensors of this rank's stages, by name.
+            names: the entries to return, the same on all ranks; None for all.
         """
         rows = {name: row for row in self.plan.rows for name in row.tied}
         group, device = self.mesh[self.plan.mesh.pipeline_axes[0]].get_group(), device_here(self.mesh.device_type)
@@ -103,8 +103,8 @@ class Pipeline:
                 continue
             row = rows[name]
             if row.name not in sent:
-                here = next((own[each] for each in row.tied if each in own), None)
-                value = torch.empty(row.global_shape, dtype=row.stored.dtype or row.dtype) if here is None else here
+                local = next((own[each] for each in row.tied if each in own), None)
+                value = torch.empty(row.global_shape, dtype=row.stored.dtype or row.dtype) if local is None else local
                 moving = value.to(device).contiguous()
                 dist.broadcast(moving, ranks[self.place.holders(row.tied)[0]], group=group)
                 sent[row.name] = moving.to(value.device)
@@ -113,22 +113,22 @@ class Pipeline:
 
 
 def names_here(model: nn.Module, pipeline: Pipeline | None) -> dict[str, str]:
-    """Of the parameters that a rank has: what the whole model calls them first, and what they are called here."""
+    """Map canonical names of this rank's parameters to their names on this rank."""
     if pipeline is None:
         return {name: name for name, _ in model.named_parameters()}
     return {first: name for name, first in pipeline.names.items()}
 
 
 def has_pipeline(plan: Plan) -> bool:
-    """Whether a plan is for a mesh whose ranks run different stages."""
+    """Tell whether a plan is for a mesh whose ranks run different stages."""
     return any(plan.mesh[axis] > 1 for axis in plan.mesh.pipeline_axes)
 
 
-def prepare(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool) -> Whole:
-    """Look at the model before it is cut. Opens groups: collective over all ranks.
+def prepare(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool) -> PipelineBuild:
+    """Inspect the model before it is cut. Creates process groups: collective over all ranks.
 
     Raises:
-        PlanError: a plan without stages, or one that cannot be carried out on them.
+        PlanError: the plan has no stages, or cannot be carried out on them.
     """
     axis = plan.mesh.pipeline_axes[0]
     if not plan.stages:
@@ -142,11 +142,11 @@ def prepare(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: boo
             'rng="exact" draws in the order of one device, and the stages of a pipeline run at the same time. Use '
             'rng="fast" on a mesh with a pipeline axis.'
         )
-    return Whole(model, plan, mesh)
+    return PipelineBuild(model, plan, mesh)
 
 
-class Whole:
-    """A model on the way to its stages."""
+class PipelineBuild:
+    """The state of `shard_model` while it cuts a model into stages."""
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         self.plan, self.mesh = plan, mesh_with_stages(mesh)
@@ -160,10 +160,10 @@ class Whole:
         self._open_groups()
         self.mode = _torch.imagining()
         dtypes = {name: row.compute.dtype for row in plan.rows for name in row.tied if row.compute.dtype is not None}
-        self.skeleton = imagined_copy(model, self.mode, self.device, dtypes)
+        self.skeleton = fake_copy(model, self.mode, self.device, dtypes)
 
     def _open_groups(self) -> None:
-        """Groups are made by all ranks of the job together, and stages may need different ones: so all are made."""
+        """Create all process groups that any stage may need: all ranks of the job must create each of them together."""
         names = self.stage_mesh.mesh_dim_names or ()
         for count in range(2, len(names) + 1):
             for axes in itertools.combinations(names, count):
@@ -172,42 +172,47 @@ class Whole:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Of this rank's tensors, by the name that they have here: what the whole model calls them first."""
+        """Canonical names by the names of this rank's tensors."""
         first = {name: row.name for row in self.plan.rows for name in row.tied}
         return {row.name: first[row.name] for row in self.stage_plan.rows}
 
     @cached_property
     def names_here(self) -> dict[str, str]:
-        """Maps what the whole model calls this rank's tensors first to their names here."""
+        """The names of this rank's tensors by their canonical names."""
         return {first: name for name, first in self.names.items()}
 
     def cut(self, model: nn.Module, undo: ExitStack) -> None:
-        """Take out what other stages hold."""
+        """Remove the tensors of other stages."""
         remove_foreign(model, self.place, self.mode, self.device, undo)
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        """This rank and those with its place in other stages."""
+        """The ranks with this rank's coordinates in all stages."""
         return self.mesh[self.axis].get_group()
 
     @cached_property
     def counted_elsewhere(self) -> frozenset[str]:
-        """Names of this rank's parameters that an earlier stage holds too, and counts in norms."""
-        here = self.names_here
-        params = (row for row in self.plan.rows if row.kind == "parameter" and row.name in here)
-        return frozenset(here[row.name] for row in params if self.place.holders(row.tied)[0] != self.place.index)
+        """Names of this rank's parameters that an earlier stage also holds, and counts in norms."""
+        local_names = self.names_here
+        params = (row for row in self.plan.rows if row.kind == "parameter" and row.name in local_names)
+        return frozenset(local_names[row.name] for row in params if self.place.holders(row.tied)[0] != self.place.index)
 
     def install(
-        self, model: nn.Module, held: Mapping[str, Held], casting: Any, region: DeviceMesh | None, undo: ExitStack
+        self,
+        model: nn.Module,
+        param_states: Mapping[str, ParamState],
+        casting: Any,
+        region: DeviceMesh | None,
+        undo: ExitStack,
     ) -> Pipeline:
-        """Install what runs this rank's stages, once they are sharded. Opens groups: collective over all ranks.
+        """Install the route of this rank's stages, once they are sharded. Creates groups: collective over all ranks.
 
         Args:
-            model: with this rank's stages alone.
-            held: its parameters by name.
-            casting: in which dtypes it computes.
-            region: the mesh of the model axes where all of this rank's model computes on DTensors.
-            undo: takes everything away.
+            model: the model with this rank's stages only.
+            param_states: the states of its parameters by name.
+            casting: the dtypes that it computes in.
+            region: the mesh of the model axes, if all of this rank's model computes on DTensors.
+            undo: removes everything again.
         """
         group = self.pipeline_group
         tagged = dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.FAKE)
@@ -225,10 +230,10 @@ class Whole:
         )
         route.install(model, undo)
         undo.callback(model.register_load_state_dict_pre_hook(self._drop_foreign).remove)
-        return Pipeline(self.plan, self.mesh, self.place, route, channels, self._shared(held), self.names)
+        return Pipeline(self.plan, self.mesh, self.place, route, channels, self._shared(param_states), self.names)
 
-    def _shared(self, held: Mapping[str, Held]) -> list[Shared]:
-        here = self.names_here
+    def _shared(self, param_states: Mapping[str, ParamState]) -> list[Shared]:
+        local_names = self.names_here
         groups: dict[tuple[int, ...], Any] = {}
         made = []
         for row in self.plan.rows:
@@ -237,27 +242,27 @@ class Whole:
                 continue
             if holders not in groups:
                 groups[holders] = self._group_of(holders)
-            mine = held[here[row.name]] if row.name in here else None
-            made.append(Shared(row.tied, mine, groups[holders], self.place.index == holders[0]))
+            param_state = param_states[local_names[row.name]] if row.name in local_names else None
+            made.append(Shared(row.tied, param_state, groups[holders], self.place.index == holders[0]))
         return made
 
     def _group_of(self, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The ranks at these places of this rank's line along the pipeline axis."""
+        """Return the group of the ranks with these coordinates on this rank's pipeline."""
         if len(holders) == self.place.ranks:
             return self.pipeline_group
-        mine = None
+        own_group = None
         ranks = _torch.ranks_of_mesh(self.mesh)
         for line in self.shape.lines((self.axis,)):
             made = _torch.new_group([ranks[line[holder]] for holder in holders])
-            mine = made if made is not None else mine
-        return mine
+            own_group = made if made is not None else own_group
+        return own_group
 
     def _drop_foreign(
         self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_unused: Any
     ) -> None:
-        """A state dict of the whole model loads: what is on other stages is theirs to load."""
-        here = set(model.state_dict(keep_vars=True))
+        """Drop the entries of other stages, so that a state dict of the whole model can be loaded."""
+        on_this_rank = set(model.state_dict(keep_vars=True))
         for row in self.plan.rows:
             for name in row.tied:
-                if name not in here:
+                if name not in on_this_rank:
                     state.pop(prefix + name, None)

@@ -1,4 +1,4 @@
-"""`pipeline_step`: a batch through all stages and back, with the gradients of one device at its end."""
+"""`pipeline_step`: forward and backward of a batch through all stages, with the gradients of a single device."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from shardlib.engine.pipeline.batch import (
     as_given,
     joined,
     key_of,
+    microbatch_sizes,
     refuse_unfit,
     rows,
-    sizes_of_parts,
     split,
 )
-from shardlib.engine.pipeline.route import Gate
-from shardlib.engine.pipeline.run import Criterion, Failure, Part, Run
+from shardlib.engine.pipeline.route import StageBoundary
+from shardlib.engine.pipeline.run import Criterion, Failure, Microbatch, Run
 from shardlib.engine.pipeline.transport import Transport
 from shardlib.engine.sharded import Sharded, record_of
 from shardlib.engine.wrapper import OptimizerWrapper
@@ -42,14 +42,14 @@ __all__ = ["PipelineStep", "pipeline_step", "run_step"]
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """What a step of a pipeline gave.
+    """The result of a pipeline step.
 
     Attributes:
-        loss: the mean over all rows, or all that was counted, of all data ranks: a scalar with the same bits on every
-            rank. None without a criterion, where the output has no loss.
-        outputs: the model's output for this data rank's whole batch, on the ranks of the last stage; None on others,
-            and where they were not asked for. What the last stage does not know of an output is None in it.
-        executed: what this rank did, in its order.
+        loss: the mean over all rows, or all counted items, of all data ranks: a scalar with the same bits on every
+            rank. None without a criterion, if the output has no loss.
+        outputs: the model's output for the full batch of this data rank, on the ranks of the last stage; None on other
+            ranks, and if outputs were not requested. Parts of an output that the last stage does not have are None.
+        executed: the actions of this rank, in order.
     """
 
     loss: torch.Tensor | None
@@ -68,34 +68,35 @@ def pipeline_step(
     return_outputs: bool = False,
     forward_only: bool = False,
 ) -> PipelineStep:
-    """Forward and backward of a batch, in microbatches that run through the stages of a model. All ranks call it.
+    """Run forward and backward of a batch in microbatches through the stages of a model. All ranks must call it.
 
-    When it returns, gradients are those of one device on the whole batch of all data ranks: of the mean loss over all
-    rows, whatever their number in a microbatch; or, where the criterion counts, of the sum of all losses over the sum
-    of all counts. Clip and step then as usual. Inside of `shardlib.no_sync(model)` gradients are only added up.
+    Afterwards, `p.grad` is the gradient that one device computes from all examples of all data ranks: that of the mean
+    loss over all rows, whatever the size of the microbatches; or, if the criterion returns counts, that of the sum of
+    all losses divided by the sum of all counts. Clip gradients and step as usual. Inside of `shardlib.no_sync(model)`
+    gradients are only accumulated.
 
     A model without stages runs its microbatches one after another.
 
     Args:
-        model: what `shard_model` returned.
-        batch: this data rank's, the same on all stages: a tensor, a tuple of positional arguments, a mapping of keyword
-            arguments, or (tuple, mapping). Tensors with the batch's leading dim are cut, all else goes with every
-            microbatch.
-        criterion: a function (output, microbatch) -> loss, called where the last stage is: the mean over the
-            microbatch's rows, or a pair (sum, count). By default the loss that the output carries, a mean over rows.
-        optimizer: where the plan scales the loss, the wrapper that undoes it.
-        microbatches: how many; by default what the plan says (`pipeline("1f1b", microbatches=8)`).
+        model: the result of `shard_model`.
+        batch: the batch of this data rank, the same on all stages: a tensor, a tuple of positional arguments, a mapping
+            of keyword arguments, or (tuple, mapping). Tensors with the batch's leading dim are split, all other values
+            go with every microbatch.
+        criterion: a function (output, microbatch) -> loss, called on the last stage. It returns the mean over the
+            microbatch's rows, or a pair (sum, count). By default the loss in the output, a mean over rows.
+        optimizer: the wrapper that unscales gradients, if the plan scales the loss.
+        microbatches: the number of microbatches; by default that of the plan (`pipeline("1f1b", microbatches=8)`).
         microbatch_size: instead, the rows of each; the last one may have fewer.
         return_outputs: keep the outputs of all microbatches, joined.
-        forward_only: without gradients; for evaluation, after `model.eval()`. Outputs are kept.
+        forward_only: run without gradients, for evaluation after `model.eval()`. Outputs are kept.
 
     Returns:
         The loss and the outputs.
 
     Raises:
-        InputError: a batch that cannot be cut, ranks of one pipeline with different batches, losses that are none.
-        PlanError: a forward that cannot run on these stages; on all ranks.
-        StageError: a stage has raised; on all ranks, with where and why.
+        InputError: the batch cannot be split, ranks of one pipeline have different batches, or a loss is invalid.
+        PlanError: the forward cannot run on these stages; raised on all ranks.
+        StageError: a stage has raised; raised on all ranks, with the stage and the error.
 
     Example:
         >>> import shardlib as sl
@@ -130,10 +131,10 @@ def run_step(
     forward_only: bool = False,
     watched: Callable[[Action], AbstractContextManager[None]] | None = None,
 ) -> PipelineStep:
-    """`pipeline_step`, each of whose actions runs inside of what `watched` gives for it."""
+    """Run `pipeline_step`, with each action inside of the context that `watched` returns for it."""
     record, train = record_of(model), not forward_only and torch.is_grad_enabled()
     one = _Step(model, record, train=train)
-    parts, gates, failed = one.prepare(batch, microbatches, microbatch_size)
+    parts, boundaries, failed = one.prepare(batch, microbatches, microbatch_size)
     meet = one.ask(parts, failed)
     if failed is not None:
         meet()
@@ -142,11 +143,11 @@ def run_step(
         record.pipeline.route if record.pipeline is not None else None,
         one.transport(parts),
         parts,
-        gates,
+        boundaries,
         criterion,
         record.reducer,
         begin=lambda: one.factors(meet(), optimizer),
-        early=one.standing.computes_early,
+        early=one.step_context.computes_early,
         train=train,
         keep_outputs=return_outputs or not train,
         watched=watched,
@@ -158,19 +159,19 @@ def run_step(
     return PipelineStep(loss, outputs, tuple(run.executed))
 
 
-def _prints(part: Part) -> list[int]:
+def _prints(part: Microbatch) -> list[int]:
     return [agree.fingerprint(leaf) for leaf in _torch.leaves_of(part.call) if isinstance(leaf, torch.Tensor)]
 
 
 @lru_cache(maxsize=256)
 def _mark(keys: Sequence[Hashable]) -> int:
-    """A number for the kinds of microbatches, the same on every rank."""
-    return zlib.crc32(repr([(key, len([*alike])) for key, alike in itertools.groupby(keys)]).encode())
+    """Return a number for the keys of the microbatches, the same on every rank."""
+    return zlib.crc32(repr([(key, len([*same])) for key, same in itertools.groupby(keys)]).encode())
 
 
 @cache
 def _data_places(shape: MeshShape) -> tuple[int, ...]:
-    """Of each rank, its place among the data ranks."""
+    """Return the data rank of each rank."""
     return tuple(shape.data_place(shape.coordinate(rank))[0] for rank in range(shape.world_size))
 
 
@@ -179,7 +180,7 @@ class _Step:
 
     def __init__(self, model: nn.Module, record: Sharded, *, train: bool) -> None:
         self.model, self.record, self.pipeline, self.train = model, record, record.pipeline, train
-        self.standing, self.device = record.standing, record.reducer.executor.device
+        self.step_context, self.device = record.step_context, record.reducer.executor.device
         self.before: list[Aside] = []
 
     @property
@@ -190,32 +191,32 @@ class _Step:
 
     def prepare(
         self, batch: Any, microbatches: int | None, size: int | None
-    ) -> tuple[list[Part], list[Sequence[Gate | None]], Exception | None]:
-        """Microbatches and their ways; or what keeps them from being made, which all ranks then hear of."""
+    ) -> tuple[list[Microbatch], list[Sequence[StageBoundary | None]], Exception | None]:
+        """Return the microbatches and their boundaries, or the error in making them, which all ranks are told of."""
         try:
             if microbatches is None and size is None:
                 microbatches = self.record.plan.step.microbatches or None
             call = as_call(batch)
             self._refuse_elsewhere(call)
-            parts = self._parts(call, batch, sizes_of_parts(rows(call), microbatches, size))
+            parts = self._parts(call, batch, microbatch_sizes(rows(call), microbatches, size))
             if self.pipeline is None:
                 refuse_unfit(self.model.forward, type(self.model).__name__, call)
                 return parts, [[None]] * len(parts), None
-            return parts, [self._gates(part) for part in parts], None
+            return parts, [self._boundaries(part) for part in parts], None
         except Exception as error:
             return [], [], error
 
-    def _gates(self, part: Part) -> Sequence[Gate | None]:
+    def _boundaries(self, part: Microbatch) -> Sequence[StageBoundary | None]:
         assert self.pipeline is not None
         return self.pipeline.route.learn(part.key, *part.call, training=self.model.training)
 
-    def _parts(self, call: Call, batch: Any, sizes: Sequence[int]) -> list[Part]:
+    def _parts(self, call: Call, batch: Any, sizes: Sequence[int]) -> list[Microbatch]:
         cuts = split(call, sizes)
-        keys = {}  # microbatches of one batch that have as many rows are alike
+        keys = {}  # microbatches of one batch with the same number of rows have the same key
         for count, cut in zip(sizes, cuts, strict=True):
             if count not in keys:
                 keys[count] = key_of(cut), self.model.training, self.train
-        return [Part(cut, as_given(cut, batch), n, keys[n]) for n, cut in zip(sizes, cuts, strict=True)]
+        return [Microbatch(cut, as_given(cut, batch), n, keys[n]) for n, cut in zip(sizes, cuts, strict=True)]
 
     def _refuse_elsewhere(self, call: Call) -> None:
         for leaf in _torch.leaves_of(call):
@@ -225,31 +226,30 @@ class _Step:
                     f'{self.device}. Move the batch first: batch.to("{self.device.type}").'
                 )
 
-    def ask(self, parts: Sequence[Part], failed: Exception | None) -> Callable[[], float]:
-        """Tell the other ranks what this one is about to do, and let them answer later.
+    def ask(self, parts: Sequence[Microbatch], failed: Exception | None) -> Callable[[], float]:
+        """Start to tell the other ranks what this rank is about to do, without waiting for their answers.
 
-        Returns a function: of the rows of all data ranks' batches, once ranks know that they are about to do the same.
-        It raises:
-            InputError: ranks of one pipeline that were given different batches; data ranks with other numbers of
-                microbatches, where modules wait for all data ranks.
+        Returns a function that waits for the answers, and returns the number of rows of all data ranks once the ranks
+        are known to run the same step. The function raises `InputError` if ranks of one pipeline were given different
+        batches, or if data ranks have different numbers of microbatches and modules communicate over data ranks.
         """
         mark = _mark(tuple(part.key for part in parts))
-        if self.pipeline is not None and not self.standing.compared and not self.standing.is_dry:
-            self.standing.compared = True
+        if self.pipeline is not None and not self.step_context.compared and not self.step_context.is_dry:
+            self.step_context.compared = True
             mark = zlib.crc32(repr([_prints(part) for part in parts]).encode(), mark)
         numbers = [float(failed is not None), float(mark), float(sum(part.rows for part in parts)), float(len(parts))]
-        answers = self._asked(numbers)
+        answers = self._gather(numbers)
         return lambda: self._meet(answers(), failed)
 
     def _meet(self, every: Sequence[Sequence[float]], failed: Exception | None) -> float:
         if any(row[0] for row in every):
             raise self._not_begun(failed)
-        first: dict[int, int] = {}  # by place on the data axes, the first rank there
-        for rank, (row, place) in enumerate(zip(every, _data_places(self.standing.shape), strict=True)):
-            mate = first.setdefault(place, rank)
-            if every[mate][1] != row[1]:
+        first: dict[int, int] = {}  # the first rank of each data rank
+        for rank, (row, place) in enumerate(zip(every, _data_places(self.step_context.shape), strict=True)):
+            peer = first.setdefault(place, rank)
+            if every[peer][1] != row[1]:
                 raise InputError(
-                    f"Ranks {mate} and {rank} work on the same examples, and were given different batches or "
+                    f"Ranks {peer} and {rank} work on the same examples, and were given different batches or "
                     "different numbers of microbatches. Pick the batch by the rank's place on the data axes alone, for "
                     'example with DistributedSampler(dataset, mesh["dp"].size(), mesh["dp"].get_local_rank()).'
                 )
@@ -263,38 +263,42 @@ class _Step:
         return sum(every[rank][2] for rank in first.values())
 
     def _not_begun(self, failed: Exception | None) -> Exception:
-        mine = None if failed is None else f"{type(failed).__name__}: {failed}"
-        standing = self.standing
-        told = [mine] if standing.everyone is None or standing.is_dry else agree.exchange(mine, standing.everyone)
+        report = None if failed is None else f"{type(failed).__name__}: {failed}"
+        step_context = self.step_context
+        reports = (
+            [report]
+            if step_context.everyone is None or step_context.is_dry
+            else agree.exchange(report, step_context.everyone)
+        )
         if failed is not None:
             return failed
-        rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
+        rank, text = next((rank, text) for rank, text in enumerate(reports) if text is not None)
         return StageError(f"Rank {rank} could not begin this step, and no rank has: it raised {text}", rank=rank)
 
     @naming_lost_ranks("forward")
-    def _asked(self, mine: Sequence[float]) -> Callable[[], list[Sequence[float]]]:
-        """What waits for every rank's numbers, in the order of the mesh.
+    def _gather(self, numbers: Sequence[float]) -> Callable[[], list[Sequence[float]]]:
+        """Start to gather numbers of every rank; return a function that waits for them, in the order of the mesh.
 
-        In a dry run, where others are imagined, all are this one's.
+        In a dry run, where other ranks do not exist, each row is this rank's.
         """
-        if self.standing.everyone is None:
-            return lambda: [mine]
-        sent = torch.tensor(mine, dtype=torch.float64, device=self.device)
-        every = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.standing.everyone))]
-        work = dist.all_gather(every, sent, group=self.standing.everyone, async_op=True)
+        if self.step_context.everyone is None:
+            return lambda: [numbers]
+        sent = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        every = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.step_context.everyone))]
+        work = dist.all_gather(every, sent, group=self.step_context.everyone, async_op=True)
 
         @naming_lost_ranks("forward")
         def answers() -> list[Sequence[float]]:
             work.wait()
-            return [mine] * len(every) if self.standing.is_dry else [each.tolist() for each in every]
+            return [numbers] * len(every) if self.step_context.is_dry else [each.tolist() for each in every]
 
         return answers
 
     def factors(self, total_rows: float, optimizer: OptimizerWrapper | None) -> tuple[float, float]:
-        """What the sum of a microbatch's losses is multiplied with before backward: of means, of counted ones.
+        """Return the factors of the losses of a microbatch before backward: for mean losses, and for counted ones.
 
-        Gradients are averaged over data ranks after backward, and the loss is to be the mean over all rows. Counts are
-        known when all forwards are over, and divided by then.
+        Gradients are averaged over data ranks after backward, and the loss must be the mean over all rows. Counts are
+        known only when all forwards have run; gradients are divided by them then.
         """
         wrapper = optimizer if isinstance(optimizer, OptimizerWrapper) else None
         if self.record.plan.step.scaler is not None and self.train and wrapper is None:
@@ -303,10 +307,10 @@ class _Step:
                 "and pass it: pipeline_step(model, batch, criterion, optimizer=opt)."
             )
         scaled = wrapper.backward_by_another() if wrapper is not None and self.train else 1.0
-        return scaled * self.standing.data_ranks / max(total_rows, 1.0), scaled
+        return scaled * self.step_context.data_ranks / max(total_rows, 1.0), scaled
 
-    def transport(self, parts: Sequence[Part]) -> Transport | None:
-        """Of this step's messages; None where there is one stage."""
+    def transport(self, parts: Sequence[Microbatch]) -> Transport | None:
+        """Return the transport of this step's messages; None if there is one stage."""
         if self.pipeline is None:
             return None
         timetable = self.pipeline.timetable(tuple(part.key for part in parts), self.train)
@@ -315,7 +319,7 @@ class _Step:
     # --- during -------------------------------------------------------------------------------------------------------
 
     def carry_out(self, run: Run) -> None:
-        """All actions, with this step's gradients apart from earlier ones."""
+        """Run all actions, and keep the gradients of this step apart from accumulated ones."""
         reducer = self.record.reducer
         for shared in self._shared():
             shared.put_prior_aside()
@@ -330,15 +334,15 @@ class _Step:
                 raise
 
     def leave_if_alone(self, failure: Failure) -> None:
-        """Where ranks wait for each other inside of modules, those of one that raises alone would wait in vain.
+        """Leave the job if only this rank fails while others wait for it inside of modules.
 
         Raises:
-            StageError: they are told so, and this job cannot go on.
+            StageError: the others are told, and this job cannot continue.
         """
-        if len(self.standing.mates) == 1 or self.standing.is_dry:
+        if len(self.step_context.peers) == 1 or self.step_context.is_dry:
             return
-        which = f"failed/{self.standing.number}/{next(self.standing.failures)}"
-        if not lost.all_say(which, str(failure.action), self.standing.mates):
+        which = f"failed/{self.step_context.number}/{next(self.step_context.failures)}"
+        if not lost.all_say(which, str(failure.action), self.step_context.peers):
             lost.leave()
             after = "Ranks waited for this one inside of modules and have been told; end them, and start the job again."
             raise _stage_error(dist.get_rank(), failure.action, failure.text, after) from failure.error
@@ -354,37 +358,37 @@ class _Step:
     # --- after --------------------------------------------------------------------------------------------------------
 
     def finish(self, run: Run) -> torch.Tensor | None:
-        """Gradients of all ranks together; the loss.
+        """Reduce the gradients of all ranks and return the loss.
 
         Raises:
             StageError: a rank has failed.
         """
         losses, shared = run.losses, self._shared()
-        if self.standing.is_dry and run.failure is not None:
+        if self.step_context.is_dry and run.failure is not None:
             raise run.failure.error
-        speaks = losses.counted is not None and self.standing.speaks
-        mine = [float(run.failure is not None), float(losses.counted is True), float(speaks)]
-        mine += [1.0, 1.0] if self.standing.is_dry else losses.sums() if speaks else [0.0, 0.0]
+        reports_loss = losses.counted is not None and self.step_context.reports_loss
+        numbers = [float(run.failure is not None), float(losses.counted is True), float(reports_loss)]
+        numbers += [1.0, 1.0] if self.step_context.is_dry else losses.sums() if reports_loss else [0.0, 0.0]
         reducer = self.record.reducer
-        mine += [float(each.held is not None and reducer.has_gradient(each.held)) for each in shared]
-        every = self._asked(mine)()
+        numbers += [float(each.param_state is not None and reducer.has_gradient(each.param_state)) for each in shared]
+        every = self._gather(numbers)()
         if any(row[0] for row in every):
             self._give_up()
             raise self._failed(run)
-        speakers = [row for row in every if row[2]]
-        total, weight = (sum(row[column] for row in speakers) for column in (3, 4))
-        if speakers and not weight:
+        with_loss = [row for row in every if row[2]]
+        total, weight = (sum(row[column] for row in with_loss) for column in (3, 4))
+        if with_loss and not weight:
             self._give_up()
             raise InputError("The counts of this step add up to zero on all ranks: there is nothing to learn from.")
         if self.train:
             counted = any(row[1] for row in every)
             present = [any(row[5 + i] for row in every) for i in range(len(shared))]
-            self._settle(self.standing.data_ranks / weight if counted else 1.0, present)
+            self._finish_gradients(self.step_context.data_ranks / weight if counted else 1.0, present)
         wide = any(leaf.dtype is torch.float64 for leaf in self.record.reducer.leaves())
         dtype = torch.float64 if wide else torch.float32
-        return torch.tensor(total / weight, dtype=dtype, device=self.device) if speakers else None
+        return torch.tensor(total / weight, dtype=dtype, device=self.device) if with_loss else None
 
-    def _settle(self, scale: float, present: Sequence[bool]) -> None:
+    def _finish_gradients(self, scale: float, present: Sequence[bool]) -> None:
         reducer = self.record.reducer
         if scale != 1.0:
             reducer.multiply_gradients(scale)
@@ -397,7 +401,7 @@ class _Step:
                 shared.put_prior_back()
 
     def _give_up(self) -> None:
-        """The gradients of a step that failed are worth nothing; earlier ones stay."""
+        """Drop the gradients of a failed step; restore accumulated ones."""
         if self.train:
             self.record.reducer.put_gradients_aside()
             self.record.reducer.add_gradients(self.before)
@@ -405,12 +409,14 @@ class _Step:
                 shared.put_prior_back()
 
     def _failed(self, run: Run) -> Exception:
-        """The first failure of all, the same on all ranks."""
+        """Return the error for the earliest failure of all ranks, the same on all ranks."""
         failure = run.failure
-        mine = None if failure is None else (failure.when, failure.action, failure.text)
-        told = agree.exchange(mine, self.standing.everyone) if self.standing.everyone is not None else [mine]
+        report = None if failure is None else (failure.when, failure.action, failure.text)
+        reports = (
+            agree.exchange(report, self.step_context.everyone) if self.step_context.everyone is not None else [report]
+        )
         rank, (_, action, text) = min(
-            ((r, t) for r, t in enumerate(told) if t is not None), key=lambda each: each[1][0]
+            ((r, t) for r, t in enumerate(reports) if t is not None), key=lambda each: each[1][0]
         )
         error = _stage_error(rank, action, text, "No rank has stepped; this step's gradients are dropped.")
         error.__cause__ = failure.error if failure is not None else None

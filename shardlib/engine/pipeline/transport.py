@@ -1,9 +1,9 @@
-"""Tensors between the stages of a pipeline, each sent once and received once.
+"""Point-to-point messages between the stages of a pipeline, each sent once and received once.
 
-What will travel is known before anything does: every rank knows the orders of all ranks and the shapes of all messages.
-So receives are posted in the order in which their sender sends, one rank's ahead of what it computes, and nothing but
-the tensors themselves is sent. On back ends whose messages between two ranks are told apart by their order alone, each
-direction between two ranks has a group of its own; gloo's carry a tag.
+All messages are known before the first is sent: every rank knows the order of actions of all ranks and the shapes of
+all messages. Receives are posted in the order in which the sender sends, some actions ahead of the computation, and
+only the tensors themselves are sent. A back end that matches messages between two ranks by their order alone gets a
+process group for each direction between two ranks; messages of gloo carry a tag.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch.distributed as dist
 from shardlib._plan.schedules import Action
 from shardlib.engine import _torch
 
-__all__ = ["Channels", "Parcel", "Timetable", "Transport"]
+__all__ = ["Channels", "P2PMessage", "Timetable", "Transport"]
 
 Kind = Literal["forward", "backward"]
 Metas = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
-class Parcel(NamedTuple):
-    """All that goes from one stage to a neighbour for one microbatch: what forward makes, or gradients of that."""
+class P2PMessage(NamedTuple):
+    """All tensors of one microbatch from a stage to a neighbour: outputs of its forward, or gradients of its inputs."""
 
     kind: Kind
-    stage: int  # that gets it
+    stage: int  # that receives it
     microbatch: int
 
     @property
@@ -39,21 +39,21 @@ class Parcel(NamedTuple):
         return self.stage - 1 if self.kind == "forward" else self.stage + 1
 
 
-def sent_by(action: Action, last: int) -> Parcel | None:
-    """What the rest of the pipeline waits for after an action."""
+def sent_by(action: Action, last: int) -> P2PMessage | None:
+    """Return the message that an action produces; None if there is none."""
     kind, stage, m = action
     if kind == "F":
-        return Parcel("forward", stage + 1, m) if stage < last else None
-    return Parcel("backward", stage - 1, m) if kind in "BI" and stage else None
+        return P2PMessage("forward", stage + 1, m) if stage < last else None
+    return P2PMessage("backward", stage - 1, m) if kind in "BI" and stage else None
 
 
 @dataclass(frozen=True)
 class Channels:
-    """How a rank reaches the others of its pipeline.
+    """The process groups between this rank and the others of its pipeline.
 
     Attributes:
-        group: of the pipeline axis.
-        pairs: by source and target, the group of one direction; empty where messages have tags.
+        group: the group of the pipeline axis.
+        pairs: the group of each direction, by source and target; empty if messages have tags.
     """
 
     group: dist.ProcessGroup
@@ -61,7 +61,7 @@ class Channels:
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, lines: Sequence[Sequence[int]], *, tagged: bool) -> Channels:
-        """Collective over the job: `lines` are the ranks of every pipeline in it."""
+        """Create the groups. Collective over the job: `lines` are the ranks of every pipeline in it."""
         pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         for line in () if tagged else lines:
             for source in range(len(line)):
@@ -76,16 +76,16 @@ class Channels:
 
 
 class Timetable:
-    """What rank of a pipeline sends what to which, for microbatches of certain shapes: the same in each such step.
+    """The messages between the ranks of a pipeline for microbatches of certain shapes, the same in each such step.
 
     Args:
-        orders: what every rank of the pipeline does.
-        index: which of them this one is.
-        rank_of: of a stage.
-        metas: the shapes and dtypes of a parcel's tensors.
+        orders: the actions of every rank of the pipeline, in order.
+        index: the coordinate of this rank.
+        rank_of: returns the coordinate of the rank that runs a stage.
+        metas: returns the shapes and dtypes of the tensors of a message.
 
     Attributes:
-        own: what this rank does.
+        own: the actions of this rank.
     """
 
     def __init__(
@@ -93,90 +93,92 @@ class Timetable:
         orders: Sequence[Sequence[Action]],
         index: int,
         rank_of: Callable[[int], int],
-        metas: Callable[[Parcel], Metas],
+        metas: Callable[[P2PMessage], Metas],
     ) -> None:
         self.own, self.index, self.rank_of, self.metas = orders[index], index, cache(rank_of), cache(metas)
         self.last = max(action.stage for order in orders for action in order)
         self.microbatches = 1 + max(action.microbatch for order in orders for action in order)
-        self.coming = {source: tuple(self._sent_here(order)) for source, order in enumerate(orders) if source != index}
+        self.coming = {
+            source: tuple(self._sent_to_this_rank(order)) for source, order in enumerate(orders) if source != index
+        }
 
-    def _sent_here(self, actions: Sequence[Action]) -> Iterator[Parcel]:
-        """In the order in which they come from one rank."""
+    def _sent_to_this_rank(self, actions: Sequence[Action]) -> Iterator[P2PMessage]:
+        """Yield the messages of one rank to this rank, in the order in which they are sent."""
         for action in actions:
-            parcel = sent_by(action, self.last)
-            if parcel is not None and self.rank_of(parcel.stage) == self.index and self.metas(parcel):
-                yield parcel
+            message = sent_by(action, self.last)
+            if message is not None and self.rank_of(message.stage) == self.index and self.metas(message):
+                yield message
 
-    def tag(self, parcel: Parcel, place: int) -> int:
-        """A number that no other tensor of the step has."""
-        kind = 1 if parcel.kind == "backward" else 0
-        return ((place * 2 + kind) * (self.last + 1) + parcel.stage) * self.microbatches + parcel.microbatch
+    def tag(self, message: P2PMessage, place: int) -> int:
+        """Return a number that is unique among the tensors of the step."""
+        kind = 1 if message.kind == "backward" else 0
+        return ((place * 2 + kind) * (self.last + 1) + message.stage) * self.microbatches + message.microbatch
 
 
 class Transport:
     """The messages of one step.
 
     Args:
-        channels: to other ranks.
-        timetable: what comes when.
-        device: where tensors lie.
+        channels: the process groups to other ranks.
+        timetable: the messages of the step, in order.
+        device: the device of the tensors.
     """
 
     def __init__(self, channels: Channels, timetable: Timetable, device: torch.device) -> None:
         self.channels, self.timetable, self.device = channels, timetable, device
         self._ranks, self._limit = dist.get_process_group_ranks(channels.group), _torch.limit_of(channels.group)
-        self._coming = {source: deque(parcels) for source, parcels in timetable.coming.items()}
-        self._posted: dict[Parcel, tuple[list[torch.Tensor], list[dist.Work]]] = {}
+        self._coming = {source: deque(messages) for source, messages in timetable.coming.items()}
+        self._posted: dict[P2PMessage, tuple[list[torch.Tensor], list[dist.Work]]] = {}
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
-        self._handed: dict[Parcel, Sequence[torch.Tensor]] = {}
+        self._local: dict[P2PMessage, Sequence[torch.Tensor]] = {}
 
-    def metas(self, parcel: Parcel) -> Metas:
-        """The shapes and dtypes of a parcel's tensors."""
-        return self.timetable.metas(parcel)
+    def metas(self, message: P2PMessage) -> Metas:
+        """Return the shapes and dtypes of the tensors of a message."""
+        return self.timetable.metas(message)
 
-    def send(self, parcel: Parcel, tensors: Sequence[torch.Tensor]) -> None:
-        """Let them go; to a stage on this rank they are handed over as they are."""
-        index, target = self.timetable.index, self.timetable.rank_of(parcel.stage)
+    def send(self, message: P2PMessage, tensors: Sequence[torch.Tensor]) -> None:
+        """Send the tensors of a message; a message to a stage on this rank is handed over without a copy."""
+        index, target = self.timetable.index, self.timetable.rank_of(message.stage)
         if target == index:
-            self._handed[parcel] = tensors
+            self._local[message] = tensors
             return
         group = self.channels.between(index, target)
         for place, tensor in enumerate(tensors):
-            whole = tensor.contiguous()
-            work = dist.isend(whole, self._ranks[target], group=group, tag=self.timetable.tag(parcel, place))
+            contiguous = tensor.contiguous()
+            work = dist.isend(contiguous, self._ranks[target], group=group, tag=self.timetable.tag(message, place))
             if work is not None:
-                self._sending.append((work, whole))
+                self._sending.append((work, contiguous))
 
-    def expect(self, parcel: Parcel) -> None:
-        """Post its receives, if that has not been done."""
-        source = self.timetable.rank_of(parcel.source)
-        if source == self.timetable.index or parcel in self._posted or not self.metas(parcel):
+    def expect(self, message: P2PMessage) -> None:
+        """Post the receives of a message, if they are not posted yet."""
+        source = self.timetable.rank_of(message.source)
+        if source == self.timetable.index or message in self._posted or not self.metas(message):
             return
-        while parcel not in self._posted:
+        while message not in self._posted:
             self._post(self._coming[source].popleft(), source)
 
-    def _post(self, parcel: Parcel, source: int) -> None:
+    def _post(self, message: P2PMessage, source: int) -> None:
         group = self.channels.between(source, self.timetable.index)
         tensors, works = [], []
-        for place, (shape, dtype) in enumerate(self.metas(parcel)):
+        for place, (shape, dtype) in enumerate(self.metas(message)):
             tensors.append(torch.empty(shape, dtype=dtype, device=self.device))
-            work = dist.irecv(tensors[-1], self._ranks[source], group=group, tag=self.timetable.tag(parcel, place))
+            work = dist.irecv(tensors[-1], self._ranks[source], group=group, tag=self.timetable.tag(message, place))
             assert work is not None
             works.append(work)
-        self._posted[parcel] = tensors, works
+        self._posted[message] = tensors, works
 
-    def receive(self, parcel: Parcel) -> Sequence[torch.Tensor]:
-        """The tensors of a parcel, once they are there."""
-        if parcel in self._handed:
-            return self._handed.pop(parcel)
-        if not self.metas(parcel):
+    def receive(self, message: P2PMessage) -> Sequence[torch.Tensor]:
+        """Wait for a message and return its tensors."""
+        if message in self._local:
+            return self._local.pop(message)
+        if not self.metas(message):
             return []
-        self.expect(parcel)
-        tensors, works = self._posted.pop(parcel)
+        self.expect(message)
+        tensors, works = self._posted.pop(message)
         _torch.wait_for(works, self._limit)
         return tensors
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends have completed."""
         _torch.wait_for((work for work, _ in self._sending), self._limit)
         self._sending.clear()

@@ -1,7 +1,8 @@
-"""What modules cost, found by running them: for stages that are to compute equally much.
+"""Measuring the cost of modules by running them, for stages that are balanced by cost.
 
-Forward of the whole model runs without values, so that a model on `meta`, or one that no device holds, can be weighed
-too. Seconds are those of one module at a time, on zeros of its arguments' shapes, in a copy whose parameters are zeros.
+The forward of the whole model runs on fake tensors, so that a model on `meta`, or one that fits on no device, can be
+weighed too. Seconds are measured one module at a time, on zeros of the shapes of its arguments, in a copy whose
+parameters are zeros.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from shardlib.engine import _torch, agree
 from shardlib.engine._torch import pytree
 from shardlib.engine.flops import operations_of
 from shardlib.engine.pipeline.batch import as_call, key_of
-from shardlib.engine.pipeline.cut import imagined_copy
+from shardlib.engine.pipeline.cut import fake_copy
 from shardlib.errors import PlanError, RuleError
 from shardlib.rules import Balanced, By, Weigh
 
 __all__ = ["counting", "measuring", "refuse_idle_example"]
 
-_REPEATS = 3  # of which the fastest counts: whatever else the machine does makes some slower
+_REPEATS = 3  # of which the fastest counts: other load on the machine slows some of them down
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def counting(example: Any, device: torch.device) -> Weigh | None:
-    """Weighs by counting operations, alike on every machine; None without an example."""
+    """Return a function that weighs modules by their operations, the same on every machine; None without an example."""
 
     def weigh(model: nn.Module, names: Sequence[str], by: By) -> Sequence[float]:
         if by == "time":
@@ -47,35 +48,36 @@ def counting(example: Any, device: torch.device) -> Weigh | None:
 
 
 def measuring(example: Any, device: torch.device, mesh: DeviceMesh) -> Weigh | None:
-    """Weighs by counting or by a clock, that of the mesh's first rank for all; None without an example.
+    """Return a function that weighs modules by operations, or by the time on the first rank; None without an example.
 
     Raises:
-        RuleError: on all ranks, where the first could not run a module.
+        RuleError: the first rank could not run a module; raised on all ranks.
     """
 
     def weigh(model: nn.Module, names: Sequence[str], by: By) -> Sequence[float]:
         if by != "time":
             return _operations(model, names, example, device)
         everyone = _torch.flattened(mesh, mesh.mesh_dim_names or ()).get_group()
-        mine, failed = None, None
+        seconds, failed = None, None
         if dist.get_rank(everyone) == 0:
             try:
-                mine = _seconds(model, names, example, device)
+                seconds = _seconds(model, names, example, device)
             except Exception as error:
                 failed = error
-        said = f"{type(failed).__name__}: {failed}" if failed is not None else None
-        found, said = agree.exchange((mine, said), everyone)[0]
-        if said is not None:
-            raise RuleError(f'Balanced(by="time"): rank 0 could not measure the modules, it raised {said}') from failed
+        text = f"{type(failed).__name__}: {failed}" if failed is not None else None
+        found, text = agree.exchange((seconds, text), everyone)[0]
+        if text is not None:
+            raise RuleError(f'Balanced(by="time"): rank 0 could not measure the modules, it raised {text}') from failed
         return found
 
     return None if example is None else weigh
 
 
 def refuse_idle_example(rules: RulesLike | Plan | None, example: Any) -> None:
-    """
+    """Refuse an example that no stages are weighed with.
+
     Raises:
-        PlanError: an example that nothing is weighed with.
+        PlanError: the rules do not weigh stages.
     """
     if example is None:
         return
@@ -101,7 +103,7 @@ def _operations(model: nn.Module, names: Sequence[str], example: Any, device: to
         found[name] += counter.total
 
     with counter:
-        _run_imagined(model, names, example, device, begin, end)
+        _run_fake(model, names, example, device, begin, end)
     return list(found.values())
 
 
@@ -114,7 +116,7 @@ class _Operations(_torch.TorchDispatchMode):
         return out
 
 
-def _run_imagined(
+def _run_fake(
     model: nn.Module,
     names: Sequence[str],
     example: Any,
@@ -122,9 +124,9 @@ def _run_imagined(
     begin: Callable[[str, Call], None],
     end: Callable[[str], None] = lambda _name: None,
 ) -> None:
-    """Forward without values; each call of a named module is told of."""
+    """Run forward on fake tensors, and call `begin` and `end` around each call of a named module."""
     mode = _torch.imagining()
-    fake = imagined_copy(model, mode, device, {})
+    fake = fake_copy(model, mode, device, {})
     for name in names:
         module = fake.get_submodule(name)
         module.register_forward_pre_hook(
@@ -132,7 +134,7 @@ def _run_imagined(
         )
         module.register_forward_hook(lambda _module, _args, _output, name=name: end(name), always_call=True)
     with mode, torch.no_grad(), torch.random.fork_rng(devices=()):
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _imagined_on(mode, device), as_call(example))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _fake_on(mode, device), as_call(example))
         try:
             fake(*args, **kwargs)
         except _torch.fake_tensor_errors() as error:
@@ -142,7 +144,7 @@ def _run_imagined(
             ) from error
 
 
-def _imagined_on(mode: Any, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+def _fake_on(mode: Any, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
@@ -150,9 +152,9 @@ def _imagined_on(mode: Any, device: torch.device) -> Callable[[torch.Tensor], to
 
 
 def _seconds(model: nn.Module, names: Sequence[str], example: Any, device: torch.device) -> list[float]:
-    """Modules that are built alike and called alike are measured once, and so weigh the same."""
+    """Return the seconds of each module. Modules of the same structure and the same calls are measured once."""
     calls: dict[str, list[Call]] = {name: [] for name in names}
-    _run_imagined(model, names, example, device, lambda name, call: calls[name].append(call))
+    _run_fake(model, names, example, device, lambda name, call: calls[name].append(call))
     known: dict[Any, float] = {}
     found = []
     for name in names:
@@ -168,7 +170,7 @@ def _seconds(model: nn.Module, names: Sequence[str], example: Any, device: torch
 
 
 def _measured(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> float:
-    """The fastest forward and backward of a module alone."""
+    """Return the seconds of the fastest forward and backward of a single module."""
     tensors = [*module.parameters(), *module.buffers()]
     real = copy.deepcopy(module, {id(tensor): _zeros(tensor, device) for tensor in tensors})
     with torch.enable_grad(), torch.random.fork_rng():

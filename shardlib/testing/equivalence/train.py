@@ -377,5 +377,5 @@ def _sharded(case: Case, model: nn.Module, device_mesh: DeviceMesh, rank_coordin
     if not isinstance(made, nn.Module):
         raise InputError(f"shard= returned a {type(made).__name__}; it has to return the sharded nn.Module.")
     if case.rng == "exact":
-        draw_exactly(made, exact.Place(*rank_coordinate.data))
+        draw_exactly(made, exact.DataRank(*rank_coordinate.data))
     return made

@@ -17,9 +17,9 @@ from shardlib.engine import (
     borders,
     exact,
     gradients,
-    held,
     linear,
     optimizer,
+    params,
     region,
     schedule,
 )
@@ -58,32 +58,32 @@ def _relabelled(original: Any) -> Any:
     return lay_out
 
 
-def _row(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Change one line in the table of linear layers."""
+def _changed_steps(**fields: Any) -> Callable[[Any], Any]:
+    """Change what linear layers of any layout do."""
 
     def make(original: Any) -> Any:
-        def row(x: Any, weight: Any, last: int) -> Any:
-            found = original(x, weight, last)
-            return found if found is None else change(found)
+        def steps(*specs: Any) -> Any:
+            found = original(*specs)
+            if found is None:
+                return None
+            made = {name: value(getattr(found, name)) if callable(value) else value for name, value in fields.items()}
+            return dataclasses.replace(found, **made)
 
-        return row
+        return steps
 
     return make
 
 
-def _no_sum_in_forward(found: Any) -> Any:
-    return (*found[:4], False)
-
-
-def _no_sum_in_backward(found: Any) -> Any:
-    return (found[0], Replicate() if found[1].is_partial() else found[1], *found[2:])
+def _as_replicated(spec: Any) -> Any:
+    """Take partial sums for full values."""
+    return _torch.spec_with(spec, tuple(Replicate() if p.is_partial() else p for p in spec.placements))
 
 
 def _bias_on_every_rank(original: Any) -> Any:
-    def forward(ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, way: Any) -> torch.Tensor:
-        if bias is not None and way.summed:
-            bias = _torch.wrap(_torch.local_of(bias) * way.output.mesh.size(), _torch.spec_of(bias))
-        result: torch.Tensor = original(ctx, x, weight, bias, way)
+    def forward(ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, steps: Any) -> torch.Tensor:
+        if bias is not None and steps.reduce_y is not None:
+            bias = _torch.wrap(_torch.local_of(bias) * steps.y.mesh.size(), _torch.spec_of(bias))
+        result: torch.Tensor = original(ctx, x, weight, bias, steps)
         return result
 
     return staticmethod(forward)
@@ -115,13 +115,13 @@ def _handed_out(change: Callable[[nn.Parameter, torch.Tensor], None]) -> Callabl
     """Change gradients when they leave their bucket."""
 
     def make(original: Any) -> Any:
-        def hand_out(self: Any, is_used: Any) -> None:
+        def set_grads(self: Any, is_used: Any) -> None:
             original(self, is_used)
             for slot in self.slots:
-                if slot.held.param.grad is not None:
-                    change(slot.held.param, slot.held.param.grad)
+                if slot.param_state.param.grad is not None:
+                    change(slot.param_state.param, slot.param_state.param.grad)
 
-        return hand_out
+        return set_grads
 
     return make
 
@@ -145,8 +145,8 @@ def _moving_average(original: Any) -> Any:
     def begin(self: Any) -> None:
         if self.enabled and not self.is_running:
             for slot in self._slots:
-                if slot.held.param.grad is not None:
-                    slot.held.param.grad.mul_(0.5)
+                if slot.param_state.param.grad is not None:
+                    slot.param_state.param.grad.mul_(0.5)
         original(self)
 
     return begin
@@ -252,7 +252,7 @@ def _train_frozen(model: nn.Module) -> None:
 
 
 def _one_place(original: Any) -> Any:
-    return lambda self: exact.Place(0, 1) if self.exact_random else None
+    return lambda self: exact.DataRank(0, 1) if self.exact_random else None
 
 
 def _own_seed(model: nn.Module) -> None:
@@ -267,8 +267,8 @@ def _sent_twice(original: Any) -> Any:
 
 
 def _one_part_left_out(original: Any) -> Any:
-    def scaled_sum(blocks: list[torch.Tensor], scale: float, out: torch.Tensor, *, own: int) -> None:
-        original(blocks[:-1], scale, out, own=own)
+    def scaled_sum(blocks: list[torch.Tensor], scale: float, out: torch.Tensor, *, index: int) -> None:
+        original(blocks[:-1], scale, out, index=index)
 
     return scaled_sum
 
@@ -289,7 +289,7 @@ ENGINE = (
     Mutant(
         "norm gradient", "norm weights under the sequence split: their gradients are not summed over tp",
         "NVIDIA/Megatron-LM#1446; EleutherAI/gpt-neox#1257; NVIDIA/apex#1686", r".*(norm|proj|down).*",
-        lambda: transformer("tp=2", sequence=True), replaced(held.Held, "lay_out", _relabelled),
+        lambda: transformer("tp=2", sequence=True), replaced(params.ParamState, "lay_out", _relabelled),
     ),
     Mutant(
         "row bias", "the bias of a row-parallel layer is added on every rank before the sum",
@@ -299,22 +299,22 @@ ENGINE = (
     Mutant(
         "row sum", "the output of a row-parallel layer is not summed",
         "pytorch/pytorch#172932", r"blocks\.0\.attn\.proj",
-        lambda: transformer("tp=2"), replaced(linear, "_row", _row(_no_sum_in_forward)),
+        lambda: transformer("tp=2"), replaced(linear, "_steps", _changed_steps(reduce_y=None)),
     ),
     Mutant(
         "column gradient", "the gradient of a column-parallel layer's input is not summed",
         "pytorch/torchtitan#1805, #4054", r"head",
-        lambda: transformer("tp=2"), replaced(linear, "_row", _row(_no_sum_in_backward)),
+        lambda: transformer("tp=2"), replaced(linear, "_steps", _changed_steps(grad_x=_as_replicated)),
     ),
     Mutant(
         "region gradient", "what enters the sharded part is replicated, its gradient is taken as whole there too",
         "pytorch/torchtitan#1805, #2416", r"head",
-        lambda: transformer("tp=2"), replaced(region._ToGlobal, "backward", _cut_gradient),
+        lambda: transformer("tp=2"), replaced(region._WrapReplicated, "backward", _cut_gradient),
     ),
     Mutant(
         "exit gradient", "the gradient that enters the sharded part is divided by the number of its ranks",
         "meta-pytorch/torchtune#2641", r"head",
-        lambda: transformer("tp=2"), replaced(region._ToPlain, "backward", _half_gradient),
+        lambda: transformer("tp=2"), replaced(region._UnwrapDTensor, "backward", _half_gradient),
     ),
     Mutant(
         "vocabulary sum", "rows that other ranks looked up in a vocabulary-parallel embedding are not added",
@@ -349,7 +349,7 @@ ENGINE = (
         "tied twice", "the gradient of a tied weight is reduced once for each of its names",
         "pytorch/pytorch#176076", r"embed",
         lambda: transformer("dp=2", tied=True),
-        replaced(reduce.AllReduceBucket, "hand_out", _handed_out(_embedding_twice)),
+        replaced(reduce.AllReduceBucket, "set_grads", _handed_out(_embedding_twice)),
     ),
     Mutant(
         "uneven last rank", "the last, smaller shard of an uneven weight is never updated",

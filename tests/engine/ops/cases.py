@@ -92,8 +92,24 @@ def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tens
     return F.batch_norm(x, mean, var, weight, bias, training=True)
 
 
-_case("batch norm", _batch_norm, floats(4, 6, 3, 3), floats(6), floats(6, seed=1), plain(6), plain(6).abs())
-_case("batch norm eval", F.batch_norm, floats(4, 6, 3), plain(6), plain(6).abs(), floats(6), floats(6, seed=1))
+_case(
+    "batch norm",
+    _batch_norm,
+    floats(4, 6, 3, 3),
+    floats(6),
+    floats(6, seed=1),
+    plain(6),
+    plain(6).abs(),
+)
+_case(
+    "batch norm eval",
+    F.batch_norm,
+    floats(4, 6, 3),
+    plain(6),
+    plain(6).abs(),
+    floats(6),
+    floats(6, seed=1),
+)
 _case("group norm", lambda x, w, b: F.group_norm(x, 3, w, b), floats(4, 6, 3, 3), floats(6), floats(6, seed=1))
 _case("layer norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), floats(4, 5, 6), floats(6), floats(6, seed=1))
 _case("rms norm", lambda x, w: F.rms_norm(x, (6,), w), floats(4, 5, 6), floats(6))

@@ -12,7 +12,7 @@ from torch import nn
 import shardlib as sl
 from shardlib._plan import DryRun
 from shardlib._plan.readable import human_bytes
-from shardlib.engine.pipeline import imagined
+from shardlib.engine.pipeline import fake_run
 from shardlib.engine.recording import record_collectives
 from shardlib.testing.models import Transformer, rules_for
 
@@ -49,9 +49,9 @@ def _measured(case: str) -> tuple[DryRun, Any]:
     mesh, transforms, stages = CASES[case]
     model = sl.shard_model(gpt(), mesh, rules(stages), transforms=transforms, compile=None)
     plan = sl.plan_of(model)
-    imagined.run(model, plan, IDS)
+    fake_run.run(model, plan, IDS)
     with record_collectives(model, mesh=sl.mesh(mesh)) as log:
-        own = imagined.run(model, plan, IDS, log)
+        own = fake_run.run(model, plan, IDS, log)
     return log.report(), own
 
 

@@ -396,9 +396,9 @@ def _fails_on(bad: tuple[int, ...], mesh: str, rules: Any, transforms: Any) -> t
     sl.pipeline_step(model, good, lambda y, x: y.mean(), microbatches=2)
     tired.tired = dist.get_rank() in bad
     start = time.monotonic()
-    patience = 2.0 if len(bad) == 1 else lost._TOGETHER  # one alone waits all of it
+    patience = 2.0 if len(bad) == 1 else lost._AGREEMENT_TIMEOUT  # one alone waits all of it
     try:
-        with mock.patch.object(lost, "_TOGETHER", patience):
+        with mock.patch.object(lost, "_AGREEMENT_TIMEOUT", patience):
             sl.pipeline_step(model, good, lambda y, x: y.mean(), microbatches=2)
     except (StageError, LostRankError) as error:
         return type(error).__name__, str(error), time.monotonic() - start

@@ -1,4 +1,4 @@
-"""The rules that come with shardlib, one file per family of ops. Importing a file registers its rules."""
+"""shardlib's own rules, one file per family of ops. Importing a file registers its rules."""
 
 from shardlib.engine.ops._rules import (
     _attention,

@@ -1,8 +1,8 @@
-"""Scaled dot-product attention on every back end: batch, heads or queries may be split; under a causal mask queries on
-CPU only. On CPU queries, keys and values may all be split on the sequence, over an axis called `cp` (`_ring.py`).
+"""Scaled dot-product attention on every back end: batch, heads or queries may be sharded; under a causal mask queries
+on CPU only. On CPU queries, keys and values may all be sharded on the sequence, over an axis named `cp` (`_ring.py`).
 
-Fewer key than query heads (grouped queries; Ainslie et al., arXiv 2305.13245) may be fewer than ranks too: then every
-rank holds all of them and computes with those that its own query heads share.
+With grouped queries (Ainslie et al., arXiv 2305.13245) there may be fewer key heads than ranks: then every rank has all
+key heads and computes with those that its own query heads share.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardlib.engine.ops._rules._ring import Ring
 
 __all__: list[str] = []
 
-# Outputs by position. "q": laid out as the query, "kv": as key and value, "bias": as the mask, None: whole.
+# Outputs by position. "q": sharded as the query, "kv": as key and value, "bias": as the mask, None: replicated.
 _FORWARD: dict[str, tuple[str | None, ...]] = {
     "_scaled_dot_product_flash_attention_for_cpu": ("q", "q"),
     "_scaled_dot_product_efficient_attention": ("q", "q", None, None),
@@ -44,14 +44,14 @@ def _rows(call: Call, roles: tuple[str | None, ...]) -> Iterator[Row]:
     by_name = dict(zip(call.names, call.inputs, strict=True))
     query, key = by_name["query"], by_name["key"]
     if call.values.get("dropout_p") and _on_cpu(call):
-        return  # one random draw for all heads: the ranks' own draws would not be the single device's
+        return  # on one device all heads share one random draw, which draws per rank would not reproduce
     yield _row(call, roles, 0, shared_kv=False)
     yield _row(call, roles, 1, shared_kv=key.shape[1] == 1 and query.shape[1] > 1)
     if 1 < key.shape[1] < query.shape[1] and key.shape[1] % call.size:
         yield _row(call, roles, 1, shared_kv=True, compute=_own_part(call.names, roles))
     bias = next((by_name[n] for n in _BIAS if n in by_name), None)
     if call.values.get("is_causal"):
-        if _on_cpu(call):  # the others take no mask besides
+        if _on_cpu(call):  # the other kernels take no mask with is_causal
             yield _row(call, roles, 2, shared_kv=True, compute=_own_part(call.names, roles))
     elif bias is None or bias.shape[-2] == query.shape[2]:
         yield _row(call, roles, 2, shared_kv=True)
@@ -66,7 +66,7 @@ def _on_cpu(call: Call) -> bool:
 
 
 def _row(call: Call, roles: tuple[str | None, ...], dim: int, *, shared_kv: bool, **options: Any) -> Row:
-    """Split dim 0 (batch), 1 (heads) or 2 (queries); `shared_kv`: every rank has all of key and value."""
+    """Make the row that splits dim 0 (batch), 1 (heads) or 2 (queries); `shared_kv`: key and value are replicated."""
     split: list[Any] = []
     for name, meta in zip(call.names, call.inputs, strict=True):
         if name in _QUERY_LIKE:
@@ -83,7 +83,7 @@ def _row(call: Call, roles: tuple[str | None, ...], dim: int, *, shared_kv: bool
 
 @cache
 def _own_part(names: tuple[str, ...], roles: tuple[str | None, ...]) -> Compute:
-    """Attention of this rank's query heads and queries with what they look at. One function for all mesh axes."""
+    """Make the computation for this rank's queries and query heads. Cached: one function for all mesh axes."""
     return partial(_attend, names, roles)
 
 
@@ -108,15 +108,15 @@ def _attend(
     heads = torch.tensor(shared, device=key.device)
     own = [x.index_select(1, heads) if name in _KEY_LIKE else x for name, x in _named(op, args)]
     result = run(*own, **kwargs)
-    wholes = iter((key, given["value"]))
+    key_and_value = iter((key, given["value"]))
     return tuple(
-        torch.zeros_like(next(wholes)).index_add_(1, heads, out) if role == "kv" else out
+        torch.zeros_like(next(key_and_value)).index_add_(1, heads, out) if role == "kv" else out
         for role, out in zip(roles, result, strict=True)
     )
 
 
 def _until(first: int, count: int, key: torch.Tensor) -> torch.Tensor:
-    """The rows of a causal mask for some queries: 0 for keys up to each, minus infinity for later ones.
+    """Return the rows of a causal mask for some queries: 0 for keys up to each query, minus infinity for later keys.
 
     >>> _until(1, 2, torch.zeros(1, 1, 4, 8))
     tensor([[0., 0., -inf, -inf],
@@ -131,7 +131,7 @@ def _named(op: Op, args: list[Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _shared_heads(first: int, count: int, group: int) -> list[int]:
-    """The key heads of query heads [first, first + count); one for each of these where they share unequally.
+    """Return the key heads of query heads [first, first + count); one per query head if groups are incomplete.
 
     >>> _shared_heads(2, 2, group=4), _shared_heads(8, 8, group=4), _shared_heads(3, 3, group=4)
     ([0], [2, 3], [0, 1, 1])
@@ -152,8 +152,8 @@ def _out(role: str | None, meta: Meta | None, dim: int, shared_kv: bool) -> Any:
     if role == "kv":
         return P if shared_kv else S(dim)
     if role == "bias":
-        place = _bias(meta, dim)
-        return P if place is R else place
+        placement = _bias(meta, dim)
+        return P if placement is R else placement
     return S(dim)
 
 

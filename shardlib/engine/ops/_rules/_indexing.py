@@ -1,6 +1,6 @@
-"""Taking and putting elements by index tensors: dims that are not indexed may be split, and so may the indices.
+"""Ops with index tensors: dims that are not indexed may be sharded, and so may the indices.
 
-Sums not yet done (Partial) pass through, since taking and adding elements is linear in their values.
+Partial sums pass through, since reading and adding elements is linear in their values.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ __all__: list[str] = []
 
 @rule(aten("index.Tensor"), empty=True)
 def index(call: Call) -> Iterable[Row]:
-    """self, indices... -> self[indices]."""
-    indices, picked = call.inputs[1:], _Picked(call)
-    wholes = [R] * len(indices)
-    for dim, out in picked.kept():
-        yield row([S(out)], [S(dim), *wholes])
-    yield row([P], [P, *wholes])
-    for at, size in enumerate(picked.shape):
+    """Shard self, indices... -> self[indices]."""
+    indices, indexed = call.inputs[1:], _Indexed(call)
+    replicated = [R] * len(indices)
+    for dim, out in indexed.kept():
+        yield row([S(out)], [S(dim), *replicated])
+    yield row([P], [P, *replicated])
+    for at, size in enumerate(indexed.shape):
         if size > 1:
-            yield row([S(picked.first + at)], [R, *(_along(meta, at, picked.shape) for meta in indices)])
+            yield row([S(indexed.first + at)], [R, *(_along(meta, at, indexed.shape) for meta in indices)])
 
 
 @rule(*map(aten, ("index_put", "index_put_", "_index_put_impl", "_index_put_impl_", "_unsafe_index_put")), empty=True)
 def index_put(call: Call) -> Iterable[Row]:
-    """self, indices..., values -> self with values at the indices, put or added there."""
+    """Shard self, indices..., values -> self with values written or added at the indices."""
     (_, *indices, values) = call.inputs
     if any(meta.dtype in (torch.bool, torch.uint8) for meta in indices):
         return
-    picked = _Picked(call)
-    wholes = [R] * len(indices)
-    ndim = picked.first + len(picked.shape) + picked.behind
-    for dim, out in picked.kept():
+    indexed = _Indexed(call)
+    replicated = [R] * len(indices)
+    ndim = indexed.first + len(indexed.shape) + indexed.behind
+    for dim, out in indexed.kept():
         own = out - (ndim - values.ndim)
         split = own >= 0 and values.shape[own] == call.inputs[0].shape[dim]
         if split or own < 0 or values.shape[own] == 1:
-            yield row([S(dim)], [S(dim), *wholes, S(own) if split else R])
+            yield row([S(dim)], [S(dim), *replicated, S(own) if split else R])
     if call["accumulate"]:
-        yield row([P], [P, *wholes, P], partition=True)
+        yield row([P], [P, *replicated, P], partition=True)
 
 
-class _Picked:
-    """Where the dims of `x[indices]` come from.
+class _Indexed:
+    """The dims of `x[indices]`.
 
     Attributes:
-        shape: of the index tensors, broadcast against each other.
-        first: the dim of the result at which they stand: at the front when a dim that is kept lies between them.
-        behind: how many kept dims follow them.
+        shape: shape of the index tensors, broadcast against each other.
+        first: their first dim in the result: 0 if a kept dim lies between indexed dims.
+        behind: the number of kept dims after them.
     """
 
     def __init__(self, call: Call) -> None:
@@ -69,7 +69,7 @@ class _Picked:
         self.behind = self.ndim - len(self.indexed) - self.first
 
     def kept(self) -> Iterator[tuple[int, int]]:
-        """(dim, dim of the result) of each dim that is not indexed."""
+        """Yield (dim, dim of the result) for each dim that is not indexed."""
         rest = [dim for dim in range(self.ndim) if dim not in self.indexed]
         for at, dim in enumerate(rest):
             yield dim, at if at < self.first else at + len(self.shape)
@@ -91,7 +91,7 @@ def _along(meta: Meta, dim: int, shape: tuple[int, ...]) -> Placement:
 
 @rule(aten("index_select"), empty=True)
 def index_select(call: Call) -> Iterable[Row]:
-    """self, index -> the slices of self at a list of places along one dim."""
+    """Shard self, index -> the slices of self at indices of one dim."""
     for dim in _others(call):
         yield row([S(dim)], [S(dim), R])
     if call.inputs[0].ndim and call.inputs[1].ndim:
@@ -101,7 +101,7 @@ def index_select(call: Call) -> Iterable[Row]:
 
 @rule(aten("index_add"), aten("index_add_"), empty=True)
 def index_add(call: Call) -> Iterable[Row]:
-    """self, index, source -> self, the slices of source added at a list of places along one dim."""
+    """Shard self, index, source -> self with the slices of source added at indices of one dim."""
     for dim in _others(call):
         yield row([S(dim)], [S(dim), R, S(dim)])
     yield row([P], [P, R, P], partition=True)
@@ -112,7 +112,7 @@ def index_add(call: Call) -> Iterable[Row]:
 
 @rule(aten("gather"), empty=True)
 def gather(call: Call) -> Iterable[Row]:
-    """self, index -> self's elements at the places that index names along one dim."""
+    """Shard self, index -> self's elements at the indices of one dim."""
     for dim in _aligned(call):
         yield row([S(dim)], [S(dim), S(dim)])
     if call.inputs[0].ndim and call.inputs[1].ndim:
@@ -122,7 +122,7 @@ def gather(call: Call) -> Iterable[Row]:
 
 @rule(aten("scatter_add"), aten("scatter_add_"), empty=True)
 def scatter_add(call: Call) -> Iterable[Row]:
-    """self, index, src -> self, the elements of src added at the places that index names along one dim."""
+    """Shard self, index, src -> self with the elements of src added at the indices of one dim."""
     for dim in _aligned(call):
         yield row([S(dim)], [S(dim)] * 3)
     yield row([P], [P, R, P], partition=True)
@@ -134,14 +134,14 @@ def _others(call: Call) -> list[int]:
 
 
 def _aligned(call: Call) -> list[int]:
-    """Dims along which every operand is as long as the first: elsewhere shards would not line up."""
+    """Return the dims in which every operand is as long as the first: shards of other dims would not align."""
     first: Any = call.inputs[0].shape
     return [d for d in _others(call) if all(len(m.shape) > d and m.shape[d] == first[d] for m in call.inputs)]
 
 
 @rule(*map(aten, ("scatter.src", "scatter_.src", "scatter_reduce.two", "scatter_reduce_.two")), empty=True)
 def scatter(call: Call) -> Iterable[Row]:
-    """self, index, src -> self with the elements of src put at the places that index names along one dim."""
+    """Shard self, index, src -> self with the elements of src written at the indices of one dim."""
     for dim in _aligned(call):
         yield row([S(dim)], [S(dim)] * 3)
 
@@ -154,7 +154,7 @@ def scatter_value(call: Call) -> Iterable[Row]:
 
 @rule(aten("index_copy"), aten("index_copy_"), aten("index_reduce"), aten("index_reduce_"), empty=True)
 def index_copy(call: Call) -> Iterable[Row]:
-    """self, index, source -> self, slices replaced by (or reduced with) those of source along one dim."""
+    """Shard self, index, source -> self with slices of one dim replaced by (or reduced with) those of source."""
     for dim in _aligned_slices(call):
         yield row([S(dim)], [S(dim), R, S(dim)])
 
@@ -178,21 +178,21 @@ def index_fill_tensor(call: Call) -> Iterable[Row]:
 
 @rule(aten("bucketize.Tensor"), empty=True)
 def bucketize(call: Call) -> Iterable[Row]:
-    """self, boundaries -> where each element of self belongs."""
+    """Shard self, boundaries -> the bucket of each element of self."""
     for dim in range(call.inputs[0].ndim):
         yield row([S(dim)], [S(dim), R])
 
 
 @rule(aten("isin.Tensor_Tensor"), empty=True)
 def isin(call: Call) -> Iterable[Row]:
-    """elements, test_elements -> whether each element is among the others."""
+    """Shard elements, test_elements -> whether each element is a test element."""
     for dim in range(call.inputs[0].ndim):
         yield row([S(dim)], [S(dim), R])
 
 
 @rule(aten("take"), empty=True)
 def take(call: Call) -> Iterable[Row]:
-    """self, index -> elements of self, counted flat."""
+    """Shard self, index -> elements of the flattened self."""
     for dim in range(call.inputs[1].ndim):
         yield row([S(dim)], [R, S(dim)])
     yield row([P], [P, R])
@@ -200,7 +200,7 @@ def take(call: Call) -> Iterable[Row]:
 
 @rule(aten("repeat"), empty=True)
 def repeat(call: Call) -> Iterable[Row]:
-    """Dims that are not repeated may be split."""
+    """Shard the dims that are not repeated."""
     (meta,), repeats = call.inputs, call["repeats"]
     new = len(repeats) - meta.ndim
     for dim in range(meta.ndim):

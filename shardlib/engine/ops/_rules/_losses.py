@@ -1,4 +1,4 @@
-"""Losses. A mean over a split batch is the local sum over the number of elements (or weights) of the whole.
+"""Losses. A mean over a sharded batch is the local sum divided by the global number of elements (or weights).
 
 PyTorch's reductions are numbers: 0 none, 1 mean, 2 sum.
 """
@@ -33,7 +33,7 @@ _ELEMENTWISE = (
 
 @rule(*map(aten, _ELEMENTWISE))
 def elementwise_loss(call: Call) -> Iterable[Row]:
-    """input, target [, weights] -> one loss per element, or their sum, or their mean."""
+    """Shard input, target [, weights] -> one loss per element, or their sum, or their mean."""
     if call["reduction"] == _NONE:
         yield from pointwise_rows(call)
     else:
@@ -42,7 +42,7 @@ def elementwise_loss(call: Call) -> Iterable[Row]:
 
 @rule(*(aten(f"{name}_backward") for name in _ELEMENTWISE))
 def elementwise_loss_backward(call: Call) -> Iterable[Row]:
-    """grad_output, input, target [, weight] -> grad of input."""
+    """Shard grad_output, input, target [, weight] -> grad of input."""
     yield row([P], [P] + [R] * (len(call.inputs) - 1), compute=_mean_by_whole_count)
     if call["reduction"] == _NONE:
         yield from pointwise_rows(call)
@@ -51,7 +51,7 @@ def elementwise_loss_backward(call: Call) -> Iterable[Row]:
 
 
 def _over_elements(call: Call, first: int, out: Any, compute: Any) -> Iterator[Row]:
-    """Split the elements of operand `first` and of those that broadcast onto it; what is before it is a scalar."""
+    """Split the elements of operand `first` and of those that broadcast onto it; the operands before it are scalars."""
     shape = call.inputs[first].shape
     for dim in range(len(shape)):
         places = [S(d) if (d := aligned(meta, dim, shape)) is not None else R for meta in call.inputs[first:]]
@@ -75,7 +75,7 @@ def _mean_by_whole_count(op: Op, args: list[Any], kwargs: dict[str, Any], here: 
 
 
 def _completed(op: Op, args: list[Any], upto: int) -> list[Any]:
-    """Args with the defaults of those left out, as far as `upto`."""
+    """Return args up to `upto`, with defaults for those that are missing."""
     return [*args, *(a.default_value for a in schema_of(op).arguments[len(args) : upto + 1])]
 
 
@@ -96,7 +96,7 @@ def _class_weight(call: Call, place: Any) -> list[Any]:
 
 @rule(aten("nll_loss_forward"), aten("nll_loss2d_forward"))
 def nll_loss(call: Call) -> Iterable[Row]:
-    """log-probabilities, target [, class weights] -> loss, total weight. Examples or classes may be split."""
+    """Shard log-probabilities, target [, class weights] -> loss, total weight, by examples or classes."""
     scores, target = call.inputs[:2]
     if scores.ndim < 2:
         return
@@ -109,7 +109,7 @@ def nll_loss(call: Call) -> Iterable[Row]:
 
 
 def _nll_of_own(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
-    """The loss of own examples and own classes; a mean is over the weights of all."""
+    """Compute the loss of local examples and classes; a mean is divided by the global weight."""
     scores, target, weight, reduction, ignore = args[:5]
     target = _own_classes(scores, target, ignore, here, operand=0)
     if reduction != _MEAN:
@@ -123,7 +123,7 @@ _IGNORED = -100
 
 
 def _own_classes(scores: torch.Tensor, target: torch.Tensor, ignore: int, here: Here, *, operand: int) -> torch.Tensor:
-    """Targets counted from this rank's first class; those of other ranks are ignored, as are the user's ignored."""
+    """Shift targets by this rank's first class; those of other ranks are ignored, like the user's ignored targets."""
     own = target - here.offset(operand, 1)
     absent = (own < 0) | (own >= scores.shape[1]) | (target == ignore)
     return own.masked_fill(absent, _IGNORED)
@@ -131,7 +131,7 @@ def _own_classes(scores: torch.Tensor, target: torch.Tensor, ignore: int, here: 
 
 @rule(aten("nll_loss_backward"), aten("nll_loss2d_backward"))
 def nll_loss_backward(call: Call) -> Iterable[Row]:
-    """grad_output, log-probabilities, target [, class weights], total weight -> grad of log-probabilities."""
+    """Shard grad_output, log-probabilities, target [, class weights], total weight -> grad of log-probabilities."""
     scores, target = call.inputs[1:3]
     if scores.ndim < 2:
         return

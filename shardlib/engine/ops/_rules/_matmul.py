@@ -1,4 +1,4 @@
-"""Products that contract a dim. Splitting the contracted dim gives sums still to be done (Partial)."""
+"""Matrix products. Sharding the contracted dim gives partial sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 def _mm_rows(batch: int) -> list[Row]:
-    """Rows of [*batch, m, k] @ [*batch, k, n]."""
+    """Return the rows of [*batch, m, k] @ [*batch, k, n]."""
     m, n = batch, batch + 1
     return [
         *(row([S(d)], [S(d), S(d)]) for d in range(batch)),
@@ -31,9 +31,9 @@ def _mm_rows(batch: int) -> list[Row]:
 
 
 def _rows_of_product(left: Placement, right: Placement) -> list[Row]:
-    """Rows of [m, k] @ [k, n]; where both are sharded, those that a linear layer takes (`_products.py`).
+    """Return the rows of [m, k] @ [k, n]; where both are sharded, those of a linear layer (`_products.py`).
 
-    Only those: the bytes of this product alone do not tell what is cheaper, since a partial sum is yet to be reduced.
+    No other rows: the bytes of this product alone do not determine the cheapest, since a partial sum is reduced later.
     """
     lines = products(left, _turned(right), 1) if is_split(left) and is_split(right) else ()
     return [row([_plainly(line.y)], [_plainly(line.x), _plainly(_turned(line.weight))]) for line in lines] or _mm_rows(
@@ -47,7 +47,7 @@ def _turned(matrix: Placement) -> Placement:
 
 
 def _plainly(place: Placement) -> Placement:
-    """Return the plain form of a fused split, which `_choose` gives rows as operands ask for it."""
+    """Return the plain form of a fused split, which `_choose` restores for operands with fused splits."""
     return S(place.dim) if is_split(place) else place
 
 
@@ -63,7 +63,7 @@ def bmm(call: Call) -> Iterable[Row]:
 
 @rule(aten("addmm"), aten("addmm_"), aten("baddbmm"), aten("baddbmm_"), aten("addbmm"), empty=True)
 def addmm(call: Call) -> Iterable[Row]:
-    """The product's rows with an addend that broadcasts onto the output; it joins an unfinished sum on one rank."""
+    """Shard a product plus an addend that broadcasts onto the output; one rank adds it to a partial sum."""
     addend, output = call.inputs[0], call.outputs[0]
     assert output is not None
     if schema_of(call.op).name == "aten::addbmm":
@@ -76,7 +76,7 @@ def addmm(call: Call) -> Iterable[Row]:
 
 
 def _broadcast_under(addend: Meta, out: Placement | None, output: Meta) -> Placement:
-    """Where the addend lies, as a part of the output that is split so."""
+    """Return the addend's placement for an output placement."""
     if not isinstance(out, Shard):
         return P
     own = aligned(addend, out.dim, output.shape)
@@ -90,8 +90,8 @@ def mv(call: Call) -> Iterable[Row]:
 
 @rule(aten("addmv"), empty=True)
 def addmv(call: Call) -> Iterable[Row]:
-    place = S(0) if call.inputs[0].ndim and call.inputs[0].shape[0] > 1 else R
-    yield row([S(0)], [place, S(0), R])
+    addend = S(0) if call.inputs[0].ndim and call.inputs[0].shape[0] > 1 else R
+    yield row([S(0)], [addend, S(0), R])
     yield row([P], [P, S(1), S(0)], partition=True)
     yield row([P], [P, P, R], partition=True)
     yield row([P], [P, R, P], partition=True)
@@ -114,7 +114,7 @@ def addr(call: Call) -> Iterable[Row]:
 
 
 def _contiguous_unless_bf16(values: Mapping[str, Any]) -> TensorMeta | None:
-    """PyTorch's shape function knows bfloat16 only, though the operator computes other types too."""
+    """Return metadata for other dtypes than bfloat16: PyTorch's shape function rejects them, the kernel does not."""
     a, b = (values[name].tensor_meta for name in ("self", "mat2"))
     if a.dtype == torch.bfloat16 or values["offs"] is None or values["out_dtype"] is not None:
         return None
@@ -125,9 +125,9 @@ def _contiguous_unless_bf16(values: Mapping[str, Any]) -> TensorMeta | None:
 
 @rule(aten("_grouped_mm"), metas=_contiguous_unless_bf16)
 def grouped_mm(call: Call) -> Iterable[Row]:
-    """self, mat2, offs -> one product for each group; `offs` says where groups end along the dim they share.
+    """Shard self, mat2, offs -> one product for each group; `offs` are the ends of groups in their common dim.
 
-    That dim stays whole. Strides must be multiples of 16 bytes, and so must the shards' rows.
+    That dim is not sharded. Strides must be multiples of 16 bytes, also in shards.
     """
     if call["offs"] is None or call["bias"] is not None:
         return
@@ -146,12 +146,12 @@ def grouped_mm(call: Call) -> Iterable[Row]:
     yield row([P], [R, P, R])
 
 
-# Hugging Face's own operator for types and devices that the one above does not serve: rows are grouped, strides free.
+# Hugging Face's operator for dtypes and devices that the one above does not support: rows are grouped, strides free.
 
 
 @rule("transformers::grouped_mm_fallback")
 def grouped_mm_fallback(call: Call) -> Iterable[Row]:
-    """input (tokens, in), weight (experts, in, out), offs -> (tokens, out)."""
+    """Shard input (tokens, in), weight (experts, in, out), offs -> (tokens, out)."""
     yield row([S(1)], [R, S(2), R])
     yield row([P], [S(1), S(1), R])
     yield row([P], [P, R, R])
@@ -160,7 +160,7 @@ def grouped_mm_fallback(call: Call) -> Iterable[Row]:
 
 @rule("transformers::grouped_mm_fallback_backward")
 def grouped_mm_fallback_backward(call: Call) -> Iterable[Row]:
-    """input, weight, offs, grad -> grad of input, grad of weight."""
+    """Shard input, weight, offs, grad -> grad of input, grad of weight."""
     yield row([P, S(2)], [R, S(2), R, S(1)])
     yield row([S(1), S(1)], [S(1), S(1), R, R])
     yield row([P, P], [R, R, R, P])

@@ -1,4 +1,4 @@
-"""Linear algebra and transforms: batch dims may be split, the matrices (or transformed dims) may not."""
+"""Linear algebra and transforms: batch dims may be sharded, the matrices (or transformed dims) may not."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ __all__: list[str] = []
     )
 )
 def one_matrix(call: Call) -> Iterable[Row]:
-    """A matrix in, one or several results out, for each index of the batch."""
+    """Shard the batch dims of ops from one matrix to one or several results."""
     for dim in range(call.inputs[0].ndim - 2):
         yield row([None if m is None else S(dim) for m in call.outputs], [S(dim)])
 
 
 @rule(aten("tril"), aten("tril_"), aten("triu"), aten("triu_"), empty=True)
 def triangle(call: Call) -> Iterable[Row]:
-    """The diagonal moves with the part of the matrix that a rank holds."""
+    """Shard any dim; the diagonal shifts by the offset of the local shard."""
     ndim = call.inputs[0].ndim
     for dim in range(ndim - 2):
         yield row([S(dim)], [S(dim)])
@@ -65,7 +65,7 @@ def _own_triangle(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -
     )
 )
 def several_matrices(call: Call) -> Iterable[Row]:
-    """All operands with the same batch dims."""
+    """Shard the batch dims, which all operands share."""
     ndims = {meta.ndim for meta in call.inputs} | {m.ndim for m in call.outputs if m is not None}
     if len(ndims) > 1:
         return

@@ -1,4 +1,4 @@
-"""Normalisations and look-ups: rows over the dims that the statistics do not span."""
+"""Normalisations and embeddings: rows for the dims that the statistics do not reduce."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layer_norm(call: Call) -> Iterable[Row]:
 
 @rule(aten("native_layer_norm_backward"))
 def layer_norm_backward(call: Call) -> Iterable[Row]:
-    """grad_out, input, mean, rstd [, weight, bias] -> grad_input, grad_weight, grad_bias."""
+    """Shard grad_out, input, mean, rstd [, weight, bias] -> grad_input, grad_weight, grad_bias."""
     lead = call.inputs[1].ndim - len(call["normalized_shape"])
     affine = [R] * sum(_present(call, "weight", "bias"))
     for dim in range(lead):
@@ -49,7 +49,7 @@ def layer_norm_backward(call: Call) -> Iterable[Row]:
 
 @rule(aten("_fused_rms_norm_backward"))
 def rms_norm_backward(call: Call) -> Iterable[Row]:
-    """grad_out, input, rstd [, weight] -> grad_input, grad_weight."""
+    """Shard grad_out, input, rstd [, weight] -> grad_input, grad_weight."""
     lead = call.inputs[1].ndim - len(call["normalized_shape"])
     affine = [R] * sum(_present(call, "weight"))
     for dim in range(lead):
@@ -60,17 +60,17 @@ def rms_norm_backward(call: Call) -> Iterable[Row]:
         yield row(outs, [S(lead), S(lead), R, *[S(0)] * len(affine)], compute=_norm_backward_of_own, anywhere=True)
 
 
-# Where the features themselves are split, ranks exchange two numbers for each row, each way.
+# Where the features themselves are sharded, ranks all-reduce two numbers for each row, in forward and in backward.
 
 
 @cache
 def _over_features(dtype: torch.dtype) -> Compute:
-    """One function for all mesh axes and all calls whose statistics have this dtype."""
+    """Make the computation. Cached: one function for all mesh axes and all calls with this dtype of statistics."""
     return partial(_norm_features, dtype)
 
 
 def _norm_features(dtype: torch.dtype, op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
-    """The norm of rows of which this rank has some features: their squares are summed over ranks, about their mean."""
+    """Normalise rows whose features are sharded: squares of centred values are summed over ranks."""
     named = arguments_by_name(op, args, kwargs)
     given, count = named["input"], here.shape(0)[-1]
     x = given.to(_summed_in(given.dtype))
@@ -101,18 +101,18 @@ def _norm_backward_of_own(op: Op, args: list[Any], kwargs: dict[str, Any], here:
     grad_input = (scaled - normal * share - (rest[0] if centred else 0)) * named["rstd"]
     affine = [g * normal, g] if centred else [g * normal]
     dtype = given.dtype if weight is None else weight.dtype
-    made = [grad_input.to(given.dtype), *(each.flatten(0, -2).sum(0).to(dtype) for each in affine)]
-    return tuple(value if wanted else None for value, wanted in zip(made, named["output_mask"], strict=True))
+    grads = [grad_input.to(given.dtype), *(each.flatten(0, -2).sum(0).to(dtype) for each in affine)]
+    return tuple(value if wanted else None for value, wanted in zip(grads, named["output_mask"], strict=True))
 
 
 def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which PyTorch's kernels sum."""
+    """Return the dtype in which PyTorch's kernels accumulate."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @rule(aten("_weight_norm_interface"))
 def weight_norm(call: Call) -> Iterable[Row]:
-    """v, g -> g v / |v|, |v|: norms of the slices along one dim."""
+    """Shard v, g -> g v / |v|, |v|, with norms of the slices along one dim."""
     dim = call.dim()
     if call.inputs[1].ndim > dim:
         yield row([S(dim), S(dim)], [S(dim), S(dim)])
@@ -120,7 +120,7 @@ def weight_norm(call: Call) -> Iterable[Row]:
 
 @rule(aten("_weight_norm_interface_backward"))
 def weight_norm_backward(call: Call) -> Iterable[Row]:
-    """grad_w, v, g, norms -> grads of v and g."""
+    """Shard grad_w, v, g, norms -> grads of v and g."""
     dim = call.dim()
     if call.inputs[2].ndim > dim:
         yield row([S(dim), S(dim)], [S(dim)] * 4)
@@ -131,7 +131,7 @@ def weight_norm_backward(call: Call) -> Iterable[Row]:
 
 @rule(aten("embedding"))
 def embedding(call: Call) -> Iterable[Row]:
-    """weight, indices -> rows of weight. A split vocabulary: each rank looks up its own rows, zeros elsewhere."""
+    """Shard weight, indices -> rows of weight. With a sharded vocabulary, the result is a partial sum."""
     weight, indices = call.inputs
     for dim in range(indices.ndim):
         yield row([S(dim)], [R, S(dim)])
@@ -149,7 +149,7 @@ def _own_rows(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> to
 
 @rule(aten("embedding_dense_backward"))
 def embedding_backward(call: Call) -> Iterable[Row]:
-    """grad_out, indices -> grad of weight: sums over the tokens."""
+    """Shard grad_out, indices -> grad of weight, a sum over tokens."""
     grad, indices = call.inputs
     if not call["scale_grad_by_freq"]:
         for dim in range(indices.ndim):
@@ -162,7 +162,7 @@ def embedding_backward(call: Call) -> Iterable[Row]:
 
 
 def _local_group_norm(first: int) -> Any:
-    """N, C, HxW, group at args[first:] become local: N and C by the input's shape, groups in the ratio of C."""
+    """Make N, C, HxW, group at args[first:] local: N and C by the input's shape, groups in the ratio of C."""
 
     def localize(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
         n, c = local.inputs[0][:2]
@@ -182,7 +182,7 @@ def group_norm(call: Call) -> Iterable[Row]:
 
 @rule(aten("native_group_norm_backward"), localize=_local_group_norm(5))
 def group_norm_backward(call: Call) -> Iterable[Row]:
-    """grad_out, input, mean, rstd [, weight] -> grad_input, grad_weight, grad_bias."""
+    """Shard grad_out, input, mean, rstd [, weight] -> grad_input, grad_weight, grad_bias."""
     affine = sum(_present(call, "weight"))
     yield row([S(0), P, P], [S(0)] * 4 + [R] * affine)
     if call["group"] % call.size == 0:
@@ -212,14 +212,14 @@ def group_norm_backward(call: Call) -> Iterable[Row]:
     )
 )
 def batch_norm(call: Call) -> Iterable[Row]:
-    """Channels may be split; everything per channel is split with them."""
+    """Shard the channels, and all tensors per channel with them."""
     reserve = any(m is not None and m.dtype == torch.uint8 for m in (*call.outputs, *call.inputs))
     if not reserve and call.inputs[0].ndim > 1:
         yield row([_by_channel(meta) for meta in call.outputs], [_by_channel(meta) for meta in call.inputs])
 
 
 def _by_channel(meta: Meta | None) -> Any:
-    """In evaluation the statistics of the batch are tensors without elements, which stay whole."""
+    """Return the placement for sharded channels. The empty batch statistics of evaluation are replicated."""
     if meta is None:
         return None
     return S(1) if meta.ndim > 1 else R if meta.shape == (0,) else S(0)

@@ -1,7 +1,7 @@
-"""Ops that treat every element by itself, with broadcasting.
+"""Pointwise ops, with broadcasting.
 
-Rows: every dim of the output may be split, together with the same dim of each operand that has it. Sums not yet
-done (Partial) pass through where the op is linear in them: y = f(x1 + x2) = f(x1) + f(x2).
+Rows: every dim of the output may be sharded, together with the same dim of each operand that has it. Partial sums pass
+through where the op is linear in them: y = f(x1 + x2) = f(x1) + f(x2).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ADDITIVE = (
     "rad2deg",
     "deg2rad",
 )
-# Linear in each of the first two operands while the other is whole.
+# Linear in each of the first two operands while the other is replicated.
 _BILINEAR = ("mul.Tensor",)
-# Linear in the first operand while the others are whole.
+# Linear in the first operand while the others are replicated.
 _LINEAR_IN_FIRST = (
     "div.Tensor",
     "mul.Scalar",
@@ -52,7 +52,7 @@ _LINEAR_IN_FIRST = (
     "log_sigmoid_backward",
     "logit_backward",
 )
-# Pointwise, but not tagged so by torch.
+# Pointwise, but without torch's tag.
 _UNTAGGED = (
     "_to_copy",
     "alias",
@@ -106,7 +106,7 @@ _UNTAGGED = (
     "_add_relu.Tensor",
     "rsub.Tensor",
 )
-# Tagged pointwise, but one value for all ranks, random, or a list.
+# Tagged pointwise, but random, or with one value for all ranks.
 _EXCLUDED = {"aten::equal", "aten::rrelu", "aten::rrelu_", "aten::rrelu_with_noise", "aten::rrelu_with_noise_"}
 
 
@@ -116,12 +116,12 @@ def pointwise_rows(call: Call) -> Iterator[Row]:
     for dim in range(len(shape)):
         ins = [S(d) if (d := aligned(meta, dim, shape)) is not None else R for meta in call.inputs]
         if any(p is not R for p in ins):
-            # A (0,) stands for an output that is not computed.
+            # Shape (0,) denotes an output that is not computed.
             yield row([R if m is not None and m.shape == (0,) else S(dim) for m in call.outputs], ins)
 
 
 def aligned(meta: Meta, dim: int, shape: tuple[int, ...]) -> int | None:
-    """The operand's dim that lies under an output dim, unless it is broadcast."""
+    """Return the operand's dim for an output dim, or None where it is broadcast."""
     own = dim - (len(shape) - meta.ndim)
     return own if own >= 0 and meta.shape[own] == shape[dim] else None
 
@@ -144,13 +144,13 @@ def _linear_in_first(call: Call) -> Iterable[Row]:
 
 
 def _linear_in_all_but_first(call: Call) -> Iterable[Row]:
-    """`where`: linear in the values, given the condition."""
+    """Return rows of `where`, which is linear in the values for a replicated condition."""
     yield from pointwise_rows(call)
     yield row([P], [R] + [P] * (len(call.inputs) - 1))
 
 
 def _cast(call: Call) -> Iterable[Row]:
-    """A sum may be cast before it is done where no digit is lost by it."""
+    """Return rows of a cast. Partial sums pass through a cast to a dtype that represents all their values."""
     yield from pointwise_rows(call)
     source, target = call.inputs[0].dtype, call.outputs[0].dtype if call.outputs[0] else None
     if target is not None and torch.promote_types(source, target) == target and target.is_floating_point:

@@ -1,7 +1,7 @@
-"""Ops along dims: a split of any other dim stays.
+"""Ops along dims: any other dim may be sharded.
 
-Sums over a split dim are left to be done (Partial). Where a split dim is reduced otherwise, the ranks exchange what
-the reduction needs, which is smaller than the operand by the length of the dim: maxima, sums of exponentials, norms.
+Sums over a sharded dim are partial sums. For other reductions of a sharded dim, ranks all-reduce intermediate values
+without that dim: maxima, sums of exponentials, norms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _keep(call: Call) -> bool:
 
 
 def _options(op: Op, args: list[Any], kwargs: dict[str, Any], *names: str) -> list[Any]:
-    """The named arguments of a call, defaults filled in."""
+    """Return the named arguments of a call, with defaults filled in."""
     found = []
     for name in names:
         at, argument = next((i, a) for i, a in enumerate(schema_of(op).arguments) if a.name == name)
@@ -73,7 +73,7 @@ def mean(call: Call) -> Iterable[Row]:
 
 
 def _local_share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
-    """This rank's sum over the number of elements of the whole: right for uneven shards."""
+    """Divide this rank's sum by the global number of elements, which is correct for uneven shards."""
     x, keep = args[0], args[2] if len(args) > 2 else False
     dims = _dims_of(x, args[1] if len(args) > 1 else None)
     count = math.prod(here.shape(0)[dim] for dim in dims)
@@ -94,7 +94,7 @@ def extremes(call: Call) -> Iterable[Row]:
 def _extreme(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
     local = op(*args, **kwargs)
     upper = schema_of(op).name in {"aten::amax", "aten::max", "aten::any"}
-    # Booleans and not-a-numbers have no place in every back end's maximum: they go by way of numbers, and of flags.
+    # Some back ends' maximum does not support booleans or NaN: booleans become integers, NaNs are reduced separately.
     values = local.to(torch.uint8) if local.dtype == torch.bool else local
     found = here.all_reduce(values, "max" if upper else "min").to(local.dtype)
     if not local.is_floating_point():
@@ -113,7 +113,7 @@ def vector_norm(call: Call) -> Iterable[Row]:
 
 
 def _norm_of_norms(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
-    """(sum of |x|^p over ranks)^(1/p), from each rank's own norm."""
+    """Compute (sum of |x|^p over ranks)^(1/p) from each rank's own norm."""
     order = _options(op, args, kwargs, "ord")[0]
     local = op(*args, **kwargs)
     if order == math.inf:
@@ -133,7 +133,7 @@ def variance(call: Call) -> Iterable[Row]:
 
 
 def _split_variance(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
-    """In two passes: the mean of all ranks, then the squares of what differs from it."""
+    """Compute the variance in two passes: the global mean, then the squared deviations from it."""
     x, (dims, correction, keep) = args[0], _options(op, args, kwargs, "dim", "correction", "keepdim")
     dims = _dims_of(x, dims)
     count = math.prod(here.shape(0)[dim] for dim in dims)
@@ -157,7 +157,7 @@ def softmax(call: Call) -> Iterable[Row]:
 
 
 def _split_softmax(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
-    """exp(x - m) / s with the maximum m and the sum s of all ranks."""
+    """Compute exp(x - m) / s with the maximum m and the sum s over all ranks."""
     x, dim = args[:2]
     shifted = x - here.all_reduce(_max_or_lowest(x, dim), "max")
     exps = shifted.exp()
@@ -204,7 +204,7 @@ def _split_logsumexp(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here
     return here.all_reduce((local - shift).exp(), "sum").log() + shift
 
 
-# --- the dims that are left alone, only ---------------------------------------------------------------------------
+# --- ops whose own dims are not sharded ---------------------------------------------------------------------------
 
 _MIXING = (
     "_safe_softmax",
@@ -226,7 +226,7 @@ _LINEAR = {"aten::cumsum", "aten::flip", "aten::roll"}
 
 @rule(*map(aten, _MIXING), empty=True)
 def mixing(call: Call) -> Iterable[Row]:
-    """One dim (or several) is mixed; its length may change, the others are kept."""
+    """Shard the dims that the op does not name; the named ones may change their length."""
     dims = call.dims("dims" if "dims" in call.values else "dim")
     yield from untouched(call, dims, keep=True)
     if schema_of(call.op).name in _LINEAR:
@@ -235,7 +235,7 @@ def mixing(call: Call) -> Iterable[Row]:
 
 @rule(aten("glu"))
 def glu(call: Call) -> Iterable[Row]:
-    """Halves of a dim, one gating the other."""
+    """Shard all dims but the one whose halves gate each other."""
     return untouched(call, call.dims(), keep=True)
 
 
@@ -250,7 +250,7 @@ def glu_backward(call: Call) -> Iterable[Row]:
 
 @rule(aten("renorm"))
 def renorm(call: Call) -> Iterable[Row]:
-    """Norms of the slices along one dim: slices may be split among ranks, not cut."""
+    """Shard the slices along one dim; a slice itself is not sharded, since its norm is limited."""
     yield row([S(call.dim())], [S(call.dim())])
 
 

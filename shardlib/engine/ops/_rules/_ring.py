@@ -1,13 +1,13 @@
-"""Ring attention: queries, keys and values are split on the sequence; keys and values go round (Liu et al., arXiv
-2310.01889).
+"""Ring attention: queries, keys and values are sharded on the sequence; keys and values are passed round a ring (Liu et
+al., arXiv 2310.01889).
 
-Blocks of keys are met one after the other, and the results put together by their log-sum-exp (Milakov and Gimelshein,
-arXiv 1805.02867). The kernel's backward takes the log-sum-exp of whole rows, so that the gradients of blocks add up to
-the gradient. Those of keys and values go round after their block, and one step further home.
+A rank processes one block of keys after the other, and merges the results by their log-sum-exp (Milakov and Gimelshein,
+arXiv 1805.02867). The kernel's backward takes the log-sum-exp of full rows, so that the gradients of blocks add up to
+the gradient. Gradients of keys and values are passed on after their block, and by one more step to their own rank.
 
-Under a causal mask the last ranks would have most of the work: a rank looks at the blocks up to its own. So rank r of
-n gives the later half of its queries to rank n-1-r and takes that one's: n + 1 halves for each (the order of
-tokens of Brandon et al., arXiv 2311.09431, is another way to this; here nothing outside of attention knows of it).
+Under a causal mask a rank attends to the blocks up to its own, so that the last ranks would have most of the work.
+Therefore rank r of n exchanges the later half of its queries with rank n-1-r, so that each has n + 1 halves (Brandon et
+al., arXiv 2311.09431, reorder tokens for this; here only attention is concerned).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEQ = 2
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some of this rank's queries with some keys of a block. Causal: both begin at the same position."""
+    """Some of this rank's queries and some keys of a block. If causal, both begin at the same position."""
 
     queries: slice
     keys: slice
@@ -37,7 +37,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Span:
-    """Rows [at, at + count) of this rank are the queries from position `first` of the global sequence on."""
+    """Rows [at, at + count) of this rank, which are the queries from global position `first` on."""
 
     at: int
     first: int
@@ -46,7 +46,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class Ring:
-    """One call on this rank: `query` and `key` number operands, `here` knows their global shapes.
+    """One call on this rank: `query` and `key` are indices of operands, `here` provides their global shapes.
 
     Local shapes are (batch, heads, positions, head dim); log-sum-exps lack the last.
     """
@@ -57,7 +57,7 @@ class Ring:
     causal: bool
 
     def forward(self, op: Op, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `op` returns: output and log-sum-exp of this rank's queries."""
+        """Compute the results of `op`: output and log-sum-exp of this rank's queries."""
         named = arguments_by_name(op, args, kwargs)
         queries, spans = self._balanced([named["query"]])
         rows = queries[0]
@@ -77,15 +77,15 @@ class Ring:
                     **{**kwargs, "attn_mask": mask},
                 )
                 _merge(out[:, :, tile.queries], logsumexp[:, :, tile.queries], found[0], found[1], mask)
-        logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, 0)  # of what sees nothing, as the kernel says it
+        logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, 0)  # of fully masked rows, as the kernel returns it
         out, logsumexp = self._back([out.to(rows.dtype), logsumexp.unsqueeze(-1)], spans)
         return out, logsumexp.squeeze(-1)
 
     def backward(self, op: Op, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        """What `op` returns: gradients of this rank's queries, keys and values."""
+        """Compute the results of `op`: gradients of this rank's queries, keys and values."""
         named = arguments_by_name(op, args, kwargs)
-        mine = [named["query"], named["grad_out"], named["out"], named["logsumexp"].unsqueeze(-1)]
-        (rows, grad, out, lse), spans = self._balanced(mine)
+        own = [named["query"], named["grad_out"], named["out"], named["logsumexp"].unsqueeze(-1)]
+        (rows, grad, out, lse), spans = self._balanced(own)
         lse = lse.squeeze(-1)
         wide = torch.promote_types(rows.dtype, torch.float32)
         of_query = torch.zeros_like(rows, dtype=wide)
@@ -121,19 +121,19 @@ class Ring:
     # --- the ring ---
 
     @property
-    def _place(self) -> tuple[int, int]:
-        return self.here.place(self.key, _SEQ)
+    def _coordinate(self) -> tuple[int, int]:
+        return self.here.coordinate(self.key, _SEQ)
 
     def _chunk(self, operand: int, index: int) -> tuple[int, int]:
-        """First position and number of positions of a rank, where the axis alone splits an operand's sequence."""
+        """Return a rank's first position and number of positions, if no other axis splits the operand's sequence."""
         length = self.here.shape(operand)[_SEQ]
-        step = -(-length // self._place[1])
+        step = -(-length // self._coordinate[1])
         first = min(index * step, length)
         return first, min(step, length - first)
 
     def _round(self, tensors: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Each rank's index, keys and values, this one's first. The next are under way meanwhile."""
-        index, size = self._place
+        """Yield each rank's index, keys and values, this rank's first. The next ones are sent meanwhile."""
+        index, size = self._coordinate
         for step in range(size):
             source = (index - step) % size
             coming = self._pass_on(tensors, source) if step < size - 1 else None
@@ -142,11 +142,11 @@ class Ring:
                 tensors = coming()
 
     def _pass_on(self, tensors: list[torch.Tensor], source: int) -> Callable[[], list[torch.Tensor]]:
-        """Give what belongs to the keys of rank `source` to the next rank; what comes belongs to those of source - 1.
+        """Send the tensors of rank `source` to the next rank, and receive those of rank source - 1.
 
-        Keys and values travel in one message.
+        Keys and values are one message.
         """
-        index, size = self._place
+        index, size = self._coordinate
         count = self._chunk(self.key, (source - 1) % size)[1]
         widths = [x.shape[-1] for x in tensors]
         shape = (*tensors[0].shape[:_SEQ], count, sum(widths))
@@ -159,36 +159,38 @@ class Ring:
     # --- balance ---
 
     def _balanced(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[_Span]]:
-        """What this rank computes with, and where its rows are in the global sequence."""
+        """Return the tensors that this rank computes with, and the global positions of their rows."""
         own = (self.here.offset(self.query, _SEQ), tensors[0].shape[_SEQ])
         if not self._mirrors(own[1]):
             return tensors, [_Span(0, *own)]
-        index, size = self._place
+        index, size = self._coordinate
         first, count = self._chunk(self.query, size - 1 - index)
         kept = _first_half(own[1])
         later = [x[:, :, kept:] for x in tensors]
-        theirs = self._mirrored(later, count - _first_half(count))
+        received = self._mirrored(later, count - _first_half(count))
         spans = [_Span(0, own[0], kept), _Span(kept, first + _first_half(count), count - _first_half(count))]
-        return [torch.cat(pair, _SEQ) for pair in zip((x[:, :, :kept] for x in tensors), theirs, strict=True)], spans
+        return [torch.cat(pair, _SEQ) for pair in zip((x[:, :, :kept] for x in tensors), received, strict=True)], spans
 
     def _back(self, tensors: list[torch.Tensor], spans: list[_Span]) -> list[torch.Tensor]:
-        """The inverse of `_balanced`."""
+        """Apply the inverse of `_balanced`."""
         if len(spans) == 1:
             return tensors
         kept = spans[0].count
-        mine = self._mirrored([x[:, :, kept:] for x in tensors], self._chunk(self.query, self._place[0])[1] - kept)
-        return [torch.cat(pair, _SEQ) for pair in zip((x[:, :, :kept] for x in tensors), mine, strict=True)]
+        returned = self._mirrored(
+            [x[:, :, kept:] for x in tensors], self._chunk(self.query, self._coordinate[0])[1] - kept
+        )
+        return [torch.cat(pair, _SEQ) for pair in zip((x[:, :, :kept] for x in tensors), returned, strict=True)]
 
     def _mirrors(self, count: int) -> bool:
-        """Whether queries are traded: not where another axis splits them as well."""
-        return self.causal and count == self._chunk(self.query, self._place[0])[1]
+        """Return whether queries are exchanged: not where another axis splits them as well."""
+        return self.causal and count == self._chunk(self.query, self._coordinate[0])[1]
 
     def _mirrored(self, tensors: list[torch.Tensor], count: int) -> list[torch.Tensor]:
-        """Trade with the rank at the same distance from the other end, which sends as much of `count` positions.
+        """Exchange tensors with the rank at the same distance from the other end, which sends `count` positions.
 
-        One message for each dtype: a log-sum-exp may be of another than the rest.
+        There is one message for each dtype: the log-sum-exp may have another dtype than the other tensors.
         """
-        index, size = self._place
+        index, size = self._coordinate
         mirror = size - 1 - index
         found: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(x.dtype for x in tensors):
@@ -200,13 +202,15 @@ class Ring:
         return [found[i] for i in range(len(tensors))]
 
     def _tiles(self, spans: Sequence[_Span], first: int, count: int) -> Iterator[_Tile]:
-        """What has to be computed with the keys at [first, first + count); what is masked as a whole is left out."""
+        """Yield the tiles for the keys at [first, first + count), without fully masked ones."""
         if not self.causal:
             yield _Tile(slice(None), slice(0, count))
             return
         for span in spans:
             earlier = min(first + count, span.first) - first
-            if earlier > 0 and span.count:  # a piece of one position has no later half; kernels divide by its length
+            if (
+                earlier > 0 and span.count
+            ):  # a piece of one position has an empty later half; kernels divide by its length
                 yield _Tile(slice(span.at, span.at + span.count), slice(0, earlier))
             start, end = max(first, span.first), min(first + count, span.first + span.count)
             if start < end:
@@ -219,7 +223,7 @@ def _first_half(count: int) -> int:
 
 
 def _part(mask: torch.Tensor | None, first: int, tile: _Tile) -> torch.Tensor | None:
-    """The columns of a mask for a block of keys; of one that broadcasts over keys, all."""
+    """Return the columns of a mask for a block of keys; all columns if the mask broadcasts over keys."""
     if mask is None or mask.shape[-1] == 1:
         return mask
     return mask[..., first + tile.keys.start : first + tile.keys.stop]
@@ -232,9 +236,9 @@ def _merge(
     its_logsumexp: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:
-    """Add a block's result to what there is: both are means, by weights that exp(log-sum-exp) is the sum of.
+    """Merge a block's result in place: both are weighted means, and exp(log-sum-exp) is the sum of their weights.
 
-    The kernel's log-sum-exp of rows that see nothing is 0, as another's may be: the mask tells them apart.
+    The kernel's log-sum-exp of fully masked rows is 0, which other rows may have too: the mask distinguishes them.
     """
     if mask is not None:
         unseen = (mask == -torch.inf).all(-1)

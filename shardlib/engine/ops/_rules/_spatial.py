@@ -1,4 +1,4 @@
-"""Convolution, pooling, resampling, padding: batch and channels may be split, the space they slide over may not."""
+"""Convolution, pooling, resampling, padding: batch and channels may be sharded, spatial dims may not."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__: list[str] = []
 
 
 def _channel_dims(call: Call) -> tuple[int, int]:
-    """The dims of the weight that hold output and input channels."""
+    """Return the weight's dims of output and input channels."""
     return (1, 0) if call["transposed"] else (0, 1)
 
 
 def _forward_groups(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
-    """Groups in the ratio of the input channels that stay on this rank."""
-    groups = args[8] * local.inputs[0][1] // local.wholes[0][1]
+    """Scale the number of groups by this rank's share of the input channels."""
+    groups = args[8] * local.inputs[0][1] // local.global_shapes[0][1]
     return op, [*args[:8], max(1, groups), *args[9:]]
 
 
 def _backward_groups(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
-    """The same, and the bias has as many elements as the output gradient has channels."""
-    groups = args[9] * local.inputs[1][1] // local.wholes[1][1]
+    """Scale the groups likewise; the bias has as many elements as the output gradient has channels."""
+    groups = args[9] * local.inputs[1][1] // local.global_shapes[1][1]
     bias = [local.inputs[0][1]] if args[3] else args[3]
     return op, [*args[:3], bias, *args[4:9], max(1, groups), *args[10:]]
 
 
 @rule(aten("convolution"), aten("convolution_overrideable"), localize=_forward_groups)
 def convolution(call: Call) -> Iterable[Row]:
-    """input, weight [, bias] -> output."""
+    """Shard input, weight [, bias] -> output."""
     out, into = _channel_dims(call)
     has_bias = call["bias"] is not None
     yield row([S(0)], [S(0), R, *[R] * has_bias])
@@ -47,7 +47,7 @@ def convolution(call: Call) -> Iterable[Row]:
 
 @rule(aten("convolution_backward"), aten("convolution_backward_overrideable"), localize=_backward_groups)
 def convolution_backward(call: Call) -> Iterable[Row]:
-    """grad_output, input, weight -> grads of input, weight, bias."""
+    """Shard grad_output, input, weight -> grads of input, weight, bias."""
     out, into = _channel_dims(call)
     yield row([S(0), P, P], [S(0), S(0), R])
     yield row([P, P, P], [P, R, R])
@@ -62,7 +62,7 @@ def convolution_backward(call: Call) -> Iterable[Row]:
 
 
 def _lead(space: int, *, grad: bool = False) -> Any:
-    """Rows over the dims before the last `space` ones, shared by all operands of the first one's rank."""
+    """Make rows for the dims before the last `space` ones, shared by all operands with as many dims as the first."""
 
     def rows(call: Call) -> Iterable[Row]:
         ndim = call.inputs[0].ndim
@@ -122,7 +122,7 @@ _RESAMPLERS = {
 
 
 def _local_input_size(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
-    """grad_output, output_size, input_size, ...: the last is the whole shape of the result."""
+    """Make the input size of grad_output, output_size, input_size, ... local: the full shape of the result."""
     return op, [*args[:2], list(local.outputs[0] or ()), *args[3:]]
 
 
@@ -135,7 +135,7 @@ _register(3, ["pixel_shuffle", "pixel_unshuffle", "channel_shuffle"])
 
 @rule(aten("constant_pad_nd"), empty=True)
 def constant_pad(call: Call) -> Iterable[Row]:
-    """Dims that get no padding may be split. `pad` lists (before, after) from the last dim backwards."""
+    """Shard dims without padding. `pad` lists (before, after) from the last dim backwards."""
     ndim, pad = call.inputs[0].ndim, list(call["pad"])
     padded = {ndim - 1 - i // 2 for i, width in enumerate(pad) if width}
     for dim in range(ndim):
@@ -145,13 +145,13 @@ def constant_pad(call: Call) -> Iterable[Row]:
 
 @rule(aten("grid_sampler_2d"), aten("grid_sampler_3d"))
 def grid_sampler(call: Call) -> Iterable[Row]:
-    """input, grid -> input read at the grid's points."""
+    """Shard input, grid -> input sampled at the grid's points."""
     return [row([S(0)], [S(0), S(0)]), row([S(1)], [S(1), R]), row([P], [P, R])]
 
 
 @rule(aten("grid_sampler_2d_backward"), aten("grid_sampler_3d_backward"))
 def grid_sampler_backward(call: Call) -> Iterable[Row]:
-    """grad_output, input, grid -> grads of input and grid."""
+    """Shard grad_output, input, grid -> grads of input and grid."""
     return [row([S(0), S(0)], [S(0), S(0), S(0)]), row([S(1), P], [S(1), S(1), R]), row([P, P], [P, R, R])]
 
 

@@ -1,10 +1,9 @@
-"""Views, and what views need in backward.
+"""Views, and their backward ops.
 
-A split of a tensor along one mesh axis of n ranks reads, on the flat elements of a dim, as (k, n, m): the axis's
-ranks take turns of m elements, k times over. `Shard` is k = 1, a fused `_StridedShard` k = its split factor. A view
-regroups neighbouring dims, so that the same (k, n, m) is looked for in one of the new dims; where it is there, the
-view costs nothing. This is what makes `(qkv heads head)` split over heads come out of `view(B, T, 3, heads, head)`
-as a plain split of `heads`, and a split sequence dim survive `view(B * T, C)`.
+A split of a dim over one mesh axis of n ranks has the form (k, n, m): the axis's ranks take turns of m elements, k
+times. `Shard` has k = 1, a fused `_StridedShard` has k = its split factor. A view regroups adjacent dims; if one of the
+new dims has the same (k, n, m), the view needs no communication. So `(qkv heads head)` sharded over heads becomes a
+plain shard of `heads` by `view(B, T, 3, heads, head)`, and a sharded sequence dim stays sharded by `view(B * T, C)`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__: list[str] = []
 
 
 def _split(dim: int, turns: int) -> Placement:
-    """The placement whose (k, n, m) has k = turns."""
+    """Return the placement whose (k, n, m) has k = turns."""
     return S(dim) if turns == 1 else _StridedShard(dim, split_factor=turns)
 
 
@@ -40,7 +39,7 @@ def _is_split(placement: Any) -> TypeGuard[Shard | _StridedShard]:
 
 
 def _local_size(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
-    """The size argument becomes the local size of the output."""
+    """Replace the size argument by the local size of the output."""
     return op, [args[0], list(local.outputs[0] or ()), *args[2:]]
 
 
@@ -49,13 +48,13 @@ def view(call: Call) -> Iterable[Row]:
     yield row([P], [P])
     now, output = call.current[0], call.outputs[0]
     if output is not None and _is_split(now):
-        place = moved_by_view(call.inputs[0].shape, output.shape, now, call.size)
-        if place is not None:
-            yield row([place], [now], parallel=_same_dim_alone(call.inputs[0].shape, output.shape, now, place))
+        out = moved_by_view(call.inputs[0].shape, output.shape, now, call.size)
+        if out is not None:
+            yield row([out], [now], parallel=_same_dim_alone(call.inputs[0].shape, output.shape, now))
 
 
 def moved_by_view(old: Sequence[int], new: Sequence[int], now: Any, ranks: int) -> Placement | None:
-    """Where a split dim goes in a view, or None where it falls apart.
+    """Return the placement of a sharded dim after a view, or None if there is none.
 
     >>> moved_by_view((2, 6, 12), (2, 6, 3, 4), _StridedShard(2, split_factor=3), 2)
     Shard(dim=3)
@@ -77,14 +76,14 @@ def moved_by_view(old: Sequence[int], new: Sequence[int], now: Any, ranks: int) 
     return None
 
 
-def _same_dim_alone(old: Sequence[int], new: Sequence[int], now: Any, place: Any) -> bool:
-    """Whether the split dim is regrouped with no other, so that uneven shards do as well."""
+def _same_dim_alone(old: Sequence[int], new: Sequence[int], now: Any) -> bool:
+    """Return whether the view does not regroup the sharded dim, so that uneven shards are valid."""
     old_dims, new_dims = next((a, b) for a, b in _groups(old, new) if now.dim in a)
     return len(old_dims) == len(new_dims) == 1
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Neighbouring dims of `old` and of `new` that hold the same elements. Dims of size 1 stand alone.
+    """Yield groups of adjacent dims of `old` and `new` with the same elements. Dims of size 1 are groups of their own.
 
     >>> list(_groups((2, 6, 12), (2, 6, 3, 4)))
     [([0], [0]), ([1], [1]), ([2], [2, 3])]
@@ -104,7 +103,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int],
 
 @rule(aten("view.dtype"), empty=True)
 def view_dtype(call: Call) -> Iterable[Row]:
-    """Reinterprets the bytes of the last dim; the others may be split."""
+    """Shard all dims but the last, whose bytes are reinterpreted."""
     output = call.outputs[0]
     last = call.inputs[0].ndim - 1
     same = output is not None and output.shape == call.inputs[0].shape
@@ -121,11 +120,11 @@ def complex_views(call: Call) -> Iterable[Row]:
     yield row([P], [P])
 
 
-# --- dims that only change places ---------------------------------------------------------------------------------
+# --- permuted dims ------------------------------------------------------------------------------------------------
 
 
 def _renamed(call: Call, order: Sequence[int | None]) -> Iterator[Row]:
-    """Rows of an op whose output dim i is input dim order[i] (None: a new dim)."""
+    """Return rows of an op whose output dim i is input dim order[i] (None: a new dim)."""
     for out, dim in enumerate(order):
         if dim is not None:
             yield row([S(out)], [S(dim)])
@@ -159,7 +158,7 @@ def unsqueeze(call: Call) -> Iterable[Row]:
 
 
 def _squeeze_named_dims(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
-    """Only dims of *global* size 1 go: a split dim may have local size 1. (A view cannot tell; the sizes can.)"""
+    """Replace squeeze by a view that removes dims of *global* size 1: a sharded dim may have local size 1."""
     return torch.ops.aten.view.default, [args[0], list(local.outputs[0] or ())]
 
 
@@ -180,7 +179,7 @@ def squeeze(call: Call) -> Iterable[Row]:
 
 @rule(aten("squeeze_.dim"), aten("squeeze_.dims"), empty=True)
 def squeeze_in_place(call: Call) -> Iterable[Row]:
-    """Dims that are named and longer than 1 stay, but might have local size 1: they are not split."""
+    """Shard no named dims: those longer than 1 stay, but might have local size 1."""
     shape, named = call.inputs[0].shape, call.dims()
     kept = [d for d, size in enumerate(shape) if size != 1 or d not in named]
     return _renamed(call, [None if d in named else d for d in kept])
@@ -211,7 +210,7 @@ def unfold(call: Call) -> Iterable[Row]:
         yield from _renamed(call, [None if d == touched else d for d in range(call.inputs[0].ndim)])
 
 
-# --- taking parts of a dim ----------------------------------------------------------------------------------------
+# --- slices of a dim ----------------------------------------------------------------------------------------------
 
 
 @rule(aten("select.int"), aten("select_copy.int"), empty=True)
@@ -230,7 +229,7 @@ def unbind(call: Call) -> Iterable[Row]:
 
 
 def _parts(call: Call, dim: int, borders: Sequence[tuple[int, int]]) -> Iterator[Row]:
-    """Rows of an op that takes the ranges `borders` of a dim, one output each."""
+    """Return rows of an op that takes the ranges `borders` of a dim, one output each."""
     count = len(call.outputs)
     for other in range(call.inputs[0].ndim):
         if other != dim:
@@ -239,20 +238,20 @@ def _parts(call: Call, dim: int, borders: Sequence[tuple[int, int]]) -> Iterator
     now = call.current[0]
     if _is_split(now) and now.dim == dim:
         group = call.inputs[0].shape[dim] // _turns(now)
-        whole = [group > 0 and start % group == 0 and end % group == 0 and end > start for start, end in borders]
-        if group and all(whole) and group % call.size == 0:
+        aligned = [group > 0 and start % group == 0 and end % group == 0 and end > start for start, end in borders]
+        if group and all(aligned) and group % call.size == 0:
             outs = [_split(dim, (end - start) // group) for start, end in borders]
             yield row(outs, [now], parallel=False)
 
 
 def _local_part(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
-    """slice(x, dim, start, end, step) on a fused split: the borders shrink as the dim does."""
+    """Scale start and end of slice(x, dim, start, end, step) on a fused split like the dim."""
     dim = args[1] if len(args) > 1 else 0
-    whole, mine = local.wholes[0][dim], local.inputs[0][dim]
-    if whole == mine:
+    size, local_size = local.global_shapes[0][dim], local.inputs[0][dim]
+    if size == local_size:
         return op, args
-    start, end = _range(args[2:4], whole)
-    return op, [args[0], dim, start * mine // whole, end * mine // whole, *args[4:]]
+    start, end = _range(args[2:4], size)
+    return op, [args[0], dim, start * local_size // size, end * local_size // size, *args[4:]]
 
 
 def _range(given: Sequence[Any], size: int) -> tuple[int, int]:
@@ -305,7 +304,7 @@ def split(call: Call) -> Iterable[Row]:
     return _parts(call, dim, list(pairwise(ends)))
 
 
-# --- putting parts together ---------------------------------------------------------------------------------------
+# --- concatenation ------------------------------------------------------------------------------------------------
 
 
 @rule(aten("cat"), empty=True)
@@ -313,17 +312,17 @@ def cat(call: Call) -> Iterable[Row]:
     output = call.outputs[0]
     assert output is not None
     dim = normal_dim(call["dim"], output.ndim)
-    # A 1-d tensor without elements may stand in any list to be joined; it stays whole.
+    # `cat` accepts empty 1-d tensors in any list; they are replicated.
     legacy = [meta.shape == (0,) for meta in call.inputs]
     for other in range(output.ndim):
-        if other != dim or legacy.count(False) == 1:  # a cache begins so: nothing, joined with the first keys
+        if other != dim or legacy.count(False) == 1:  # the first update of a cache: an empty tensor and the first keys
             yield row([S(other)], [R if skip else S(other) for skip in legacy])
     yield row([P], [R if skip else P for skip in legacy])
     yield from _fused_cat(call, dim)
 
 
 def _fused_cat(call: Call, dim: int) -> Iterator[Row]:
-    """Pieces that are split alike join to a fused split: the way back of taking q, k, v from a fused dim."""
+    """Yield rows that join equally sharded pieces to a fused split, as when q, k and v are concatenated."""
     if not all(_is_split(now) and now.dim == dim for now in call.current):
         return
     groups = {meta.shape[dim] / _turns(now) for meta, now in zip(call.inputs, call.current, strict=True)}
@@ -340,7 +339,7 @@ def stack(call: Call) -> Iterable[Row]:
     yield row([P], [P] * len(call.inputs))
 
 
-# --- the way back of taking parts ---------------------------------------------------------------------------------
+# --- backward of slices -------------------------------------------------------------------------------------------
 
 
 @rule(aten("select_backward"), localize=_local_size, empty=True)
@@ -355,11 +354,11 @@ def select_backward(call: Call) -> Iterable[Row]:
 
 def _local_slice_backward(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
     sizes, dim = args[1], args[2]
-    mine = list(local.outputs[0] or ())
+    local_sizes = list(local.outputs[0] or ())
     start, end = _range(args[3:5], sizes[dim])
-    if mine[dim] != sizes[dim]:
-        start, end = (border * mine[dim] // sizes[dim] for border in (start, end))
-    return op, [args[0], mine, dim, start, end, *args[5:]]
+    if local_sizes[dim] != sizes[dim]:
+        start, end = (border * local_sizes[dim] // sizes[dim] for border in (start, end))
+    return op, [args[0], local_sizes, dim, start, end, *args[5:]]
 
 
 @rule(aten("slice_backward"), localize=_local_slice_backward, empty=True)
@@ -378,7 +377,7 @@ def slice_backward(call: Call) -> Iterable[Row]:
             yield row([_split(dim, output.shape[dim] // group)], [now], parallel=False)
 
 
-# --- a tensor with a part of it replaced --------------------------------------------------------------------------
+# --- functional writes to slices ----------------------------------------------------------------------------------
 
 
 @rule(aten("slice_scatter"), empty=True)
@@ -393,12 +392,12 @@ def slice_scatter(call: Call) -> Iterable[Row]:
 def select_scatter(call: Call) -> Iterable[Row]:
     gone = call.dim()
     for dim in range(call.inputs[1].ndim):
-        whole_dim = dim + (dim >= gone)
-        yield row([S(whole_dim)], [S(whole_dim), S(dim)])
+        own = dim + (dim >= gone)
+        yield row([S(own)], [S(own), S(dim)])
     yield row([P], [P, P])
 
 
-# --- tensors made like another ------------------------------------------------------------------------------------
+# --- new tensors --------------------------------------------------------------------------------------------------
 
 
 @rule(
@@ -406,7 +405,7 @@ def select_scatter(call: Call) -> Iterable[Row]:
     empty=True,
 )
 def likes(call: Call) -> Iterable[Row]:
-    """A new tensor is laid out as its model; the model's values are not read."""
+    """Shard a new tensor as its argument, whose values are not read."""
     now = call.current[0]
     if not _is_split(now):
         yield row([R], [ANY])
@@ -427,7 +426,7 @@ def news(call: Call) -> Iterable[Row]:
 
 
 def _local_strides(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
-    """new_empty_strided(self, size, stride): the local size, its dims in memory in the order of the strides."""
+    """Make size and stride of new_empty_strided local, with dims in the memory order of the global strides."""
     size, strides = list(local.outputs[0] or ()), [0] * len(args[2])
     step = 1
     for dim in sorted(range(len(size)), key=lambda d: (args[2][d], -d)):
@@ -438,7 +437,7 @@ def _local_strides(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]
 
 @rule(aten("new_empty_strided"), localize=_local_strides, empty=True)
 def new_strided(call: Call) -> Iterable[Row]:
-    """As `new_empty`, where the strides leave no gaps and overlap nowhere."""
+    """Shard like `new_empty`, if the strides are dense and do not overlap."""
     output = call.outputs[0]
     assert output is not None
     now = call.current[0]

@@ -1,4 +1,4 @@
-"""The plain tensor that a DTensor stands for."""
+"""Conversion of a DTensor to a full tensor, without autograd."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardlib.engine import _torch
 from shardlib.engine.ops._operands import redistributed
 
-__all__ = ["plain"]
+__all__ = ["to_full_tensor"]
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's whole value on every rank, its local tensor itself where that is whole; autograd takes no notice.
+def to_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a DTensor, not recorded by autograd; its local tensor itself if it is replicated.
 
-    A plain tensor is its own. All ranks of the mesh call it, or none.
+    A plain tensor is returned unchanged. Collective over the mesh.
     """
     if not isinstance(tensor, DTensor):
         return tensor

@@ -15,11 +15,11 @@ from shardlib.errors import LayoutError
 from shardlib.layout._layout import Layout
 from shardlib.layout._local import Slices
 
-__all__ = ["Cut", "cut"]
+__all__ = ["ShardSpec", "shard_spec"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """A local tensor, and the part of it that each rank of a group gets.
 
     Attributes:
@@ -27,8 +27,9 @@ class Cut:
         dim: the dim that is divided.
         parts: for each rank of the group, in rank order, its slices of that dim; several of a fused one.
 
-    >>> rows = cut(Layout.parse("out@tp in"), Layout.parse("out@(tp,dp) in"), (8, 3), "dp=2,tp=2", {"dp": 0, "tp": 1})
-    >>> rows.shape, rows.parts, rows.part_shape(1)
+    >>> src, dst = Layout.parse("out@tp in"), Layout.parse("out@(tp,dp) in")
+    >>> rows = shard_spec(src, dst, (8, 3), "dp=2,tp=2", {"dp": 0, "tp": 1})
+    >>> rows.shape, rows.parts, rows.shard_shape(1)
     ((4, 3), ((slice(0, 2, None),), (slice(2, 4, None),)), (2, 3))
     """
 
@@ -36,7 +37,7 @@ class Cut:
     dim: int
     parts: tuple[Slices, ...]
 
-    def part_shape(self, rank: int) -> tuple[int, ...]:
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
         return self._part_shapes[rank]
 
     @cached_property
@@ -86,13 +87,13 @@ class Cut:
             view.copy_(part.narrow(self.dim, chosen.start, chosen.stop - chosen.start))
 
 
-def cut(
+def shard_spec(
     src: Layout,
     dst: Layout,
     global_shape: Sequence[int],
     mesh: MeshShape | str,
     coordinate: Mapping[str, int],
-) -> Cut | None:
+) -> ShardSpec | None:
     """Divide the shard that a rank holds under `src` among the ranks of the axes that `dst` adds.
 
     Args:
@@ -108,17 +109,17 @@ def cut(
     Raises:
         LayoutError: `dst` splits more than one dim further, or elements that the rank does not hold.
     """
-    return _cut(src, dst, tuple(global_shape), MeshShape.of(mesh), tuple(coordinate.items()))
+    return _shard_spec(src, dst, tuple(global_shape), MeshShape.of(mesh), tuple(coordinate.items()))
 
 
 @lru_cache(maxsize=65536)
-def _cut(
+def _shard_spec(
     src: Layout,
     dst: Layout,
     global_shape: tuple[int, ...],
     mesh: MeshShape,
     coordinate: tuple[tuple[str, int], ...],
-) -> Cut | None:
+) -> ShardSpec | None:
     added = [axis for axis, size in mesh.items() if size > 1 and axis in dst.axes - src.axes]
     if not added:
         return None
@@ -140,7 +141,7 @@ def _cut(
     for part in given:
         end = parts[-1][-1].stop if parts else 0
         parts.append(tuple(_inside(local_slices[dim], part[dim], src, dst)) or (slice(end, end),))
-    return Cut(local, dim, tuple(parts))
+    return ShardSpec(local, dim, tuple(parts))
 
 
 def _inside(local_slices: Slices, wanted: Slices, src: Layout, dst: Layout) -> Iterator[slice]:

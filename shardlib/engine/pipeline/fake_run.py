@@ -1,4 +1,4 @@
-"""A step of a pipeline on one rank of a dry run, and what each of its stages does in it."""
+"""The dry run of a pipeline step on one rank, and the measurements of each of its stages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ __all__ = ["run"]
 
 
 def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) -> tuple[StageRun, ...]:
-    """One training step; where the plan does not say how many microbatches, of twice as many as there are ranks, if
-    the batch has so many rows."""
+    """Run one training step and return the measurements of this rank's stages.
+
+    The number of microbatches is that of the plan, or else twice the number of ranks, if the batch has so many rows.
+    """
     for parameter in model.parameters():
         parameter.grad = None
     pipeline, total = record_of(model).pipeline, rows(batch)
@@ -31,7 +33,7 @@ def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) 
     count = plan.step.microbatches or min(2 * pipeline.place.ranks, total)
     seen = _Seen(log, plan.mesh.pipeline_axes)
     run_step(model, batch, _as_one_number, microbatches=count, watched=seen.watch)
-    largest = total % count or count  # so many microbatches have a row more than the others, or all have as many
+    largest = total % count or count  # the number of microbatches of the largest size
     return tuple(
         StageRun(stage, pipeline.place.index, seen.flops[stage], seen.left(stage, largest), seen.sent[stage])
         for stage in pipeline.place.own
@@ -39,13 +41,13 @@ def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) 
 
 
 def _as_one_number(output: Any, _batch: Any) -> torch.Tensor:
-    """Backward starts where that of a dry run without stages does: at scalars, or else at all that has a gradient."""
+    """Return a scalar loss as in a dry run without stages: the sum of scalars, or else of all outputs."""
     found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     return torch.stack([t.sum() for t in [t for t in found if t.ndim == 0] or found]).sum()
 
 
 class _Seen:
-    """What the actions of each stage do."""
+    """The measurements of each stage's actions."""
 
     def __init__(self, log: Recording | None, axes: tuple[str, ...]) -> None:
         self.log, self.axes = log, axes
@@ -54,7 +56,10 @@ class _Seen:
         self._left: dict[int, list[int]] = defaultdict(list)
 
     def left(self, stage: int, microbatches: int) -> int:
-        """What one of the first microbatches leaves alive. The very first may leave what others find there."""
+        """Return the bytes that one of the first microbatches leaves alive.
+
+        The very first one may also allocate memory that later ones reuse.
+        """
         return min(self._left[stage][:microbatches], default=0)
 
     @contextmanager

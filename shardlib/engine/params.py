@@ -1,0 +1,249 @@
+"""The state of one parameter of a sharded model, as the engine moves it between the phases of its plan."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from shardlib._mesh import MeshShape
+from shardlib._plan import Movement, Purpose
+from shardlib.engine import _torch, offload
+from shardlib.engine.borders import moved
+from shardlib.engine.executor.bucket import Bucket
+from shardlib.engine.full_tensor import to_full_tensor
+from shardlib.engine.transport import Transport, Workspace
+from shardlib.errors import ShardingError
+from shardlib.layout import Layout, ShardSpec
+
+if TYPE_CHECKING:
+    from shardlib.engine.schedule import Updates
+
+__all__ = ["Axes", "ParamState", "local_of", "param_state_of", "remember"]
+
+Axes = tuple[str, ...]
+
+
+@dataclass(eq=False)
+class ParamState:
+    """A parameter, with the layouts and memory of its gradient and optimizer state.
+
+    Attributes:
+        names: all names of the parameter, the canonical one first.
+        param: `model.get_parameter(name)`, to which autograd gives gradients.
+        axes: the data axes that split gradient and state.
+        shard_spec: the division of the local compute tensor over `axes`; None where they split nothing.
+        compute: the layout of the parameter in computation, on the whole mesh.
+        layout: the layout of gradient and state, on the whole mesh.
+        mesh: the whole mesh.
+        max_local_numel: the number of elements of the compute tensor on the rank where it is largest.
+        movements: the movements of the parameter in a step of the plan, by purpose.
+        transport: the transport among the ranks of `axes`.
+        compute_spec: the DTensor spec of the unsharded parameter on the model axes, where it is a DTensor there.
+        unsharded: the local unsharded tensor, where the parameter is stored in shards.
+        leaf: during a step of a pipeline, the unsharded tensor that all microbatches compute with; autograd accumulates
+            their gradients there.
+        master_dtype: the dtype of the copy of the parameter that the optimizer steps on, laid out as its state; None
+            where the optimizer steps on the parameter.
+        initial_master: that copy, until the first step.
+        updates: gathers the parameter after a step, where each rank updates its own shard of a parameter that is not
+            stored in shards.
+        device: the device of computation.
+        offloaded: the phases that lie in host memory, where that is another memory than the device's.
+        pipeline_group: the ranks of all stages, where the mesh is that of one pipeline stage.
+        is_counted: whether norms count its elements on this stage, and not on another stage that has it too.
+        staging: host memory for this rank's shard and its gradient, where the optimizer steps on copies there.
+    """
+
+    names: tuple[str, ...]
+    param: nn.Parameter
+    axes: Axes
+    shard_spec: ShardSpec | None
+    compute: Layout
+    layout: Layout
+    mesh: DeviceMesh
+    max_local_numel: int
+    movements: Mapping[Purpose, Movement] = field(default_factory=dict)
+    transport: Transport | None = None
+    compute_spec: Any = None
+    unsharded: torch.Tensor | None = None
+    leaf: torch.Tensor | None = None
+    master_dtype: torch.dtype | None = None
+    initial_master: torch.Tensor | None = None
+    updates: Updates | None = None
+    device: torch.device = offload.HOST
+    offloaded: frozenset[str] = frozenset()
+    staging: dict[str, torch.Tensor] = field(default_factory=dict)
+    pipeline_group: dist.ProcessGroup | None = None
+    is_counted: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def make_unsharded(self) -> torch.Tensor:
+        """Return a new tensor over the unsharded memory, with a version counter of its own.
+
+        Otherwise autograd would take an all-gather for an in-place change of a tensor that it saved.
+        """
+        assert self.unsharded is not None
+        local = self.unsharded.data
+        return local if self.compute_spec is None else _torch.wrap(local, self.compute_spec)
+
+    def wrap(self, shard: torch.Tensor) -> DTensor:
+        """Wrap this rank's shard of gradient or state as a DTensor of global shape."""
+        spec = self._specs.get(shard.dtype)
+        if spec is None:
+            spec = _torch.spec(self.mesh, self._placements, tuple(self.param.shape), shard.dtype)
+            self._specs[shard.dtype] = spec
+        return _torch.wrap(shard, spec)
+
+    @cached_property
+    def _specs(self) -> dict[torch.dtype, Any]:
+        return {}
+
+    @cached_property
+    def _placements(self) -> tuple[Placement, ...]:
+        return tuple(self.layout.placements(self.mesh))
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The local tensor that this rank computes with; not detached from autograd."""
+        if self.unsharded is not None:
+            return self.unsharded
+        return _torch.local_of(self.param) if isinstance(self.param, DTensor) else self.param
+
+    @property
+    def is_stored_sharded(self) -> bool:
+        """Whether ranks hold different shards of the parameter between the runs of its unit."""
+        return self.shard_spec is not None and "parameters, forward" in self.movements
+
+    @property
+    def keeps_gradient(self) -> bool:
+        """Whether the full gradient keeps its memory until the step ends, though this rank reduces its shard alone."""
+        return self.is_updated_sharded and self.movements["gradients"].needed == "step ends"
+
+    @property
+    def is_updated_sharded(self) -> bool:
+        """Whether data axes split gradient and state, and not the stored parameter."""
+        return self.shard_spec is not None and not self.is_stored_sharded
+
+    @property
+    def has_sharded_state(self) -> bool:
+        """Whether ranks hold different shards of the optimizer state."""
+        return bool(self.layout.axes)
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer steps on a copy of the parameter in host memory, where the state is."""
+        return "state" in self.offloaded and "stored" not in self.offloaded
+
+    @property
+    def state_device(self) -> torch.device:
+        """The device of the optimizer state."""
+        return offload.HOST if "state" in self.offloaded else self.device
+
+    @property
+    def stored_layout(self) -> Layout:
+        """The layout of the parameter between steps."""
+        return self.layout if self.is_stored_sharded else self.compute
+
+    @property
+    def grad_layout(self) -> Layout:
+        """The layout of the reduced gradient."""
+        return self.compute if self.shard_spec is None else self.layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of computation."""
+        return self.param.dtype
+
+    @cached_property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The local shape of this rank's shard of gradient and state."""
+        return self.layout.local_shape(tuple(self.param.shape), MeshShape.of(self.mesh), self._coordinate)
+
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a tensor of global shape, as a copy."""
+        return self.layout.take(full.detach(), MeshShape.of(self.mesh), self._coordinate).clone()
+
+    @cached_property
+    def _coordinate(self) -> dict[str, int]:
+        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True))
+
+    def full_tensor(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor, on every rank, of local shards: of the parameter, its gradient or its state.
+
+        Collective over the data axes and model axes that split it.
+        """
+        if self.shard_spec is not None:
+            assert self.transport is not None
+            shard = local.to(self.device)
+            bucket = Bucket([self.shard_spec], self.transport, shard.dtype, shard.device, Workspace())
+            local = torch.empty(self.shard_spec.shape, dtype=shard.dtype, device=shard.device)
+            bucket.unpack(bucket.gather(shard.reshape(-1), [local]), [local])
+        return local if self.compute_spec is None else to_full_tensor(_torch.wrap(local, self.compute_spec))
+
+    def lay_out(self, grad: torch.Tensor | None, *, keep_partial: Axes = ()) -> torch.Tensor:
+        """Redistribute a full gradient to the compute layout, but for partial sums over axes in `keep_partial`."""
+        assert grad is not None
+        spec = self.compute_spec
+        if isinstance(grad, DTensor) and spec is None:
+            return to_full_tensor(grad)
+        if not isinstance(grad, DTensor) or grad.placements == spec.placements:
+            return grad
+        names = grad.device_mesh.mesh_dim_names or ()
+        target = tuple(
+            current if current.is_partial("sum") and wanted.is_replicate() and name in keep_partial else wanted
+            for name, current, wanted in zip(names, grad.placements, spec.placements, strict=True)
+        )
+        return grad if target == grad.placements else moved(grad, target)
+
+    def check_reduced(self) -> None:
+        """Raise if the gradient, which is about to be used, is that of this rank's examples alone."""
+        grad = self.param.grad
+        partial = isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
+        if self.shard_spec is not None and not self.is_local_shard(grad) and (self.is_updated_sharded or partial):
+            raise ShardingError(
+                f'"{self.name}" has a gradient of this rank\'s examples alone: the plan splits its gradient or state '
+                f"over {', '.join(self.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Run "
+                "the last backward pass before a step outside of no_sync; then clip, then step."
+            )
+
+    def is_local_shard(self, tensor: Any) -> bool:
+        """Tell whether a tensor is a DTensor over this rank's shard, as `wrap` returns it."""
+        if not isinstance(tensor, DTensor):
+            return False
+        if _torch.spec_of(tensor) is self._specs.get(tensor.dtype):
+            return True
+        return tensor.placements == self._placements and (
+            tensor.device_mesh is self.mesh or tensor.device_mesh == self.mesh
+        )
+
+
+# Weak references: the reducer of a model owns these states, and they own the parameters.
+_param_states: weakref.WeakValueDictionary[int, ParamState] = weakref.WeakValueDictionary()
+
+
+def param_state_of(param: torch.Tensor) -> ParamState | None:
+    """Return the state of a parameter of a sharded model, by identity; None for any other tensor."""
+    param_state = _param_states.get(id(param))
+    return param_state if param_state is not None and param_state.param is param else None
+
+
+def remember(param_state: ParamState) -> None:
+    """Register a state with `param_state_of`, as long as its model lives."""
+    _param_states[id(param_state.param)] = param_state
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a parameter or gradient, detached from autograd."""
+    return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
