@@ -114,7 +114,7 @@ def order(name: str, ranks: int, stages: int, microbatches: int) -> tuple[tuple[
         raise PlanError(
             f'The schedule "{name}" runs {f"{most // ranks} stage" if most else "whole numbers of stages"}'
             f"{'s' * bool(most and most > ranks)} on each of {ranks} ranks, and there are {stages} stages. "
-            + ('Use "interleaved", or cut' if name in ("gpipe", "1f1b") else "ShardSpec")
+            + ('Use "interleaved", or cut' if name in ("gpipe", "1f1b") else "Cut")
             + f" the model into {most or 'a multiple of ' + str(ranks)} stages."
         )
     made = SCHEDULES[name](ranks, stages, microbatches)

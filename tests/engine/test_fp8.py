@@ -441,7 +441,7 @@ def test_a_step_of_several_passes_is_one_entry(ranks):
 def test_training_with_delayed_scales_is_as_near_to_float64_as_with_current_ones(ranks):
     exact = ranks(1).run(train, "dp=1", dtype=torch.float64)[0]
     current = _errors(ranks(1).run(train, "dp=1", FP8)[0], exact)
-    # ShardSpec off is what grew since the last three steps, by a few percent: less than float8 rounds.
+    # Cut off is what grew since the last three steps, by a few percent: less than float8 rounds.
     for mesh, stage in (("dp=1", sl.replicate()), ("dp=2", sl.zero(2)), ("dp=2", sl.zero(3))):
         runs = ranks(sl.MeshShape(mesh).world_size).run(train, mesh, DELAYED, stage)
         assert all(run.losses == runs[0].losses for run in runs)
