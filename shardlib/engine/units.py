@@ -148,10 +148,14 @@ class _Unit:
             owner[key] = sentinel
 
     def use_sharded(self) -> None:
-        """Put the stored parameters back into the modules."""
+        """Put the stored parameters back into the modules, where nobody has put another tensor meanwhile."""
+        for owner, key, param_state, sentinel in self.owners:
+            if (found := owner.get(key)) is not None and (found is sentinel or self._holds(found, param_state)):
+                owner[key] = param_state.param
         self.unsharded = {}  # these tensors hold an autograd graph, and the garbage collector sees no cycle through it
-        for owner, key, param_state, _ in self.owners:
-            owner[key] = param_state.param
+
+    def _holds(self, tensor: torch.Tensor, param_state: ParamState) -> bool:
+        return tensor is self.unsharded.get(id(param_state))
 
 
 def _leaf(param_state: ParamState) -> torch.Tensor:

@@ -320,8 +320,11 @@ def test_gradients_of_gradients_of_weights_that_are_not_stored_in_shards(ranks):
 
 
 def _replaces(model: Net) -> None:
-    model.last.weight = nn.Parameter(torch.zeros(4, 8, dtype=torch.float64))
-    model(_batch())
+    replaced = model.last.weight = nn.Parameter(torch.zeros(4, 8, dtype=torch.float64))
+    try:
+        model(_batch())
+    finally:
+        assert model.last.weight is replaced
 
 
 def _ties(model: Net) -> None:
