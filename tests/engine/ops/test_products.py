@@ -99,3 +99,15 @@ def test_mm_of_split_operands_takes_the_lines_of_a_layer(left: Placement, right:
     assert len(taken) == 1
     if len(lines) == 2:
         assert taken == [R if m < n else left]
+
+
+@pytest.mark.parametrize(("left", "right"), [*itertools.product((S(0), S(1)), repeat=2)], ids=str)
+def test_addmm_of_split_operands_takes_them_too(left: Placement, right: Placement):
+    """The addend of a partial sum is added by one rank, and nothing is gathered for it."""
+    op = torch.ops.aten.addmm.default
+    metas = tuple(Meta(shape, torch.float64) for shape in ((4,), (8, 16), (16, 4), (8, 4)))
+    names, placements = ("self", "mat1", "mat2"), ((R,), (left,), (right,))
+    chosen = choose(rule_of(op), Pending(op, {}, names, metas[:3], metas[3:], placements, (RANKS,)))
+    assert chosen is not None and not chosen.gathered
+    lines = products(left, S(1 - right.dim), 1)
+    assert ((chosen.inputs[1], chosen.outputs[0])) in [((line.x,), (line.y,)) for line in lines]

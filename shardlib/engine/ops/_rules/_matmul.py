@@ -72,7 +72,7 @@ def addmm(call: Call) -> Iterable[Row]:
     rows = _rows_of_product(*call.current[1:]) if output.ndim == 2 else _mm_rows(1)
     for product in rows:
         (out,) = product.outs
-        yield row([out], [_broadcast_under(addend, out, output), *product.ins], partition=out is P)
+        yield row([out], [_broadcast_under(addend, out, output), *product.ins], partition=out == P)
 
 
 def _broadcast_under(addend: Meta, out: Placement | None, output: Meta) -> Placement:
