@@ -85,7 +85,7 @@ def sharded(folder: Path, mesh: DeviceMesh, args: argparse.Namespace) -> nn.Modu
     return model.train()
 
 
-class ParamState:
+class Held:
     """Counts the parameters that a rank has memory for: those that it stores, and those lent while modules run."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace, mesh: DeviceMesh, folder: Path) -> dict[str, A
 
     model = sharded(source, mesh, args)
     optimizer = sl.OptimizerWrapper(torch.optim.AdamW, model, lr=args.lr)
-    held = ParamState(model)
+    held = Held(model)
     with held.watching():
         losses = train(model, optimizer, mesh, text, args, range(half))
     sl.save(folder / "half", model, optimizer)
