@@ -43,7 +43,7 @@ def compute_locally(module: nn.Module, border: Border | None = None) -> Callable
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         weight: Any = module.weight
-        bias: Any = module.bias
+        bias: Any = getattr(module, "bias", None)
         if not isinstance(input, DTensor) or not isinstance(weight, DTensor):
             return own_forward(input)
         if torch.is_autocast_enabled(weight.device_mesh.device_type):

@@ -35,23 +35,36 @@ class _Transposed(nn.Module):
         return x @ self.weight + self.bias
 
 
+class _Bare(nn.Module):
+    """One that has no attribute for a bias."""
+
+    def __init__(self, ins: int, outs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outs, ins))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scaled, self.named, self.own, self.turned = _Scaled(6, 8), _Named(8, 6), nn.Linear(6, 8), _Transposed(8, 6)
         self.own.forward = lambda x: F.linear(x, self.own.weight).sin()  # type: ignore[method-assign]
+        self.bare = _Bare(6, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.turned(self.own(self.named(self.scaled(x).tanh())))
+        return self.bare(self.turned(self.own(self.named(self.scaled(x).tanh()))))
 
 
 def _step() -> tuple[int, int]:
     sl.register_dims(_Transposed, weight="in out", bias="out", output="out", contracted=("in",), linear=True)
+    sl.register_dims(_Bare, weight="out in", output="out", contracted=("in",), linear=True)
     torch.manual_seed(0)
     reference = _Net().double()
     model = _Net().double()
     model.load_state_dict(reference.state_dict())
-    rules = {"scaled": "colwise", "named": "rowwise", "own": "colwise", "turned": "rowwise"}
+    rules = {"scaled": "colwise", "named": "rowwise", "own": "colwise", "turned": "rowwise", "bare": "colwise"}
     model = sl.shard_model(model, "tp=2", rules, compile=None)
     x = torch.randn(3, 4, 6, dtype=torch.float64)
     with mock.patch.object(linear, "_apply", wraps=linear._apply) as applied:
@@ -67,5 +80,5 @@ def _step() -> tuple[int, int]:
 
 
 def test_a_forward_of_its_own_is_called_and_a_registered_one_is_computed_locally(ranks):
-    """Two layers are linear: the one that inherits its forward, and the one that is registered."""
-    assert ranks(2).run(_step) == [(2, 1)] * 2
+    """Three layers are linear: the one that inherits its forward, and the two that are registered."""
+    assert ranks(2).run(_step) == [(3, 1)] * 2
