@@ -1,4 +1,4 @@
-"""What all benchmarks share, those without torch too: options, the order of a round, ratios, the file they write."""
+"""Options, rounds, ratios and the output file of all benchmarks, those without torch too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long it takes to set a model up for training in shards: `shard_model` beside `fully_shard` on each block.
+"""Measure how long setup for sharded training takes: `shard_model` beside `fully_shard` on each block.
 
     python benchmarks/setup.py [--quick] [--json FILE]
 

@@ -195,14 +195,14 @@ class _Work:
     def _fill_masters(self, model: nn.Module) -> None:
         """Fill the master copies that optimizers step on with the digits that rounding removes from a parameter."""
         saved = {item.name: (item.dtype, several) for item, several in self.into}
-        for name, held, master in master_items(model):
+        for name, param_state, master in master_items(model):
             if name not in saved:
                 continue
             stored, several = saved[name]
             wider = several[0].dtype.is_floating_point and several[0].dtype.itemsize > stored.itemsize
             if wider:
                 self.into.append((master, several))
-            self.at_end.append(partial(setattr, held, "initial_master", master.local if wider else None))
+            self.at_end.append(partial(setattr, param_state, "initial_master", master.local if wider else None))
 
     def _refuse_names(self) -> None:
         if (self.missing or self.unexpected) and (self.strict or not self.into):

@@ -77,32 +77,34 @@ def optimizer_items(optimizer: torch.optim.Optimizer, of: Known, size: int) -> I
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 yield _state_item(f"state.{name}.{key}", param, value, size, whole=whole)
-        held = param_state_of(param)
-        if held is not None and held.initial_master is not None and MASTER not in state:
-            yield _master_item("optimizer", f"state.{name}.{MASTER}", held, held.initial_master)
+        param_state = param_state_of(param)
+        if param_state is not None and param_state.initial_master is not None and MASTER not in state:
+            yield _master_item("optimizer", f"state.{name}.{MASTER}", param_state, param_state.initial_master)
 
 
 def master_items(model: nn.Module) -> Iterator[tuple[str, ParamState, Item]]:
     """Iterate over the parameters with a master copy: name, parameter state, and an empty copy to fill."""
     first = first_names(model)
     for here, param in model.named_parameters():
-        held, name = param_state_of(param), first.get(here, here)
-        if held is not None and held.master_dtype is not None:
-            room = torch.empty(held.shard_shape, dtype=held.master_dtype, device=held.state_device)
-            yield name, held, _master_item("model", name, held, room)
+        param_state, name = param_state_of(param), first.get(here, here)
+        if param_state is not None and param_state.master_dtype is not None:
+            room = torch.empty(param_state.shard_shape, dtype=param_state.master_dtype, device=param_state.state_device)
+            yield name, param_state, _master_item("model", name, param_state, room)
 
 
-def _master_item(section: str, name: str, held: ParamState, local: torch.Tensor) -> Item:
-    rank_mesh = rank_mesh_of(held.mesh)
-    layout = held.layout.with_axes_dropped(held.layout.axes - set(rank_mesh.mesh.names))
-    return Item(section, name, tuple(held.param.shape), local.dtype, layout, rank_mesh, local)
+def _master_item(section: str, name: str, param_state: ParamState, local: torch.Tensor) -> Item:
+    rank_mesh = rank_mesh_of(param_state.mesh)
+    layout = param_state.layout.with_axes_dropped(param_state.layout.axes - set(rank_mesh.mesh.names))
+    return Item(section, name, tuple(param_state.param.shape), local.dtype, layout, rank_mesh, local)
 
 
 def _rank_mesh(param: torch.Tensor, size: int) -> RankMesh:
     """Return the ranks that replicate the plain tensors of a parameter's state."""
-    held = param_state_of(param)
+    param_state = param_state_of(param)
     return (
-        rank_mesh_of(held.mesh) if held is not None and held.pipeline_group is not None else RankMesh.everywhere(size)
+        rank_mesh_of(param_state.mesh)
+        if param_state is not None and param_state.pipeline_group is not None
+        else RankMesh.everywhere(size)
     )
 
 
@@ -261,8 +263,8 @@ def make_state(
 
 
 def _has_master(param: torch.Tensor) -> bool:
-    held = param_state_of(param)
-    return held is not None and held.master_dtype is not None
+    param_state = param_state_of(param)
+    return param_state is not None and param_state.master_dtype is not None
 
 
 def _room(
@@ -303,8 +305,8 @@ def _room(
 
 def _device(param: torch.Tensor) -> torch.device:
     """Return the device of a parameter's optimizer state."""
-    held = param_state_of(param)
-    return param.device if held is None else held.state_device
+    param_state = param_state_of(param)
+    return param.device if param_state is None else param_state.state_device
 
 
 def _dtype(now: Any, param: torch.Tensor, row: Row | None, saved: Saved) -> torch.dtype:

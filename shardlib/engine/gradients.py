@@ -39,7 +39,7 @@ from shardlib.engine.params import Axes, ParamState, local_of
 from shardlib.engine.schedule import Reductions
 from shardlib.errors import ShardingError
 
-__all__ = ["Aside", "GradientBucket", "GradientReducer"]
+__all__ = ["Aside", "GradientBucket", "GradientReducer", "begin_hook"]
 
 # The gradient of this rank's examples, and this rank's shard of the reduced gradient.
 Aside = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -169,7 +169,7 @@ class GradientReducer:
             if id(param) not in self._handles and not slot.param_state.is_stored_sharded:
                 self._handles[id(param)] = [param.register_post_accumulate_grad_hook(_accumulation_hook(this))]
                 if slot.param_state.shard_spec is not None:
-                    self._handles[id(param)].append(param.register_hook(_begin_hook(this)))
+                    self._handles[id(param)].append(param.register_hook(begin_hook(this)))
         self._learned = False
         self._lay_out([(i, self.due(i)) for i in reversed(range(len(self._slots)))])
 
@@ -328,8 +328,7 @@ class GradientReducer:
         self._begin()
         for slot in reversed(self._slots):
             if slot.unreduced is not None:
-                if isinstance(slot.unreduced, DTensor) and slot.param_state.compute_spec is None:
-                    slot.unreduced = to_full_tensor(slot.unreduced)
+                slot.unreduced = slot.param_state.unwrap(slot.unreduced)
                 self._take(slot)
         self._finish()
 
@@ -368,8 +367,7 @@ class GradientReducer:
         urgent: list[Slot] = []
         for one, grad, now in zip(param_states, grads, at_once, strict=True):
             slot = self._slots[self._index[id(one.param)]]
-            if isinstance(grad, DTensor) and one.compute_spec is None:
-                grad = to_full_tensor(grad)
+            grad = None if grad is None else one.unwrap(grad)
             bucket = self._bucket_of.get(self._index[id(one.param)])
             sent = bucket is not None and self.reductions.has_begun(bucket)
             if now or sent:
@@ -393,7 +391,7 @@ class GradientReducer:
             self.executor.transport(self.data_axes).all_reduce(used).wait()
         batches: dict[Any, list[Slot]] = {}
         for slot in slots:
-            axes = self.due(self._index[id(slot.param_state.param)]) + _partial_axes(slot)
+            axes = self.due(self._index[id(slot.param_state.param)]) + slot.param_state.partial_axes(slot.unreduced)
             batches.setdefault((axes, *_bucket_key(slot.param_state)), []).append(slot)
         found: dict[int, torch.Tensor] = {}
         for (axes, *_), batch in batches.items():
@@ -419,7 +417,7 @@ class GradientReducer:
     def _take(self, slot: Slot) -> None:
         """Note that a gradient is complete; send its bucket when that is full."""
         index = self._index[id(slot.param_state.param)]
-        self._arrived[index] = self.due(index) + _partial_axes(slot)
+        self._arrived[index] = self.due(index) + slot.param_state.partial_axes(slot.unreduced)
         bucket = self._bucket_of.get(index)
         if bucket is None:
             slot.unreduced = slot.param_state.lay_out(slot.unreduced)
@@ -624,8 +622,12 @@ def _accumulation_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[nn.Pa
     return hook
 
 
-def _begin_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
-    """Return a hook that starts a backward pass before its first gradient is accumulated."""
+def begin_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that starts a backward pass before its first gradient is accumulated.
+
+    It holds a weak reference: a hook that kept the model of its own output would never be freed, since the garbage
+    collector does not see through an autograd graph.
+    """
 
     def hook(_grad: torch.Tensor) -> None:
         if (alive := reducer()) is not None:
@@ -660,16 +662,6 @@ def _summands(grad: torch.Tensor) -> int:
         return 1
     placements = zip(grad.device_mesh.shape, grad.placements, strict=True)
     return math.prod(size for size, placement in placements if placement.is_partial())
-
-
-def _partial_axes(slot: Slot) -> Axes:
-    """Return the model axes over which a gradient is a partial sum, where the parameter is replicated."""
-    grad, spec = slot.unreduced, slot.param_state.compute_spec
-    if not isinstance(grad, DTensor) or spec is None:
-        return ()
-    names = grad.device_mesh.mesh_dim_names or ()
-    placements = zip(names, grad.placements, spec.placements, strict=True)
-    return tuple(name for name, current, wanted in placements if current.is_partial("sum") and wanted.is_replicate())
 
 
 def _of_first_rank(order: list[tuple[int, Axes]], group: dist.ProcessGroup) -> list[tuple[int, Axes]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from shardlib.layout import Layout, ShardSpec
 if TYPE_CHECKING:
     from shardlib.engine.schedule import Updates
 
-__all__ = ["Axes", "ParamState", "local_of", "param_state_of", "remember"]
+__all__ = ["Axes", "ParamState", "local_of", "movements_of", "param_state_of", "remember"]
 
 Axes = tuple[str, ...]
 
@@ -195,17 +195,29 @@ class ParamState:
     def lay_out(self, grad: torch.Tensor | None, *, keep_partial: Axes = ()) -> torch.Tensor:
         """Redistribute a full gradient to the compute layout, but for partial sums over axes in `keep_partial`."""
         assert grad is not None
-        spec = self.compute_spec
-        if isinstance(grad, DTensor) and spec is None:
-            return to_full_tensor(grad)
+        grad, spec = self.unwrap(grad), self.compute_spec
         if not isinstance(grad, DTensor) or grad.placements == spec.placements:
             return grad
-        names = grad.device_mesh.mesh_dim_names or ()
+        names, kept = grad.device_mesh.mesh_dim_names or (), {*self.partial_axes(grad)} & {*keep_partial}
         target = tuple(
-            current if current.is_partial("sum") and wanted.is_replicate() and name in keep_partial else wanted
+            current if name in kept else wanted
             for name, current, wanted in zip(names, grad.placements, spec.placements, strict=True)
         )
         return grad if target == grad.placements else moved(grad, target)
+
+    def unwrap(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor of a DTensor gradient, where the parameter is a plain tensor in computation."""
+        return to_full_tensor(grad) if self.compute_spec is None else grad
+
+    def partial_axes(self, grad: torch.Tensor | None) -> Axes:
+        """Return the model axes over which a gradient is a partial sum, where the parameter is replicated."""
+        if not isinstance(grad, DTensor) or self.compute_spec is None:
+            return ()
+        names = grad.device_mesh.mesh_dim_names or ()
+        placements = zip(names, grad.placements, self.compute_spec.placements, strict=True)
+        return tuple(
+            name for name, current, wanted in placements if current.is_partial("sum") and wanted.is_replicate()
+        )
 
     def check_reduced(self) -> None:
         """Raise if the gradient, which is about to be used, is that of this rank's examples alone."""
@@ -237,6 +249,13 @@ def param_state_of(param: torch.Tensor) -> ParamState | None:
     """Return the state of a parameter of a sharded model, by identity; None for any other tensor."""
     param_state = _param_states.get(id(param))
     return param_state if param_state is not None and param_state.param is param else None
+
+
+def movements_of(param_states: Iterable[ParamState], purpose: Purpose) -> Iterator[Movement]:
+    """Yield the movements of one purpose, of the parameters that have one."""
+    for one in param_states:
+        if (movement := one.movements.get(purpose)) is not None:
+            yield movement
 
 
 def remember(param_state: ParamState) -> None:

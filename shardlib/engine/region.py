@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.full_tensor import to_full_tensor
-from shardlib.engine.gradients import GradientReducer
+from shardlib.engine.gradients import GradientReducer, begin_hook
 from shardlib.engine.lazy_full_tensor import LazyFullTensor
 from shardlib.engine.ops._operands import redistributed
 from shardlib.engine.params import local_of
@@ -128,22 +128,8 @@ class Root:
             leaves = pytree.tree_leaves(output)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(_begin_hook(weakref.ref(self.reducer)))
+                leaf.register_hook(begin_hook(weakref.ref(self.reducer)))
         return output if self.units is None else self.units.leave_model(output)
-
-
-def _begin_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
-    """Make a hook that does not keep the model alive.
-
-    Otherwise a model that stores its own output would never be freed: Python's garbage collector does not traverse
-    autograd graphs.
-    """
-
-    def hook(_grad: torch.Tensor) -> None:
-        if (alive := reducer()) is not None:
-            alive.begin()
-
-    return hook
 
 
 def wrap_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -129,31 +129,46 @@ class Transport(ABC):
         if self.log is not None:
             self.log.append(Sent(kind, self.axes, tuple(carries)))
 
-    def all_reduce(self, buffer: torch.Tensor) -> Handle:
-        """Begin to sum a buffer over all ranks, in place."""
+    def all_reduce(self, buffer: torch.Tensor, carries: Iterable[Movement] = ()) -> Handle:
+        """Begin to sum a buffer over all ranks, in place. `carries` names the movements of the plan in it."""
+        self.note("all_reduce", carries)
         return Handle([buffer], [], [dist.all_reduce(buffer, group=self.group, async_op=True)])
 
-    @abstractmethod
-    def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
+    def reduce_scatter(
+        self, blocks: Sequence[torch.Tensor], workspace: Workspace, carries: Iterable[Movement] = ()
+    ) -> Handle:
         """Begin to sum blocks over all ranks, each at its owner.
 
         Args:
             blocks: one block for each rank, which must not change until the end; consecutive in one buffer, and of one
                 size, where the transport does not take uneven blocks.
             workspace: the pool of buffers for arriving blocks.
+            carries: the movements of the plan in them.
 
         Returns:
             The summands of this rank's block, in the order of ranks, which the caller adds up and may overwrite, apart
             from the rank's own; no summands where the block is empty.
         """
+        self.note("reduce_scatter", carries)
+        return self._reduce_scatter(blocks, workspace)
 
-    @abstractmethod
-    def all_gather(self, blocks: Sequence[torch.Tensor]) -> Handle:
+    def all_gather(self, blocks: Sequence[torch.Tensor], carries: Iterable[Movement] = ()) -> Handle:
         """Begin to send every rank's block to all ranks.
 
         Args:
             blocks: the memory of one block for each rank, as in `reduce_scatter`; this rank's block is filled.
+            carries: the movements of the plan in them.
         """
+        self.note("all_gather", carries)
+        return self._all_gather(blocks)
+
+    @abstractmethod
+    def _reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
+        """Send the blocks of `reduce_scatter`."""
+
+    @abstractmethod
+    def _all_gather(self, blocks: Sequence[torch.Tensor]) -> Handle:
+        """Send the blocks of `all_gather`."""
 
 
 class CollectiveTransport(Transport):
@@ -162,14 +177,14 @@ class CollectiveTransport(Transport):
     name = "collectives"
     takes_uneven = False
 
-    def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
+    def _reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
         size = blocks[0].numel()
         buffer = workspace.take(size, blocks[0].dtype, blocks[0].device)
         local_block = buffer[:size]
         work = dist.reduce_scatter_single(local_block, _joined(blocks), group=self.group, async_op=True)
         return Handle([local_block] if size else [], [buffer], [work], self.group)
 
-    def all_gather(self, blocks: Sequence[torch.Tensor]) -> Handle:
+    def _all_gather(self, blocks: Sequence[torch.Tensor]) -> Handle:
         local_block = blocks[self.index].clone()
         work = dist.all_gather_single(_joined(blocks), local_block, group=self.group, async_op=True)
         return Handle(list(blocks), [], [work], self.group)
@@ -181,7 +196,7 @@ class PointToPointTransport(Transport):
     name = "point-to-point"
     takes_uneven = True
 
-    def reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
+    def _reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
         local_block = blocks[self.index]
         size = local_block.numel()
         inbox = workspace.take(size * (self.count - 1), local_block.dtype, local_block.device)
@@ -192,7 +207,7 @@ class PointToPointTransport(Transport):
         in_order = [summands[rank] for rank in range(self.count)] if size else []
         return Handle(in_order, [inbox], works, self.group)
 
-    def all_gather(self, blocks: Sequence[torch.Tensor]) -> Handle:
+    def _all_gather(self, blocks: Sequence[torch.Tensor]) -> Handle:
         works: list[dist.Work] = []
         for other in self._others():
             works += self._send(blocks[self.index], other) + self._receive(blocks[other], other)

@@ -155,8 +155,7 @@ class Bucket:
             packed = self.workspace.take(self.total, self.dtype, self.device)
             borrowed.append(packed)
             self._pack(tensors, packed)
-        self.transport.note("reduce_scatter", carries)
-        moving = self.transport.reduce_scatter(self._blocks(packed), self.workspace)
+        moving = self.transport.reduce_scatter(self._blocks(packed), self.workspace, carries)
         moving.borrowed += borrowed
         return moving
 
@@ -199,8 +198,7 @@ class Bucket:
         local_block = blocks[self.transport.index]
         if self.shard_numel and local_block.data_ptr() != shards.data_ptr():
             local_block[: self.shard_numel].copy_(shards)
-        self.transport.note("all_gather", carries)
-        moving = self.transport.all_gather(blocks)
+        moving = self.transport.all_gather(blocks, carries)
         moving.borrowed += borrowed
         return moving
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardlib._plan import Movement, Purpose, unit_of
+from shardlib._plan import Purpose, unit_of
 from shardlib.engine import _torch, offload
 from shardlib.engine.executor import Executor
 from shardlib.engine.executor.bucket import Bucket, in_batches, is_unbucketed
-from shardlib.engine.params import ParamState, local_of
+from shardlib.engine.params import ParamState, local_of, movements_of
 from shardlib.engine.transport import Handle
 
 __all__ = ["UnshardBucket", "UpdateBucket", "unshard_buckets", "update_buckets"]
-
-
-def _movements(param_states: Iterable[ParamState], purpose: Purpose) -> Iterator[Movement]:
-    for one in param_states:
-        if (movement := one.movements.get(purpose)) is not None:
-            yield movement
 
 
 def _bucket(executor: Executor, param_states: Sequence[ParamState], dtype: torch.dtype, device: torch.device) -> Bucket:
@@ -60,7 +54,7 @@ class UnshardBucket:
     def begin(self, purpose: Purpose) -> None:
         """Begin to gather; offloaded shards are copied to the device first, on a side stream."""
         shards = [local_of(one.param).reshape(-1) for one in self.param_states]
-        carries = _movements(self.param_states, purpose)
+        carries = movements_of(self.param_states, purpose)
         if "stored" not in self.param_states[0].offloaded:
             flat = shards[0] if len(shards) == 1 else torch.cat(shards)
             self._moving = self._bucket.gather(flat, self._unsharded(), carries)
@@ -145,7 +139,7 @@ class UpdateBucket:
         return self._local_params
 
     def begin(self) -> None:
-        carries = _movements(self.param_states, "updated parameters")
+        carries = movements_of(self.param_states, "updated parameters")
         self._moving = self._bucket.gather(self._local, self._locals(), carries)
 
     def wait(self) -> None:

@@ -16,7 +16,7 @@ from shardlib._plan import Movement
 from shardlib.engine import _torch
 from shardlib.engine.executor import Executor
 from shardlib.engine.executor.bucket import Bucket
-from shardlib.engine.params import Axes, ParamState, local_of
+from shardlib.engine.params import Axes, ParamState, local_of, movements_of
 from shardlib.engine.transport import Handle
 from shardlib.layout import ShardSpec
 
@@ -172,9 +172,7 @@ class ReduceBucket(ABC):
         """Wait for the pending reduction and drop it, after the backward pass has raised."""
 
     def _movements(self) -> Iterator[Movement]:
-        for slot in self.slots:
-            if (movement := slot.param_state.movements.get("gradients")) is not None:
-                yield movement
+        return movements_of((slot.param_state for slot in self.slots), "gradients")
 
     def _gradients(self) -> list[torch.Tensor | None]:
         """Return local gradients in the compute layout, but for the partial sums that this bucket reduces."""
@@ -184,7 +182,7 @@ class ReduceBucket(ABC):
         grad = slot.param_state.lay_out(slot.unreduced, keep_partial=self.axes)
         if self.axes == self.averaging.data_axes:
             return local_of(grad)
-        partial = (*self.averaging.data_axes, *_partial_axes(grad))
+        partial = (*self.averaging.data_axes, *slot.param_state.partial_axes(grad))
         # The gradient is replicated on axes over which this bucket sums, since other gradients are partial there.
         copies = math.prod(self.averaging.sizes[axis] for axis in self.axes if axis not in partial)
         return local_of(grad) if copies == 1 else local_of(grad) / copies
@@ -235,10 +233,10 @@ class AllReduceBucket(ReduceBucket):
             self.sent = self.flat
             self._pack(grads, missing_count)
         transport = self.executor.transport(self.axes)
-        transport.note("all_reduce", self._movements())
         if reduction is None:
-            self.work = transport.all_reduce(self.sent)
+            self.work = transport.all_reduce(self.sent, self._movements())
         else:
+            transport.note("all_reduce", self._movements())
             self.work = self._reduce_by(reduction, number)
 
     def _reduce_by(self, reduction: Callable[[GradientBucket], Any], number: int) -> Any:
@@ -395,9 +393,7 @@ class ReduceScatterBucket(ReduceBucket):
         self.out = self._shard_memory()
         self.bucket.sum_into(self.moving, self.out, 1.0 if self.remaining_axes or self.last else self.scale)
         if self.remaining_axes:
-            transport = self.executor.transport(self.remaining_axes)
-            transport.note("all_reduce", self._movements())
-            transport.all_reduce(self.out).wait()
+            self.executor.transport(self.remaining_axes).all_reduce(self.out, self._movements()).wait()
         total_missing = self.out[-1].clone() if self.last else None
         if self.remaining_axes or self.last:
             self.out.mul_(self.scale)
@@ -449,10 +445,3 @@ def _dense(grad: torch.Tensor | None, param_state: ParamState) -> torch.Tensor:
     if grad is None:
         return torch.zeros_like(like)
     return grad if grad.stride() == like.stride() else torch.empty_like(like, dtype=grad.dtype).copy_(grad)
-
-
-def _partial_axes(grad: torch.Tensor | None) -> Axes:
-    if not isinstance(grad, DTensor):
-        return ()
-    names = grad.device_mesh.mesh_dim_names or ()
-    return tuple(name for name, placement in zip(names, grad.placements, strict=True) if placement.is_partial())
