@@ -5,13 +5,21 @@ from __future__ import annotations
 from shardlib._plan.experts import expert_rows
 from shardlib._plan.make import RulesLike, Transform, as_rules, plan
 from shardlib._plan.memory import Blocks, Memory
-from shardlib._plan.movements import Movement, Purpose, Traffic, reshards_after_forward
+from shardlib._plan.movements import (
+    UNBUCKETED_BYTES,
+    Movement,
+    Optimizer,
+    Purpose,
+    Traffic,
+    movements_of,
+    reshards_after_forward,
+    state_update,
+)
 from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
 from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.step import LossScale, Step
 from shardlib._plan.units import join_small, unit_of
 from shardlib._plan.value import Plan
-from shardlib._plan.workspace import UNBUCKETED_BYTES
 
 __all__ = [
     "PHASES",
@@ -22,6 +30,7 @@ __all__ = [
     "LossScale",
     "Memory",
     "Movement",
+    "Optimizer",
     "Phase",
     "Plan",
     "Purpose",
@@ -35,7 +44,9 @@ __all__ = [
     "as_rules",
     "expert_rows",
     "join_small",
+    "movements_of",
     "plan",
     "reshards_after_forward",
+    "state_update",
     "unit_of",
 ]

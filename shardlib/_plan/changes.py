@@ -81,6 +81,7 @@ def _field_changes(old: Row, new: Row) -> Iterator[str]:
         "names": lambda row: ", ".join(row.tied),
         "rule": lambda row: row.rule or "none",
         "resharded after forward": lambda row: "yes" if row.reshard else "no",
+        "gradient partial over": lambda row: ", ".join(row.partial) or "no axis",
     }
     for title, show in fields.items():
         if show(old) != show(new):

@@ -36,6 +36,8 @@ class Row:
         note: remarks for the reader.
         reshard: if it is stored sharded and computed with unsharded, whether it is resharded between forward and
             backward. Only tensors of a unit can be.
+        partial: the model axes over which its gradient leaves backward as a partial sum, as where activations are split
+            over them. A dry run or the first backward pass finds them.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Row:
     rule: str | None = None
     note: str = ""
     reshard: bool = True
+    partial: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> Row:
         """Return a copy with some fields changed; transforms are built from this.

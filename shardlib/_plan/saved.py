@@ -100,7 +100,8 @@ def _row_data(row: Row) -> dict[str, Any]:
         "tied": list(row.tied),
     }
     phases = {phase: _layout_data(row.layouts.get(phase)) for phase in PHASES}
-    return data | phases | {"rule": row.rule, "note": row.note} | ({} if row.reshard else {"reshard": False})
+    optional = ({} if row.reshard else {"reshard": False}) | ({"partial": list(row.partial)} if row.partial else {})
+    return data | phases | {"rule": row.rule, "note": row.note} | optional
 
 
 def _row(data: dict[str, Any]) -> Row:
@@ -116,6 +117,7 @@ def _row(data: dict[str, Any]) -> Row:
         rule=data["rule"],
         note=data["note"],
         reshard=data.get("reshard", True),
+        partial=tuple(data.get("partial", ())),
         **phases,
     )
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from dataclasses import dataclass
 
 from shardlib._mesh import MeshShape
 from shardlib._plan.memory import Blocks, Memory, largest_rank, of_ranks
-from shardlib._plan.movements import Movement, Traffic, movements_of, sum_up
+from shardlib._plan.movements import (
+    Movement,
+    Optimizer,
+    StateShapes,
+    Traffic,
+    like_parameter,
+    movements_of,
+    needs_owner,
+    sum_up,
+)
 from shardlib._plan.report import DryRun
 from shardlib._plan.rows import Row
 from shardlib._plan.step import Step
@@ -74,11 +84,26 @@ class PlanTable:
             state_tensors=state_tensors,
         )
 
-    def movements(self, *, pipeline_rank: int | None = None) -> tuple[Movement, ...]:
-        """List the movements of a training step over data axes and between memories, in the order of the rows.
+    def movements(
+        self,
+        *,
+        pipeline_rank: int | None = None,
+        optimizer: Optimizer = "elementwise",
+        state: StateShapes = like_parameter,
+    ) -> tuple[Movement, ...]:
+        """List what a training step sends or copies between the phases of each tensor, in the order of the rows.
+
+        Two facts are not in the table. The optimizer is named by an argument. Gradients that are partial sums over
+        model axes are known after a dry run (`shardlib.plan(..., example=batch)`), and in `plan_of(model)` after the
+        first backward pass.
 
         Args:
             pipeline_rank: coordinate on the pipeline axis whose tensors are listed; by default those of all ranks.
+            optimizer: what the optimizer needs of tensors that the plan splits: "elementwise", each rank's local
+                shards; "per_tensor", full tensors, each on one rank (Muon, LAMB, Adafactor); "unknown", full gradients
+                on every rank, as one that is not registered.
+            state: for "per_tensor", a function from a parameter's global shape to the shapes of its optimizer state;
+                by default one tensor like the parameter.
 
         Raises:
             PlanError: the mesh has no such rank on its pipeline axis.
@@ -98,12 +123,19 @@ class PlanTable:
                 f"has {len(ranks)} ranks: give 0 to {len(ranks) - 1}, or leave it out for all."
             )
         rows = self.rows if pipeline_rank is None else ranks[pipeline_rank]
-        return tuple(movements_of(rows, self.mesh, self.units, self.step))
+        holders = Counter(row.name for rank in ranks for row in rank) if self.stages or self.blocks else {}
+        if optimizer == "per_tensor" and not any(needs_owner(row, self.mesh) for row in rows):
+            optimizer = "elementwise"
+        every = movements_of(rows, self.mesh, self.units, self.step, holders=holders, optimizer=optimizer, state=state)
+        return tuple(every)
 
-    def traffic(self) -> tuple[Traffic, ...]:
-        """Sum up the bytes that one rank sends in a training step over the data axes, by purpose and collective.
+    def traffic(
+        self, *, optimizer: Optimizer = "elementwise", state: StateShapes = like_parameter
+    ) -> tuple[Traffic, ...]:
+        """Sum up the bytes that one rank sends in a training step, by purpose and collective.
 
-        On a mesh with a pipeline axis, the result is for the rank of that axis that sends most.
+        On a mesh with a pipeline axis, the result is for the rank of that axis that sends most. For the arguments see
+        `movements`.
 
         >>> import shardlib as sl
         >>> from torch import nn
@@ -112,5 +144,5 @@ class PlanTable:
         [('gradients', 'reduce_scatter', 12288), ('updated parameters', 'all_gather', 12288)]
         """
         ranks = of_ranks(self.rows, self.mesh, self.blocks, self.stages, self.step)
-        every = (self.movements(pipeline_rank=rank) for rank in range(len(ranks)))
+        every = (self.movements(pipeline_rank=rank, optimizer=optimizer, state=state) for rank in range(len(ranks)))
         return sum_up(max(every, key=lambda movements: sum(each.bytes for each in movements)))

@@ -11,15 +11,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from shardlib._mesh import MeshShape
-from shardlib._plan.movements import Movement
+from shardlib._plan.movements import UNBUCKETED_BYTES, Movement
 from shardlib._plan.step import Step
 from shardlib._plan.units import join_small
 from shardlib.layout import Layout
 
-__all__ = ["UNBUCKETED_BYTES", "workspace_bytes"]
-
-UNBUCKETED_BYTES = 1 << 20
-"""A tensor of at least this size is not bucketed: copying it into a bucket would cost more than one more message."""
+__all__ = ["workspace_bytes"]
 
 
 def workspace_bytes(movements: Sequence[Movement], mesh: MeshShape, units: Sequence[str], step: Step) -> int:
@@ -40,7 +37,7 @@ def _unsharded(movements: Iterable[Movement], mesh: MeshShape, units: Sequence[s
         if one.purpose == "parameters, forward":
             size = _bytes(one.target, one, mesh)
             sizes[one.unit] = sizes.get(one.unit, 0) + size
-            small[one.unit] = small.get(one.unit, 0) + (0 if _is_unbucketed(size, one.source, one, mesh) else size)
+            small[one.unit] = small.get(one.unit, 0) + (0 if _in_place(one, one.source, mesh) else size)
     ordered = {unit: sizes[unit] for unit in units if unit in sizes}
     joined = join_small(ordered, resharded.__contains__, min(UNBUCKETED_BYTES, int(step.bucket_mb * 2**20)))
     turns = [sum(sizes[unit] for unit in one) for one in joined if one[0] in resharded]
@@ -53,18 +50,18 @@ def _unsharded(movements: Iterable[Movement], mesh: MeshShape, units: Sequence[s
 def _gradients(movements: Iterable[Movement], mesh: MeshShape, step: Step) -> int:
     """Return the bytes of received shards and of packed buckets, for as many as can be in flight."""
     limit = int(step.bucket_mb * 2**20)
-    costs, small = [], dict[tuple[int, bool], int]()
+    costs, small, largest = [], dict[tuple[int, bool], int](), UNBUCKETED_BYTES
     for one in movements:
         count = _shards(one.target, one.source, mesh)
         if one.purpose != "gradients" or count == 1:  # an all-reduce needs no workspace
             continue
         size, kept = _bytes(one.source, one, mesh), one.needed == "step ends"
-        if size >= UNBUCKETED_BYTES:
-            costs.append(size * (count - 1) // count + (0 if _is_unbucketed(size, one.target, one, mesh) else size))
+        if one.unbucketed:
+            costs.append(size * (count - 1) // count + (0 if _in_place(one, one.target, mesh) else size))
         else:
-            small[count, kept] = small.get((count, kept), 0) + size
+            small[count, kept], largest = small.get((count, kept), 0) + size, max(largest, size)
     for (count, kept), total in small.items():
-        size = min(total, limit + UNBUCKETED_BYTES)
+        size = min(total, limit + largest)
         costs += [size * (count - 1) // count + (0 if kept else size)] * -(-total // max(size, 1))
     return min(sum(costs), max(limit, *costs)) if costs else 0
 
@@ -74,13 +71,13 @@ def _updates(movements: Iterable[Movement], mesh: MeshShape) -> Iterator[int]:
     for one in movements:
         if one.purpose == "updated parameters":
             size = _bytes(one.target, one, mesh)
-            if not _is_unbucketed(size, one.source, one, mesh):
+            if not _in_place(one, one.source, mesh):
                 yield size + size // _shards(one.source, one.target, mesh)
 
 
-def _is_unbucketed(size: int, shards: Layout, movement: Movement, mesh: MeshShape) -> bool:
-    """Return whether a tensor of this size is sent from and received in its own memory, by either transport."""
-    return size >= UNBUCKETED_BYTES and not shards.uneven_dims(movement.global_shape, mesh)
+def _in_place(movement: Movement, shards: Layout, mesh: MeshShape) -> bool:
+    """Return whether a tensor is sent from and received in its own memory, by either transport."""
+    return movement.unbucketed and not shards.uneven_dims(movement.global_shape, mesh)
 
 
 def _shards(layout: Layout, unsharded: Layout, mesh: MeshShape) -> int:

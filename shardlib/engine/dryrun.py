@@ -23,7 +23,7 @@ from shardlib._mesh import MeshLike
 from shardlib._plan import DryRun, Plan, RulesLike, Transform
 from shardlib.engine import _torch, ops
 from shardlib.engine._torch import pytree
-from shardlib.engine.apply import apply_plan, is_sharded
+from shardlib.engine.apply import apply_plan, is_sharded, partial_gradients, with_partial
 from shardlib.engine.pipeline import fake_run
 from shardlib.engine.pipeline.cut import shape_with_stages
 from shardlib.engine.pipeline.stages import has_pipeline
@@ -72,7 +72,8 @@ def plan(
     made = _plan.plan(model, mesh, rules, transforms=transforms, weigh=weigh)
     if example is None:
         return made
-    return made.replace(report=dry_run(model, made, example, device_type=device_type))
+    report, partial = _dry_run(model, made, example, device_type)
+    return with_partial(made.replace(report=report), partial)
 
 
 def dry_run(model: nn.Module, plan: Plan, example: Any, *, device_type: str = "cpu") -> DryRun:
@@ -91,6 +92,11 @@ def dry_run(model: nn.Module, plan: Plan, example: Any, *, device_type: str = "c
     Raises:
         PlanError: the model is sharded already, or its forward depends on values of tensors.
     """
+    return _dry_run(model, plan, example, device_type)[0]
+
+
+def _dry_run(model: nn.Module, plan: Plan, example: Any, device_type: str) -> tuple[DryRun, dict[str, tuple[str, ...]]]:
+    """Return the report, and the model axes over which gradients are partial sums."""
     _refuse_sharded(model)
     if has_pipeline(plan):
         return _of_stages(model, plan, example, device_type)
@@ -102,12 +108,15 @@ def dry_run(model: nn.Module, plan: Plan, example: Any, *, device_type: str = "c
         run_step(fake, args, kwargs)
         with record_collectives(fake, mesh=mesh) as log:
             left = run_step(fake, args, kwargs, log)
-        return dataclasses.replace(log.report(), activation_bytes=left)
+        return dataclasses.replace(log.report(), activation_bytes=left), partial_gradients(fake)
 
 
-def _of_stages(model: nn.Module, plan: Plan, example: Any, device_type: str) -> DryRun:
+def _of_stages(
+    model: nn.Module, plan: Plan, example: Any, device_type: str
+) -> tuple[DryRun, dict[str, tuple[str, ...]]]:
     """Run the ranks of a pipeline one after another, each by the schedule."""
     found: list[DryRun] = []
+    partial: dict[str, tuple[str, ...]] = {}
     for rank in plan.mesh.groups(plan.mesh.only(plan.mesh.pipeline_axes).names)[0]:
         with _fake_world(plan, device_type, rank) as mesh:
             fake = _fake_copy(model, device_type)
@@ -117,9 +126,11 @@ def _of_stages(model: nn.Module, plan: Plan, example: Any, device_type: str) -> 
             with record_collectives(fake, mesh=mesh) as log:
                 own = fake_run.run(fake, plan, batch, log)
             found.append(dataclasses.replace(log.report(), stages=own))
+            partial |= partial_gradients(fake)
     every = [stage for report in found for stage in report.stages]
     largest = max(found, key=lambda report: report.peak_bytes)
-    return dataclasses.replace(largest, stages=tuple(sorted(every, key=lambda s: s.stage)), ranks=tuple(found))
+    stages = tuple(sorted(every, key=lambda s: s.stage))
+    return dataclasses.replace(largest, stages=stages, ranks=tuple(found)), partial
 
 
 def run_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], log: Recording | None = None) -> int:

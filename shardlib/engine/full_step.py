@@ -7,18 +7,17 @@ afterwards scattered in the layouts of the plan. Between steps they are laid out
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardlib._mesh import MeshShape
+from shardlib._plan import Movement, Purpose, state_update
 from shardlib.engine import _torch, agree, offload
 from shardlib.engine.params import ParamState, local_of
-from shardlib.engine.transport import exchange
 from shardlib.layout import Layout
 
 __all__ = ["FullTensorStep"]
@@ -31,12 +30,18 @@ class _Owned:
     Attributes:
         param_state: the parameter.
         owner: the rank of the mesh that steps the parameter.
+        movements: the movements of the parameter in the step, by purpose.
         leaf: the full parameter, on the owner.
     """
 
     param_state: ParamState
     owner: int
+    movements: Mapping[Purpose, Movement]
     leaf: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, param_state: ParamState, owner: int) -> _Owned:
+        return cls(param_state, owner, param_state.list_movements(param_state.row, "per_tensor"))
 
 
 class FullTensorStep:
@@ -52,12 +57,12 @@ class FullTensorStep:
         self.mesh = param_states[0].mesh
         self.shape = MeshShape.of(self.mesh)
         axes = tuple(axis for axis, size in self.shape.items() if size > 1)
-        self.group = _torch.flattened(self.mesh, axes).get_group() if axes else None
-        self.rank = 0 if self.group is None else dist.get_rank(self.group)
-        self.count = 1 if self.group is None else dist.get_world_size(self.group)
-        self.tensors = [
-            _Owned(one, owner) for one, owner in zip(param_states, _owners(param_states, self.count), strict=True)
-        ]
+        self.executor = param_states[0].executor
+        self.transport = self.executor.transport(axes) if axes else None
+        self.rank = 0 if self.transport is None else self.transport.index
+        self.count = 1 if self.transport is None else self.transport.count
+        owners = _owners(param_states, self.count)
+        self.tensors = [_Owned.of(one, owner) for one, owner in zip(param_states, owners, strict=True)]
 
     @property
     def owned(self) -> list[_Owned]:
@@ -76,15 +81,13 @@ class FullTensorStep:
         for one in self.tensors:
             param_state = one.param_state
             master = self.masters.get(id(param_state.param))
-            stored = (
-                (param_state.stored_layout, local_of(param_state.param))
-                if master is None
-                else (param_state.layout, master)
-            )
-            jobs.append((one, *stored))
+            if master is None:
+                jobs.append((one, one.movements["parameters, step"], local_of(param_state.param)))
+            else:
+                jobs.append((one, one.movements["state, step"], master))
         for one, leaf in self._to_owners(jobs):
             one.leaf = leaf
-        jobs = [(one, one.param_state.grad_layout, local_of(_grad(one.param_state))) for one in self.tensors]
+        jobs = [(one, one.movements["gradients, step"], local_of(_grad(one.param_state))) for one in self.tensors]
         for one, grad in self._to_owners(jobs):
             assert one.leaf is not None
             one.leaf.grad = grad.to(one.leaf.dtype)
@@ -96,7 +99,7 @@ class FullTensorStep:
         for one in self.tensors:
             for key, value in state.get(one.param_state.param, {}).items():
                 if isinstance(value, DTensor):
-                    jobs.append(((one, key), one.param_state.layout, local_of(value)))
+                    jobs.append(((one, key), one.movements["state, step"], local_of(value)))
                 else:
                     away = isinstance(value, torch.Tensor) and "state" in one.param_state.offloaded
                     found.setdefault(id(one), {})[key] = value.to(offload.HOST) if away else value
@@ -116,9 +119,11 @@ class FullTensorStep:
         for one in self.tensors:
             param_state, memory = one.param_state, local_of(one.param_state.param)
             low = None if one.leaf is None else one.leaf.detach().to(memory.dtype)
-            jobs.append((one, param_state.stored_layout, low, memory))
+            jobs.append((one, one.movements["updated parameters"], low, memory))
             if (master := self.masters.get(id(param_state.param))) is not None:
-                jobs.append((one, param_state.layout, one.leaf, master))
+                jobs.append(
+                    (one, state_update(param_state.row, self.shape, param_state.row.global_shape), one.leaf, master)
+                )
         self._from_owners(jobs)
         return self._scatter_state(state)
 
@@ -128,80 +133,85 @@ class FullTensorStep:
             for i, one in enumerate(self.tensors)
             if one.owner == self.rank
         }
-        described = {i: keys for entry in agree.exchange(described_here, self.group) for i, keys in entry.items()}
+        group = None if self.transport is None else self.transport.group
+        described = {i: keys for entry in agree.exchange(described_here, group) for i, keys in entry.items()}
         made: dict[torch.Tensor, dict[str, Any]] = {}
         jobs = []
         for i, one in enumerate(self.tensors):
-            param = one.param_state.param
+            param_state, param = one.param_state, one.param_state.param
             for key, (shape, dtype, value) in described[i].items():
                 full = state[one.leaf][key] if one.owner == self.rank else None
                 if shape is None:
                     made.setdefault(param, {})[key] = value
                     continue
-                split = shape == tuple(one.param_state.param.shape) and len(shape) > 0
-                layout = one.param_state.layout if split else Layout.replicate(len(shape))
-                coordinate = self.shape.at(self.rank)
-                size = layout.local_shape(shape, self.shape, coordinate)
-                memory = torch.empty(size, dtype=dtype, device=one.param_state.state_device)
-                jobs.append((one, layout, full, memory))
-                made.setdefault(param, {})[key] = (
-                    one.param_state.wrap(memory) if split and one.param_state.has_sharded_state else memory
-                )
+                update = state_update(param_state.row, self.shape, shape)
+                size = update.target.local_shape(shape, self.shape, self.shape.at(self.rank))
+                memory = torch.empty(size, dtype=dtype, device=param_state.state_device)
+                jobs.append((one, update, full, memory))
+                split = shape and shape == param_state.row.global_shape and param_state.has_sharded_state
+                made.setdefault(param, {})[key] = param_state.wrap(memory) if split else memory
         self._from_owners(jobs)
         return made
 
     # --- moving -------------------------------------------------------------------------------------------------------
 
-    def _to_owners(self, jobs: Iterable[tuple[Any, Layout, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
+    def _to_owners(self, jobs: Iterable[tuple[Any, Movement, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
         """Gather full tensors at their owners from the local shards of all ranks; of replicas, the first one is sent.
 
         A full tensor is on the host if its state is offloaded. It is sent from device to device.
         """
-        made = []
-        for wave in _waves(jobs):
-            for key, full in self._send_to_owners(wave):
-                param_state = _owned(key).param_state
-                made.append(
-                    (key, offload.on_host(full, param_state.device) if "state" in param_state.offloaded else full)
-                )
-        return made
+        return [made for wave in _waves(jobs) for made in self._send_to_owners(wave)]
 
-    def _send_to_owners(self, jobs: Iterable[tuple[Any, Layout, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
+    def _send_to_owners(self, jobs: Sequence[tuple[Any, Movement, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
         sends, receives, arriving, made = [], [], [], []
-        for key, layout, stored in jobs:
-            one = _owned(key)
-            shape, local = tuple(one.param_state.param.shape), offload.on_device(stored, one.param_state.device)
+        for key, movement, local in jobs:
+            one, holders = _owned(key), self._first_holders(movement.source)
+            shape, device = movement.global_shape, one.param_state.device
+            if self.rank in holders and self._copies(one, movement, movement.source):
+                local = offload.on_device(local, device)
             if one.owner == self.rank:
-                full = torch.empty(shape, dtype=local.dtype, device=local.device)
-                made.append((key, full))
-            for rank in self._first_holders(layout):
+                full = torch.empty(shape, dtype=local.dtype, device=device)
+                made.append((key, movement, full))
+            for rank in holders:
                 coordinate = self.shape.at(rank)
-                size = layout.local_shape(shape, self.shape, coordinate)
+                size = movement.source.local_shape(shape, self.shape, coordinate)
                 if not torch.Size(size).numel():
                     continue
                 if one.owner == self.rank:
-                    shard = local if rank == self.rank else torch.empty(size, dtype=local.dtype, device=local.device)
+                    shard = local if rank == self.rank else torch.empty(size, dtype=local.dtype, device=device)
                     if rank != self.rank:
                         receives.append((shard, rank))
-                    arriving.append((full, layout, coordinate, shard))
+                    arriving.append((full, movement.source, coordinate, shard))
                 elif rank == self.rank:
                     sends.append((local.contiguous(), one.owner))
-        self._exchange(sends, receives)
+        self._exchange("gather", sends, receives, (movement for _, movement, _ in jobs))
         for full, layout, coordinate, shard in arriving:
             _copy_shard(full, layout, self.shape, coordinate, shard)
-        return made
+        return [(key, self._in_stepping_memory(_owned(key), movement, full)) for key, movement, full in made]
 
-    def _from_owners(self, jobs: Iterable[tuple[_Owned, Layout, torch.Tensor | None, torch.Tensor]]) -> None:
+    def _in_stepping_memory(self, one: _Owned, movement: Movement, full: torch.Tensor) -> torch.Tensor:
+        copies = self._copies(one, movement, movement.target)
+        return offload.on_host(full, one.param_state.device) if copies else full
+
+    def _copies(self, one: _Owned, movement: Movement, end: Layout) -> bool:
+        """Tell whether one end of a movement is on the host, and record the copy."""
+        if end.memory != "host" or not one.param_state.offloaded:
+            return False
+        self.executor.copied([movement])
+        return True
+
+    def _from_owners(self, jobs: Iterable[tuple[_Owned, Movement, torch.Tensor | None, torch.Tensor]]) -> None:
         """Scatter the owners' full tensors into the local memory of every rank."""
         for wave in _waves(jobs):
             self._send_from_owners(wave)
 
-    def _send_from_owners(self, jobs: Iterable[tuple[_Owned, Layout, torch.Tensor | None, torch.Tensor]]) -> None:
+    def _send_from_owners(self, jobs: Sequence[tuple[_Owned, Movement, torch.Tensor | None, torch.Tensor]]) -> None:
         sends, receives, arriving = [], [], []
-        for one, layout, full, memory in jobs:
-            device = one.param_state.device
+        for one, movement, full, memory in jobs:
+            device, layout = one.param_state.device, movement.target
             if one.owner == self.rank:
                 assert full is not None
+                self._copies(one, movement, movement.source)
                 for rank in range(self.count):
                     shard = layout.take(full.detach(), self.shape, self.shape.at(rank))
                     if rank == self.rank:
@@ -213,15 +223,16 @@ class FullTensorStep:
                 fit = memory.is_contiguous() and memory.device == device
                 target = memory if fit else torch.empty(memory.shape, dtype=memory.dtype, device=device)
                 receives.append((target, one.owner))
-                arriving.append((memory, target))
-        self._exchange(sends, receives)
-        for memory, target in arriving:
+                arriving.append((one, movement, memory, target))
+        self._exchange("scatter", sends, receives, (movement for _, movement, _, _ in jobs))
+        for one, movement, memory, target in arriving:
+            self._copies(one, movement, movement.target)
             if target is not memory:
                 memory.copy_(target)
 
-    def _exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
-        if self.group is not None:
-            exchange(sends, receives, self.group).wait()
+    def _exchange(self, kind: str, sends: list[Any], receives: list[Any], carries: Iterable[Movement]) -> None:
+        if self.transport is not None:
+            self.transport.exchange(kind, sends, receives, carries).wait()
 
     def _first_holders(self, layout: Layout) -> list[int]:
         replicated = [axis for axis in self.shape.names if axis not in layout.axes]

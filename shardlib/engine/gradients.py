@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine.executor import Executor
-from shardlib.engine.executor.bucket import in_batches, is_unbucketed
+from shardlib.engine.executor.bucket import in_batches
 from shardlib.engine.executor.reduce import (
     AllReduceBucket,
     Averaging,
@@ -118,6 +118,11 @@ class GradientReducer:
         compute = self._slots[index].param_state.compute
         return tuple(axis for axis in self.data_axes if axis not in compute.axes)
 
+    def _summed_over(self, param_state: ParamState, partial: Axes) -> Axes:
+        """Return the axes over which a gradient is summed, in the order of the mesh."""
+        due = self.due(self._index[id(param_state.param)])
+        return tuple(axis for axis in self.sizes if axis in due or axis in partial)
+
     def data_group(self) -> dist.ProcessGroup | None:
         """Return the group of ranks that train on different examples; None where there is one such rank."""
         return self.executor.group(self.data_axes) if self.data_axes else None
@@ -171,7 +176,7 @@ class GradientReducer:
                 if slot.param_state.shard_spec is not None:
                     self._handles[id(param)].append(param.register_hook(begin_hook(this)))
         self._learned = False
-        self._lay_out([(i, self.due(i)) for i in reversed(range(len(self._slots)))])
+        self._lay_out([(i, self._slots[i].param_state.row.partial) for i in reversed(range(len(self._slots)))])
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -391,7 +396,7 @@ class GradientReducer:
             self.executor.transport(self.data_axes).all_reduce(used).wait()
         batches: dict[Any, list[Slot]] = {}
         for slot in slots:
-            axes = self.due(self._index[id(slot.param_state.param)]) + slot.param_state.partial_axes(slot.unreduced)
+            axes = self._summed_over(slot.param_state, slot.param_state.partial_axes(slot.unreduced))
             batches.setdefault((axes, *_bucket_key(slot.param_state)), []).append(slot)
         found: dict[int, torch.Tensor] = {}
         for (axes, *_), batch in batches.items():
@@ -417,7 +422,7 @@ class GradientReducer:
     def _take(self, slot: Slot) -> None:
         """Note that a gradient is complete; send its bucket when that is full."""
         index = self._index[id(slot.param_state.param)]
-        self._arrived[index] = self.due(index) + slot.param_state.partial_axes(slot.unreduced)
+        self._arrived[index] = slot.param_state.partial_axes(slot.unreduced)
         bucket = self._bucket_of.get(index)
         if bucket is None:
             slot.unreduced = slot.param_state.lay_out(slot.unreduced)
@@ -496,14 +501,19 @@ class GradientReducer:
             arrived = _of_first_rank(arrived, self.executor.group(tuple(self.mesh.mesh_dim_names or ())))
         known = dict(arrived)
         remaining = [i for i in reversed(range(len(self._slots))) if i not in known]
-        self._lay_out([*arrived, *((i, self.due(i)) for i in remaining)])
+        self._lay_out([*arrived, *((i, self._slots[i].param_state.row.partial) for i in remaining)])
         self._learned = True
 
     def _lay_out(self, order: Sequence[tuple[int, Axes]]) -> None:
+        """Lay out buckets of gradients in some order, each with the model axes over which it is a partial sum."""
         self._left_out = [slot for slot in self._slots if not slot.param_state.param.requires_grad]
+        trained = [(self._slots[i], axes) for i, axes in order if self._slots[i].param_state.param.requires_grad]
+        for slot, partial in trained:
+            slot.param_state.expect_gradient(partial)
+        summed = [(slot, self._summed_over(slot.param_state, partial)) for slot, partial in trained]
         batches = in_batches(
-            [(self._slots[i], axes) for i, axes in order if axes and self._slots[i].param_state.param.requires_grad],
-            alone=lambda one: self._is_unbucketed(one[0].param_state),
+            [(slot, axes) for slot, axes in summed if axes],
+            alone=lambda one: one[0].param_state.is_unbucketed("gradients"),
             key=lambda one: (one[1], *_bucket_key(one[0].param_state)),
             size=lambda one: one[0].param_state.memory.nbytes,
             limit=self.bucket_bytes,
@@ -540,11 +550,7 @@ class GradientReducer:
         return any(one.is_stored_sharded for one in ([bucket] if bucket.slots else self._buckets))
 
     def _is_alone(self, bucket: ReduceBucket) -> bool:
-        return len(bucket.slots) == 1 and self._is_unbucketed(bucket.slots[0].param_state)
-
-    def _is_unbucketed(self, param_state: ParamState) -> bool:
-        """Tell whether a gradient is a bucket of its own, which is sent without a copy."""
-        return self.dtype in (None, param_state.dtype) and is_unbucketed(param_state.memory, param_state.shard_spec)
+        return len(bucket.slots) == 1 and bucket.slots[0].param_state.is_unbucketed("gradients")
 
     def _close(self) -> None:
         """Put a bucket last that is sent in every pass, with room for the number of missing gradients."""

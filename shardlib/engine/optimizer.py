@@ -473,6 +473,8 @@ class _Piece:
             grad = None
             if param.grad is not None:
                 grad = self._downloads.begin(_local_gradient(param, param_state), param_state.staging, "gradient")
+                param_state.copied("gradients, step")
+            param_state.copied("parameters, step")
             shard = self._downloads.begin(_memory(param, shards.get(id(param))), param_state.staging, "shard")
             self.copies[id(param)] = shard, grad
 
@@ -763,6 +765,7 @@ def _write_back(saved: _Saved) -> None:
     for param_state, stepped, memory in saved.copies[saved.written :]:
         if param_state.steps_on_host:
             offload.upload(stepped, memory, param_state.staging["shard"])
+            param_state.copied("updated parameters")
         else:
             memory.copy_(stepped)
     saved.written = len(saved.copies)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardlib._mesh import MeshShape
-from shardlib._plan import Movement, Purpose
+from shardlib._plan import Movement, Optimizer, Purpose, Row
 from shardlib.engine import _torch, offload
 from shardlib.engine.borders import moved
+from shardlib.engine.executor import Executor
 from shardlib.engine.executor.bucket import Bucket
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.transport import Transport, Workspace
@@ -45,7 +46,9 @@ class ParamState:
         layout: the layout of gradient and state, on the whole mesh.
         mesh: the whole mesh.
         max_local_numel: the number of elements of the compute tensor on the rank where it is largest.
-        movements: the movements of the parameter in a step of the plan, by purpose.
+        row: the row of the plan.
+        list_movements: lists the movements of a row in a step, by purpose.
+        executor: the executor of the model's movements.
         transport: the transport among the ranks of `axes`.
         compute_spec: the DTensor spec of the unsharded parameter on the model axes, where it is a DTensor there.
         unsharded: the local unsharded tensor, where the parameter is stored in shards.
@@ -71,7 +74,9 @@ class ParamState:
     layout: Layout
     mesh: DeviceMesh
     max_local_numel: int
-    movements: Mapping[Purpose, Movement] = field(default_factory=dict)
+    row: Row
+    list_movements: Callable[[Row, Optimizer], Mapping[Purpose, Movement]]
+    executor: Executor
     transport: Transport | None = None
     compute_spec: Any = None
     unsharded: torch.Tensor | None = None
@@ -88,6 +93,30 @@ class ParamState:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @cached_property
+    def movements(self) -> Mapping[Purpose, Movement]:
+        """The movements of the parameter in a step, by purpose."""
+        return self.list_movements(self.row, "elementwise")
+
+    def expect_gradient(self, partial: Axes) -> None:
+        """List the movements of a gradient that is a partial sum over some model axes.
+
+        The plan has no gradient of a parameter that was frozen when it was made.
+        """
+        grad, state = self.row.grad or self.row.stored, self.row.state or self.row.stored
+        row = self.row.replace(grad=grad, state=state, partial=partial)
+        if row != self.row:
+            self.row, self.movements = row, self.list_movements(row, "elementwise")
+
+    def is_unbucketed(self, purpose: Purpose) -> bool:
+        """Tell whether a movement of the parameter travels by itself, without a copy."""
+        movement = self.movements.get(purpose)
+        return movement is not None and movement.unbucketed and self.memory.is_contiguous()
+
+    def copied(self, purpose: Purpose) -> None:
+        """Record the copy between host and device of one of its movements."""
+        self.executor.copied(movements_of([self], purpose))
 
     def make_unsharded(self) -> torch.Tensor:
         """Return a new tensor over the unsharded memory, with a version counter of its own.
@@ -251,10 +280,13 @@ def param_state_of(param: torch.Tensor) -> ParamState | None:
     return param_state if param_state is not None and param_state.param is param else None
 
 
-def movements_of(param_states: Iterable[ParamState], purpose: Purpose) -> Iterator[Movement]:
+def movements_of(
+    param_states: Iterable[ParamState], purpose: Purpose, optimizer: Optimizer = "elementwise"
+) -> Iterator[Movement]:
     """Yield the movements of one purpose, of the parameters that have one."""
     for one in param_states:
-        if (movement := one.movements.get(purpose)) is not None:
+        every = one.movements if optimizer == "elementwise" else one.list_movements(one.row, optimizer)
+        if (movement := every.get(purpose)) is not None:
             yield movement
 
 

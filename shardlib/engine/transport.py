@@ -90,7 +90,7 @@ class Sent:
     """One call of a transport.
 
     Attributes:
-        kind: "all_reduce", "reduce_scatter" or "all_gather", as in `shardlib.layout.Collective`.
+        kind: "all_reduce", "copy", ..., as in `shardlib.layout.Collective`.
         axes: the mesh axes whose ranks take part.
         carries: the movements of the plan that the call carries.
     """
@@ -161,6 +161,17 @@ class Transport(ABC):
         """
         self.note("all_gather", carries)
         return self._all_gather(blocks)
+
+    def exchange(
+        self,
+        kind: str,
+        sends: Iterable[tuple[torch.Tensor, int]],
+        receives: Iterable[tuple[torch.Tensor, int]],
+        carries: Iterable[Movement] = (),
+    ) -> Handle:
+        """Begin to send tensors to single ranks and to receive others, as in `exchange`."""
+        self.note(kind, carries)
+        return exchange(sends, receives, self.group)
 
     @abstractmethod
     def _reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:

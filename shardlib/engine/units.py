@@ -426,9 +426,13 @@ def make_units(
     groups: dict[str, list[ParamState]] = {}
     for one in stored:
         groups.setdefault(unit_of(one.names, known), []).append(one)
-    resharded = {
-        unit: unit != "" and not all(stays_unsharded(one.name) for one in group) for unit, group in groups.items()
-    }
+    resharded = {"": False}
+    for unit, group in list(groups.items()):
+        staying = [one for one in group if stays_unsharded(one.name)]
+        resharded[unit] = unit != "" and len(staying) < len(group)
+        if resharded[unit] and staying:  # as a tensor that another stage has too: it stays with those outside of units
+            groups[unit] = [one for one in group if one not in staying]
+            groups.setdefault("", []).extend(staying)
     sizes = {unit: sum(map(_aligned_bytes, groups[unit])) for unit in units if unit in groups}
     joined = join_small(sizes, resharded.__getitem__, min(UNBUCKETED_BYTES, bucket_bytes))
     alternating = [_param_states_of(groups, names) for names in joined if resharded[names[0]]]

@@ -27,7 +27,9 @@ from shardlib.layout._local import Slices, dim_slices
 
 __all__ = ["Collective", "Kind", "cost", "transition"]
 
-Kind: TypeAlias = Literal["slice", "reduce_scatter", "all_reduce", "all_gather", "all_to_all", "copy"]
+Kind: TypeAlias = Literal[
+    "slice", "reduce_scatter", "all_reduce", "all_gather", "all_to_all", "gather", "scatter", "copy"
+]
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Collective:
 
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all"; "slice", where each rank keeps a part of
-            its shard and sends nothing; "copy", between host and device memory.
+            its shard and sends nothing; "copy", between host and device memory. "gather" and "scatter", to and from one
+            rank, are in no transition.
         axes: the mesh axes whose ranks take part together, in mesh order.
         bytes: bytes that one rank sends (for a copy: copies), averaged over ranks, rounded up.
     """

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
-from shardlib.engine import _torch, apply, dryrun, full_step, offload, optimizer, units
+from shardlib.engine import _torch, apply, dryrun, full_step, offload, optimizer, transport, units
 from shardlib.engine._torch import TorchDispatchMode, pytree
 from shardlib.engine.apply import rank_plan
 from shardlib.engine.params import local_of, param_state_of
@@ -428,7 +428,8 @@ def _devices(
         mock.patch.object(torch, AWAY, AWAY_MODULE, create=True),
         mock.patch.object(rank_plan, "device_here", lambda _mesh: device),
         mock.patch.object(units._Sentinel, "of", lambda held: held.make_unsharded()),  # memory that holds no values
-        mock.patch.multiple(full_step, exchange=_sent, _owners=lambda held, _ranks: [0] * len(held)),
+        mock.patch.object(transport, "exchange", _sent),
+        mock.patch.object(full_step, "_owners", lambda held, _ranks: [0] * len(held)),
         mock.patch.object(full_step.agree, "exchange", lambda mine, _group: [mine]),
         dryrun._fake_world(plan, AWAY) as mesh,
     ):

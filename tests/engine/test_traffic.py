@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.engine.apply import record_of
+from shardlib.engine import dryrun
+from shardlib.engine.apply import apply_plan, record_of
+from shardlib.engine.transport import Sent as Call
+from shardlib.optim import Lamb
 from shardlib.testing.models import Transformer, rules_for
 from shardlib.transforms import Transform, fsdp, hsdp, replicate, zero
 from tests.engine.host import elsewhere
@@ -108,16 +113,40 @@ def _padding(plan: sl.Plan) -> Fraction:
 Sent = Counter[tuple[str, str, str, tuple[str, ...]]]
 
 
-def _planned(plan: sl.Plan) -> Sent:
-    """Each collective of each movement, as often as a step has it."""
-    return Counter(
-        {
-            (one.name, one.purpose, each.kind, each.axes): one.times
-            for one in plan.movements()
-            for each in one.collectives
-            if each.kind not in ("slice", "copy")
-        }
-    )
+Shape = tuple[int, ...]
+
+
+def _no_state(shape: Shape) -> list[Shape]:
+    return []
+
+
+def _two_like_it(shape: Shape) -> list[Shape]:
+    return [shape, shape]
+
+
+def _rows_and_columns(shape: Shape) -> list[Shape]:
+    """Those of Adafactor, beside its count of steps."""
+    return [(), *([(*shape[:-1], 1), (*shape[:-2], 1, shape[-1])] if len(shape) > 1 else [shape])]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An optimizer, and what is to be told to the plan of it."""
+
+    make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+    needs: Any = "elementwise"
+    state: Callable[[Shape], list[Shape]] = _no_state
+
+
+def _planned(model: torch.nn.Module, kind: Kind) -> Sent:
+    """Each collective and copy of each movement of this rank, as often as a step has it."""
+    pipeline = record_of(model).pipeline
+    rank = None if pipeline is None else pipeline.place.index
+    planned: Sent = Counter()
+    for one in sl.plan_of(model).movements(pipeline_rank=rank, optimizer=kind.needs, state=kind.state):
+        for each in one.collectives:
+            planned[one.name, one.purpose, each.kind, each.axes] += one.times if each.kind != "slice" else 0
+    return +planned
 
 
 def _recorded(
@@ -127,10 +156,11 @@ def _recorded(
     transforms: tuple[Transform, ...],
     batch: torch.Tensor,
     bucket_mb: float = 25,
+    kind: Kind = Kind(),
 ) -> tuple[Sent, Sent]:
-    """What the plan of this rank lists, and which of it the transports carried in a step, after a first one."""
+    """What the plan of this rank lists, and which of it was carried in a step, after a first one."""
     made = sl.shard_model(model, mesh, rules, transforms=transforms, compile=None, bucket_mb=bucket_mb)
-    optimizer = torch.optim.AdamW(made.parameters())
+    optimizer = kind.make(made.parameters())
     record = record_of(made)
 
     def step() -> None:
@@ -145,17 +175,33 @@ def _recorded(
     step()
     with record.reducer.executor.recording() as log:
         step()
-    sent = Counter((one.name, one.purpose, each.kind, each.axes) for each in log for one in each.carries)
-    return _planned(record.plan), sent
+    return _planned(made, kind), _carried(log, made)
+
+
+def _carried(log: list[Call], model: torch.nn.Module) -> Sent:
+    """The movements in calls of transports and in copies, by canonical names."""
+    pipeline = record_of(model).pipeline
+    names = {} if pipeline is None else pipeline.names
+    return Counter(
+        (names.get(one.name, one.name), one.purpose, each.kind, each.axes) for each in log for one in each.carries
+    )
 
 
 def _of_a_transformer(
-    mesh: str, transforms: tuple[Transform, ...], sizes: dict[str, Any], bucket_mb: float, stages: bool = False
+    mesh: str,
+    transforms: tuple[Transform, ...],
+    sizes: dict[str, Any],
+    bucket_mb: float,
+    *,
+    stages: bool = False,
+    sequence: bool = False,
+    kind: Kind = Kind(),
 ) -> tuple[Sent, Sent]:
     model = _build(sizes)
-    rules = rules_for(model)
-    batch = torch.randint(6, (4, 5), generator=torch.Generator().manual_seed(0))
-    return _recorded(model, rules.with_stages(sl.Balanced()) if stages else rules, mesh, transforms, batch, bucket_mb)
+    rules = rules_for(model, sequence=sequence)
+    batch = torch.randint(6, (4, 6), generator=torch.Generator().manual_seed(0))
+    rules = rules.with_stages(sl.Balanced()) if stages else rules
+    return _recorded(model, rules, mesh, transforms, batch, bucket_mb, kind)
 
 
 ALL: tuple[Transform, ...] = (*TRANSFORMS, zero(1, overlap=True), zero(2, only="blocks.*"), zero(3, only="*.mlp.*"))
@@ -181,6 +227,7 @@ def test_each_movement_is_sent_once_for_each_time_that_the_plan_lists_it(ranks, 
         assert sent == planned
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("mesh", "transforms"),
     [
@@ -191,8 +238,82 @@ def test_each_movement_is_sent_once_for_each_time_that_the_plan_lists_it(ranks, 
     ],
     ids=str,
 )
-def test_so_is_each_of_a_stage_of_a_pipeline(ranks, mesh: str, transforms: tuple[Transform, ...]):
-    for planned, sent in ranks.run(_of_a_transformer, mesh, transforms, {**SIZES, "layers": 4}, 1e-3, True):
+def test_so_is_each_of_a_stage_of_a_pipeline(ranks, mesh: str, transforms: tuple[Transform, ...], tied: bool):
+    """A tensor of two stages is summed over both, once a step."""
+    sizes = {**SIZES, "layers": 4, "tied": tied}
+    for planned, sent in ranks.run(_of_a_transformer, mesh, transforms, sizes, 1e-3, stages=True):
+        assert sent == planned
+        assert tied == any(purpose == "gradients, stages" for _, purpose, *_ in planned)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "transforms"),
+    [
+        ("tp=2", ()),
+        ("dp=2,tp=2", ()),
+        ("tp=2,dp=2", (zero(1), sl.accumulate(2))),
+        ("dp=2,tp=2", (zero(2), sl.precision("bf16", reduce="float32"))),
+        ("dp=2,tp=2", (zero(3),)),
+    ],
+    ids=str,
+)
+def test_so_is_each_of_gradients_that_are_partial_over_a_model_axis(ranks, mesh: str, transforms: Any):
+    """As those of norms are, where activations are split over the sequence."""
+    count = sl.MeshShape(mesh).world_size
+    for planned, sent in ranks(count).run(_of_a_transformer, mesh, transforms, SIZES, 1e-3, sequence=True):
+        assert sent == planned
+        assert any(purpose == "gradients" and "tp" in axes for _, purpose, _, axes in planned)
+
+
+def test_a_dry_run_finds_what_gradients_are_partial_over_before_a_step():
+    """The norms' and the biases' of row-parallel layers, on a mesh of any size."""
+    model = _build(SIZES)
+    rules, ids = rules_for(model, sequence=True), torch.zeros(4, 8, dtype=torch.int64)
+    made = sl.plan(model, "dp=8,tp=4", rules, transforms=(zero(1),), example=ids)
+    partial = {row.name for row in made.rows if row.partial == ("tp",)}
+    assert {f"blocks.{i}.norm2.weight" for i in range(3)} <= partial
+    with dryrun._fake_world(made, "cpu") as mesh:
+        fake = dryrun._fake_copy(model, "cpu")
+        apply_plan(fake, made.replace(report=None), mesh, check=False)
+        with record_of(fake).reducer.executor.recording() as log:
+            dryrun.run_step(fake, (torch.zeros(4, 8, dtype=torch.int64),), {})
+        planned = Counter({key: n for key, n in _planned(fake, Kind()).items() if key[1] == "gradients"})
+        assert _carried(log, fake) == planned, "known from the first step on"
+
+
+LAMB = Kind(Lamb, "per_tensor", _two_like_it)
+ADAFACTOR = Kind(torch.optim.Adafactor, "per_tensor", _rows_and_columns)
+
+
+class Unregistered(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad)
+
+
+UNKNOWN = Kind(Unregistered, "unknown")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "transforms", "kind"),
+    [
+        ("dp=2", (zero(1),), LAMB),
+        ("dp=2,tp=2", (zero(2), sl.precision("bf16")), LAMB),
+        ("dp=2,tp=2", (zero(3),), ADAFACTOR),
+        ("dp=2,tp=2", (), LAMB),
+        ("dp=2", (), LAMB),
+        ("dp=2", (zero(1),), UNKNOWN),
+        ("dp=2", (zero(2),), UNKNOWN),
+    ],
+    ids=["zero1", "low precision", "zero3", "model axes", "nothing split", "unknown", "unknown, zero2"],
+)
+def test_so_is_each_of_optimizers_that_need_full_tensors(ranks, mesh: str, transforms: Any, kind: Kind):
+    count = sl.MeshShape(mesh).world_size
+    for planned, sent in ranks(count).run(_of_a_transformer, mesh, transforms, SIZES, 1e-3, kind=kind):
         assert sent == planned
 
 
@@ -208,15 +329,36 @@ def test_so_is_each_of_experts(ranks, transforms: tuple[Transform, ...]):
         assert sent == planned
 
 
-def _with_state_on_the_host(transforms: tuple[Transform, ...]) -> tuple[Sent, Sent]:
+def _with_state_on_the_host(transforms: tuple[Transform, ...], kind: Kind) -> tuple[Sent, Sent]:
     with elsewhere():
-        return _of_a_transformer("dp=2", transforms, SIZES, 1e-3)
+        return _of_a_transformer("dp=2", transforms, SIZES, 1e-3, kind=kind)
 
 
 @pytest.mark.parametrize(
-    "transforms", [(zero(1), sl.offload("state")), (zero(3), sl.offload("all")), (fsdp(), sl.offload("state"))], ids=str
+    "transforms",
+    [
+        (sl.offload("state"),),
+        (zero(1), sl.offload("state")),
+        (zero(2), sl.precision("bf16"), sl.offload("state")),
+        (zero(3), sl.offload("all")),
+        (fsdp(), sl.accumulate(2), sl.offload("all")),
+        (fsdp(), sl.offload("state")),
+    ],
+    ids=str,
 )
 def test_so_is_each_of_what_lies_on_the_host(ranks, transforms: tuple[Transform, ...]):
-    """Copies between host and device are not sent, and not counted here."""
-    for planned, sent in ranks(2).run(_with_state_on_the_host, transforms):
+    """Copies between host and device too."""
+    for planned, sent in ranks(2).run(_with_state_on_the_host, transforms, Kind()):
         assert sent == planned
+        assert any(each == "copy" for _, _, each, _ in planned)
+
+
+@pytest.mark.parametrize("transforms", [(zero(1), sl.offload("state")), (zero(3), sl.offload("all"))], ids=str)
+def test_so_is_each_of_full_tensors_on_the_host(ranks, transforms: tuple[Transform, ...]):
+    """A rank copies what it sends, and what it receives: all ranks together make the copies of the list."""
+    (planned, first), (_, second) = ranks(2).run(_with_state_on_the_host, transforms, LAMB)
+    assert {*first, *second} == {*planned}
+    for sent in (first, second):
+        assert {key: n for key, n in sent.items() if key[2] != "copy"} == {
+            key: n for key, n in planned.items() if key[2] != "copy"
+        }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -75,6 +77,7 @@ def test_copies_between_memories_stand_at_the_borders_of_phases():
 
     assert copies(_two_layers(sl.offload())) == {
         "gradients": ["all_reduce"],
+        "parameters, step": ["copy"],
         "gradients, step": ["copy"],
         "updated parameters": ["copy"],
     }
@@ -89,10 +92,74 @@ def test_copies_between_memories_stand_at_the_borders_of_phases():
 def test_a_copy_on_one_rank_is_a_movement_that_sends_nothing():
     made = plan(nn.Linear(4, 4, bias=False), "dp=1", {"weight": "out in"}, transforms=[sl.offload()])
     assert [(one.purpose, one.bytes) for one in made.movements()] == [
+        ("parameters, step", 0),
         ("gradients, step", 0),
         ("updated parameters", 0),
     ]
     assert made.traffic() == ()
+
+
+def _moved(made: Plan, **kwargs) -> list[tuple[str, list[str], int]]:
+    return [
+        (one.purpose, [f"{each.kind} {each.bytes}" for each in one.collectives if each.kind != "slice"], one.times)
+        for one in made.movements(**kwargs)
+        if "step" in one.purpose or "updated" in one.purpose
+    ]
+
+
+def test_full_tensors_go_to_the_rank_that_steps_them_and_back():
+    """Of 240 bytes and four ranks: whichever is the owner, three quarters are on other ranks, and a rank sends a
+    quarter of that."""
+    made = _weight("dp=2,fsdp=2", state="out@fsdp in")
+    assert _moved(made, optimizer="per_tensor", state=lambda shape: [shape, (), (shape[0], 1)]) == [
+        ("parameters, step", ["gather 45"], 1),
+        ("gradients, step", ["gather 45"], 1),
+        ("state, step", ["gather 45"], 1),
+        ("updated parameters", ["scatter 180"], 1),
+        ("updated state", ["scatter 90"], 1),
+        ("updated state", ["scatter 3"], 1),
+        ("updated state", ["scatter 30"], 1),
+    ]
+    low = _weight("dp=4", stored="out in : bfloat16", grad="out in : bfloat16", state="out in : float32")
+    assert [what for what, _, _ in _moved(low, optimizer="per_tensor", state=lambda _shape: [])] == [
+        "gradients, step",
+        "state, step",  # the master copy
+        "updated parameters",
+        "updated state",
+    ]
+
+
+def test_full_tensors_are_where_the_plan_splits_none():
+    made = _weight("dp=4")
+    assert made.movements(optimizer="per_tensor") == made.movements()
+
+
+def test_full_gradients_are_gathered_for_an_optimizer_of_unknown_kind():
+    made = _weight("dp=2", state="out@dp in")
+    assert _moved(made, optimizer="unknown") == [("gradients, step", ["all_gather 120"], 1)]
+    assert [each.kind for each in made.traffic(optimizer="unknown")] == ["reduce_scatter", "all_gather"]
+
+
+def test_gradients_that_are_partial_over_a_model_axis_are_summed_over_it_too():
+    made = _weight("tp=2,dp=2", grad="out@dp in", state="out@dp in")
+    made = made.map_rows(lambda row: row.replace(partial=("tp",)))
+    (one,) = (one for one in made.movements() if one.purpose == "gradients")
+    assert [(each.kind, each.axes) for each in one.collectives] == [
+        ("reduce_scatter", ("dp",)),
+        ("all_reduce", ("tp",)),
+    ]
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_gradients_of_a_tensor_of_several_stages_are_summed_over_those():
+    made = gpt_plan("pp=4,dp=2", tied=True)
+    shared = [one for one in made.movements() if one.purpose == "gradients, stages"]
+    ((name, size),) = {(one.name, math.prod(one.global_shape) * one.dtype.itemsize) for one in shared}
+    assert len(made[name].tied) == 2
+    (sum_,) = shared[0].collectives
+    assert (sum_.kind, sum_.axes, sum_.bytes) == ("all_reduce", ("pp",), size)  # two of the four ranks hold it
+    holding = [made.movements(pipeline_rank=rank) for rank in range(4)]
+    assert [any(one.purpose == "gradients, stages" for one in each) for each in holding] == [True, False, False, True]
 
 
 def test_each_rank_of_a_pipeline_moves_its_own():

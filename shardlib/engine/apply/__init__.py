@@ -132,6 +132,7 @@ def plan_of(model: nn.Module) -> Plan:
     """Return the plan that a model was sharded by.
 
     Its notes list the blocks that are compiled and the modules that multiply in float8, and the reasons of the others.
+    After the first backward pass, its movements include the sums of gradients over model axes.
 
     Raises:
         ShardingError: the model was not sharded by shardlib.
@@ -142,7 +143,24 @@ def plan_of(model: nn.Module) -> Plan:
     """
     record = record_of(model)
     plan_ = record.plan if record.pipeline is None else record.pipeline.plan
-    return dataclasses.replace(plan_, notes=plan_.notes + record.compiled.notes())
+    return dataclasses.replace(
+        with_partial(plan_, partial_gradients(model)), notes=plan_.notes + record.compiled.notes()
+    )
+
+
+def partial_gradients(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the model axes over which the last gradients were partial sums, by canonical name of the parameter.
+
+    On a pipeline these are the parameters of this rank's stages.
+    """
+    record = record_of(model)
+    names = {} if record.pipeline is None else record.pipeline.names
+    return {names.get(one.name, one.name): one.row.partial for one in record.reducer.param_states}
+
+
+def with_partial(plan_: Plan, partial: Mapping[str, tuple[str, ...]]) -> Plan:
+    """Return a plan whose movements sum gradients over model axes too."""
+    return plan_.map_rows(lambda row: row.replace(partial=partial.get(row.name, row.partial)) if row.grad else row)
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshShape, device_here
-from shardlib._plan import Movement, Plan, Purpose, Row
+from shardlib._plan import Movement, Optimizer, Plan, Purpose, Row, movements_of
 from shardlib.engine import _torch, batchnorm, exact
 from shardlib.engine.executor import Executor
 from shardlib.engine.pipeline.stages import PipelineBuild
@@ -146,15 +146,15 @@ class RankPlan:
         """The executor of this rank's movements."""
         return Executor(self.mesh, self.device)
 
-    @cached_property
-    def movements(self) -> dict[str, dict[Purpose, Movement]]:
-        """The movements of a step for each row, by purpose."""
-        found: dict[str, dict[Purpose, Movement]] = {}
+    def movements(self, row: Row, optimizer: Optimizer) -> dict[Purpose, Movement]:
+        """Return the movements of a row in a step, by purpose."""
         with _torch.no_modes():  # sizes are counted with tensors that have values, also in a dry run
-            movements = self.plan.movements()
-        for one in movements:
-            found.setdefault(one.name, {})[one.purpose] = one
-        return found
+            every = movements_of([row], self.plan.mesh, self._units, self.plan.step, optimizer=optimizer)
+            return {one.purpose: one for one in every}
+
+    @cached_property
+    def _units(self) -> frozenset[str]:
+        return frozenset(self.plan.units)
 
     def place(self) -> exact.DataRank | None:
         """Return this rank's place on the data axes, if random numbers are drawn by that."""

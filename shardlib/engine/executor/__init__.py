@@ -7,13 +7,14 @@ when a bucket begins and when it is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlib._plan import Movement
 from shardlib.engine import _torch, transport
 from shardlib.engine.offload import Downloads
 from shardlib.engine.transport import Sent, Transport, Workspace
@@ -32,24 +33,30 @@ class Executor:
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self.device = mesh, device
         self.workspace, self.downloads = Workspace(), Downloads()
-        self._transports: dict[tuple[str, ...], Transport] = {}
+        self._transports: dict[tuple[tuple[str, ...], dist.ProcessGroup | None], Transport] = {}
         self._log: list[Sent] | None = None
 
-    def transport(self, axes: tuple[str, ...]) -> Transport:
-        """Return the transport among the ranks of some mesh axes."""
-        if axes not in self._transports:
-            made = transport.over(_torch.flattened(self.mesh, axes).get_group(), self.device, axes)
+    def transport(self, axes: tuple[str, ...], group: dist.ProcessGroup | None = None) -> Transport:
+        """Return the transport among the ranks of some mesh axes, or among those of a group along these axes."""
+        if (axes, group) not in self._transports:
+            among = _torch.flattened(self.mesh, axes).get_group() if group is None else group
+            made = transport.over(among, self.device, axes)
             made.log = self._log
-            self._transports[axes] = made
-        return self._transports[axes]
+            self._transports[axes, group] = made
+        return self._transports[axes, group]
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """Return the process group of some mesh axes."""
         return self.transport(axes).group
 
+    def copied(self, carries: Iterable[Movement]) -> None:
+        """Record a copy between host and device, while calls are recorded."""
+        if self._log is not None:
+            self._log.append(Sent("copy", (), tuple(carries)))
+
     @contextmanager
     def recording(self) -> Iterator[list[Sent]]:
-        """Record the calls of transports inside the block, in order."""
+        """Record the calls of transports and the copies inside the block, in order."""
         log: list[Sent] = []
         self._set_log(log)
         try:

@@ -11,19 +11,14 @@ from typing import TypeVar
 
 import torch
 
-from shardlib._plan import UNBUCKETED_BYTES, Movement
+from shardlib._plan import Movement
 from shardlib.engine import _torch
 from shardlib.engine.transport import Handle, Transport, Workspace
 from shardlib.layout import ShardSpec
 
-__all__ = ["Bucket", "in_batches", "is_unbucketed"]
+__all__ = ["Bucket", "in_batches"]
 
 T = TypeVar("T")
-
-
-def is_unbucketed(local: torch.Tensor, spec: ShardSpec | None) -> bool:
-    """Tell whether a tensor moves unbucketed, without a copy."""
-    return local.nbytes >= UNBUCKETED_BYTES and local.is_contiguous() and (spec is None or spec.in_runs)
 
 
 def in_batches(

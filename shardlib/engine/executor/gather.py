@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardlib._plan import Purpose, unit_of
 from shardlib.engine import _torch, offload
 from shardlib.engine.executor import Executor
-from shardlib.engine.executor.bucket import Bucket, in_batches, is_unbucketed
+from shardlib.engine.executor.bucket import Bucket, in_batches
 from shardlib.engine.params import ParamState, local_of, movements_of
 from shardlib.engine.transport import Handle
 
@@ -35,7 +35,7 @@ def unshard_buckets(executor: Executor, param_states: Sequence[ParamState]) -> l
     """Return buckets for the parameters of one unit: large ones unbucketed, the others together."""
     batches = in_batches(
         param_states,
-        alone=lambda one: is_unbucketed(one.memory, one.shard_spec),
+        alone=lambda one: one.is_unbucketed("parameters, forward"),
         key=lambda one: (one.axes, one.dtype, "stored" in one.offloaded),
         size=lambda one: one.memory.nbytes,
         limit=math.inf,
@@ -59,6 +59,8 @@ class UnshardBucket:
             flat = shards[0] if len(shards) == 1 else torch.cat(shards)
             self._moving = self._bucket.gather(flat, self._unsharded(), carries)
             return
+        for one in self.param_states:
+            one.copied(purpose)
         with offload.side_stream(self._bucket.device):
             flat = offload.joined(shards, self._bucket.device)
             self._moving = self._bucket.gather(flat, self._unsharded(), carries)
@@ -82,7 +84,7 @@ def update_buckets(
     known = frozenset(deferred)
     batches = in_batches(
         [one for one in param_states if one.is_updated_sharded],
-        alone=lambda one: is_unbucketed(local_of(one.param), one.shard_spec),
+        alone=lambda one: one.is_unbucketed("updated parameters"),
         key=lambda one: (one.axes, one.dtype, bool(unit_of(one.names, known))),
         size=lambda one: local_of(one.param).nbytes,
         limit=bucket_bytes,
@@ -155,7 +157,8 @@ class UpdateBucket:
         ]
         flat = torch.cat([shard.reshape(-1) for shard in shards])
         full = [torch.empty_like(local_of(one.param)) for one in self.param_states]
-        self._bucket.unpack(self._bucket.gather(flat, full), full)
+        carries = movements_of(self.param_states, "gradients, step", "unknown")
+        self._bucket.unpack(self._bucket.gather(flat, full, carries), full)
         return [
             (one.param, _torch.wrap(grad, _torch.spec_of(one.param)) if isinstance(one.param, DTensor) else grad)
             for one, grad, own_grad in zip(self.param_states, full, grads, strict=True)

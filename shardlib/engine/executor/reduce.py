@@ -412,7 +412,10 @@ class ReduceScatterBucket(ReduceBucket):
     def _to_host(self, param_state: ParamState, shard: torch.Tensor) -> torch.Tensor:
         """Begin to copy a shard to the host, where the plan offloads the gradient; backward goes on meanwhile."""
         shard = shard.to(param_state.param.dtype)
-        return self.executor.downloads.begin(shard) if "grad" in param_state.offloaded else shard
+        if "grad" not in param_state.offloaded:
+            return shard
+        param_state.copied("gradients")
+        return self.executor.downloads.begin(shard)
 
     def _shard_memory(self) -> torch.Tensor:
         """Return memory for this rank's shards: inside of the full gradient, where that is kept."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardlib._plan import Movement
 from shardlib.engine import _torch
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import ParamState, local_of
+from shardlib.engine.transport import Transport
 
 __all__ = ["Shared"]
 
@@ -27,16 +28,18 @@ class Shared:
     Attributes:
         names: all names of the parameter.
         param_state: its state on this rank; None if this rank does not hold it.
-        group: the ranks that hold the same shard of it; None if this rank is not one of them.
+        transport: the transport among the ranks that hold the same shard of it; None if this rank is not one of them.
         is_first: whether this rank is on the first of these stages, which counts the parameter in norms.
+        movements: the movement that sums its gradient over the stages; none if the plan has frozen it.
         prior: the accumulated gradient of earlier steps, while a step runs.
         summed: whether the gradient is already summed over the holders.
     """
 
     names: tuple[str, ...]
     param_state: ParamState | None
-    group: dist.ProcessGroup | None
+    transport: Transport | None
     is_first: bool
+    movements: tuple[Movement, ...] = ()
     prior: Any = None
     summed: bool = False
 
@@ -60,14 +63,14 @@ class Shared:
     @naming_lost_ranks("backward")
     def sum_up(self) -> None:
         """Sum the gradient over all holders, on all of them."""
-        if self.param_state is None or self.group is None:
+        if self.param_state is None or self.transport is None:
             return
         param = self.param_state.param
         if param.grad is None:
             param.grad = _zero_gradient(self.param_state)
         local = local_of(param.grad)
         sent = local if local.is_contiguous() else local.contiguous()
-        dist.all_reduce(sent, group=self.group)
+        self.transport.all_reduce(sent, self.movements).wait()
         if sent is not local:
             local.copy_(sent)
         self.summed = True
