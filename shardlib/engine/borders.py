@@ -138,7 +138,9 @@ def _reduce_gradient(tensor: torch.Tensor) -> torch.Tensor:
     placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
     if torch.compiler.is_compiling():
         return tensor.redistribute(placements=placements)
-    tensor.register_hook(lambda grad: None if grad.placements == placements else moved(grad, placements))
+    tensor.register_hook(
+        lambda grad: None if grad is None or grad.placements == placements else moved(grad, placements)
+    )
     return tensor
 
 

@@ -351,7 +351,7 @@ class GradientReducer:
         if isinstance(param.grad, DTensor) and not isinstance(param, DTensor):
             self._unwrap_gradients_of(param)
         self.begin()
-        if self.enabled:
+        if self.enabled and param.grad is not None:  # a backward function may return no gradient
             self._take(self._slots[self._index[id(param)]])
 
     @naming_lost_ranks("backward")
@@ -642,11 +642,29 @@ def begin_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor]
     return hook
 
 
-def _averaged(reducer: GradientReducer, axes: Axes, param_state: ParamState, grad: torch.Tensor) -> torch.Tensor:
+def _averaged(
+    reducer: GradientReducer, axes: Axes, param_state: ParamState, grad: torch.Tensor | None
+) -> torch.Tensor | None:
     """Average a gradient over data ranks, as a hook of one backward pass. All ranks ask for the same gradients."""
+    if grad is None:
+        _refuse_gradients_of_other_ranks(reducer, axes, param_state)
+        return None
     if not torch.is_grad_enabled():
         return reducer.averaged(param_state.lay_out(grad), axes)
     return _Mean.apply(grad, reducer, axes)
+
+
+def _refuse_gradients_of_other_ranks(reducer: GradientReducer, axes: Axes, param_state: ParamState) -> None:
+    """Take part in the mean of a gradient that the backward of this rank does not return; refuse one of other ranks.
+
+    Autograd does not let a hook put a tensor in the place of a gradient that is None.
+    """
+    if reducer.averaged(torch.zeros_like(param_state.memory), axes).count_nonzero():
+        raise ShardingError(
+            f'autograd.grad was asked for the gradient of "{param_state.name}", which the backward functions of other '
+            "data ranks return, and those of this rank do not. Return zeros instead of None from the backward function "
+            "on every rank, or call loss.backward() and read p.grad."
+        )
 
 
 class _Mean(torch.autograd.Function):

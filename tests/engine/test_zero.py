@@ -509,6 +509,73 @@ def test_a_parameter_that_some_ranks_leave_unused_has_a_gradient_and_one_that_al
     assert ranks(2).run(_unused, mode) == [["layers.2.weight"]] * 2
 
 
+class _Counted(nn.Module):
+    """Adds the number of nonzero elements, whose backward returns no gradient, or on one rank another norm."""
+
+    def __init__(self, order_of_one: float = 0.0) -> None:
+        super().__init__()
+        self.scale, self.out = nn.Parameter(torch.arange(1.0, 5.0)), nn.Linear(4, 4)
+        self.order_of_one = order_of_one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = self.order_of_one if dist.get_rank() else 0.0
+        return self.out(x).sum() + torch.linalg.norm(self.scale, order)
+
+
+_ON_TP = {"scale": "dim@tp", "out": "colwise"}
+_WITHOUT_GRADIENT = [
+    ("tp=2", {"**": None}, None),
+    ("tp=2", _ON_TP, None),
+    ("dp=2,tp=1", {"**": None}, None),
+    *[("dp=2,tp=1", {"**": None}, stage) for stage in ("zero(1)", "zero(2)", "zero(3)")],
+]
+
+
+def _undefined(mesh: str, rules: Any, stage: str | None, order_of_one: float = 0.0) -> tuple[float | None, list[float]]:
+    """The gradient of `scale` after three steps, of which the first two are one of two passes; its values then."""
+    torch.manual_seed(0)
+    transforms = [] if stage is None else [STAGES[stage]]
+    model = sl.shard_model(_Counted(order_of_one), mesh, rules, transforms=transforms, check=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for passes in (2, 1):
+        optimizer.zero_grad()
+        for each in range(passes):
+            with contextlib.nullcontext() if each == passes - 1 else sl.no_sync(model):
+                model(torch.ones(2, 4)).backward()
+        assert model.out.weight.grad is not None
+        optimizer.step()
+    grad = model.scale.grad
+    total = None if grad is None else float(getattr(grad, "full_tensor", lambda: grad)().abs().sum())
+    return total, sl.full_state_dict(model)["scale"].tolist()
+
+
+@pytest.mark.parametrize(("mesh", "rules", "stage"), _WITHOUT_GRADIENT)
+def test_a_backward_that_returns_no_gradient_leaves_a_parameter_as_on_one_device(ranks, mesh, rules, stage):
+    for total, values in ranks(2).run(_undefined, mesh, rules, stage):
+        assert not total and values == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("stage", [None, "zero(1)", "zero(2)", "zero(3)"])
+def test_a_gradient_that_one_rank_returns_is_averaged_with_zeros(ranks, stage):
+    """The norm of order 1 has a gradient of ones."""
+    for total, _ in ranks(2).run(_undefined, "dp=2", {"**": None}, stage, 1.0):
+        assert total == 2.0
+
+
+def _asked_for(order_of_one: float) -> torch.Tensor | None:
+    model = sl.shard_model(_Counted(order_of_one), "dp=2", {"**": None}, check=False)
+    return torch.autograd.grad(model(torch.ones(2, 4)), [model.scale], allow_unused=True)[0]
+
+
+def test_autograd_grad_returns_none_where_no_backward_returns_a_gradient(ranks):
+    assert ranks(2).run(_asked_for, 0.0) == [None, None]
+
+
+def test_autograd_grad_refuses_a_gradient_that_the_backward_of_one_rank_does_not_return(ranks):
+    with pytest.raises(ShardingError, match=r'autograd\.grad was asked for the gradient of "scale", which'):
+        ranks(2).run(_asked_for, 1.0)
+
+
 def test_a_model_without_blocks_and_one_with_uneven_sizes():
     model = ModelFactory(MLP, (("ins", 5), ("width", 7), ("outs", 3)))
     for stage in STAGES.values():
