@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 from torch.optim import lr_scheduler as of_torch
@@ -49,8 +50,7 @@ class _Warmed(of_torch.LRScheduler):
     _top = 0  # the first rate is reached so many steps after the last one of the warm-up
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int, last_epoch: int) -> None:
-        _check_steps(type(self).__name__, total_steps, warmup_steps)
-        self.total_steps, self.warmup_steps = int(total_steps), int(warmup_steps)
+        self.total_steps, self.warmup_steps = _whole_steps(type(self).__name__, total_steps, warmup_steps)
         if self.warmup_steps >= self.total_steps:
             self._warn()
         super().__init__(optimizer, last_epoch)
@@ -116,7 +116,7 @@ class CosineAnnealingLR(of_torch.CosineAnnealingLR):
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, eta_min: float = 0, last_epoch: int = -1) -> None:
-        _check_steps("CosineAnnealingLR", total_steps)
+        total_steps, _ = _whole_steps("CosineAnnealingLR", total_steps)
         super().__init__(optimizer, total_steps, eta_min=eta_min, last_epoch=last_epoch)
 
 
@@ -185,6 +185,8 @@ class FlatAnnealingLR(FlatAnnealingWarmupLR):
 class MultiStepLR(of_torch.MultiStepLR):
     """torch's; `total_steps` says how long training is, on which this schedule does not depend.
 
+    Warns if there are no milestones: the rate then stays.
+
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> _rates(MultiStepLR(optimizer, total_steps=4, milestones=[1, 3]), 4)
     [1.0, 0.1, 0.1, 0.01]
@@ -197,8 +199,17 @@ class MultiStepLR(of_torch.MultiStepLR):
         milestones: Sequence[int] | None = None,
         gamma: float = 0.1,
         last_epoch: int = -1,
+        *,
+        num_steps_per_epoch: int = -1,
     ) -> None:
-        super().__init__(optimizer, _milestones("MultiStepLR", milestones), gamma=gamma, last_epoch=last_epoch)
+        _warn_of_epochs("MultiStepLR", num_steps_per_epoch)
+        if not milestones:
+            warnings.warn(
+                f"MultiStepLR was given milestones={milestones!r}: the rate never drops. Give the steps at which it "
+                "does, as in [30, 60].",
+                stacklevel=2,
+            )
+        super().__init__(optimizer, sorted(map(int, milestones or ())), gamma=gamma, last_epoch=last_epoch)
 
 
 class MultiStepWarmupLR(_Warmed):
@@ -217,7 +228,10 @@ class MultiStepWarmupLR(_Warmed):
         milestones: Sequence[int] | None = None,
         gamma: float = 0.1,
         last_epoch: int = -1,
+        *,
+        num_steps_per_epoch: int = -1,
     ) -> None:
+        _warn_of_epochs("MultiStepWarmupLR", num_steps_per_epoch)
         self.milestones, self.gamma = _milestones("MultiStepWarmupLR", milestones), gamma
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
@@ -277,19 +291,54 @@ class OneCycleLR(of_torch.OneCycleLR):
     Args:
         optimizer: the optimizer whose rate and momentum are changed.
         total_steps: the number of steps of the cycle.
-        **options: options of torch's: pct_start, anneal_strategy, cycle_momentum, base_momentum, max_momentum,
-            div_factor, final_div_factor, three_phase, last_epoch.
+        pct_start: as torch's, like all that follow.
+        anneal_strategy: see there.
+        cycle_momentum: see there.
+        base_momentum: see there.
+        max_momentum: see there.
+        div_factor: see there.
+        final_div_factor: see there.
+        last_epoch: see there.
+        **options: further options of torch's, such as `three_phase`; `verbose`, which it no longer has, warns.
 
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
     >>> _rates(OneCycleLR(optimizer, total_steps=5, pct_start=0.4), 5)
     [0.04, 1.0, 0.75, 0.25, 0.0]
     """
 
-    def __init__(self, optimizer: Optimizer, total_steps: int, **options: Any) -> None:
-        _check_steps("OneCycleLR", total_steps)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        pct_start: float = 0.3,
+        anneal_strategy: Literal["cos", "linear"] = "cos",
+        cycle_momentum: bool = True,
+        base_momentum: float | list[float] = 0.85,
+        max_momentum: float | list[float] = 0.95,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        last_epoch: int = -1,
+        **options: Any,
+    ) -> None:
+        total_steps, _ = _whole_steps("OneCycleLR", total_steps)
+        if options.pop("verbose", None) is not None:
+            warnings.warn("OneCycleLR ignores verbose=: print get_last_lr() instead.", stacklevel=2)
         # A cycle that is gone on with has left its largest rate in the groups, beside the present one.
         largest = [group.get("max_lr", group["lr"]) for group in optimizer.param_groups]
-        super().__init__(optimizer, largest, total_steps=total_steps, **options)
+        super().__init__(
+            optimizer,
+            largest,
+            total_steps=total_steps,
+            pct_start=pct_start,
+            anneal_strategy=anneal_strategy,
+            cycle_momentum=cycle_momentum,
+            base_momentum=base_momentum,
+            max_momentum=max_momentum,
+            div_factor=div_factor,
+            final_div_factor=final_div_factor,
+            last_epoch=last_epoch,
+            **options,
+        )
 
 
 class LambdaLR(of_torch.LambdaLR):
@@ -371,13 +420,25 @@ def _cosine(base: Any, least: float, step: int, steps: int) -> Any:
     return least + (base - least) * ((1 + math.cos(math.pi * step / steps)) / 2)
 
 
-def _check_steps(who: str, total: Any, warmup: Any = 0) -> None:
-    are_integers = all(isinstance(n, int) and not isinstance(n, bool) for n in (total, warmup))
-    if not are_integers or total < 1 or warmup < 0:
+def _whole_steps(who: str, total: Any, warmup: Any = 0) -> tuple[int, int]:
+    """Return the numbers of steps as `int`; numpy's integers, and floats such as 10.0, are whole numbers too."""
+    total_steps, warmup_steps = _whole(total), _whole(warmup)
+    if total_steps is None or warmup_steps is None or total_steps < 1 or warmup_steps < 0:
         raise InputError(
             f"{who} was given total_steps={total!r} and warmup_steps={warmup!r}; give whole numbers: steps in all from "
             "1 up, those of the warm-up from 0 up."
         )
+    return total_steps, warmup_steps
+
+
+def _whole(number: Any) -> int | None:
+    is_whole = isinstance(number, Real) and not isinstance(number, bool) and math.isfinite(number)
+    return int(number) if is_whole and number == int(number) else None
+
+
+def _warn_of_epochs(who: str, num_steps_per_epoch: int) -> None:
+    if num_steps_per_epoch != -1:
+        warnings.warn(f"{who} ignores num_steps_per_epoch=: milestones are steps, not epochs.", stacklevel=3)
 
 
 def _milestones(who: str, given: Sequence[int] | None) -> list[int]:

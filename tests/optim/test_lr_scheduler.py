@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -128,6 +129,57 @@ def test_a_warm_up_longer_than_training_warns_and_goes_on(
     assert found[50:] == [LR] * 5
 
 
+# What ColossalAI's classes take, some of it without any effect there.
+_TAKEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    "no milestones": (lambda o: ours.MultiStepLR(o, 4), lambda o: ours.LambdaLR(o, 4, lambda t: 1.0), "never drops"),
+    "empty milestones": (
+        lambda o: ours.MultiStepLR(o, 4, milestones=[]),
+        lambda o: ours.LambdaLR(o, 4, lambda t: 1.0),
+        "never drops",
+    ),
+    "steps of an epoch": (
+        lambda o: ours.MultiStepLR(o, 4, [2], num_steps_per_epoch=7),
+        lambda o: ours.MultiStepLR(o, 4, [2]),
+        "milestones are steps, not epochs",
+    ),
+    "steps of an epoch, warm": (
+        lambda o: ours.MultiStepWarmupLR(o, 4, 1, [2], num_steps_per_epoch=7),
+        lambda o: ours.MultiStepWarmupLR(o, 4, 1, [2]),
+        "milestones are steps, not epochs",
+    ),
+    "a cycle that speaks": (
+        lambda o: ours.OneCycleLR(o, 8, verbose=False),
+        lambda o: ours.OneCycleLR(o, 8),
+        "ignores verbose=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _TAKEN)
+def test_an_argument_without_an_effect_warns_and_has_none(name: str):
+    make, same, words = _TAKEN[name]
+    with pytest.warns(UserWarning, match=words) as said:
+        scheduler = make(new())
+    assert said[0].filename == __file__
+    assert rates(scheduler, 4) == rates(same(new()), 4)
+
+
+@pytest.mark.parametrize("number", [np.int64, float, np.float32])
+def test_whole_numbers_are_steps_whatever_their_type(number: Callable[[int], Any]):
+    for name in ("LinearWarmupLR", "CosineAnnealingWarmupLR"):
+        make = getattr(ours, name)
+        assert rates(make(new(), number(T), number(W)), T) == rates(make(new(), T, W), T)
+    assert rates(ours.OneCycleLR(new(), number(T)), T - 1) == rates(ours.OneCycleLR(new(), T), T - 1)
+
+
+def test_a_cycle_takes_options_in_their_order():
+    by_place = ours.OneCycleLR(new(), 8, 0.25, "linear", False, 0.8, 0.9, 5.0, 50.0)
+    by_name = ours.OneCycleLR(
+        new(), 8, pct_start=0.25, anneal_strategy="linear", cycle_momentum=False, div_factor=5.0, final_div_factor=50.0
+    )
+    assert rates(by_place, 7) == rates(by_name, 7)
+
+
 MAKERS: dict[str, Callable[[Any, int, int], Any]] = {
     "LinearWarmupLR": lambda o, t, w: ours.LinearWarmupLR(o, t, w),
     "CosineAnnealingLR": lambda o, t, w: ours.CosineAnnealingLR(o, t, eta_min=0.01),
@@ -191,7 +243,9 @@ def _from_epoch(name: str, optimizer: Any, total: int, warmup: int, at: int) -> 
         (lambda: ours.LinearWarmupLR(new(), 5, -1), ["total_steps=5", "warmup_steps=-1"]),
         (lambda: ours.CosineAnnealingLR(new(), 0), ["total_steps=0"]),
         (lambda: ours.CosineAnnealingWarmupLR(new(), 10.5), ["10.5", "whole numbers"]),
-        (lambda: ours.MultiStepLR(new(), 5), ["milestones=None", "[30, 60]"]),
+        (lambda: ours.CosineAnnealingWarmupLR(new(), True), ["True", "whole numbers"]),
+        (lambda: ours.OneCycleLR(new(), float("nan")), ["nan", "whole numbers"]),
+        (lambda: ours.MultiStepWarmupLR(new(), 5), ["milestones=None", "[30, 60]"]),
         (lambda: ours.FlatAnnealingLR(new(), 5, 1.5), ["pct_start=1.5"]),
         (lambda: ours.PolynomialLR(new(), 5, end_lr=-1.0), ["end_lr=-1.0"]),
         (lambda: ours.LambdaLR(new(), 5), ["no lr_lambda"]),
