@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlib._again import is_again
+from shardlib._same_mesh import ranks_ask_for, tell_of
 from shardlib.errors import MeshError, nearest
 
 __all__ = ["AxisKind", "MeshShape", "default_device_type", "device_here", "mesh", "rank_groups", "register_axis"]
@@ -379,8 +380,11 @@ def mesh(
             long counts as lost. By default that of the process group, half an hour where torch chose it.
         **axes: names and sizes, instead of `spec`.
 
+    Every rank of the job calls it, with the same mesh, which ranks compare before they make process groups.
+
     Raises:
-        MeshError: the sizes do not multiply to the number of processes; a timeout that is not positive.
+        MeshError: the sizes do not multiply to the number of processes; a timeout that is not positive; ranks that ask
+            for different meshes.
 
     Example:
         >>> mesh("dp=1,tp=1").mesh_dim_names  # doctest: +SKIP
@@ -394,8 +398,13 @@ def mesh(
     if spec is not None and axes:
         raise MeshError(f'Give the mesh once: as "{shape}" or as keywords ({_listed(axes)}), not both.')
     device_type = device_type or default_device_type()
-    shape = shape.resolve(_world_size())
+    try:
+        shape = shape.resolve(_world_size())
+    except MeshError:
+        tell_of(f'"{shape}" on {device_type}')
+        raise
     _ensure_process_group(device_type, limit)
+    ranks_ask_for(f'"{shape}" on {device_type}', limit)
     order = _order(shape)
     if order is None:
         made = init_device_mesh(device_type, shape.sizes, mesh_dim_names=shape.names)

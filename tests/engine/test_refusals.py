@@ -46,6 +46,45 @@ def test_mesh_of_another_size_than_the_job(ranks):
     )
 
 
+def _of_rank(texts: list[str], call: Callable[[str], Any]) -> str:
+    return _message(MeshError, lambda: call(texts[dist.get_rank()]))
+
+
+@pytest.mark.parametrize("call", [sl.mesh, lambda mesh: sl.shard_model(_mlp(), mesh, {"**": None})])
+def test_ranks_that_ask_for_different_meshes(ranks, call):
+    """Rank 0, which may keep the store, is among the many and is the only other one."""
+    for texts, told in (
+        (["dp=2,tp=2", "dp=4", "dp=2,tp=-1", "dp=2,tp=2"], [("0, 2, 3", "dp=2,tp=2"), ("1", "dp=4")]),
+        (["tp=4", "dp=4", "dp=4", "dp=4"], [("0", "tp=4"), ("1, 2, 3", "dp=4")]),
+    ):
+        assert set(ranks(4).run(_of_rank, texts, call, timeout=60)) == {
+            "The ranks ask for different meshes:\n"
+            + "".join(f'  rank {which}: "{mesh}" on cpu\n' for which, mesh in told)
+            + "Give every rank the same mesh; do not let it depend on the rank."
+        }
+
+
+def test_one_rank_asks_for_a_mesh_that_cannot_be(ranks):
+    first, *others = ranks(3).run(_of_rank, ["dp=2", "dp=3", "dp=3"], sl.mesh, timeout=60)
+    assert first.startswith('Mesh "dp=2" needs 2 processes, but 3 are running.')
+    assert set(others) == {
+        'The ranks ask for different meshes:\n  rank 0: "dp=2" on cpu\n  rank 1, 2: "dp=3" on cpu\n'
+        "Give every rank the same mesh; do not let it depend on the rank."
+    }
+
+
+def _alone() -> str:
+    if dist.get_rank():
+        return ""
+    return _message(MeshError, lambda: sl.mesh("dp=2", timeout=0.5))
+
+
+def test_a_mesh_that_other_ranks_do_not_ask_for(ranks):
+    told = ranks(2).run(_alone)[0]
+    assert told.startswith('Rank 0 asked for mesh "dp=2" on cpu, and waited in vain for the other ranks: ')
+    assert told.endswith("\nEvery rank of the job has to ask for the same mesh.")
+
+
 def _twice() -> str:
     model = sl.shard_model(_mlp(), "tp=2", RULES)
     return _message(ShardingError, lambda: sl.shard_model(model, "tp=2", RULES))

@@ -21,7 +21,7 @@ from tests.house import source
 # below only what is on top; what chooses between the two engines imports it, when it is asked for.
 ROOMS = [
     ("errors", "_again", "_supported"),
-    ("_mesh",),
+    ("_mesh", "_same_mesh"),
     ("layout",),
     ("rules", "layouts"),
     ("_plan",),
