@@ -65,7 +65,7 @@ class LostRankError(ShardlibError):
 
     Attributes:
         ranks: the ranks that were lost first; empty if all answered again after a timeout.
-        phase: the phase in which this rank noticed: "forward", "backward" or "step".
+        phase: the phase in which this rank noticed: "sharding", "forward", "backward" or "step".
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = (), phase: str = "") -> None:

@@ -23,8 +23,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -215,6 +215,11 @@ class _StoreClient:
     def __init__(self, store: dist.Store, token: str) -> None:
         self._store: dist.Store | None = dist.PrefixStore(f"shardlib/lost/{token}", store)
 
+    @property
+    def answers(self) -> bool:
+        """Whether the store has answered every question so far."""
+        return self._store is not None
+
     def _ask(self, question: Callable[[dist.Store], T]) -> T | None:
         """Return the store's answer; None, also for all later calls, if it does not answer."""
         store = self._store
@@ -269,11 +274,12 @@ class _StoreClient:
 
 
 class _JobMembers:
-    """The ranks that train together, and their processes."""
+    """The ranks that train together, and their processes as far as they are known."""
 
-    def __init__(self, members: Sequence[_Member], token: str) -> None:
+    def __init__(self, members: Iterable[_Member], token: str, ranks: Iterable[int] = ()) -> None:
         self.rank = dist.get_rank()
         self.members = {member.rank: member for member in members}
+        self.ranks = sorted({*self.members, *ranks})
         self._token = token
 
     def store(self) -> _StoreClient:
@@ -286,7 +292,20 @@ class _JobMembers:
         store.answer(self.rank)
         _within(_STORE_TIMEOUT, _close_connections)
         finding = self._search(store, time.monotonic() + _ANSWER_TIMEOUT)
-        return LostRankError(self._message(store, finding, phase, error), finding.ranks, phase)
+        message = self._message(store, finding, phase, error)
+        self._stay_for_others(store, finding)
+        return LostRankError(message, finding.ranks, phase)
+
+    def _stay_for_others(self, store: _StoreClient, finding: _Finding) -> None:
+        """Tell that this rank knows the finding; on rank 0, wait a few seconds until all others do.
+
+        Rank 0 usually keeps the job's store, which ends with its process.
+        """
+        store.write("knows", self.rank, "1")
+        others = [rank for rank in self.ranks if rank not in finding.ranks]
+        until = time.monotonic() + _ANSWER_TIMEOUT
+        while self.rank == 0 and store.answers and store.texts("knows", others) is None and time.monotonic() < until:
+            time.sleep(_POLL_INTERVAL)
 
     def _search(self, store: _StoreClient, until: float) -> _Finding:
         while True:
@@ -294,9 +313,9 @@ class _JobMembers:
                 return first
             for condition in ("ended", "stopped"):
                 if ranks := self._on_this_machine(condition):
-                    return store.claim(_Finding(ranks, condition))
+                    return store.claim(_Finding(_first_of(ranks, store), condition))
             if time.monotonic() >= until:
-                silent = store.silent(rank for rank in sorted(self.members) if rank != self.rank)
+                silent = store.silent(rank for rank in self.ranks if rank != self.rank)
                 return _Finding((), "unknown") if silent is None else store.claim(_Finding(tuple(silent), "silent"))
             time.sleep(_POLL_INTERVAL)
 
@@ -311,6 +330,8 @@ class _JobMembers:
             happened = f"A rank was lost, and the job's store with it, which could have said which one ({error})"
         elif not finding.ranks:
             happened = f"The ranks lost each other, and all of them answer now ({error})"
+        elif not store.answers and 0 not in finding.ranks and 0 in self._on_this_machine(finding.how):
+            happened += ". Rank 0 has ended too, and the job's store with it"
         return (
             f'{happened[:1].upper()}{happened[1:]}. Rank {self.rank} was in phase "{phase}" and cannot go on: end it, '
             "start the job again, and load the last checkpoint."
@@ -328,20 +349,48 @@ class _JobMembers:
         return f"rank {rank}{where} {gone}{f', after it raised {raised}' if raised else ''}"
 
 
+def _first_of(ended: tuple[int, ...], store: _StoreClient) -> tuple[int, ...]:
+    """Return the ranks that may have ended first.
+
+    Rank 0 ends when it has found another lost, and the job's store with it. Where other ranks have ended too, and no
+    store can say which was first, it is not taken for the cause.
+    """
+    others = tuple(rank for rank in ended if rank != 0)
+    return ended if store.answers or not others else others
+
+
 _known: list[tuple[weakref.ref[Any], _JobMembers]] = []
 
 
 def meet(group: dist.ProcessGroup | None) -> None:
-    """Exchange the processes of a group's ranks, so that a lost one can be found. Collective over the group."""
+    """Exchange the processes of a group's ranks, so that a lost one can be found. Collective over the group.
+
+    Each rank has its process in the job's store before: one that is lost meanwhile can be found there.
+    """
     if group is None or dist.get_world_size(group) == 1:
         return
-    members_and_tokens = agree.exchange((_Member.of_this_process(), secrets.token_hex(8)), group)
+    own = _Member.of_this_process()
+    _StoreClient(_torch.default_store(), "").write("member", own.rank, json.dumps(astuple(own)))
+    try:
+        answers = agree.exchange([astuple(own), secrets.token_hex(8)], group)
+    except Exception as error:
+        if not _is_about_a_peer(error):
+            raise
+        raise _members_in_store(group).find_lost(error, "sharding") from error
     before = _job_members()
     members = {
         **(before.members if before is not None else {}),
-        **{member.rank: member for member, _ in members_and_tokens},
+        **{member.rank: member for member in (_Member(*fields) for fields, _ in answers)},
     }
-    _known[:] = [(weakref.ref(dist.group.WORLD), _JobMembers(list(members.values()), members_and_tokens[0][1]))]
+    _known[:] = [(weakref.ref(dist.group.WORLD), _JobMembers(members.values(), answers[0][1]))]
+
+
+def _members_in_store(group: dist.ProcessGroup) -> _JobMembers:
+    """Return the members of a group whose ranks could not exchange them."""
+    store, ranks = _StoreClient(_torch.default_store(), ""), dist.get_process_group_ranks(group)
+    found = [text for rank in ranks for text in store.texts("member", [rank]) or []]
+    members = [_Member(*json.loads(text)) for text in found] or [_Member.of_this_process()]
+    return _JobMembers(members, "", ranks)
 
 
 def all_say(what: str, text: str, ranks: Collection[int]) -> bool:

@@ -26,7 +26,7 @@ from torch import nn
 import shardlib as sl
 from shardlib import MeshShape, checkpoint
 from shardlib.checkpoint import _save
-from shardlib.engine import _torch, lost
+from shardlib.engine import _torch, agree, lost
 from shardlib.engine.executor.bucket import Bucket
 from shardlib.engine.executor.reduce import AllReduceBucket
 from shardlib.errors import CheckpointError, LostRankError, MeshError
@@ -59,12 +59,14 @@ class Fault:
     """Where a rank is lost, and how.
 
     Attributes:
-        where: "forward", at its beginning; "backward", in the middle of it; "exchange", when gradients move;
+        where: "meeting", before ranks exchange their processes in `shard_model`; "sharding", after that; "forward", at
+            its beginning; "backward", in the middle of it; "exchange", when gradients move;
             "update", when it has updated its part and parts are not gathered yet; "save", while it writes.
         how: "kill", "stop", "sleep" or "raise".
         linger: survivors keep their processes until all of them know, as in a notebook.
         timeout: of the process groups, in seconds.
         keeps_store: the job's store is on the lost rank.
+        outlived: rank 0 has the job's store, and ends before rank 1 notices anything.
     """
 
     where: str
@@ -74,6 +76,7 @@ class Fault:
     linger: bool = True
     timeout: float | None = None
     keeps_store: bool = False
+    outlived: bool = False
 
     def strike(self, *_: Any) -> None:
         if self.how == "raise":
@@ -81,6 +84,13 @@ class Fault:
         if self.how != "sleep":
             os.kill(os.getpid(), signal.SIGSTOP if self.how == "stop" else signal.SIGKILL)
         time.sleep(60)
+
+    def arm_sharding(self) -> None:
+        """Let this process be lost when it next shards a model."""
+        if self.where == "meeting":
+            lost.meet = self.strike
+        elif self.where == "sharding":
+            agree.weights_agree = self.strike
 
     def arm(self, run: training.Run) -> None:
         """Let this process be lost when it next comes there."""
@@ -103,12 +113,18 @@ def _train(case: Case, fault: Fault, folder: str, end: int, saving: bool) -> Non
     sl.mesh(str(case.mesh), timeout=fault.timeout)
     if fault.keeps_store:
         _keep_store_on(fault.rank)
-    run, checkpoints = training.Run(case), checkpoint.Checkpoints(folder)
+    if fault.outlived:
+        _keep_store_on(0)
     begin = time.monotonic()
     try:
+        if dist.get_rank() == fault.rank:
+            fault.arm_sharding()
+        run, checkpoints = training.Run(case), checkpoint.Checkpoints(folder)
         for step in range(end):
             if step == fault.step and dist.get_rank() == fault.rank:
                 fault.arm(run)
+            if step == fault.step and fault.outlived:
+                _end_soon_or_late(fault)
             begin = time.monotonic()
             run.train([step])
             if saving:
@@ -118,6 +134,17 @@ def _train(case: Case, fault: Fault, folder: str, end: int, saving: bool) -> Non
         _write(Path(folder), told)
         if fault.linger:
             _wait_for_others(Path(folder), case.mesh.world_size - 1)
+
+
+def _end_soon_or_late(fault: Fault) -> None:
+    """Rank 0 does not wait for others before it ends, and rank 1 does not go on before both others have ended."""
+    if dist.get_rank() == 0:
+        lost._ANSWER_TIMEOUT = 0.1
+    if dist.get_rank() == 1:
+        job = lost._job_members()
+        assert job is not None
+        for rank in (0, fault.rank):
+            assert _becomes(job.members[rank], "ended", within=60)
 
 
 def _keep_store_on(rank: int) -> None:
@@ -196,6 +223,43 @@ def test_a_rank_that_keeps_the_store_is_named_too(tmp_path: Path, how: str):
     told = _lose(tmp_path, _case("dp=2,tp=2", 0), fault)
     assert [each["ranks"] for each in told.values()] == [[0]] * 3
     assert max(each["seconds"] for each in told.values()) < _CHOSEN + _SECONDS
+
+
+@pytest.mark.parametrize(("where", "keeps_store"), [("meeting", False), ("sharding", False), ("sharding", True)])
+def test_a_rank_that_is_lost_while_a_model_is_sharded_is_named(tmp_path: Path, where: str, keeps_store: bool):
+    fault = Fault(where, rank=0 if keeps_store else 2, keeps_store=keeps_store)
+    told = _lose(tmp_path, _case("dp=3,tp=1", 0), fault)
+    assert {(*each["ranks"], each["phase"]) for each in told.values()} == {(fault.rank, "sharding")}
+    assert max(each["seconds"] for each in told.values()) < _SECONDS + lost._ANSWER_TIMEOUT
+
+
+def test_a_rank_that_raises_while_a_model_is_sharded_is_named_with_what_it_raised(tmp_path: Path):
+    (told,) = _lose(tmp_path, _case("dp=2,tp=1", 1), Fault("sharding", how="raise")).values()
+    assert (told["ranks"], told["phase"]) == ([1], "sharding")
+    assert "has ended, after it raised ZeroDivisionError: a mistake." in told["message"]
+
+
+def test_rank_0_that_ends_because_of_another_is_not_taken_for_the_cause(tmp_path: Path):
+    """Rank 0 meets rank 2 in forward, and rank 1 alone meets rank 0 later, in backward."""
+    told = _lose(tmp_path, _case("tp=2,dp=2", 0), Fault("forward", rank=2, linger=False, outlived=True))
+    assert {rank: each["ranks"] for rank, each in told.items()} == {0: [2], 1: [2], 3: [2]}
+    assert "has ended. Rank 0 has ended too, and the job's store with it. Rank 1 was in" in told[1]["message"]
+
+
+def _staying() -> bool:
+    """Whether rank 1 knew the finding when rank 0 went on, which began to wait long before."""
+    lost._ANSWER_TIMEOUT = 100.0
+    lost.meet(dist.group.WORLD)
+    job = lost._job_members()
+    assert job is not None
+    if dist.get_rank():
+        time.sleep(0.5)
+    job._stay_for_others(job.store(), lost._Finding((2,), "ended"))
+    return job.store().texts("knows", [0, 1]) is not None or dist.get_rank() > 0
+
+
+def test_rank_0_stays_until_the_others_know_which_rank_is_lost():
+    assert shared_pool(2).run(_staying) == [True, True]
 
 
 def test_a_rank_that_raised_is_named_with_what_it_raised(tmp_path: Path):
@@ -357,8 +421,8 @@ def test_conditions_of_processes():
     assert member.condition() == "ended"
 
 
-def _becomes(member: Any, condition: str) -> bool:
-    until = time.monotonic() + 10
+def _becomes(member: Any, condition: str, within: float = 10) -> bool:
+    until = time.monotonic() + within
     while member.condition() != condition and time.monotonic() < until:
         time.sleep(0.01)
     return member.condition() == condition

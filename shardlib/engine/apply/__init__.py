@@ -37,6 +37,7 @@ from shardlib.engine.apply.parameters import casting, install_fp8, install_param
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.shard import shard_tensors
 from shardlib.engine.compile import check_backend
+from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import local_of
 from shardlib.engine.pipeline import stages, weigh
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
@@ -101,6 +102,7 @@ def shard_model(
         MeshError: the mesh size is not the number of processes.
         ShardingError: the model is already sharded, or ranks pass different models.
         CheckpointError: `init` does not fit the model.
+        LostRankError: another rank has ended, or did not answer in time.
 
     Example:
         >>> import torch
@@ -177,6 +179,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return record_of(model).reducer.no_sync()
 
 
+@naming_lost_ranks("sharding")
 def apply_plan(
     model: nn.Module,
     plan_: Plan,

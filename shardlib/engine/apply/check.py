@@ -125,7 +125,7 @@ def warn_of_idle_axes(rank_plan: RankPlan) -> None:
 
 
 def ranks_agree(model: nn.Module, lines: Sequence[str], group: dist.ProcessGroup | None, *, exact_random: bool) -> None:
-    """Compare what all ranks of a group must have in common, and exchange their processes. Collective over the group.
+    """Exchange the processes of a group's ranks, and compare what these must have in common. Collective over the group.
 
     Args:
         model: the model before it changes.
@@ -136,12 +136,12 @@ def ranks_agree(model: nn.Module, lines: Sequence[str], group: dist.ProcessGroup
     Raises:
         PlanError, ShardingError: ranks have different plans or weights.
     """
+    lost.meet(group)
     settings = ['rng="exact"'] if exact_random else []
     if (chosen := transport.chosen()) is not None:
         settings.append(f'{transport.VARIABLE}="{chosen}"')
     agree.plans_agree([*lines, *settings], group)
     agree.weights_agree(agree.all_tensors(model), group)
-    lost.meet(group)
 
 
 def input_check(rank_plan: RankPlan, *, compare: bool) -> Callable[..., None]:
