@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardlib._store import listening_store
 from shardlib.booster.config import Config
 from shardlib.errors import LaunchError, nearest
 
@@ -410,15 +411,19 @@ def _meet(asked: Launched, limit: timedelta | None) -> None:
                 timeout=limit,
             )
             return
-        store = dist.TCPStore(
-            asked.host, asked.port, asked.world_size, is_master=asked.rank == 0, timeout=limit or _PATIENCE
-        )
+        store = _store(asked, limit or _PATIENCE)
         dist.init_process_group(asked.backend, store=store, rank=asked.rank, world_size=asked.world_size, timeout=limit)
-    except dist.DistError as fault:
+    except (dist.DistError, OSError) as fault:
         raise LaunchError(
             f"Rank {asked.rank} of {asked.world_size} did not meet the others at {_address(asked)}: {fault}\nIs rank 0 "
             "started, and on that host? Do all ranks name the same host, port and world_size? Is the port free there?"
         ) from fault
+
+
+def _store(asked: Launched, patience: timedelta) -> dist.Store:
+    if asked.rank == 0:
+        return listening_store(asked.host, asked.port, asked.world_size, timeout=patience, wait_for_workers=True)
+    return dist.TCPStore(asked.host, asked.port, asked.world_size, is_master=False, timeout=patience)
 
 
 def _is_the_agents(asked: Launched) -> bool:

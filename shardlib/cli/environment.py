@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardlib._store import listening_store
+
 __all__ = ["environment", "text", "version"]
 
 _PACKAGES = ("shardlib", "transformers", "safetensors", "jax", "peft", "numpy")
@@ -123,7 +125,7 @@ def version(package: str) -> str:
 def _meeting(host: str) -> bool | str:
     """Check that a rank can listen at a name and another rank can connect to it; return the problem, if any."""
     try:
-        listens = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+        listens = listening_store(host, 0, timeout=timedelta(seconds=5), wait_for_workers=False)
         joins = dist.TCPStore(host, listens.port, is_master=False, timeout=timedelta(seconds=5))
         joins.set("met", "yes")
         return bool(listens.get("met") == b"yes")

@@ -98,9 +98,9 @@ class _Rank:
 
     def open_store(self) -> int:
         """Open the store at which the ranks of a pool meet, and return its port, which the system chose."""
-        import torch.distributed as dist
+        from shardlib._store import listening_store
 
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = listening_store("127.0.0.1", 0, wait_for_workers=False)
         return self.store.port
 
     def say_where_it_stands(self, questions: Connection) -> None:

@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardlib._store import listening_store
 from shardlib.booster import Launched, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from shardlib.errors import LaunchError
+from tests import listening
 
 VARIABLES = {
     "launch_from_torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -103,6 +105,27 @@ def test_ranks_meet_and_draw_alike(ranks, port: int, way: Callable[..., Launched
         assert (job.rank, job.world_size, job.local_rank) == (rank, 2, rank if local else None)
         assert (job.host, job.port, job.seed, job.device) == (host.strip("[]"), port, 7, torch.device("cpu"))
         assert (job.config.mine, total, backend, drawn) == (3, 3, "gloo", expected)
+
+
+def _listening(host: str, port: int) -> set[str]:
+    rank, size = _alone()
+    launch(rank, size, host, port, verbose=False)
+    dist.barrier()
+    found = listening.addresses(port)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_a_job_of_this_machine_listens_for_no_other_machine(ranks, port: int, host: str):
+    for found in ranks(2).run(_listening, host, port):
+        assert len(found) == 1 and found <= {"127.0.0.1", "::1"}
+
+
+def test_a_job_of_several_machines_listens_for_them(monkeypatch, port: int):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("192.0.2.1", port))])
+    store = listening_store("127.0.0.1", port, wait_for_workers=False)
+    assert store.port == port and not listening.addresses(port) & {"127.0.0.1", "::1"}
 
 
 def _twice(port: int) -> list[Any]:

@@ -33,6 +33,7 @@ import shardlib as sl
 from shardlib.testing._pool import HangError, RankDied, RankError, Ranks
 from shardlib.testing._pool import ranks as own_pool
 from shardlib.testing._standing import Standing, explain
+from tests import listening
 
 # --- carrying ------------------------------------------------------------------------------------------------------
 
@@ -40,6 +41,11 @@ from shardlib.testing._standing import Standing, explain
 class Box:
     def __init__(self, content: Any) -> None:
         self.content = content
+
+
+def test_ranks_meet_where_no_other_machine_listens(ranks: Ranks):
+    ranks(2).run(dist.get_rank)
+    assert listening.addresses(ranks.workers.port) == {"127.0.0.1"}
 
 
 def _device_of_a_mesh_beside_an_accelerator() -> str:

@@ -1,0 +1,55 @@
+"""The store at which ranks meet: it listens where it was asked to."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["listening_store"]
+
+
+def listening_store(
+    host: str, port: int, world_size: int | None = None, *, timeout: timedelta | None = None, wait_for_workers: bool
+) -> dist.TCPStore:
+    """Return a store that this process keeps; at a loopback address it listens there only, so that no other machine
+    reaches it.
+
+    At any other address it listens on all interfaces, as torch's does: other machines may know this one by another
+    address than its own name leads to.
+
+    Args:
+        host: a name or an address.
+        port: the port; 0 lets the system choose.
+        world_size: the number of ranks that will come.
+        timeout: the time limit of its operations.
+        wait_for_workers: whether to wait until all ranks have come.
+
+    Raises:
+        OSError: the port is taken.
+        DistError: the ranks did not come.
+    """
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": wait_for_workers}
+    if timeout is not None:
+        options["timeout"] = timeout
+    if (address := _loopback_address(host, port)) is None:
+        return dist.TCPStore(host, port, world_size, **options)
+    family, where = address
+    with socket.create_server(where, family=family, backlog=socket.SOMAXCONN) as listening:
+        port = listening.getsockname()[1]
+        return dist.TCPStore(host, port, world_size, master_listen_fd=listening.detach(), **options)
+
+
+def _loopback_address(host: str, port: int) -> tuple[int, Any] | None:
+    """Return the family and the socket address of a host's name, if that leads to this machine alone."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:  # torch names the host in its own error
+        return None
+    if not all(ipaddress.ip_address(where[0]).is_loopback for *_, where in found):
+        return None
+    family, _, _, _, where = found[0]
+    return family, where
