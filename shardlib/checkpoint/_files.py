@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from shardlib.checkpoint._boxes import Box
+from shardlib.checkpoint._folder import Folder
 from shardlib.errors import CheckpointError
 
 __all__ = [
@@ -187,19 +187,18 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def checksum(path: Path) -> str:
-    """Return the CRC-32 of a file, as text."""
+def checksum(file: BinaryIO) -> str:
+    """Return the CRC-32 of an open file, as text."""
     crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
+    while chunk := file.read(_CHUNK):
+        crc = zlib.crc32(chunk, crc)
     return f"{crc:08x}"
 
 
 class Readers:
     """Open safetensors files of one checkpoint; slices of their tensors."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
@@ -212,43 +211,44 @@ class Readers:
 
     def open(self, file: str) -> None:
         """Open a file now, so that later reads are not affected by a replacement of the file."""
-        try:
-            self._handle(file)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f'"{self._folder / file}" cannot be read as safetensors: {error}.') from error
+        self._handle(file)
 
     def read(self, file: str, name: str, dtype: torch.dtype, shape: tuple[int, ...], part: Box) -> torch.Tensor:
         """Read a part of a tensor in a file, which must have that dtype and shape."""
+        handle = self._handle(file)
         try:
-            handle = self._handle(file)
             source = handle.get_slice(name)
             found = DTYPES.get(source.get_dtype()), tuple(source.get_shape())
             if found != (dtype, shape):
                 raise CheckpointError(
-                    f'"{self._folder / file}" holds "{name}" as {found[0]} of shape {found[1]}, but should hold '
+                    f'"{self._folder.path / file}" holds "{name}" as {found[0]} of shape {found[1]}, but should hold '
                     f"{dtype} of shape {shape}. The file is not the one that was saved; use another checkpoint."
                 )
             return source[part.slices] if part.sizes else handle.get_tensor(name)
         except (SafetensorError, OSError, ValueError, TypeError) as error:
             raise CheckpointError(
-                f'"{self._folder / file}" cannot be read as safetensors for "{name}": {error}. The file is damaged; '
-                "use another checkpoint."
+                f'"{self._folder.path / file}" cannot be read as safetensors for "{name}": {error}. The file is '
+                "damaged; use another checkpoint."
             ) from error
 
     def headers(self, file: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of every tensor of a file."""
-        self.open(file)
-        handle = self._open[file]
+        handle = self._handle(file)
         try:
             found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  it is not a mapping
             return {name: (DTYPES[s.get_dtype()], tuple(s.get_shape())) for name, s in found.items()}
         except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f'"{self._folder / file}" cannot be read as safetensors: {error}.') from error
+            raise self._unreadable(file, error) from error
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
-            path = self._folder / file
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                raise CheckpointError(f'"{path}" is not a regular file. Use another checkpoint.')
-            self._open[file] = self._stack.enter_context(safe_open(str(path), framework="pt"))
+            with self._folder.open(file) as opened:
+                try:
+                    handle = safe_open(self._folder.address(opened, file), framework="pt")
+                    self._open[file] = self._stack.enter_context(handle)
+                except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+                    raise self._unreadable(file, error) from error
         return self._open[file]
+
+    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f'"{self._folder.path / file}" cannot be read as safetensors: {error}.')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -119,8 +120,9 @@ def load(
     everyone = peers(f'loading "{given}"', timeout)
     everyone.run("check arguments", lambda: _check(model, optimizer, verify))
     folder, text = everyone.first("read manifest", lambda: found(given))
-    source = everyone.run("read manifest", lambda: opened(Path(str(folder)), text, model, names, transpose))
-    with source.readers() as readers:
+    with ExitStack() as keep:
+        source = everyone.run("read manifest", lambda: opened(keep, Path(str(folder)), text, model, names, transpose))
+        readers = keep.enter_context(source.readers())
         work = _Work(source, everyone, model, optimizer, weights, strict, cast, verify, readers)
         everyone.run("compare", work.compare)
         everyone.run("verify", lambda: source.reading(work.verify))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from torch import nn
 from shardlib.checkpoint import _orbax, _paths
 from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._files import Readers, checksum
+from shardlib.checkpoint._folder import Folder
 from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
 from shardlib.checkpoint._peers import described
 from shardlib.checkpoint._permuted import Permuted, Reading, Transpose, permutations
@@ -26,6 +29,7 @@ from shardlib.errors import CheckpointError, nearest
 __all__ = ["Names", "Opened", "Transpose", "found", "opened"]
 
 T = TypeVar("T")
+_Header = tuple[int, torch.dtype, tuple[int, ...]]
 Names = Callable[[str], str | None] | Mapping[str, str | None] | None
 
 
@@ -34,20 +38,23 @@ class Opened:
     """A checkpoint, ours or foreign, before any tensor is read.
 
     Attributes:
-        folder: the folder of the checkpoint.
+        held: the folder of the checkpoint, open.
         manifest: the contents of the checkpoint.
         foreign: whether others wrote it.
         orbax: whether that was orbax.
         dims: permutations of dims that differ from the model's, by the files' names.
-        identity: distinguishes it from later checkpoints at the same path.
     """
 
-    folder: Path
+    held: Folder
     manifest: Manifest
     foreign: bool
     orbax: bool = False
     dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    identity: Any = None
+
+    @property
+    def folder(self) -> Path:
+        """The path of the folder."""
+        return self.held.path
 
     @cached_property
     def _first_of_tied(self) -> dict[str, str]:
@@ -59,14 +66,14 @@ class Opened:
         return [name for name in asked if name in self.manifest.tensors["model"]]
 
     def readers(self) -> Reading:
-        readers = _orbax.OrbaxReaders(self.folder) if self.orbax else Readers(self.folder)
+        readers = _orbax.OrbaxReaders(self.folder) if self.orbax else Readers(self.held)
         return Permuted(readers, self.dims) if self.dims else readers
 
     def reading(self, work: Callable[[], T]) -> T:
         """Run a phase of reading.
 
-        Files that are open when this returns are of the checkpoint that was opened, and stay so: another one is put in
-        its place by renaming, which changes no file.
+        All files are of the folder that is held open. A checkpoint of ours is read from there even where another one
+        is at its path by now. Ranks open a foreign one each by itself, so it has to be at its path still.
 
         Raises:
             CheckpointError: another checkpoint replaced it meanwhile; or the work raised.
@@ -74,33 +81,26 @@ class Opened:
         try:
             result = work()
         except (CheckpointError, OSError) as error:
-            self._refuse_another(error)
+            if self.held.has_changed() or self.held.is_elsewhere():
+                raise self.held.was_replaced() from error
             raise
-        self._refuse_another()
+        if self.held.has_changed() or (self.foreign and self.held.is_elsewhere()):
+            raise self.held.was_replaced()
         return result
-
-    def _refuse_another(self, cause: Exception | None = None) -> None:
-        try:
-            there = _states(self.folder, self.manifest.files) if self.foreign else _paths.identity(self.folder)
-        except OSError:
-            there = None
-        if there != self.identity:
-            raise CheckpointError(f'"{self.folder}" was replaced while it was read. Load it again.') from cause
 
     def check(self, file: File, *, checksums: bool) -> None:
         """Raise unless a file has the size that it had, and the checksum."""
         path = self.folder / file.path
-        if not path.is_file():
-            raise CheckpointError(f'"{path}" is missing. The checkpoint is damaged; use another one.')
-        if path.stat().st_size != file.nbytes:
-            raise CheckpointError(
-                f'"{path}" has {path.stat().st_size} bytes, and had {file.nbytes} when it was saved. It is '
-                "damaged; use another checkpoint."
-            )
-        if checksums and file.crc32 is not None and checksum(path) != file.crc32:
-            raise CheckpointError(
-                f'"{path}" is not what was saved: its checksum differs. It is damaged; use another checkpoint.'
-            )
+        with self.held.open(file.path) as opened:
+            if (size := os.fstat(opened.fileno()).st_size) != file.nbytes:
+                raise CheckpointError(
+                    f'"{path}" has {size} bytes, and had {file.nbytes} when it was saved. It is damaged; use another '
+                    "checkpoint."
+                )
+            if checksums and file.crc32 is not None and checksum(opened) != file.crc32:
+                raise CheckpointError(
+                    f'"{path}" is not what was saved: its checksum differs. It is damaged; use another checkpoint.'
+                )
 
     def read_piece(self, readers: Reading, name: str, saved: Saved, n: int, part: Box) -> torch.Tensor:
         """Read a part of the n-th piece of a tensor, relative to the start of the piece."""
@@ -178,19 +178,38 @@ def _foreign_files(folder: Path) -> list[Path]:
     return indices or sorted(folder.glob("*.safetensors"))
 
 
-def opened(path: Path, text: str | None, model: nn.Module | None, names: Names, transpose: Transpose | None) -> Opened:
-    """Open what `found` returned, with the model's names for tensors, and dims in its order."""
+def opened(
+    keep: ExitStack,
+    path: Path,
+    text: str | None,
+    model: nn.Module | None,
+    names: Names,
+    transpose: Transpose | None,
+) -> Opened:
+    """Open what `found` returned, with the model's names for tensors, and dims in its order.
+
+    The stack keeps the folder open. Its manifest must be the one that rank 0 found: so all ranks read the same values.
+    """
+    held = keep.enter_context(Folder(path if text is not None or path.is_dir() else path.parent))
     if text is None:
-        return _open_foreign(path, model, _renaming(names), transpose)
+        return _open_foreign(held, path, model, _renaming(names), transpose)
     if names is not None or transpose is not None:
         raise CheckpointError(
             f'"{path}" was saved by shardlib, with the names and dims of its model; names= and transpose= are for '
             "checkpoints of others. Leave them out."
         )
+    opened = Opened(held, Manifest((), {}), foreign=False)
+    if opened.reading(lambda: _bytes_of(held, MANIFEST)) != text.encode():
+        raise held.was_replaced()
     try:
-        return Opened(path, Manifest.load(text), foreign=False, identity=_identity_of(text.encode()))
+        return replace(opened, manifest=Manifest.load(text))
     except CheckpointError as error:
         raise CheckpointError(f'"{path / MANIFEST}" is damaged: {error}. Use another checkpoint.') from error
+
+
+def _bytes_of(held: Folder, name: str) -> bytes:
+    with held.open(name) as file:
+        return file.read()
 
 
 def _renaming(names: Names) -> Callable[[str], str | None] | None:
@@ -205,24 +224,17 @@ def _renaming(names: Names) -> Callable[[str], str | None] | None:
 
 
 def _open_foreign(
-    path: Path, model: nn.Module | None, called: Callable[[str], str | None] | None, transpose: Transpose | None
+    held: Folder,
+    path: Path,
+    model: nn.Module | None,
+    called: Callable[[str], str | None] | None,
+    transpose: Transpose | None,
 ) -> Opened:
     """Open files without a manifest, as if they had one."""
-    folder, orbax = path if path.is_dir() else path.parent, _orbax.is_orbax(path)
-    names = [_orbax.METADATA] if orbax else _names_of_files(path)
-    files = []
-    headers: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
-    for name in names:
-        if not (folder / name).is_file():
-            raise CheckpointError(f'"{folder / name}" is named in the index and is not there. Use another checkpoint.')
-        files.append(File(name, (folder / name).stat().st_size, None))
-    identity = _states(folder, files)
-    with Opened(folder, Manifest((), {}), foreign=True, orbax=orbax).readers() as readers:
-        for n, name in enumerate(names):
-            for key, (dtype, shape) in readers.headers(name).items():
-                if key in headers:
-                    raise CheckpointError(f'"{folder}" has the tensor "{key}" twice. Use another checkpoint.')
-                headers[key] = n, dtype, shape
+    folder, orbax = held.path, _orbax.is_orbax(path)
+    files, headers = Opened(held, Manifest((), {}), foreign=True, orbax=orbax).reading(
+        lambda: _headers_of(held, [_orbax.METADATA] if orbax else _names_of_files(held, path), orbax=orbax)
+    )
     dims = permutations(transpose or {}, {key: shape for key, (_, _, shape) in headers.items()}, folder)
     for key, order in dims.items():
         n, dtype, shape = headers[key]
@@ -233,24 +245,27 @@ def _open_foreign(
     if model is not None:
         tensors = _with_prefix(tensors, model)
     manifest = Manifest(tuple(files), {"model": tensors, "optimizer": {}, "values": {}})
-    return Opened(folder, manifest, foreign=True, orbax=orbax, dims=dims, identity=identity)
+    return Opened(held, manifest, foreign=True, orbax=orbax, dims=dims)
 
 
-def _identity_of(manifest: bytes) -> tuple[int, bytes]:
-    """Return the identity of a manifest, as `_where.identity` does."""
-    line, end, _ = manifest.partition(b"\n")
-    return len(manifest), line + end
-
-
-def _states(folder: Path, files: Iterable[File]) -> list[tuple[int, int]]:
-    """Return sizes and times of files, which identify a checkpoint without a manifest."""
-    found = [(folder / file.path).stat() for file in files]
-    return [(file.st_size, file.st_mtime_ns) for file in found]
+def _headers_of(held: Folder, names: Sequence[str], *, orbax: bool) -> tuple[list[File], dict[str, _Header]]:
+    """Return the files, and of every tensor in them: the number of its file, its dtype and shape."""
+    files, headers = [], dict[str, _Header]()
+    for name in names:
+        with held.open(name) as file:
+            files.append(File(name, os.fstat(file.fileno()).st_size, None))
+    with Opened(held, Manifest((), {}), foreign=True, orbax=orbax).readers() as readers:
+        for n, name in enumerate(names):
+            for key, (dtype, shape) in readers.headers(name).items():
+                if key in headers:
+                    raise CheckpointError(f'"{held.path}" has the tensor "{key}" twice. Use another checkpoint.')
+                headers[key] = n, dtype, shape
+    return files, headers
 
 
 def _renamed(
     folder: Path,
-    headers: Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]],
+    headers: Mapping[str, _Header],
     called: Callable[[str], str | None],
 ) -> dict[str, Saved]:
     tensors: dict[str, Saved] = {}
@@ -281,9 +296,7 @@ def _refuse_kernels(folder: Path, tensors: Mapping[str, Saved], dims: Mapping[st
         )
 
 
-def _as_the_model_has_them(
-    headers: Mapping[str, tuple[int, torch.dtype, tuple[int, ...]]], model: nn.Module | None
-) -> dict[str, Saved]:
+def _as_the_model_has_them(headers: Mapping[str, _Header], model: nn.Module | None) -> dict[str, Saved]:
     """Rename tensors of files as in the model, and join the parts of one tensor."""
     tensors = {}
     for name, found in pretrained.find(model, {key: shape for key, (_, _, shape) in headers.items()}).items():
@@ -298,7 +311,7 @@ def _as_the_model_has_them(
     return tensors
 
 
-def _names_of_files(path: Path) -> list[str]:
+def _names_of_files(held: Folder, path: Path) -> list[str]:
     if not path.is_dir() and path.suffix != ".json":
         return [path.name]
     index = path if not path.is_dir() else next(iter(path.glob("*.safetensors.index.json")), None)
@@ -308,7 +321,7 @@ def _names_of_files(path: Path) -> list[str]:
             raise CheckpointError(f'"{path}" has {len(files)} safetensors files and no index (such as {HF_INDEX}).')
         return ["model.safetensors"] if "model.safetensors" in files else files
     try:
-        named = json.loads(index.read_bytes())["weight_map"]
+        named = json.loads(_bytes_of(held, index.name))["weight_map"]
         names = sorted(set(named.values()))
         if not all(isinstance(name, str) for name in names):
             raise TypeError("a file is named by something that is not text")

@@ -9,7 +9,7 @@ from shardlib.checkpoint._files import new_folder, remove, rename
 from shardlib.checkpoint._manifest import MANIFEST
 from shardlib.errors import CheckpointError
 
-__all__ = ["begin", "begin_file", "commit", "commit_file", "give_up", "identity", "located", "writing"]
+__all__ = ["begin", "begin_file", "commit", "commit_file", "give_up", "located", "writing"]
 
 
 def writing(path: Path) -> Path:
@@ -25,24 +25,6 @@ def _previous(path: Path) -> Path:
 def located(path: Path) -> Path:
     """Return the folder to read: the path itself, or the folder that a crash between two renames left."""
     return path if os.path.lexists(path) or not (_previous(path) / MANIFEST).is_file() else _previous(path)
-
-
-def identity(folder: Path) -> tuple[int, bytes] | None:
-    """Identify the checkpoint in a folder of `located`: size and first line of its manifest, which has the checksum.
-
-    None where `located` gives another folder by now.
-    """
-    if located(_path_of(folder)) != folder:
-        return None
-    with open(folder / MANIFEST, "rb") as file:
-        return os.fstat(file.fileno()).st_size, file.readline()
-
-
-def _path_of(folder: Path) -> Path:
-    """Return the path of a checkpoint that is there or, while it is replaced, beside it."""
-    name = folder.name.removeprefix(".").removesuffix(".previous")
-    path = folder.with_name(name)
-    return path if _previous(path) == folder else folder
 
 
 def begin(path: Path) -> None:

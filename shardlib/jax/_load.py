@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +76,16 @@ def load(
     wait_for_saving()
     targets, model, back = _compiled(into) if isinstance(into, Compiled) else _tree(into)
     folder, text = found(Path(path).absolute())
-    source = opened(Path(str(folder)), text, model, names, transpose)
-    chosen = _chosen(source, targets, cast)
+    with ExitStack() as keep:
+        source = opened(keep, Path(str(folder)), text, model, names, transpose)
+        readers = keep.enter_context(source.readers())
+        chosen = _chosen(source, targets, cast)
 
-    def read() -> dict[str, Any]:
-        for file in sorted({piece.file for several in chosen.values() for _, s in several for piece in s.pieces}):
-            source.check(source.manifest.files[file], checksums=jax.process_index() == 0)
-        return {name: _read(source, readers, targets[name], several) for name, several in chosen.items()}
+        def read() -> dict[str, Any]:
+            for file in sorted({piece.file for several in chosen.values() for _, s in several for piece in s.pieces}):
+                source.check(source.manifest.files[file], checksums=jax.process_index() == 0)
+            return {name: _read(source, readers, targets[name], several) for name, several in chosen.items()}
 
-    with source.readers() as readers:
         return back(source.reading(read))
 
 
