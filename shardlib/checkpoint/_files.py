@@ -27,6 +27,7 @@ __all__ = [
     "DTYPES",
     "Entry",
     "Readers",
+    "check_name",
     "checksum",
     "dtype_name",
     "new_folder",
@@ -59,6 +60,7 @@ DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = "__metadata__"
 _CHUNK = 1 << 24
 
 
@@ -71,6 +73,25 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
     if dtype not in _NAMES:
         raise CheckpointError(f'"{where}" has dtype {dtype}, which safetensors cannot hold; convert it to another one.')
     return _NAMES[dtype]
+
+
+def check_name(name: str) -> None:
+    """Check that a safetensors file can hold a tensor of this name.
+
+    Raises:
+        CheckpointError: the format uses the name itself, or UTF-8 cannot encode it.
+    """
+    if name == _METADATA:
+        raise CheckpointError(
+            f'a tensor is called "{_METADATA}", which safetensors keeps for itself; give the parameter another name.'
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"a tensor is called {name!a}, which is not Unicode text (it has half of a surrogate pair), and safetensors "
+            "cannot hold it; give it another name."
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -124,7 +145,7 @@ def _header(entries: Iterable[Entry]) -> bytes:
         header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": shape, "data_offsets": [at, end]}
         offsets[entry.name] = {"saved_offsets": list(entry.box.offsets)}
         at = end
-    header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    header[_METADATA] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -22,7 +22,7 @@ from torch import nn
 from shardlib._mesh import MeshShape
 from shardlib.checkpoint import _paths, _random
 from shardlib.checkpoint._boxes import Box, full_box
-from shardlib.checkpoint._files import Entry, dtype_name, sync_folder, write_bytes, write_tensors
+from shardlib.checkpoint._files import Entry, check_name, dtype_name, sync_folder, write_bytes, write_tensors
 from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
 from shardlib.checkpoint._optimizer import describe, joined, known, optimizer_items
@@ -199,6 +199,7 @@ def _items(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, wei
         items += optimizer_items(optimizer, known(model), size)
     for item in items:
         dtype_name(item.dtype, item.name)
+        check_name(item.name)
     return items
 
 
@@ -254,8 +255,7 @@ class _State:
             self.tensors.clear()
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
-        dtype_name(tensor.dtype, name)
-        self.tensors[name] = tensor.clone()
+        _add(self.tensors, name, tensor.clone())
 
     def _of_each_rank(self, everyone: Peers, what: str, get: Callable[[], Any]) -> None:
         """Describe every rank's state; ranks with equal states share the copy of the first of them."""
@@ -268,7 +268,7 @@ class _State:
             crc = zlib.crc32(text.encode())
             for tensor in neutral.values():
                 crc = zlib.crc32(bytes(_raw(tensor)), crc)
-            own = encode(value, f"{what}.{everyone.rank}", held.__setitem__)
+            own = encode(value, f"{what}.{everyone.rank}", partial(_add, held))
             return own, crc
 
         own, crc = everyone.run(f"collect {what}", mark)
@@ -280,6 +280,18 @@ class _State:
         if writes:
             for name, tensor in held.items():
                 self._put(name, tensor)
+
+
+def _add(tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+    """Add a tensor of a value to those that are written, if a file can hold it under its name."""
+    dtype_name(tensor.dtype, name)
+    check_name(name)
+    if name in tensors:
+        raise CheckpointError(
+            f'two tensors of a value are called "{name}": keys that differ become one name, such as 1 and "1", or "a.b" '
+            'and "a" with "b" in it. Give one of them another key.'
+        )
+    tensors[name] = tensor
 
 
 def _raw(tensor: torch.Tensor) -> Any:

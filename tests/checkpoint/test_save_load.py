@@ -63,6 +63,41 @@ def test_what_json_cannot_say_is_refused_with_its_place(tmp_path: Path, value: A
     assert list(tmp_path.iterdir()) == []
 
 
+def _called(name: str) -> nn.Module:
+    model = nn.Module()
+    model.register_parameter(name, nn.Parameter(torch.ones(2)))
+    return model
+
+
+@pytest.mark.parametrize("weights", ["pieces", "huggingface", "file"])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("__metadata__", "which safetensors keeps for itself"), ("\ud800", "which is not Unicode text")]
+)
+def test_names_that_a_file_cannot_hold_are_refused_before_anything_is_written(
+    tmp_path: Path, name: str, reason: str, weights: str
+):
+    with pytest.raises(CheckpointError, match=reason):
+        checkpoint.save(tmp_path / "saved", _called(name), weights=weights)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_of_tensors_that_a_file_cannot_hold_are_refused(tmp_path: Path):
+    one = torch.ones(1)
+    for extra, reason in [
+        ({"\ud800": one}, r"'extra.\\ud800', which is not Unicode text"),
+        ({1: one, "1": one}, 'two tensors of a value are called "extra.1"'),
+        ({"a.b": one, "a": {"b": one}}, 'two tensors of a value are called "extra.a.b"'),
+    ]:
+        with pytest.raises(CheckpointError, match=reason):
+            checkpoint.save(tmp_path / "saved", extra=extra)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_that_no_file_holds_comes_back(tmp_path: Path):
+    checkpoint.save(tmp_path / "saved", extra={"\ud800": "\udfff"})
+    assert checkpoint.load(tmp_path / "saved").extra == {"\ud800": "\udfff"}
+
+
 # --- training besides tensors ---------------------------------------------------------------------------------------
 
 
