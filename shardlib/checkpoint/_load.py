@@ -280,7 +280,7 @@ class _Work:
                 and "random" in self.manifest.state
                 and (state := self._of_rank("random", must=False)) is not None
             ):
-                self.at_end.append(partial(_random.restore, state))
+                self.at_end.append(_random.restoring(state))
             self.extra = decode(self.manifest.state.get("extra"), self._value)
         except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,9 @@ import torch
 
 from shardlib.errors import CheckpointError
 
-__all__ = ["restore", "states"]
+__all__ = ["restoring", "states"]
+
+_WORDS = 624  # of a Mersenne Twister, which all three use on CPU
 
 
 def states() -> dict[str, Any]:
@@ -28,32 +30,70 @@ def states() -> dict[str, Any]:
     return found
 
 
-def restore(saved: Mapping[str, Any]) -> None:
-    """Restore the result of `states`.
+def restoring(saved: Mapping[str, Any]) -> Callable[[], None]:
+    """Check a result of `states`, and return the call that restores it.
 
     Raises:
-        CheckpointError: not a result of `states`, before any change.
+        CheckpointError: not a result of `states`.
     """
     try:
         version, words, gauss = saved["python"]
         kind, keys, position, has_gauss, cached = saved["numpy"]
         python = (version, tuple(words.tolist()), gauss)
         numpy = (str(kind), keys.numpy().astype(np.uint32), position, has_gauss, cached)
-        _check(saved["torch"], python, numpy)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"the random states cannot be used: {type(error).__name__}: {error}") from error
-    torch.set_rng_state(saved["torch"])
-    random.setstate(python)
-    np.random.set_state(numpy)
-    if (module := _accelerator()) is not None and isinstance(saved.get("accelerator"), torch.Tensor):
-        module.set_rng_state(saved["accelerator"])
+        own, theirs = saved["torch"], saved.get("accelerator")
+        _check_torch(own)
+        _check_python(python)
+        _check_numpy(numpy)
+        module = _accelerator() if isinstance(theirs, torch.Tensor) else None
+        if module is not None:
+            torch.Generator(torch.accelerator.current_accelerator()).set_state(theirs)
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"the random states cannot be used: {type(error).__name__}: {error}. Use another checkpoint, or load with "
+            "random=False."
+        ) from error
+
+    def restore() -> None:
+        torch.set_rng_state(own)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if module is not None:
+            module.set_rng_state(theirs)
+
+    return restore
 
 
-def _check(own: torch.Tensor, python: Any, numpy: Any) -> None:
-    """Try the states on generators of no consequence."""
-    torch.Generator().set_state(own)
-    random.Random().setstate(python)
-    np.random.RandomState().set_state(numpy)
+# Each state is tried on a generator of no consequence, after what torch, Python and numpy do not check themselves: the
+# index of the next word, with which they read memory, and the kind of numbers that are kept for the next call.
+
+
+def _check_torch(state: torch.Tensor) -> None:
+    torch.Generator().set_state(state)
+    # The engine gives `left` words from `next` on, before it makes new ones; set_state checks each of them alone.
+    left, following = int(state[8:12].view(torch.int32)), int(state[16:24].view(torch.int64))
+    if not (0 <= following and following + left <= _WORDS + 1):
+        raise ValueError(f"torch's next word is {following} with {left} left, of {_WORDS}")
+
+
+def _check_python(state: tuple[Any, ...]) -> None:
+    random.Random().setstate(state)
+    _check_number(state[2], "Python's next normal number", none=True)
+
+
+def _check_numpy(state: tuple[Any, ...]) -> None:
+    _, _, position, has_gauss, cached = state
+    if type(position) is not int or not 0 <= position <= _WORDS:
+        raise ValueError(f"numpy's position is {position!r}, which is not between 0 and {_WORDS}")
+    if has_gauss not in (0, 1):
+        raise ValueError(f"numpy's has_gauss is {has_gauss!r}, which is neither 0 nor 1")
+    _check_number(cached, "numpy's next normal number", none=False)
+    np.random.RandomState().set_state(state)
+
+
+def _check_number(value: Any, what: str, *, none: bool) -> None:
+    if not (isinstance(value, int | float) or (none and value is None)) or (value is not None and value != value):
+        raise ValueError(f"{what} is {value!r}, which is not a number")
 
 
 def _accelerator() -> Any:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardlib import checkpoint
+from shardlib.checkpoint import _random
 from shardlib.checkpoint._manifest import MANIFEST, Manifest
 from shardlib.errors import CheckpointError
 
@@ -290,6 +291,50 @@ def test_a_hostile_manifest_is_refused_with_its_reason(whole: Path, tmp_path: Pa
         job.load(copy)
     assert reason in str(caught.value)
     assert job.state() == before
+
+
+def _state_of_torch(left: int, following: int) -> torch.Tensor:
+    state = torch.get_rng_state()
+    state[8:12].view(torch.int32)[0] = left
+    state[16:24].view(torch.int64)[0] = following
+    return state
+
+
+_RANDOM: dict[str, tuple[str, int, Any, str]] = {
+    "numpy: words behind the last": ("numpy", 2, 625, "numpy's position is 625, which is not between 0 and 624"),
+    "numpy: memory far away": ("numpy", 2, 1 << 30, "numpy's position is 1073741824"),
+    "numpy: memory before": ("numpy", 2, -1, "numpy's position is -1"),
+    "numpy: no position": ("numpy", 2, 1.0, "numpy's position is 1.0"),
+    "numpy: fewer words": ("numpy", 1, torch.zeros(3, dtype=torch.int64), "IndexError"),
+    "numpy: another generator": ("numpy", 0, "PCG64", "ValueError"),
+    "numpy: a flag": ("numpy", 3, 7, "numpy's has_gauss is 7"),
+    "numpy: no number": ("numpy", 4, "a", "numpy's next normal number is 'a'"),
+    "Python: words behind the last": ("python", 1, torch.full((625,), 625), "ValueError: invalid state"),
+    "Python: no number": ("python", 2, "a", "Python's next normal number is 'a'"),
+    "torch: words behind the last": ("torch", -1, _state_of_torch(624, 624), "torch's next word is 624 with 624 left"),
+    "torch: no words": ("torch", -1, torch.zeros(3, dtype=torch.uint8), "RuntimeError"),
+}
+
+
+@pytest.mark.parametrize("what", _RANDOM)
+def test_a_hostile_random_state_is_refused_before_anything_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    kind, at, value, reason = _RANDOM[what]
+    states = _random.states()
+    if at < 0:
+        states[kind] = value
+    else:
+        states[kind][at] = value
+    with monkeypatch.context() as patch:
+        patch.setattr(_random, "states", lambda: states)
+        Job(0).save(tmp_path / "saved")
+    job = Job(1)
+    before = job.state()
+    with pytest.raises(CheckpointError, match="the random states cannot be used: .*" + reason):
+        job.load(tmp_path / "saved")
+    assert job.state() == before
+    job.load(tmp_path / "saved", random=False)
 
 
 @pytest.mark.parametrize(
