@@ -203,8 +203,10 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with its contents, if it exists."""
-    if path.is_dir() and not path.is_symlink():
+    """Remove a folder with its contents, or a link to one, if it exists."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_dir():
         shutil.rmtree(path)
 
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardlib.checkpoint._files import new_folder, remove, rename
 from shardlib.checkpoint._manifest import MANIFEST
 from shardlib.errors import CheckpointError
 
-__all__ = ["begin", "begin_file", "commit", "commit_file", "give_up", "located", "writing"]
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["begin", "begin_file", "claimed", "commit", "commit_file", "followed", "give_up", "located", "writing"]
+
+
+def followed(path: Path) -> Path:
+    """Return the path that a link points to, or the path itself."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def writing(path: Path) -> Path:
@@ -24,7 +36,59 @@ def _previous(path: Path) -> Path:
 
 def located(path: Path) -> Path:
     """Return the folder to read: the path itself, or the folder that a crash between two renames left."""
-    return path if os.path.lexists(path) or not (_previous(path) / MANIFEST).is_file() else _previous(path)
+    target = followed(path)
+    return path if os.path.lexists(target) or not (_previous(target) / MANIFEST).is_file() else _previous(target)
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Hold the right to write to a path, which one job at a time has; remove what was written if it fails.
+
+    The right is a lock of the system on a file beside the path. It ends with the process, however that ends. On a file
+    system without locks every job has it.
+
+    Raises:
+        CheckpointError: another job has it.
+    """
+    _check_parent(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    descriptor = _locked(lock, path)
+    try:
+        yield
+    except CheckpointError:
+        give_up(path)
+        raise
+    finally:
+        if descriptor is not None:
+            try:
+                with suppress(OSError):
+                    lock.unlink()
+            finally:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes that were forked meanwhile have it open too
+                os.close(descriptor)
+
+
+def _locked(lock: Path, path: Path) -> int | None:
+    """Return the descriptor of a locked file; None where there are no locks."""
+    if fcntl is None:
+        return None
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise CheckpointError(
+                f'another job is saving to "{path}" at this moment. Give each job a path of its own.'
+            ) from None
+        except OSError:
+            os.close(descriptor)
+            lock.unlink(missing_ok=True)
+            return None
+        os.close(descriptor)  # the job that had locked it has removed it
 
 
 def begin(path: Path) -> None:
@@ -40,8 +104,6 @@ def begin(path: Path) -> None:
             f'"{path}" exists and is not a checkpoint of shardlib ({MANIFEST} is not in it), so it is not replaced. '
             "Save to a new path, or remove it first."
         )
-    _check_parent(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     remove(_previous(path))
     remove(writing(path))
     new_folder(writing(path))
@@ -55,8 +117,6 @@ def begin_file(path: Path) -> None:
     """
     if path.is_dir():
         raise CheckpointError(f'"{path}" is a folder, and one file is to be written. Give the path of a file.')
-    _check_parent(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     remove(writing(path))
     new_folder(writing(path))
 

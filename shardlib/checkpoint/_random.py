@@ -72,7 +72,7 @@ def _check_torch(state: torch.Tensor) -> None:
     torch.Generator().set_state(state)
     # The engine gives `left` words from `next` on, before it makes new ones; set_state checks each of them alone.
     left, following = int(state[8:12].view(torch.int32)), int(state[16:24].view(torch.int64))
-    if not (0 <= following and following + left <= _WORDS + 1):
+    if not (following >= 0 and following + left <= _WORDS + 1):
         raise ValueError(f"torch's next word is {following} with {left} left, of {_WORDS}")
 
 

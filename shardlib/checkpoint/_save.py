@@ -11,6 +11,7 @@ import re
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -117,7 +118,8 @@ def save(
     is complete. Each tensor is written once, by the ranks that hold its shards.
 
     Args:
-        path: a folder that all ranks see. Its parent is created if needed.
+        path: a folder that all ranks see. Its parent is created if needed. A link to a folder stays one, and what it
+            points to is replaced.
         model: parameters and persistent buffers are saved by their names, tied ones once.
         optimizer: its groups and state, by the names of parameters. Needs the model.
         lr_scheduler: anything with `state_dict()` and `load_state_dict()`, such as a `torch.optim.lr_scheduler`.
@@ -157,7 +159,8 @@ def save(
         random = False
     state = _State.of(everyone, model, optimizer, lr_scheduler, dataloader, extra, random=random)
     shared = agreed(everyone.run("collect", lambda: _items(model, optimizer, weights, everyone.size)), everyone)
-    job = _Job(target, everyone, shared, turns(shared), state, weights, int(shard_mb * 2**20), variant)
+    followed = Path(everyone.first("follow links", lambda: str(_paths.followed(target))))
+    job = _Job(followed, everyone, shared, turns(shared), state, weights, int(shard_mb * 2**20), variant)
     saving = Saving(target)
     if background:
         everyone.run("copy", job.copy)
@@ -365,18 +368,16 @@ class _Job:
 
     def carry_out(self) -> None:
         everyone, folder = self.everyone, _paths.writing(self.target)
-        try:
-            begin, commit = (
-                (_paths.begin, _paths.commit) if self.weights != "file" else (_paths.begin_file, self._commit)
-            )
-            everyone.run("prepare", lambda: begin(self.target) if everyone.rank == 0 else None)
+        commit = self._commit if self.weights == "file" else _paths.commit
+        with ExitStack() as claim:
+            everyone.run("prepare", lambda: self._begin(claim) if everyone.rank == 0 else None)
             written = everyone.gather("write", lambda: self._write(folder))
             everyone.run("write manifest", lambda: self._finish(folder, written) if everyone.rank == 0 else None)
             everyone.run("put in place", lambda: commit(self.target) if everyone.rank == 0 else None)
-        except CheckpointError:
-            if everyone.rank == 0:
-                _paths.give_up(self.target)
-            raise
+
+    def _begin(self, claim: ExitStack) -> None:
+        claim.enter_context(_paths.claimed(self.target))
+        (_paths.begin_file if self.weights == "file" else _paths.begin)(self.target)
 
     def _groups(self) -> list[tuple[int, list[int]]]:
         """Return files of full tensors: the writer of each, and the indices of its items."""

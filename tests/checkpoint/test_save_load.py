@@ -71,7 +71,8 @@ def _called(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("weights", ["pieces", "huggingface", "file"])
 @pytest.mark.parametrize(
-    ("name", "reason"), [("__metadata__", "which safetensors keeps for itself"), ("\ud800", "which is not Unicode text")]
+    ("name", "reason"),
+    [("__metadata__", "which safetensors keeps for itself"), ("\ud800", "which is not Unicode text")],
 )
 def test_names_that_a_file_cannot_hold_are_refused_before_anything_is_written(
     tmp_path: Path, name: str, reason: str, weights: str

@@ -1,0 +1,139 @@
+"""Where a checkpoint is saved to: links, two jobs at one path, files of others in a folder that is replaced."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shardlib import checkpoint
+from shardlib.checkpoint import _paths, _save
+from shardlib.errors import CheckpointError
+
+
+def filled(value: float) -> nn.Module:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def value_at(path: Path) -> float:
+    model = filled(9.0)
+    checkpoint.load(path, model, verify="all" if path.is_dir() else "read")
+    (value,) = {float(v) for parameter in model.parameters() for v in parameter.detach().flatten()}
+    return value
+
+
+# --- links ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["pieces", "huggingface", "file"])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_link_stays_one_and_what_it_points_to_is_replaced(tmp_path: Path, weights: str, background: bool):
+    folder, link = tmp_path / "disk" / "step-10", tmp_path / "latest"
+    folder.parent.mkdir()
+    link.symlink_to(Path("disk") / "step-10")  # to nothing yet
+    for value in (1.0, 2.0, 3.0):
+        saved = checkpoint.save(link, filled(value), weights=weights, background=background).wait()
+        assert saved == link and link.is_symlink()
+        assert value_at(link) == value_at(folder) == value
+    assert sorted(os.listdir(tmp_path)) == ["disk", "latest"] and os.listdir(folder.parent) == ["step-10"]
+
+
+def test_a_link_that_an_older_save_left_beside_is_removed(tmp_path: Path):
+    folder, left = tmp_path / "step-10", tmp_path / ".step-10.previous"
+    left.symlink_to(tmp_path / "elsewhere")
+    for value in (1.0, 2.0):
+        checkpoint.save(folder, filled(value))
+        assert value_at(folder) == value
+    assert os.listdir(tmp_path) == ["step-10"]
+
+
+def test_a_link_is_read_while_what_it_points_to_is_replaced(tmp_path: Path):
+    (tmp_path / "latest").symlink_to(tmp_path / "step-10")
+    checkpoint.save(tmp_path / "step-10", filled(1.0))
+    (tmp_path / "step-10").rename(tmp_path / ".step-10.previous")  # as a save does, between two renames
+    assert value_at(tmp_path / "latest") == 1.0
+
+
+# --- two jobs -------------------------------------------------------------------------------------------------------
+
+
+def _in_the_midst(monkeypatch: pytest.MonkeyPatch, name: str, meanwhile: Callable[[], None]) -> None:
+    """Call it once, before the first save comes to the function of that name."""
+    real = getattr(_save, name)
+
+    def call(*args: Any) -> Any:
+        monkeypatch.setattr(_save, name, real)
+        meanwhile()
+        return real(*args)
+
+    monkeypatch.setattr(_save, name, call)
+
+
+def _save_in_another_process(path: Path, value: float, told: Any) -> None:
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        checkpoint.save(path, filled(value))
+        told.put("saved")
+    except CheckpointError as error:
+        told.put(str(error))
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+@pytest.mark.parametrize("moment", ["write_tensors", "write_bytes"])
+def test_of_two_jobs_that_save_to_one_folder_the_second_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, replacing: bool
+):
+    path = tmp_path / "new" / "checkpoint"
+    if replacing:
+        checkpoint.save(path, filled(0.0))
+    context = multiprocessing.get_context("forkserver")
+    told = context.Queue()
+    other = context.Process(target=_save_in_another_process, args=(path, 2.0, told))
+
+    def meanwhile() -> None:
+        other.start()
+        other.join()
+
+    _in_the_midst(monkeypatch, moment, meanwhile)
+    checkpoint.save(path, filled(1.0))
+    assert told.get() == (
+        f'Saving "{path}" failed: another job is saving to "{path}" at this moment. Give each job a path of its own.'
+    )
+    assert value_at(path) == 1.0 and os.listdir(path.parent) == ["checkpoint"]
+    checkpoint.save(path, filled(3.0))
+    assert value_at(path) == 3.0
+
+
+def test_a_job_that_failed_or_was_killed_does_not_stop_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "checkpoint"
+
+    def fails(*_args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_save, "write_tensors", fails)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoint.save(path, filled(1.0))
+    assert os.listdir(tmp_path) == []
+    (tmp_path / ".checkpoint.lock").touch()  # what a killed job leaves
+    _paths.writing(path).mkdir()
+    checkpoint.save(path, filled(2.0))
+    assert value_at(path) == 2.0 and os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_locks(*_args: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(_paths.fcntl, "flock", no_locks)
+    checkpoint.save(tmp_path / "checkpoint", filled(1.0))
+    assert value_at(tmp_path / "checkpoint") == 1.0 and os.listdir(tmp_path) == ["checkpoint"]
