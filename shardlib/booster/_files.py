@@ -6,20 +6,19 @@ import os
 from pathlib import Path
 
 from shardlib.checkpoint._manifest import MANIFEST, Manifest
-from shardlib.checkpoint._save import HF_INDEX, wait_for_saving
+from shardlib.checkpoint._save import wait_for_saving
 from shardlib.errors import CheckpointError
 
 __all__ = ["refuse_to_replace"]
 
 _KINDS = ("model", "optimizer", "lr_scheduler")
-_BESIDE = {MANIFEST, HF_INDEX, "config.json", "generation_config.json"}
 
 
 def refuse_to_replace(path: str | os.PathLike[str], kind: str) -> None:
-    """Refuse to save over a folder that holds something else: saving replaces all of it.
+    """Refuse to save over a checkpoint of another kind, which would be replaced.
 
     Raises:
-        CheckpointError: the path has a checkpoint of another kind, or other files.
+        CheckpointError: the path has a checkpoint of another kind.
     """
     wait_for_saving()
     folder = Path(path)
@@ -32,10 +31,4 @@ def refuse_to_replace(path: str | os.PathLike[str], kind: str) -> None:
         raise CheckpointError(
             f'"{folder}" holds the checkpoint of a {others[0]}, and that of a {kind} would replace it. Give each a '
             f'folder of its own, such as "{folder / kind}".'
-        )
-    own = {file.path.partition("/")[0] for file in manifest.files} | _BESIDE
-    if strangers := sorted(entry.name for entry in folder.iterdir() if entry.name not in own):
-        raise CheckpointError(
-            f'"{folder}" holds "{strangers[0]}" ({len(strangers)} such in all), which is not part of the checkpoint '
-            "and would be lost with the folder that is replaced. Give the checkpoint a folder of its own."
         )

@@ -89,8 +89,8 @@ def check_name(name: str) -> None:
         name.encode()
     except UnicodeEncodeError:
         raise CheckpointError(
-            f"a tensor is called {name!a}, which is not Unicode text (it has half of a surrogate pair), and safetensors "
-            "cannot hold it; give it another name."
+            f"a tensor is called {name!a}, which is not Unicode text (it has half of a surrogate pair), and "
+            "safetensors cannot hold it; give it another name."
         ) from None
 
 

@@ -16,13 +16,13 @@ from shardlib.checkpoint._boxes import Box, tiles
 from shardlib.checkpoint._files import DTYPES, dtype_name
 from shardlib.errors import CheckpointError
 
-__all__ = ["MANIFEST", "SECTIONS", "File", "Manifest", "Piece", "Saved"]
+__all__ = ["FILE", "MANIFEST", "SECTIONS", "File", "Manifest", "Piece", "Saved"]
 
 MANIFEST = "shardlib.json"
 VERSION = 1
 SECTIONS = ("model", "optimizer", "values")
 _LARGEST = 1 << 30  # of a manifest, in bytes
-_FILE = re.compile(r"(optimizer/|values/)?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+FILE = re.compile(r"(optimizer/|values/)?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _names(group: Any) -> tuple[str, ...]:
 
 def _file(entry: Any) -> File:
     path, nbytes, crc = _list_of(entry, 3, "a file")
-    if not _FILE.fullmatch(_of(path, str, "the path of a file")) or ".." in path:
+    if not FILE.fullmatch(_of(path, str, "the path of a file")) or ".." in path:
         raise CheckpointError(f"it names a file {path[:80]!r}, which is not one that shardlib writes")
     if not 0 <= _of(nbytes, int, "the size of a file") < 1 << 62:
         raise CheckpointError(f"file {path!r} is said to have {str(nbytes)[:40]} bytes")

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardlib.checkpoint._files import new_folder, remove, rename
+from shardlib.checkpoint._keep import keep_others
 from shardlib.checkpoint._manifest import MANIFEST
 from shardlib.errors import CheckpointError
 
@@ -131,9 +132,14 @@ def _is_empty(path: Path) -> bool:
 
 
 def commit(path: Path) -> None:
-    """Move the written checkpoint to its path. Whenever this stops, `located` finds the old checkpoint or the new
-    one."""
+    """Move the written checkpoint to its path, with the files of others in the folder that it replaces. Whenever this
+    stops, `located` finds the old checkpoint or the new one.
+
+    Raises:
+        CheckpointError: a file of others has the name of a new one.
+    """
     if path.is_dir():
+        keep_others(path, writing(path))
         rename(path, _previous(path))
     try:
         rename(writing(path), path)

@@ -291,8 +291,8 @@ def _add(tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> N
     check_name(name)
     if name in tensors:
         raise CheckpointError(
-            f'two tensors of a value are called "{name}": keys that differ become one name, such as 1 and "1", or "a.b" '
-            'and "a" with "b" in it. Give one of them another key.'
+            f'two tensors of a value are called "{name}": keys that differ become one name, such as 1 and "1", or '
+            '"a.b" and "a" with "b" in it. Give one of them another key.'
         )
     tensors[name] = tensor
 

@@ -111,8 +111,8 @@ def _refusals(folder: str) -> None:
         with open(f"{folder}/all/tokenizer.json", "w") as file:
             file.write("{}")
     dist.barrier()
-    with pytest.raises(CheckpointError, match="tokenizer"):
-        booster.save_model(run.model, f"{folder}/all", shard=True)
+    booster.save_model(run.model, f"{folder}/all", shard=True)
+    assert os.path.exists(f"{folder}/all/tokenizer.json")
     with pytest.raises(CheckpointError, match="is a folder"):
         booster.save_model(run.model, f"{folder}/all")
     with pytest.raises(CheckpointError, match="there is nothing"):

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from shardlib import checkpoint
 from shardlib.checkpoint import _paths, _save
+from shardlib.checkpoint._manifest import MANIFEST
 from shardlib.errors import CheckpointError
+from tests.checkpoint.faults import Crash, FileSystem
 
 
 def filled(value: float) -> nn.Module:
@@ -137,3 +140,81 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_paths.fcntl, "flock", no_locks)
     checkpoint.save(tmp_path / "checkpoint", filled(1.0))
     assert value_at(tmp_path / "checkpoint") == 1.0 and os.listdir(tmp_path) == ["checkpoint"]
+
+
+# --- files of others ------------------------------------------------------------------------------------------------
+
+
+def _add_files(folder: Path) -> dict[str, str]:
+    """Add files as users do, and return what is in them."""
+    texts = {"notes.txt": "good", "tokenizer/vocab.json": "{}", "values/mine.bin": "1", "adapter.safetensors": "2"}
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "to-nothing").symlink_to("nowhere")
+    return texts
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_files_of_others_stay_when_a_checkpoint_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+):
+    def no_links(*_args: Any, **_options: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    path, new = tmp_path / "checkpoint", tmp_path / "fresh"
+    checkpoint.save(path, filled(1.0), weights="huggingface", shard_mb=1e-6)  # other names, and an index
+    texts = _add_files(path)
+    checkpoint.save(new, filled(2.0), extra={"values": torch.ones(1)})
+    for value in (2.0, 3.0):
+        checkpoint.save(path, filled(value), extra={"values": torch.ones(1)})
+        assert value_at(path) == value
+        assert {name: (path / name).read_text() for name in texts} == texts
+        assert os.readlink(path / "to-nothing") == "nowhere"
+        assert _names(path) == _names(new) | set(texts) | {"to-nothing"}
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "fresh"]
+
+
+def _names(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
+
+
+def test_files_of_others_beside_a_damaged_manifest_stay(tmp_path: Path):
+    checkpoint.save(tmp_path / "checkpoint", filled(1.0))
+    (tmp_path / "checkpoint" / "notes.txt").write_text("good")
+    (tmp_path / "checkpoint" / MANIFEST).write_text("{")
+    checkpoint.save(tmp_path / "checkpoint", filled(2.0))
+    assert value_at(tmp_path / "checkpoint") == 2.0
+    assert (tmp_path / "checkpoint" / "notes.txt").read_text() == "good"
+
+
+def test_a_file_of_others_with_the_name_of_a_new_one_stops_the_save(tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    checkpoint.save(path, filled(1.0))
+    (path / "model.safetensors").write_text("mine")
+    with pytest.raises(CheckpointError, match=r'checkpoint/model.safetensors" is not part of the checkpoint there'):
+        checkpoint.save(path, filled(2.0), weights="huggingface")
+    assert value_at(path) == 1.0 and (path / "model.safetensors").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_files_of_others_stay_whatever_stops_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    number, ended = 0, False
+    while not ended:
+        path = tmp_path / f"{number}" / "checkpoint"
+        checkpoint.save(path, filled(1.0))
+        (path / "notes.txt").write_text("good")
+        try:
+            with FileSystem(number, "crash").installed() as system:
+                checkpoint.save(path, filled(2.0))
+            ended = number >= len(system.done)
+        except Crash:
+            pass
+        assert value_at(path) in (1.0, 2.0)
+        checkpoint.save(path, filled(3.0))
+        assert value_at(path) == 3.0 and (path / "notes.txt").read_text() == "good", number
+        number += 1
+    assert number > 20
