@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from shardlib.checkpoint._folder import Folder
 from shardlib.checkpoint._manifest import MANIFEST, Manifest
 from shardlib.checkpoint._save import wait_for_saving
 from shardlib.errors import CheckpointError
@@ -24,7 +25,8 @@ def refuse_to_replace(path: str | os.PathLike[str], kind: str) -> None:
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
         return
-    manifest = Manifest.load((folder / MANIFEST).read_text())
+    with Folder(folder) as held:
+        manifest = Manifest.load(held.read(MANIFEST).decode())
     contents = {"model": manifest.tensors["model"], **{name: name in manifest.state for name in _KINDS[1:]}}
     others = [name for name, there in contents.items() if there and name != kind]
     if others:

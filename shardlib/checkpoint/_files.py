@@ -61,6 +61,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
+_LARGEST_HEADER = 100_000_000  # that safetensors reads
 _CHUNK = 1 << 24
 
 
@@ -122,7 +123,7 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
         try:
             writer.file = stack.enter_context(open(path, "xb"))
             writer.write(_header(entries))
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             failure = error
         for entry in entries:
             try:
@@ -148,6 +149,11 @@ def _header(entries: Iterable[Entry]) -> bytes:
     header[_METADATA] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _LARGEST_HEADER:
+        raise CheckpointError(
+            f"a file would have a header of {len(text)} bytes for {len(offsets)} tensors, and safetensors reads at "
+            f"most {_LARGEST_HEADER}. Give a smaller shard_mb."
+        )
     return len(text).to_bytes(8, "little") + text
 
 
@@ -266,12 +272,22 @@ class Readers:
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             with self._folder.open(file) as opened:
+                self._check_header(file, opened)
                 try:
                     handle = safe_open(self._folder.address(opened, file), framework="pt")
                     self._open[file] = self._stack.enter_context(handle)
                 except (SafetensorError, OSError, ValueError, RuntimeError) as error:
                     raise self._unreadable(file, error) from error
         return self._open[file]
+
+    def _check_header(self, name: str, file: BinaryIO) -> None:
+        """Check the length of the header, before it is read, against the file and the limit of safetensors."""
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8 or length > _LARGEST_HEADER:
+            raise CheckpointError(
+                f'"{self._folder.path / name}" cannot be read as safetensors: by its first bytes it has a header of '
+                f"{length} bytes; the file has {size}, and a header at most {_LARGEST_HEADER}. Use another checkpoint."
+            )
 
     def _unreadable(self, file: str, error: Exception) -> CheckpointError:
         return CheckpointError(f'"{self._folder.path / file}" cannot be read as safetensors: {error}.')

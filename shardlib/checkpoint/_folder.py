@@ -11,7 +11,9 @@ from typing import BinaryIO, Self
 
 from shardlib.errors import CheckpointError
 
-__all__ = ["Folder"]
+__all__ = ["LARGEST", "Folder"]
+
+LARGEST = 1 << 30  # bytes of a file that is read whole
 
 _BY_DESCRIPTOR = {os.open, os.stat} <= os.supports_dir_fd and os.path.isdir("/dev/fd")
 
@@ -71,6 +73,21 @@ class Folder:
             if self._noted.setdefault(name, _which(status)) != _which(status):
                 raise self.was_replaced()
             yield file
+
+    def read(self, name: str) -> bytes:
+        """Read a manifest or an index, whole.
+
+        Raises:
+            CheckpointError: as `open` does; or it is too large, which is found before it is read.
+        """
+        with self.open(name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > LARGEST:
+                raise CheckpointError(
+                    f'"{self.path / name}" has {size} bytes, and such a file has at most {LARGEST}. Use another '
+                    "checkpoint."
+                )
+            return file.read(LARGEST)
 
     def address(self, file: BinaryIO, name: str) -> str:
         """Return a path at which others open an open file of this folder."""

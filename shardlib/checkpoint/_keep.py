@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardlib.checkpoint._files import sync_folder
+from shardlib.checkpoint._folder import Folder
 from shardlib.checkpoint._manifest import FILE, MANIFEST, Manifest
 from shardlib.errors import CheckpointError
 
@@ -32,7 +33,8 @@ def keep_others(old: Path, new: Path) -> None:
 def _of_checkpoint(folder: Path) -> Callable[[str], bool]:
     """Return a function that says whether a file is part of the checkpoint in a folder, by its path there."""
     try:
-        listed = {file.path for file in Manifest.load((folder / MANIFEST).read_bytes().decode()).files}
+        with Folder(folder) as held:
+            listed = {file.path for file in Manifest.load(held.read(MANIFEST).decode()).files}
     except (CheckpointError, UnicodeError, OSError):  # damaged: what could be ours is
         return lambda name: name == MANIFEST or bool(_INDEX.fullmatch(name) or FILE.fullmatch(name))
     return lambda name: name in listed or name == MANIFEST or bool(_INDEX.fullmatch(name))

@@ -14,15 +14,20 @@ import torch
 
 from shardlib.checkpoint._boxes import Box, tiles
 from shardlib.checkpoint._files import DTYPES, dtype_name
+from shardlib.checkpoint._folder import LARGEST
 from shardlib.errors import CheckpointError
 
-__all__ = ["FILE", "MANIFEST", "SECTIONS", "File", "Manifest", "Piece", "Saved"]
+__all__ = ["FILE", "MANIFEST", "SECTIONS", "File", "Manifest", "NewerFormatError", "Piece", "Saved"]
 
 MANIFEST = "shardlib.json"
 VERSION = 1
 SECTIONS = ("model", "optimizer", "values")
-_LARGEST = 1 << 30  # of a manifest, in bytes
+_BEGIN = re.compile(r'\{"shardlib_checkpoint":([0-9]{1,9})[,}]')
 FILE = re.compile(r"(optimizer/|values/)?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+
+
+class NewerFormatError(CheckpointError):
+    """A manifest in a format that this shardlib does not know yet."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,11 @@ class Manifest:
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def dump(self) -> str:
-        """Serialize the manifest. The checksum is that of `body` in its shortest form."""
+        """Serialize the manifest. The checksum is that of `body` in its shortest form.
+
+        Raises:
+            CheckpointError: it is too large to be read again.
+        """
         body = _canonical(
             {
                 "files": [[file.path, file.nbytes, file.crc32] for file in self.files],
@@ -89,7 +98,12 @@ class Manifest:
                 "state": self.state,
             }
         )
-        return f'{{"shardlib_checkpoint":{VERSION},"crc32":"{_crc(body)}",\n"body":{body}}}\n'
+        text = f'{{"shardlib_checkpoint":{VERSION},"crc32":"{_crc(body)}",\n"body":{body}}}\n'
+        if len(text) > LARGEST:
+            raise CheckpointError(
+                f"the manifest has {len(text)} bytes, and at most {LARGEST} are read. Give large values as tensors."
+            )
+        return text
 
     @classmethod
     def load(cls, text: str) -> Manifest:
@@ -123,8 +137,10 @@ def _dump_saved(name: str, saved: Saved) -> list[Any]:
 
 
 def _read(text: str) -> Manifest:
-    if len(text) > _LARGEST:
-        raise CheckpointError(f"it has {len(text)} characters, more than a manifest may have ({_LARGEST})")
+    if (begin := _BEGIN.match(text)) and int(begin[1]) > VERSION:  # whatever follows
+        raise NewerFormatError(
+            f"it was written by a newer shardlib, in format {begin[1]}, and this one reads format {VERSION}"
+        )
     top = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
     top = _of(top, dict, "the file")
     if (version := top.get("shardlib_checkpoint")) != VERSION or isinstance(version, bool):

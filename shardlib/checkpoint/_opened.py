@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,10 +18,10 @@ from shardlib.checkpoint import _orbax, _paths
 from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._files import Readers, checksum
 from shardlib.checkpoint._folder import Folder
-from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
+from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, NewerFormatError, Piece, Saved
 from shardlib.checkpoint._peers import described
 from shardlib.checkpoint._permuted import Permuted, Reading, Transpose, permutations
-from shardlib.checkpoint._save import HF_INDEX
+from shardlib.checkpoint._save import HF_INDEX, shardlib_version
 from shardlib.engine import pretrained
 from shardlib.errors import CheckpointError, nearest
 
@@ -151,15 +150,15 @@ def found(path: Path) -> list[str | None]:
 
 
 def _manifest_in(path: Path) -> str | None:
-    manifest = path / MANIFEST
     try:
-        if not stat.S_ISREG(manifest.lstat().st_mode) and not manifest.is_file():
-            raise CheckpointError(f'"{manifest}" is not a regular file.')
-        return manifest.read_bytes().decode()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        with Folder(path) as folder:
+            return folder.read(MANIFEST).decode()
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):  # it is missing
+            return None
+        raise
     except UnicodeError as error:
-        raise CheckpointError(f'"{manifest}" is damaged: {error}. Use another checkpoint.') from error
+        raise CheckpointError(f'"{path / MANIFEST}" is damaged: {error}. Use another checkpoint.') from error
 
 
 def _neighbours(path: Path) -> str:
@@ -199,17 +198,17 @@ def opened(
             "checkpoints of others. Leave them out."
         )
     opened = Opened(held, Manifest((), {}), foreign=False)
-    if opened.reading(lambda: _bytes_of(held, MANIFEST)) != text.encode():
+    if opened.reading(lambda: held.read(MANIFEST)) != text.encode():
         raise held.was_replaced()
     try:
         return replace(opened, manifest=Manifest.load(text))
+    except NewerFormatError as error:
+        raise CheckpointError(
+            f'"{path}" cannot be read: {error}. Update shardlib ({shardlib_version()} is installed), or load a '
+            "checkpoint of this version."
+        ) from error
     except CheckpointError as error:
         raise CheckpointError(f'"{path / MANIFEST}" is damaged: {error}. Use another checkpoint.') from error
-
-
-def _bytes_of(held: Folder, name: str) -> bytes:
-    with held.open(name) as file:
-        return file.read()
 
 
 def _renaming(names: Names) -> Callable[[str], str | None] | None:
@@ -321,7 +320,7 @@ def _names_of_files(held: Folder, path: Path) -> list[str]:
             raise CheckpointError(f'"{path}" has {len(files)} safetensors files and no index (such as {HF_INDEX}).')
         return ["model.safetensors"] if "model.safetensors" in files else files
     try:
-        named = json.loads(_bytes_of(held, index.name))["weight_map"]
+        named = json.loads(held.read(index.name))["weight_map"]
         names = sorted(set(named.values()))
         if not all(isinstance(name, str) for name in names):
             raise TypeError("a file is named by something that is not text")

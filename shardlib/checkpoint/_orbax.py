@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 
 from shardlib.checkpoint._boxes import Box
+from shardlib.checkpoint._folder import Folder
 from shardlib.errors import CheckpointError
 
 __all__ = ["METADATA", "OrbaxReaders", "is_orbax", "located"]
@@ -118,7 +119,8 @@ class OrbaxReaders:
 
 def _metadata(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / METADATA).read_bytes())
+        with Folder(folder) as held:
+            found = json.loads(held.read(METADATA))
         names = [_name(entry) for entry in found["tree_metadata"].values()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(

@@ -32,7 +32,7 @@ from shardlib.checkpoint._share import Source, agreed, file_groups, packed, sour
 from shardlib.checkpoint._values import encode
 from shardlib.errors import CheckpointError, nearest
 
-__all__ = ["Saving", "save", "wait_for_saving"]
+__all__ = ["Saving", "save", "shardlib_version", "wait_for_saving"]
 
 WEIGHTS = ("pieces", "huggingface", "file", "none")
 HF_INDEX = "model.safetensors.index.json"
@@ -319,7 +319,7 @@ def _config(model: nn.Module) -> dict[str, str]:
     return {name: value.to_json_string() for name, value in found.items() if hasattr(value, "to_json_string")}
 
 
-def _version() -> str:
+def shardlib_version() -> str:
     try:
         return importlib.metadata.version("shardlib")
     except importlib.metadata.PackageNotFoundError:  # run from its folder, not installed
@@ -331,7 +331,7 @@ def _about(everyone: Peers, model: Any) -> dict[str, Any]:
 
     plan = apply.plan_of(model) if model is not None and apply.is_sharded(model) else None
     return {
-        "shardlib": _version(),
+        "shardlib": shardlib_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "ranks": everyone.size,

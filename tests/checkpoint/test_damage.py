@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -258,6 +259,54 @@ _LONG = '{"shardlib_checkpoint":1,"crc32":"00000000","body":' + "9" * 5000 + "}"
 def test_text_that_is_no_manifest(text: str):
     with pytest.raises(CheckpointError):
         Manifest.load(text)
+
+
+@pytest.mark.parametrize("rest", ['"crc32":"x","body":3', '"content":[NaN]', '"content":' + "9" * 5000])
+def test_a_newer_format_is_called_that(whole: Path, tmp_path: Path, rest: str):
+    copy = _copy(whole, tmp_path)
+    (copy / MANIFEST).write_text(f'{{"shardlib_checkpoint":2,{rest}}}')
+    job = Job(1)
+    with pytest.raises(CheckpointError) as caught:
+        job.load(copy)
+    assert (
+        f'"{copy}" cannot be read: it was written by a newer shardlib, in format 2, and this one reads format 1. '
+        "Update shardlib ("
+    ) in str(caught.value)
+    assert "damaged" not in str(caught.value)
+
+
+def test_sizes_are_looked_at_before_a_file_is_read(whole: Path, tmp_path: Path):
+    copy = _copy(whole, tmp_path)
+    foreign = tmp_path / "foreign" / "model.safetensors.index.json"
+    foreign.parent.mkdir()
+    foreign.touch()
+    for file in (copy / MANIFEST, foreign):
+        os.truncate(file, 1 << 40)  # of which the disk holds next to nothing
+        with pytest.raises(
+            CheckpointError, match=f"{file.name}.* has 1099511627776 bytes, and such a file has at most"
+        ):
+            checkpoint.load(file.parent, Job(1).model)
+    assert checkpoint.save(copy, Job(0).model).done()  # over it
+
+
+@pytest.mark.parametrize("length", [1 << 40, 100_000_001, 3000])
+def test_a_header_that_lies_about_its_length(whole: Path, tmp_path: Path, length: int):
+    copy = _copy(whole, tmp_path)
+    file = next(copy.glob("*.safetensors"))
+    file.write_bytes(length.to_bytes(8, "little") + file.read_bytes()[8:])
+    if length == 100_000_001:  # and has as many
+        os.truncate(file, 1 << 30)
+    reason = (
+        rf"{file.name}\" cannot be read as safetensors: by its first bytes it has a header of {length} bytes; the file"
+    )
+    for path in (copy, file):
+        if path == copy:
+            body = json.loads((copy / MANIFEST).read_text())["body"]
+            n = [entry[0] for entry in body["files"]].index(file.name)
+            body["files"][n][1] = file.stat().st_size
+            (copy / MANIFEST).write_text(_with_checksum(body))
+        with pytest.raises(CheckpointError, match=reason):
+            checkpoint.load(path, Job(1).model, verify="none")
 
 
 _BAD: dict[str, tuple[tuple[Any, ...], Any, str]] = {

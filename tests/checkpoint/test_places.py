@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,36 +80,39 @@ def _in_the_midst(monkeypatch: pytest.MonkeyPatch, name: str, meanwhile: Callabl
     monkeypatch.setattr(_save, name, call)
 
 
-def _save_in_another_process(path: Path, value: float, told: Any) -> None:
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+def _told(path: Path, value: float) -> str:
     try:
         checkpoint.save(path, filled(value))
-        told.put("saved")
     except CheckpointError as error:
-        told.put(str(error))
+        return str(error)
+    return "saved"
 
 
-@pytest.mark.parametrize("replacing", [False, True])
-@pytest.mark.parametrize("moment", ["write_tensors", "write_bytes"])
+def _told_in_another_process(path: Path, value: float) -> str:
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        return pool.apply(_told, (path, value))
+
+
+@pytest.mark.parametrize(
+    ("moment", "replacing", "tell"),
+    [
+        ("write_tensors", False, _told_in_another_process),
+        ("write_tensors", True, _told),
+        ("write_bytes", False, _told),
+        ("write_bytes", True, _told),
+    ],
+)
 def test_of_two_jobs_that_save_to_one_folder_the_second_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, replacing: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, replacing: bool, tell: Callable[[Path, float], str]
 ):
-    path = tmp_path / "new" / "checkpoint"
+    path, told = tmp_path / "new" / "checkpoint", list[str]()
     if replacing:
         checkpoint.save(path, filled(0.0))
-    context = multiprocessing.get_context("forkserver")
-    told = context.Queue()
-    other = context.Process(target=_save_in_another_process, args=(path, 2.0, told))
-
-    def meanwhile() -> None:
-        other.start()
-        other.join()
-
-    _in_the_midst(monkeypatch, moment, meanwhile)
+    _in_the_midst(monkeypatch, moment, lambda: told.append(tell(path, 2.0)))
     checkpoint.save(path, filled(1.0))
-    assert told.get() == (
+    assert told == [
         f'Saving "{path}" failed: another job is saving to "{path}" at this moment. Give each job a path of its own.'
-    )
+    ]
     assert value_at(path) == 1.0 and os.listdir(path.parent) == ["checkpoint"]
     checkpoint.save(path, filled(3.0))
     assert value_at(path) == 3.0
