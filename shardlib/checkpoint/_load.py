@@ -444,7 +444,7 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, options: Sequence[dict[
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key, value in saved.items():
             now = group.get(key)
-            group[key] = now.copy_(value) if isinstance(now, torch.Tensor) else value
+            group[key] = now.copy_(torch.as_tensor(value)) if isinstance(now, torch.Tensor) else value
     optimizer.state.clear()
     optimizer.state.update(state)
 

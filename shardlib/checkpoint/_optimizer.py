@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ __all__ = ["Known", "describe", "groups_for", "joined", "known", "make_state", "
 
 # How a machine computes the update, which is not part of it: another run may choose otherwise.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
+_NO_OPTIONS = {"params", "param_names"}
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def describe(optimizer: torch.optim.Optimizer, of: Known, put: Put) -> dict[str,
     """Describe an optimizer without its state's tensors, as JSON: class, groups with names, other state."""
     groups = []
     for g, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        options = {key: value for key, value in group.items() if key not in _NO_OPTIONS}
         names = [of.name(param, f"group {g}, place {i}") for i, param in enumerate(group["params"])]
         groups.append({"params": names, "options": encode(options, f"optimizer.groups.{g}", put)})
     values = {
@@ -182,7 +184,8 @@ def groups_for(
     same.
 
     Raises:
-        CheckpointError: another kind of optimizer, unknown parameters, or options that differ within a group.
+        CheckpointError: another kind of optimizer, unknown parameters, options that differ within a group, or options
+            of other types than the optimizer's own.
     """
     if saved["class"] != _class_of(optimizer):
         raise CheckpointError(
@@ -196,7 +199,10 @@ def groups_for(
     unknown = set(at) - {name for names in wanted for name in names} - of.elsewhere
     if missing or unknown:
         raise CheckpointError(_other_parameters(missing, sorted(unknown), at))
-    return [_one_of(g, [options[at[name]] for name in names]) for g, names in enumerate(wanted)]
+    found = [_one_of(g, [options[at[name]] for name in names]) for g, names in enumerate(wanted)]
+    for g, group in enumerate(optimizer.param_groups):
+        _check_options(g, found[g], group)
+    return found
 
 
 def _names_of(group: dict[str, Any], of: Known) -> list[str]:
@@ -224,6 +230,46 @@ def _one_of(g: int, options: list[dict[str, Any]]) -> dict[str, Any]:
             "were, or of parameters that had equal options."
         )
     return kept[0] if kept else {}
+
+
+def _check_options(g: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        # A scheduler's "initial_lr" is not in a group that no scheduler has seen.
+        now = group.get(key, group.get("lr") if key.endswith("lr") else None)
+        if key in _NO_OPTIONS or not _fits(value, now):
+            raise CheckpointError(
+                f'Option "{key}" of group {g} of the optimizer is {_short(value)} in the checkpoint, which is not '
+                f"{'an option' if key in _NO_OPTIONS else f'of the kind of {_short(now)} here'}. The checkpoint is "
+                "damaged, or of an optimizer that takes other options: use another one, or load the model alone."
+            )
+
+
+def _fits(saved: Any, now: Any) -> bool:
+    """Return whether a saved option may replace one of the optimizer; anything may replace None."""
+    if now is None:
+        return True
+    if isinstance(now, bool):
+        return isinstance(saved, bool)
+    if isinstance(now, Real | torch.Tensor):
+        return _is_number(saved)
+    if isinstance(now, tuple | list):
+        several = isinstance(saved, tuple | list) and (len(saved) == len(now) or isinstance(now, list))
+        return several and all(map(_fits, saved, now))
+    return isinstance(saved, type(now))
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, which a tensor may hold."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.ndim == 0 and not value.is_complex() and _is_number(value.item())
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 1 << 63
+    return isinstance(value, float) and value == value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def make_state(

@@ -342,6 +342,51 @@ def test_a_hostile_manifest_is_refused_with_its_reason(whole: Path, tmp_path: Pa
     assert job.state() == before
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("lr", value) for value in ("0.1", [0.1], None, True, {"~": "float", "of": "nan"}, 10**40, {})],
+        *[("lr", {"~": "tensor", "of": "extra.seen"}), ("initial_lr", "0.1"), ("weight_decay", None)],
+        *[("betas", value) for value in (0.9, [0.9], [0.9, "0.9"], [0.9, 0.9, 0.9], [0.9, None])],
+        *[("amsgrad", value) for value in (1, 0.0, "False", None)],
+        *[("params", []), ("param_names", ["a"])],
+    ],
+)
+def test_an_option_of_another_type_is_refused(whole: Path, tmp_path: Path, key: str, value: Any):
+    copy = _copy(whole, tmp_path)
+    body = json.loads((copy / MANIFEST).read_text())["body"]
+    body["state"]["optimizer"]["groups"][0]["options"][key] = value
+    (copy / MANIFEST).write_text(_with_checksum(body))
+    job = Job(1)
+    before = job.state()
+    with pytest.raises(CheckpointError, match=f'Option "{key}" of group 0 of the optimizer is .* in the checkpoint'):
+        job.load(copy)
+    assert job.state() == before
+
+
+@pytest.mark.parametrize(
+    ("key", "saved", "now", "loaded"),
+    [
+        ("lr", 1, 0.1, 1),
+        ("lr", torch.tensor(0.25), 0.1, torch.tensor(0.25)),
+        ("lr", 0.25, torch.tensor(0.1), torch.tensor(0.25)),
+        ("betas", [0.5, 0.75], (0.9, 0.99), [0.5, 0.75]),
+        ("mine", None, None, None),
+        ("mine", "text", None, "text"),
+        ("mine", [1, 2, 3], [4], [1, 2, 3]),
+        ("mine", {"a": 1}, {}, {"a": 1}),
+        ("swa_lr", 0.5, None, 0.5),
+    ],
+)
+def test_options_that_fit(tmp_path: Path, key: str, saved: Any, now: Any, loaded: Any):
+    one, other = Job(0), Job(1)
+    one.optimizer.param_groups[0][key] = saved
+    one.save(tmp_path / "saved")
+    other.optimizer.param_groups[0][key] = now
+    other.load(tmp_path / "saved")
+    assert repr(other.optimizer.param_groups[0][key]) == repr(loaded)
+
+
 def _state_of_torch(left: int, following: int) -> torch.Tensor:
     state = torch.get_rng_state()
     state[8:12].view(torch.int32)[0] = left
