@@ -1,0 +1,94 @@
+"""What comes of cells on warm ranks: many in one call, and alone those that may hang or end their processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.contract.declare import Habit, habits_of
+from tests.contract.harness import DDP, MICRO, ONE, Apart, Finding, Part, compare, kind_of, play
+
+__all__ = ["Cells", "wrong"]
+
+_ALONE = 20.0  # seconds for a cell that is run alone
+_TOGETHER = 110.0
+_OTHERS = {"as DDP": DDP, "microbatches": MICRO}  # what a cell is compared with that is not as on one device
+
+
+@dataclass
+class Cells:
+    """The findings of this session, by module, habit and kind; a kind's first question runs the whole module on it."""
+
+    ranks: Any
+    played: dict[tuple[str, str], dict[str, list[Part] | Finding]] = field(default_factory=dict)
+
+    def found(self, module: str, habit: Habit, kind: str) -> Finding:
+        """Return what came of a cell."""
+        parts = self._parts(module, kind)[habit.name]
+        if isinstance(parts, Finding):
+            return parts
+        other = _OTHERS.get(habit.verdict(kind).what, ONE)
+        expected = self._parts(module, other)[habit.name]
+        if isinstance(expected, Finding) or any(part.error for part in expected):
+            return Finding("raised", f"on {other} already: {expected}")
+        return compare(parts, expected, staged=kind_of(kind).staged)
+
+    def _parts(self, module: str, kind: str) -> dict[str, list[Part] | Finding]:
+        if (module, kind) not in self.played:
+            names, alone = _divided(module, kind)
+            found = self._together(module, names, kind)
+            self.played[module, kind] = found | {name: self._alone(module, name, kind) for name in alone}
+        return self.played[module, kind]
+
+    def _together(self, module: str, names: list[str], kind: str) -> dict[str, list[Part] | Finding]:
+        """Run habits in one call; where it fails, in several, to find those that are to blame."""
+        if len(names) == 1:
+            return {names[0]: self._alone(module, names[0], kind)}
+        try:
+            return self._play(module, names, kind, _TOGETHER) if names else {}
+        except Exception:
+            size = -(-len(names) // 8)
+            parts = [names[i : i + size] for i in range(0, len(names), size)]
+            return {name: found for part in parts for name, found in self._together(module, part, kind).items()}
+
+    def _alone(self, module: str, name: str, kind: str) -> list[Part] | Finding:
+        try:
+            return self._play(module, [name], kind, _ALONE)[name]
+        except Apart as apart:
+            return apart.finding
+        except Exception as error:
+            return Finding("hung", " ".join(str(error).split())[:500])
+
+    def _play(self, module: str, names: list[str], kind: str, timeout: float) -> dict[str, list[Part] | Finding]:
+        pool = self.ranks(kind_of(kind).ranks)
+        by_rank = pool.run(play, module, names, kind, timeout=timeout)
+        return {name: list(parts) for name, parts in zip(names, zip(*by_rank, strict=True), strict=True)}
+
+
+def _divided(module: str, kind: str) -> tuple[list[str], list[str]]:
+    """Return the habits that run together, and those that are known to be broken and run alone."""
+    habits = habits_of(module)
+    for what, other in _OTHERS.items():
+        if kind == other:
+            habits = [habit for habit in habits if any(v.what == what for v in habit.declared.values())]
+    alone = [habit.name for habit in habits if habit.verdict(kind).what == "broken"]
+    return [habit.name for habit in habits if habit.name not in alone], alone
+
+
+def wrong(habit: Habit, kind: str, found: Finding) -> str:
+    """Say how a finding differs from what is declared, or nothing."""
+    declared = habit.verdict(kind)
+    if declared.what == "broken":
+        mended = found.what in ("same", "refused")
+        return f"{habit.name} on {kind}: declared as broken, and mended: {found}" if mended else ""
+    if declared.what == "refused":
+        as_declared = found.what == "refused" and declared.how in found.how
+    else:
+        as_declared = found.what == "same"
+    return "" if as_declared else f"{habit.name} on {kind}: declared as {declared.what} ({declared.how}), found {found}"
+
+
+def everything(cells: Cells, module: str, kinds: Iterable[str]) -> dict[tuple[str, str], Finding]:
+    """Return the findings of a module, for whoever looks for them by hand."""
+    return {(habit.name, kind): cells.found(module, habit, kind) for habit in habits_of(module) for kind in kinds}

@@ -1,0 +1,96 @@
+"""Say beside a habit where it does something else than on one device; without a word it does the same everywhere."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.contract import habits
+from tests.contract.harness import KINDS
+
+__all__ = ["Habit", "as_ddp", "as_microbatches", "broken", "habits_of", "modules", "refused", "refused_in_pipelines"]
+
+_DECLARED = "_declared"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is declared of a cell: "same", "refused", "as DDP", "microbatches" or "broken"; message or reason."""
+
+    what: str
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class Habit:
+    """A habit with its name, its sentence and what is declared of it, by kind."""
+
+    name: str
+    sentence: str
+    declared: dict[str, Verdict] = field(default_factory=dict)
+
+    def verdict(self, kind: str) -> Verdict:
+        return self.declared.get(kind, Verdict("same"))
+
+
+def refused(kinds: str, message: str) -> Callable[[Any], Any]:
+    """Declare that shardlib refuses the habit on these kinds, with a part of the message."""
+    return _declare(kinds, Verdict("refused", message))
+
+
+def as_ddp(kinds: str, why: str) -> Callable[[Any], Any]:
+    """Declare that these kinds do as torch's DDP does, and not as one device does, with the reason."""
+    return _declare(kinds, Verdict("as DDP", why))
+
+
+def as_microbatches(why: str) -> Callable[[Any], Any]:
+    """Declare that a pipeline does as one device does on microbatches one after the other, with the reason."""
+    return _declare("pp", Verdict("microbatches", why))
+
+
+def broken(kinds: str, what: str) -> Callable[[Any], Any]:
+    """Declare a mistake that is known; once it is mended, the test fails until this declaration is gone."""
+    return _declare(kinds, Verdict("broken", what))
+
+
+def refused_in_pipelines(habit: Any) -> Any:
+    """Declare that the habit calls the model, which a pipeline refuses."""
+    return refused("pp", "Call shardlib.pipeline_step")(habit)
+
+
+def _declare(kinds: str, verdict: Verdict) -> Callable[[Any], Any]:
+    names = list(KINDS) if kinds == "all" else kinds.split(", ")
+    assert set(names) <= KINDS.keys(), f"{kinds}: there are {', '.join(KINDS)}"
+
+    def decorate(habit: Any) -> Any:
+        declared = vars(habit).setdefault(_DECLARED, {})
+        assert not declared.keys() & set(names), f"{habit.__name__} has two declarations for one kind"
+        declared |= dict.fromkeys(names, verdict)
+        return habit
+
+    return decorate
+
+
+def modules() -> list[str]:
+    return [f"{habits.__name__}.{module.name}" for module in pkgutil.iter_modules(habits.__path__)]
+
+
+def habits_of(module: str) -> list[Habit]:
+    """Return the habits of a module: its functions whose first argument is `run`."""
+    found = importlib.import_module(module)
+    functions = {name: f for name, f in vars(found).items() if inspect.isfunction(f) and f.__module__ == module}
+    return [
+        Habit(name, _sentence(function), dict(vars(function).get(_DECLARED, {})))
+        for name, function in functions.items()
+        if not name.startswith("_") and next(iter(inspect.signature(function).parameters), "") == "run"
+    ]
+
+
+def _sentence(function: Any) -> str:
+    text = inspect.getdoc(function)
+    assert text, f"{function.__name__} has no sentence"
+    return text.split("\n\n")[0].replace("\n", " ")

@@ -1,0 +1,92 @@
+"""The harness notices: numbers that differ, what is missing, errors, and declarations that are not true any more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.contract import declare
+from tests.contract.cells import wrong
+from tests.contract.declare import Habit, Verdict, habits_of, modules
+from tests.contract.harness import KINDS, Finding, OfRanks, Part, compare
+
+_ONE = [Part(values={"loss": OfRanks("mean", torch.tensor(2.0).double()), "w": torch.ones(2).double(), "n": 3})]
+
+
+def _ranks(*losses: float, **others: object) -> list[Part]:
+    same = {"w": torch.ones(2).double(), "n": 3} | others
+    return [Part(i, {"loss": OfRanks("mean", torch.tensor(loss).double()), **same}) for i, loss in enumerate(losses)]
+
+
+def test_means_of_data_ranks_are_those_of_one_device():
+    assert compare(_ranks(1.0, 3.0), _ONE) == Finding("same")
+    assert compare(_ranks(1.0, 3.1), _ONE).how.startswith("loss on rank 0: off by 0.05")
+
+
+@pytest.mark.parametrize(
+    ("others", "how"),
+    [
+        ({"w": torch.tensor([1.0, 1 + 1e-8], dtype=torch.float64)}, "w on rank 0: off by 1e-08"),
+        ({"w": torch.ones(2)}, "w on rank 0: torch.float32 [2] is not torch.float64 [2]"),
+        ({"w": torch.ones(3).double()}, "w on rank 0: torch.float64 [3] is not torch.float64 [2]"),
+        ({"w": None}, "w on rank 0: None is not [1, 1]"),
+        ({"n": 4}, "n on rank 0: 4 is not 3"),
+        ({"n": 3.0}, "n on rank 0: 3.0 is not 3"),
+        ({"m": 1}, "rank 0 has m, which one device has not"),
+    ],
+)
+def test_what_differs_is_named(others: dict[str, object], how: str):
+    assert compare(_ranks(2.0, 2.0, **others), _ONE).how.startswith(how)
+
+
+def test_a_rank_without_a_value_is_noticed_and_a_stage_may_lack_it():
+    parts = _ranks(2.0, 2.0)
+    del parts[1].values["w"]
+    assert compare(parts, _ONE).how == "no rank has w"
+    assert compare(parts, _ONE, staged=True) == Finding("same")
+
+
+def test_rows_and_vectors_of_stages_are_put_together():
+    one = [Part(values={"x": OfRanks("rows", torch.arange(4.0)), "v": OfRanks("stages", torch.arange(2.0))})]
+    two = [
+        Part(i, {"x": OfRanks("rows", x), "v": OfRanks("stages", v)})
+        for i, (x, v) in enumerate(zip(torch.arange(4.0).chunk(2), torch.arange(2.0).chunk(2), strict=True))
+    ]
+    assert compare(two, one, staged=True) == Finding("same")
+    assert compare(two[::-1], one, staged=True).what == "differs"
+
+
+def test_an_error_of_ours_is_a_refusal_and_another_one_is_not():
+    ours, other = Part(error="PlanError: no", refused=True), Part(error="KeyError: no")
+    assert compare([ours, ours], _ONE) == Finding("refused", "PlanError: no")
+    assert compare([ours, other], _ONE).what == "raised"
+
+
+_SAME, _DIFFERS, _REFUSED = Finding("same"), Finding("differs", "x"), Finding("refused", "PlanError: write y")
+
+
+@pytest.mark.parametrize(
+    ("declared", "good"),
+    [
+        (None, [_SAME]),
+        (Verdict("refused", "write y"), [_REFUSED]),
+        (Verdict("refused", "write z"), []),
+        (Verdict("as DDP", "why"), [_SAME]),
+        (Verdict("broken", "why"), [_DIFFERS, Finding("raised"), Finding("hung")]),
+    ],
+)
+def test_a_declaration_that_is_not_true_is_said(declared: Verdict | None, good: list[Finding]):
+    habit = Habit("does", "Does.", {"tp": declared} if declared else {})
+    for found in (_SAME, _DIFFERS, _REFUSED, Finding("raised"), Finding("hung")):
+        assert bool(wrong(habit, "tp", found)) == (found not in good)
+
+
+def test_there_are_many_habits_and_each_has_a_sentence_of_its_own():
+    habits = [habit for module in modules() for habit in habits_of(module)]
+    assert len(habits) >= 150
+    assert len({habit.sentence for habit in habits}) == len(habits)
+
+
+def test_a_kind_that_is_not_there_cannot_be_declared():
+    with pytest.raises(AssertionError, match="there are " + next(iter(KINDS))):
+        declare.refused("zero(7)", "no")
