@@ -72,8 +72,8 @@ def _cast(values: Any, which: set[torch.dtype], dtype: torch.dtype) -> Any:
 class Root:
     """Hooks on the root of a sharded model: they check inputs, cast dtypes and detect the start of backward.
 
-    From the first forward on, implicit replication is enabled in this thread and in the backward passes that it starts:
-    a plain tensor among DTensors counts as replicated. Autograd restores the thread's state for every node, so if it
+    From sharding on, implicit replication is enabled in this thread, and in every thread that calls the model, with the
+    backward passes that it starts: a plain tensor among DTensors counts as replicated. Autograd restores the thread's state for every node, so if it
     were enabled in forward only, ops on masks and positions that a model creates itself would fail in backward. It also
     allows `torch.nn.utils.clip_grad_norm_` and similar functions to take parameters of both kinds.
 
@@ -90,6 +90,7 @@ class Root:
         self._left = False
 
     def install(self, model: nn.Module) -> list[Any]:
+        _torch.set_implicit_replication(True)
         return [
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._leave),

@@ -25,6 +25,7 @@ from shardlib.engine.ops._dispatch import drawing_by, forget_decisions, policy, 
 from shardlib.engine.ops._operands import is_fused_beside_others, redistributed
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
+from shardlib.engine.ops._stored import refuse_local_tensors, written_whole
 
 __all__ = [
     "GatheredOp",
@@ -123,8 +124,12 @@ def _install() -> None:
     handlers = move_handlers(_HANDLED)
 
     def ours(original: Any, op: Op, args: Any, kwargs: Any, info: OpInfo, try_cache: bool) -> Any:
-        if op is torch.ops.aten._local_scalar_dense.default and info.compute_mesh in _READ:
-            return op(args[0].full_tensor())
+        if info.compute_mesh in _READ:
+            if op is torch.ops.aten._local_scalar_dense.default:
+                return op(args[0].full_tensor())
+            if (result := written_whole(op, args, kwargs)) is not NotImplemented:
+                return result
+            refuse_local_tensors(op, args)
         if info.compute_mesh in _MESHES:
             return policy(op, args, kwargs, info)
         if op in handlers:
