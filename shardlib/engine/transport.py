@@ -57,7 +57,8 @@ class Workspace:
             return free.pop(min(fitting, key=lambda i: free[i].numel()))
         if free:
             free.pop()  # a buffer that has become too small
-        return torch.empty(numel, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # it is used again outside of one
+            return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Return a buffer to the pool."""
