@@ -121,7 +121,7 @@ def _traffic_changes(before: PlanTable, after: PlanTable) -> Iterator[str]:
     old, new = (_sent(plan) for plan in (before, after))
     for what in dict.fromkeys([*old, *new]):
         if old[what] != new[what]:
-            yield f"~ sent over data axes, {what}: {human_bytes(old[what])} -> {human_bytes(new[what])}"
+            yield f"~ sent, {what}: {human_bytes(old[what])} -> {human_bytes(new[what])}"
 
 
 def _sent(plan: PlanTable) -> Counter[str]:

@@ -245,7 +245,7 @@ def _traffic(plan: PlanTable) -> Part:
         for each in plan.traffic()
     ]
     columns = ["what", "collective", "over", "tensors", "times", "bytes"]
-    return "Sent by one rank over data axes in a training step", columns, rows
+    return "Sent by one rank in a training step, for parameters, gradients and state", columns, rows
 
 
 def _collectives(report: DryRun, whose: str = "") -> Part:

@@ -176,7 +176,9 @@ class GradientReducer:
                 if slot.param_state.shard_spec is not None:
                     self._handles[id(param)].append(param.register_hook(begin_hook(this)))
         self._learned = False
-        self._lay_out([(i, self._slots[i].param_state.row.partial) for i in reversed(range(len(self._slots)))])
+        for slot in unfrozen:
+            slot.param_state.expect_gradient(slot.param_state.row.partial)
+        self._lay_out(reversed(range(len(self._slots))))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -499,18 +501,15 @@ class GradientReducer:
         arrived = list(self._arrived.items())
         if self.data_axes:
             arrived = _of_first_rank(arrived, self.executor.group(tuple(self.mesh.mesh_dim_names or ())))
-        known = dict(arrived)
-        remaining = [i for i in reversed(range(len(self._slots))) if i not in known]
-        self._lay_out([*arrived, *((i, self._slots[i].param_state.row.partial) for i in remaining)])
+        for i, partial in arrived:
+            self._slots[i].param_state.expect_gradient(partial)
+        self._lay_out(dict.fromkeys([*(i for i, _ in arrived), *reversed(range(len(self._slots)))]))
         self._learned = True
 
-    def _lay_out(self, order: Sequence[tuple[int, Axes]]) -> None:
-        """Lay out buckets of gradients in some order, each with the model axes over which it is a partial sum."""
+    def _lay_out(self, order: Iterable[int]) -> None:
         self._left_out = [slot for slot in self._slots if not slot.param_state.param.requires_grad]
-        trained = [(self._slots[i], axes) for i, axes in order if self._slots[i].param_state.param.requires_grad]
-        for slot, partial in trained:
-            slot.param_state.expect_gradient(partial)
-        summed = [(slot, self._summed_over(slot.param_state, partial)) for slot, partial in trained]
+        trained = [self._slots[i] for i in order if self._slots[i].param_state.param.requires_grad]
+        summed = [(slot, self._summed_over(slot.param_state, slot.param_state.row.partial)) for slot in trained]
         batches = in_batches(
             [(slot, axes) for slot, axes in summed if axes],
             alone=lambda one: one[0].param_state.is_unbucketed("gradients"),

@@ -181,16 +181,6 @@ class ParamState:
         return offload.HOST if "state" in self.offloaded else self.device
 
     @property
-    def stored_layout(self) -> Layout:
-        """The layout of the parameter between steps."""
-        return self.layout if self.is_stored_sharded else self.compute
-
-    @property
-    def grad_layout(self) -> Layout:
-        """The layout of the reduced gradient."""
-        return self.compute if self.shard_spec is None else self.layout
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of computation."""
         return self.param.dtype

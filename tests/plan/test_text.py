@@ -98,7 +98,7 @@ def test_a_whole_plan():
         "embed.output | replicated | - | sum over tp of a row-parallel output",
         "norm.output | as it is | - | gradient border",
         "frozen.output | as it is | - | gradient border",
-        "Sent by one rank over data axes in a training step",
+        "Sent by one rank in a training step, for parameters, gradients and state",
         "what | collective | over | tensors | times | bytes",
         "parameters, forward | all_gather | dp | 6 | 2 | 152 B",
         "parameters, backward | all_gather | dp | 5 | 2 | 128 B",
@@ -131,8 +131,8 @@ def test_a_whole_difference():
         ("largest rank, state:", "208 B", "112 B"),
         ("largest rank, buckets:", "0 B", "464 B"),
         ("largest rank, host:", "0 B", "56 B"),
-        ("sent over data axes, parameters, forward:", "0 B", "152 B"),
-        ("sent over data axes, parameters, backward:", "0 B", "128 B"),
+        ("sent, parameters, forward:", "0 B", "152 B"),
+        ("sent, parameters, backward:", "0 B", "128 B"),
     ]
     back = [(title, new, old) for title, old, new in there]
     for made, other, expected in ((before, after, there), (after, before, back)):
@@ -194,7 +194,7 @@ def test_a_pipeline_that_was_run_dry_tells_what_its_stages_do():
         "peak of its rank",
         "0 | 0 | 0 | 20 | 80 B | 2 | 1.00 k | 10 B | 5 B | 100 B",
         "1 | 1 | {1-2} x2 | 40 | 160 B | 1 | 2.00 k | 20 B | 10 B | 200 B",
-        "Sent by one rank over data axes in a training step",
+        "Sent by one rank in a training step, for parameters, gradients and state",
         "what | collective | over | tensors | times | bytes",
         "gradients | all_reduce | dp | 4 | 1 | 160 B",
         "Collectives of one training step, rank 0 of pp",
@@ -316,7 +316,7 @@ def test_a_difference_is_told_in_lines():
             "~ largest rank, parameters: 2.12 KiB -> 2.69 KiB",
             "~ largest rank, gradients: 2.12 KiB -> 2.69 KiB",
             "~ largest rank, state: 4.25 KiB -> 5.38 KiB",
-            "~ sent over data axes, gradients: 2.12 KiB -> 2.69 KiB",
+            "~ sent, gradients: 2.12 KiB -> 2.69 KiB",
         ]
     )
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshShape, device_here
-from shardlib._plan import Movement, Plan
+from shardlib._plan import Plan
 from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch
 from shardlib.engine.params import ParamState
@@ -181,12 +181,6 @@ class PipelineBuild:
         """The names of this rank's tensors by their canonical names."""
         return {first: name for name, first in self.names.items()}
 
-    @property
-    def movements(self) -> tuple[Movement, ...]:
-        """The movements of a step on this rank, by canonical names."""
-        with _torch.no_modes():
-            return self.plan.movements(pipeline_rank=self.place.index)
-
     def cut(self, model: nn.Module, undo: ExitStack) -> None:
         """Remove the tensors of other stages."""
         remove_foreign(model, self.place, self.mode, self.device, undo)
@@ -241,7 +235,8 @@ class PipelineBuild:
     def _shared(self, param_states: Mapping[str, ParamState]) -> list[Shared]:
         local_names, made = self.names_here, []
         groups: dict[tuple[int, ...], Any] = {}
-        listed = [one for one in self.movements if one.purpose == "gradients, stages"]
+        with _torch.no_modes():
+            movements = self.plan.movements(pipeline_rank=self.place.index)
         for row in self.plan.rows:
             holders = self.place.holders(row.tied)
             if row.kind != "parameter" or len(holders) == 1:
@@ -251,7 +246,7 @@ class PipelineBuild:
             param_state = param_states[local_names[row.name]] if row.name in local_names else None
             group = groups[holders]
             among = param_state.executor.transport((self.axis,), group) if param_state and group else None
-            sums = tuple(one for one in listed if one.name == row.name)
+            sums = tuple(one for one in movements if (one.name, one.purpose) == (row.name, "gradients, stages"))
             made.append(Shared(row.tied, param_state, among, self.place.index == holders[0], sums))
         return made
 
