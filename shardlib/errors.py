@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,12 +21,24 @@ __all__ = [
     "StageError",
     "VersionError",
     "nearest",
+    "printable",
     "refuse",
 ]
 
 
+# C0 and C1, and characters that change the direction of the text after them.
+_CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
+
+
 class ShardlibError(Exception):
-    """Base of every error that shardlib raises about what a user gave it, or about ranks that are gone."""
+    """Base of every error that shardlib raises about what a user gave it, or about ranks that are gone.
+
+    Control characters in its message, which may come from a file or from another rank, are escaped: a terminal would
+    obey them.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class LaunchError(ShardlibError):
@@ -88,6 +101,15 @@ class StageError(ShardlibError):
     def __init__(self, message: str, rank: int = 0, stage: int | None = None, microbatch: int | None = None) -> None:
         super().__init__(message)
         self.rank, self.stage, self.microbatch = rank, stage, microbatch
+
+
+def printable(text: str) -> str:
+    """Return a text whose control characters, but for newlines and tabs, are escaped.
+
+    >>> print(printable("blocks.\\x1b[2J"))
+    blocks.\\x1b[2J
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

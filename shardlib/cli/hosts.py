@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import queue
 import shlex
@@ -17,12 +19,13 @@ from typing import IO
 
 from shardlib.cli import on_host
 from shardlib.cli.models import UsageError
-from shardlib.errors import nearest
+from shardlib.errors import nearest, printable
 
 __all__ = ["chosen", "is_this_machine", "run_on"]
 
-# Variables that programs need on other hosts. No others are sent: all users of a host can read a command line.
-_TRAVEL = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+# Variables that programs need on other hosts. No others are sent.
+_LIBRARIES = "LD_LIBRARY_PATH"
+_TRAVEL = ("PATH", "PYTHONPATH", _LIBRARIES, "VIRTUAL_ENV", "OMP_NUM_THREADS")
 _TRAVEL_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "UCX_", "SHARDLIB_")
 _SSH_FAILED = 255
 # torchrun gives its ranks half a minute, and the far side's watcher a little more.
@@ -83,9 +86,12 @@ def run_on(hosts: Sequence[str], commands: Sequence[Sequence[str]], ssh_port: in
 
 def _from_file(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode("utf-8-sig").splitlines()
     except OSError as error:
         raise UsageError(f'The hostfile "{path}" cannot be read: {error.strerror}.') from error
+    except UnicodeDecodeError as error:
+        at = error.object.count(b"\n", 0, error.start) + 1
+        raise UsageError(f'The hostfile "{path}" is not UTF-8 text (line {at}); save it as UTF-8.') from error
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -108,8 +114,10 @@ def _named(text: str, option: str) -> list[str]:
 
 
 def _check(host: str, where: str) -> None:
-    if host.startswith("-") or any(map(str.isspace, host)):
-        raise UsageError(f'{where} names "{host}", which is not a host; give names or addresses, separated by commas.')
+    if host.startswith("-") or not host.isprintable() or any(map(str.isspace, host)):
+        raise UsageError(
+            f'{where} names "{printable(host)}", which is not a host; give names or addresses, separated by commas.'
+        )
 
 
 def _among(hosts: Sequence[str], text: str, option: str) -> list[str]:
@@ -137,15 +145,26 @@ def _start(host: str, command: Sequence[str], ssh_port: int | None) -> subproces
     # BatchMode: no one could answer a password prompt. stdin stays open: its end ends the remote side.
     ssh = ["ssh", "-o", "BatchMode=yes", *(["-p", str(ssh_port)] if ssh_port else []), host, _shell_line(command)]
     try:
-        return subprocess.Popen(ssh, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(ssh, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except FileNotFoundError:
         raise UsageError("There is no ssh on this machine, by which other hosts are reached; install it.") from None
+    _send_environment(process)
+    return process
+
+
+def _send_environment(process: subprocess.Popen[bytes]) -> None:
+    """Send variables by stdin: all users of a host can read command lines."""
+    assert process.stdin is not None
+    travelling = {name: value for name, value in os.environ.items() if _travels(name)}
+    with contextlib.suppress(BrokenPipeError):  # ssh has ended, and its status says why
+        os.write(process.stdin.fileno(), json.dumps(travelling).encode() + b"\n")
 
 
 def _shell_line(command: Sequence[str]) -> str:
-    travelling = [f"{name}={value}" for name, value in os.environ.items() if _travels(name)]
-    # By its path, not as a module: it would wait for torch to be imported.
-    watched = ["env", *travelling, sys.executable, on_host.__file__, *command]
+    # The interpreter itself may need the path of its libraries. By its path, not as a module: it would wait for torch
+    # to be imported.
+    libraries = [f"{_LIBRARIES}={os.environ[_LIBRARIES]}"] if _LIBRARIES in os.environ else []
+    watched = ["env", *libraries, sys.executable, on_host.__file__, *command]
     return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(watched)}"
 
 

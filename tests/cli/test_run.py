@@ -139,15 +139,24 @@ def test_a_host_that_ssh_does_not_reach_is_named(tmp_path: Path, ssh: Path, capf
     ]
 
 
-def test_only_what_makes_a_program_run_alike_travels(tmp_path: Path, ssh: Path, capfd, monkeypatch):
-    for name in ("NCCL_DEBUG", "SHARDLIB_TRANSPORT", "OMP_NUM_THREADS", "MY_TOKEN"):
+def test_only_what_makes_a_program_run_alike_travels_and_on_no_command_line(
+    tmp_path: Path, ssh: Path, capfd, monkeypatch
+):
+    names = ("NCCL_DEBUG", "SHARDLIB_TRANSPORT", "OMP_NUM_THREADS", "MY_TOKEN")
+    for name in names:
         monkeypatch.setenv(name, "two words")
-    assert hosts.run_on(["one"], [_python("import sys; print('hello')")], None) == 0
-    call = ssh.read_text()
-    assert "'NCCL_DEBUG=two words' " in call
-    assert "'SHARDLIB_TRANSPORT=two words' " in call
-    assert "'OMP_NUM_THREADS=two words' " in call
-    assert "MY_TOKEN" not in call
+    monkeypatch.setattr(hosts, "_shell_line", _without_inherited(hosts._shell_line, names))
+    assert (
+        hosts.run_on(["one"], [_python(f"import os; print(*(os.getenv(name) for name in {names}), sep=', ')")], None)
+        == 0
+    )
+    assert capfd.readouterr().out == "one: two words, two words, two words, None\n"
+    assert "two words" not in ssh.read_text()
+
+
+def _without_inherited(line: Callable[[list[str]], str], names: tuple[str, ...]) -> Callable[[list[str]], str]:
+    """A shell that has none of these variables, as on another host."""
+    return lambda command: f"unset {' '.join(names)}; {line(command)}"
 
 
 @pytest.mark.parametrize("sends", [b"", b"chatter\n"])
@@ -156,6 +165,8 @@ def test_a_far_side_ends_with_its_stdin_however_it_closes(sends: bytes):
     far = subprocess.Popen([sys.executable, on_host.__file__, *lasting], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert far.stdin is not None
     assert far.stdout is not None
+    far.stdin.write(b'{"A": "b"}\n')
+    far.stdin.flush()
     assert far.stdout.readline() == b"up\n"
     far.communicate(sends, timeout=60)
     assert far.returncode == 128 + 15
@@ -282,6 +293,24 @@ def test_a_hostfile_with_more_than_names_is_refused(tmp_path: Path, capsys):
         f'shardlib: "{tmp_path / "hosts"}", line 2: "b slots=4"; give one host on each line and nothing else. How many '
         "processes run on each is said by --nproc_per_node.\n"
     )
+
+
+def test_a_hostfile_with_a_byte_order_mark(started, tmp_path: Path):
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfa\r\nb\r\n")
+    assert started("--hostfile", str(tmp_path / "hosts"), "-m", "mod")[0] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"a\nb\xff\n", "is not UTF-8 text (line 2); save it as UTF-8."),
+        (b"a\x1b[2J\n", 'names "a\\x1b[2J", which is not a host; give names or addresses, separated by commas.'),
+    ],
+)
+def test_a_hostfile_that_is_not_text_is_refused(tmp_path: Path, capsys, content: bytes, told: str):
+    (tmp_path / "hosts").write_bytes(content)
+    assert main(["run", "--hostfile", str(tmp_path / "hosts"), "s.py"]) == 2
+    assert capsys.readouterr().err.endswith(f"{told}\n")
 
 
 def test_a_machine_without_ssh_is_told(tmp_path: Path, monkeypatch):
