@@ -24,6 +24,7 @@ from shardlib._plan.report import DryRun, Gathered, Recorded
 from shardlib._plan.rows import PHASES, Phase, Row
 from shardlib._plan.schedules import splits_backward
 from shardlib._plan.table import PlanTable
+from shardlib.errors import printable
 from shardlib.layout import Layout
 from shardlib.rules import Border
 
@@ -58,17 +59,22 @@ _UNFOLDED_WIDTH = 100_000  # wider than any line: away from a terminal nothing i
 
 def render(plan: PlanTable, *, fold: bool = True) -> Group:
     """Return the plan as a rich renderable."""
-    parts: list[RenderableType] = [Text(headline(plan), style="bold"), Text(memory_line(plan))]
-    parts += [Text(note) for note in plan.notes]
+    parts: list[RenderableType] = [_text(headline(plan), style="bold"), _text(memory_line(plan))]
+    parts += [_text(note) for note in plan.notes]
     if plan.stages:
-        parts.append(Text(pictures.facts(plan)))
+        parts.append(_text(pictures.facts(plan)))
     if plan.report is not None:
-        parts += [Text(line) for line in report_lines(plan.report)]
+        parts += [_text(line) for line in report_lines(plan.report)]
     for title, columns, rows in tables(plan, fold=fold):
-        parts += [Text(f"\n{title}", style="bold"), _rich(columns, rows)]
+        parts += [_text(f"\n{title}", style="bold"), _rich(columns, rows)]
     if settings := step_line(plan):
-        parts.append(Text(f"\n{settings}"))
+        parts.append(_text(f"\n{settings}"))
     return Group(*parts)
+
+
+def _text(line: str, style: str = "") -> Text:
+    """Return a line as it is: what a user wrote is not markup, nor a command to a terminal."""
+    return Text(printable(line), style=style)
 
 
 def plain(plan: PlanTable, *, fold: bool = True) -> str:
@@ -328,5 +334,5 @@ def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for column in columns:
         table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # as Text, what a user wrote is not markup
+        table.add_row(*map(_text, row))
     return table

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardlib._mesh import MeshShape
-from shardlib.errors import RuleError, nearest
+from shardlib.errors import RuleError, nearest, printable
 from shardlib.rules._claims import axes_named
 from shardlib.rules._match import Entry, border_key
 from shardlib.rules._model import readable_bytes
@@ -98,10 +98,10 @@ def explain(rules: Rules, name: str, model: nn.Module | None, mesh: MeshShape | 
     """List the rules that match a name and, with a model, the layout that they give."""
     if model is None:
         lines = list(_by_name(rules, name)) or ["  no rule matches"]
-        return "\n".join([f'"{name}"', *lines])
+        return printable("\n".join([f'"{name}"', *lines]))
     resolver = Resolver(rules, model, mesh or _widest_mesh(rules), strict=False)
     resolution = resolver.resolution()
-    return "\n".join(_about(resolver, resolution, name, mesh))
+    return printable("\n".join(_about(resolver, resolution, name, mesh)))
 
 
 def _about(resolver: Resolver, resolution: Resolution, name: str, mesh: MeshShape | None) -> Iterator[str]:
@@ -192,7 +192,7 @@ def _row(rule: str | None, value: str, tensors: list[TensorLayout], matched: int
 def _line(row: CoverageRow) -> tuple[str, ...]:
     sizes = (row.bytes, row.split_bytes, row.bytes - row.split_bytes)
     count = f"{row.tensors} +{row.agreeing}" if row.agreeing else str(row.tensors)
-    return (row.rule or "(no rule)", row.value, count, *map(readable_bytes, sizes))
+    return (printable(row.rule or "(no rule)"), row.value, count, *map(readable_bytes, sizes))
 
 
 def _aligned(line: tuple[str, ...], widths: list[int]) -> str:

@@ -17,6 +17,8 @@ from sys import _current_frames
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
+from shardlib.errors import printable
+
 __all__ = ["Standing", "State", "explain", "lost_a_peer", "of_main_thread", "of_traceback", "table"]
 
 State = Literal["running", "waiting", "idle", "done", "raised", "died", "silent"]
@@ -281,7 +283,7 @@ def _distributed_function(frames: _Frames) -> str:
 
 def table(standings: Iterable[Standing]) -> str:
     """Format one line per rank, in columns."""
-    rows = [(f"rank {s.rank}", *s._columns) for s in sorted(standings, key=lambda s: s.rank)]
+    rows = [(f"rank {s.rank}", *map(printable, s._columns)) for s in sorted(standings, key=lambda s: s.rank)]
     used = [i for i in range(len(rows[0])) if any(row[i] for row in rows)] if rows else []
     widths = {i: max(len(row[i]) for row in rows) for i in used}
     return "\n".join("  ".join(row[i].ljust(widths[i]) for i in used).rstrip() for row in rows)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
 import xml.etree.ElementTree as ElementTree
+from collections import OrderedDict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ from shardlib._plan.pictures import drawn
 from shardlib._plan.readable import human_bytes, human_count
 from shardlib._plan.report import StageRun
 from shardlib._plan.schedules import order, timeline
+from shardlib.errors import PlanError
 from shardlib.layout import Layout
+from shardlib.testing._standing import Standing, table
 from tests.plan.cases import MLP_RULES, gpt_plan, mlp
 
 GATHERED = Gathered("aten.nonzero.default", "blocks.0.mlp", "its result depends on values")
@@ -437,3 +441,25 @@ def test_notebooks_show_the_page(tmp_path: Path):
     made: Plan = gpt_plan()
     made.html(tmp_path / "plan.html")
     assert made._repr_html_() in (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+def test_a_terminal_obeys_nothing_that_stands_in_a_name():
+    model = nn.Sequential(OrderedDict([("up\x1b[2J\u202e", nn.Linear(4, 4))]))
+    name = next(iter(model.state_dict()))
+    rules = sl.Rules({"**": None})
+    made = sl.plan(model, "dp=2", rules)
+    with pytest.raises(PlanError) as caught:
+        made["up\x1b[2J"]
+    standing = Standing(0, "raised", module=name, said=name)
+    texts = [
+        str(made),
+        str(rules.coverage(model)),
+        rules.explain(name, model),
+        rules.explain(name),
+        str(caught.value),
+        table([standing]),
+        str(pickle.loads(pickle.dumps(caught.value))),
+    ]
+    for text in texts:
+        assert "\x1b" not in text and "\u202e" not in text
+    assert all("up\\x1b[2J" in text for text in texts if text != texts[1])

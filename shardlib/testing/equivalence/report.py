@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardlib._mesh import MeshShape
-from shardlib.errors import ShardlibError
+from shardlib.errors import ShardlibError, printable
 from shardlib.testing.equivalence.compare import START, Key
 from shardlib.testing.equivalence.locate import Origin
 
@@ -116,7 +116,8 @@ class Report:
                 lines += ["", f"{title}: {len(found)}"]
                 lines += [f"  {name}: {text}" for name, text in list(found.items())[:5]]
         notes = (*self.notes, *(f"{op} had no sharding rule: every rank computed it whole" for op in self.gathered))
-        return "\n".join([*lines, *(f"Note: {note}" for note in notes), *(f"Warning: {w}" for w in self.warnings)])
+        lines += [*(f"Note: {note}" for note in notes), *(f"Warning: {warning}" for warning in self.warnings)]
+        return printable("\n".join(lines))
 
     def _table(self) -> list[str]:
         rows = [("", "worst", "error", "limit", "wrong of")]
