@@ -368,16 +368,22 @@ class _Job:
 
     def carry_out(self) -> None:
         everyone, folder = self.everyone, _paths.writing(self.target)
-        commit = self._commit if self.weights == "file" else _paths.commit
         with ExitStack() as claim:
             everyone.run("prepare", lambda: self._begin(claim) if everyone.rank == 0 else None)
             written = everyone.gather("write", lambda: self._write(folder))
             everyone.run("write manifest", lambda: self._finish(folder, written) if everyone.rank == 0 else None)
-            everyone.run("put in place", lambda: commit(self.target) if everyone.rank == 0 else None)
+            everyone.run("put in place", lambda: self._end(claim) if everyone.rank == 0 else None)
 
     def _begin(self, claim: ExitStack) -> None:
         claim.enter_context(_paths.claimed(self.target))
         (_paths.begin_file if self.weights == "file" else _paths.begin)(self.target)
+
+    def _end(self, claim: ExitStack) -> None:
+        if self.weights == "file":
+            _paths.commit_file(self.target, "model.safetensors")
+        else:
+            _paths.commit(self.target)
+        claim.close()
 
     def _groups(self) -> list[tuple[int, list[int]]]:
         """Return files of full tensors: the writer of each, and the indices of its items."""
@@ -471,9 +477,6 @@ class _Job:
     def _shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """Global shapes of the tensors that this rank writes pieces of."""
         return {(item.section, item.name): item.shape for item in self.items}
-
-    def _commit(self, target: Path) -> None:
-        _paths.commit_file(target, "model.safetensors")
 
     def _manifest(self, files: Sequence[Any]) -> Manifest:
         tensors: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "values": {}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from shardlib import checkpoint
 from shardlib.checkpoint import _paths, _save
 from shardlib.checkpoint._manifest import MANIFEST
 from shardlib.errors import CheckpointError
+from shardlib.testing import shared_pool
 from tests.checkpoint.faults import Crash, FileSystem
 
 
@@ -89,8 +89,7 @@ def _told(path: Path, value: float) -> str:
 
 
 def _told_in_another_process(path: Path, value: float) -> str:
-    with multiprocessing.get_context("forkserver").Pool(1) as pool:
-        return pool.apply(_told, (path, value))
+    return shared_pool(1).run(_told, path, value)[0]
 
 
 @pytest.mark.parametrize(
