@@ -62,6 +62,7 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 _LARGEST_HEADER = 100_000_000  # that safetensors reads
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")
 _CHUNK = 1 << 24
 
 
@@ -282,12 +283,18 @@ class Readers:
 
     def _check_header(self, name: str, file: BinaryIO) -> None:
         """Check the length of the header, before it is read, against the file and the limit of safetensors."""
-        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        size, begin = os.fstat(file.fileno()).st_size, file.read(8)
+        length = int.from_bytes(begin, "little")
         if size < 8 or length > size - 8 or length > _LARGEST_HEADER:
             raise CheckpointError(
                 f'"{self._folder.path / name}" cannot be read as safetensors: by its first bytes it has a header of '
-                f"{length} bytes; the file has {size}, and a header at most {_LARGEST_HEADER}. Use another checkpoint."
+                f"{length} bytes; the file has {size}, and a header at most {_LARGEST_HEADER}. "
+                + (
+                    "It looks like what torch.save writes. Pickled files are never read; convert it to safetensors."
+                    if begin.startswith(_PICKLES)
+                    else "It is another kind of file, or damaged."
+                )
             )
 
     def _unreadable(self, file: str, error: Exception) -> CheckpointError:
-        return CheckpointError(f'"{self._folder.path / file}" cannot be read as safetensors: {error}.')
+        return CheckpointError(f'"{self._folder.path / file}" cannot be read as safetensors: {error}. It is damaged.')

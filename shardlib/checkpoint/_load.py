@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardlib._mesh import MeshShape
-from shardlib.checkpoint import _random
+from shardlib.checkpoint import _paths, _random
 from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, Manifest, Saved
@@ -22,7 +22,7 @@ from shardlib.checkpoint._opened import Names, Opened, found, opened
 from shardlib.checkpoint._optimizer import groups_for, known, make_state, master_items
 from shardlib.checkpoint._peers import Peers, described, peers
 from shardlib.checkpoint._permuted import Reading, Transpose
-from shardlib.checkpoint._save import wait_for_saving
+from shardlib.checkpoint._save import check_objects, wait_for_saving
 from shardlib.checkpoint._values import decode
 from shardlib.errors import CheckpointError, MeshError, nearest
 
@@ -116,7 +116,7 @@ def load(
         ({'step': 7}, True)
     """
     wait_for_saving()
-    given = Path(path).absolute()
+    given = _paths.given(path, "load")
     everyone = peers(f'loading "{given}"', timeout)
     everyone.run("check arguments", lambda: _check(model, optimizer, verify))
     folder, text = everyone.first("read manifest", lambda: found(given))
@@ -135,8 +135,7 @@ def load(
 def _check(model: Any, optimizer: Any, verify: str) -> None:
     if verify not in VERIFY:
         raise CheckpointError(f"verify={verify!r} was given; give one of {VERIFY}.{nearest(str(verify), VERIFY)}")
-    if optimizer is not None and model is None:
-        raise CheckpointError("An optimizer was given without its model, whose names its state is saved by. Give both.")
+    check_objects(model, optimizer)
 
 
 # --- matching of tensors

@@ -88,7 +88,7 @@ class Checkpoints:
             raise CheckpointError(f'There is no checkpoint in "{self.folder}". Save one first.')
         if step is not None and step not in steps:
             raise CheckpointError(
-                f'There is no checkpoint of step {step} in "{self.folder}"; there are {", ".join(map(str, steps))}.'
+                f'There is no checkpoint of step {step!r} in "{self.folder}"; there are {", ".join(map(str, steps))}.'
             )
         return load(self.path(steps[-1] if step is None else step), model, *args, **options)
 

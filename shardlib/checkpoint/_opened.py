@@ -129,6 +129,8 @@ def found(path: Path) -> list[str | None]:
     folder = _orbax.located(path)
     if not folder.exists():
         raise CheckpointError(f'there is nothing at "{path}".{_neighbours(path)}')
+    if folder.name == MANIFEST:
+        raise CheckpointError(f'"{folder}" is the manifest of a checkpoint. Give its folder, "{folder.parent}".')
     if not folder.is_dir() or _orbax.is_orbax(folder):
         return [str(folder), None]
     if _foreign_files(folder):
@@ -140,13 +142,17 @@ def found(path: Path) -> list[str | None]:
         return [str(folder), None]
     raise CheckpointError(
         f'"{folder}" is not a checkpoint: it holds neither {MANIFEST}, nor safetensors files with their index, nor '
-        "what orbax writes. "
-        + (
-            "Pickled files (.bin, .pt, .distcp) are never read; convert them to safetensors first."
-            if _pickles(folder)
-            else ""
-        )
+        f"what orbax writes.{_instead(folder)}"
     )
+
+
+def _instead(folder: Path) -> str:
+    """Return a sentence about what a folder that is not a checkpoint does hold."""
+    if inside := sorted(entry.name for entry in folder.iterdir() if (entry / MANIFEST).is_file()):
+        return f" It holds {len(inside)} checkpoints, {', '.join(inside[-4:])}: give the path of one."
+    if _pickles(folder):
+        return " Pickled files (.bin, .pt, .distcp) are never read; convert them to safetensors first."
+    return ""
 
 
 def _manifest_in(path: Path) -> str | None:

@@ -17,7 +17,46 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["begin", "begin_file", "claimed", "commit", "commit_file", "followed", "give_up", "located", "writing"]
+__all__ = [
+    "begin",
+    "begin_file",
+    "check_replaceable",
+    "claimed",
+    "commit",
+    "commit_file",
+    "followed",
+    "give_up",
+    "given",
+    "located",
+    "writing",
+]
+
+
+def given(path: object, call: str) -> Path:
+    """Return the path that a user gave, as an absolute one.
+
+    Raises:
+        CheckpointError: it is not a path, or a URL.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(
+            f"{call} was given a {type(path).__name__} as path. Give the path first: {call}(path, model)."
+        )
+    if "://" in os.fspath(path):
+        raise CheckpointError(f'{call} was given "{path}". Give a path in a file system that all ranks see, not a URL.')
+    return Path(path).absolute()
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse a folder that cannot be replaced by renaming without harm to this process.
+
+    Raises:
+        CheckpointError: it is the working directory, or holds it.
+    """
+    if Path(os.path.realpath(path)) in (Path.cwd(), *Path.cwd().parents):
+        raise CheckpointError(
+            f'"{path}" is the working directory, or holds it, and would be replaced. Save to a folder in it.'
+        )
 
 
 def followed(path: Path) -> Path:

@@ -41,7 +41,8 @@ def restoring(saved: Mapping[str, Any]) -> Callable[[], None]:
         kind, keys, position, has_gauss, cached = saved["numpy"]
         python = (version, tuple(words.tolist()), gauss)
         numpy = (str(kind), keys.numpy().astype(np.uint32), position, has_gauss, cached)
-        own, theirs = saved["torch"], saved.get("accelerator")
+        own = saved["torch"]
+        theirs: Any = saved.get("accelerator")
         _check_torch(own)
         _check_python(python)
         _check_numpy(numpy)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from shardlib.checkpoint._share import Source, agreed, file_groups, packed, sour
 from shardlib.checkpoint._values import encode
 from shardlib.errors import CheckpointError, nearest
 
-__all__ = ["Saving", "save", "shardlib_version", "wait_for_saving"]
+__all__ = ["Saving", "check_objects", "save", "shardlib_version", "wait_for_saving"]
 
 WEIGHTS = ("pieces", "huggingface", "file", "none")
 HF_INDEX = "model.safetensors.index.json"
@@ -150,9 +151,9 @@ def save(
         ['pieces-00000-000.safetensors', 'shardlib.json', 'values']
     """
     wait_for_saving()
-    target = Path(path).absolute()
+    target = _paths.given(path, "save")
     everyone = peers(f'saving "{target}"', timeout)
-    everyone.run("check arguments", lambda: _check(model, optimizer, weights, shard_mb, variant))
+    everyone.run("check arguments", lambda: _check(target, model, optimizer, weights, shard_mb, variant))
     if weights == "file":
         others = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader, "extra": extra}
         everyone.run("check arguments", lambda: _check_file(model, others))
@@ -171,15 +172,29 @@ def save(
     return saving
 
 
-def _check(model: Any, optimizer: Any, weights: str, shard_mb: float, variant: str | None) -> None:
+def _check(target: Path, model: Any, optimizer: Any, weights: str, shard_mb: float, variant: str | None) -> None:
+    _paths.check_replaceable(target)
     if weights not in WEIGHTS:
         raise CheckpointError(f"weights={weights!r} was given; give one of {WEIGHTS}.{nearest(str(weights), WEIGHTS)}")
-    if not shard_mb > 0:
+    if not isinstance(shard_mb, Real) or not 0 < shard_mb < math.inf:
         raise CheckpointError(f"shard_mb={shard_mb!r} was given; give a positive number of megabytes.")
     if variant is not None and (weights != "huggingface" or not re.fullmatch("[A-Za-z0-9_-]{1,64}", str(variant))):
         raise CheckpointError(
             f'variant={variant!r} was given with weights="{weights}"; give a word of letters, digits, "_" and "-", and '
             'weights="huggingface", whose files have it in their names.'
+        )
+    check_objects(model, optimizer)
+
+
+def check_objects(model: Any, optimizer: Any) -> None:
+    """Check that a model and an optimizer are what they should be, and that the optimizer comes with its model."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise CheckpointError(
+            f"model= was given as {type(model).__name__}; give the nn.Module itself. Tensors of your own go to extra=."
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise CheckpointError(
+            f"optimizer= was given as {type(optimizer).__name__}, which has no param_groups. Give an optimizer."
         )
     if optimizer is not None and model is None:
         raise CheckpointError("An optimizer was given without its model, whose names its state is saved by. Give both.")

@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from shardlib.checkpoint._boxes import Box
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._opened import Names, Opened, found, opened
+from shardlib.checkpoint._paths import given
 from shardlib.checkpoint._permuted import Reading, Transpose
 from shardlib.checkpoint._save import wait_for_saving
 from shardlib.errors import CheckpointError, InputError, nearest
@@ -75,7 +76,7 @@ def load(
     """
     wait_for_saving()
     targets, model, back = _compiled(into) if isinstance(into, Compiled) else _tree(into)
-    folder, text = found(Path(path).absolute())
+    folder, text = found(given(path, "load"))
     with ExitStack() as keep:
         source = opened(keep, Path(str(folder)), text, model, names, transpose)
         readers = keep.enter_context(source.readers())

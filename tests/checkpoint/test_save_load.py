@@ -311,6 +311,37 @@ def test_wrong_arguments(tmp_path: Path):
         checkpoint.save(tmp_path / "saved", nn.Linear(2, 2, device="meta"))
 
 
+def test_wrong_paths_and_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    run = tmp_path / "run"
+    checkpoint.Checkpoints(run).save(3, model)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    (tmp_path / "text.safetensors").write_text("not tensors at all")
+    monkeypatch.chdir(run)
+    wrong: list[tuple[Any, str]] = [
+        (lambda: checkpoint.save(model, run), "save was given a Linear as path. Give the path first"),  # type: ignore
+        (lambda: checkpoint.load(None, model), "load was given a NoneType as path"),  # type: ignore
+        (lambda: checkpoint.save("s3://bucket/run", model), "Give a path in a file system that all ranks see"),
+        (lambda: checkpoint.save(run, model), "is the working directory, or holds it"),
+        (lambda: checkpoint.save("/", model), '"/" is the working directory, or holds it'),
+        (lambda: checkpoint.save(run / "a", model.state_dict()), "model= was given as OrderedDict"),  # type: ignore
+        (lambda: checkpoint.save(run / "a", model, scheduler), "optimizer= was given as StepLR"),
+        (lambda: checkpoint.save(run / "a", model, shard_mb="5GB"), "give a positive number"),  # type: ignore
+        (lambda: checkpoint.save(run / "a", model, shard_mb=float("inf")), "give a positive number"),
+        (lambda: checkpoint.load(run, model), "It holds 1 checkpoints, step-000003: give the path of one."),
+        (lambda: checkpoint.load(run / "step-000003" / "shardlib.json", model), 'Give its folder, ".*step-000003"'),
+        (lambda: checkpoint.load(tmp_path / "model.pt", model), "It looks like what torch.save writes"),
+        (lambda: checkpoint.load(tmp_path / "text.safetensors", model), "It is another kind of file, or damaged"),
+        (lambda: checkpoint.Checkpoints(run).load(model, step="3"), "no checkpoint of step '3'"),  # type: ignore
+    ]
+    for call, told in wrong:
+        with pytest.raises(CheckpointError, match=told):
+            call()
+    assert sorted(entry.name for entry in run.iterdir()) == ["step-000003"]
+
+
 # --- folders and background -----------------------------------------------------------------------------------------
 
 
