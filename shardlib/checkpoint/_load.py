@@ -203,7 +203,7 @@ class _Work:
             wider = several[0].dtype.is_floating_point and several[0].dtype.itemsize > stored.itemsize
             if wider:
                 self.into.append((master, several))
-            self.at_end.append(partial(setattr, param_state, "initial_master", master.local if wider else None))
+            self.at_end.append(partial(param_state.keep_master, master.local if wider else None))
 
     def _refuse_names(self) -> None:
         if (self.missing or self.unexpected) and (self.strict or not self.into):

@@ -17,7 +17,8 @@ from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._values import Get, Put, decode, encode
 from shardlib.engine import _torch
 from shardlib.engine.optimizer import MASTER, steps_whole_tensors
-from shardlib.engine.params import ParamState, param_state_of
+from shardlib.engine.params import ParamState
+from shardlib.engine.sharded import param_state_of
 from shardlib.errors import CheckpointError, nearest
 
 __all__ = ["Known", "describe", "groups_for", "joined", "known", "make_state", "master_items", "optimizer_items"]
@@ -80,8 +81,8 @@ def optimizer_items(optimizer: torch.optim.Optimizer, of: Known, size: int) -> I
             if isinstance(value, torch.Tensor):
                 yield _state_item(f"state.{name}.{key}", param, value, size, whole=whole)
         param_state = param_state_of(param)
-        if param_state is not None and param_state.initial_master is not None and MASTER not in state:
-            yield _master_item("optimizer", f"state.{name}.{MASTER}", param_state, param_state.initial_master)
+        if param_state is not None and param_state.mutable.master is not None and MASTER not in state:
+            yield _master_item("optimizer", f"state.{name}.{MASTER}", param_state, param_state.mutable.master)
 
 
 def master_items(model: nn.Module) -> Iterator[tuple[str, ParamState, Item]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardlib.engine import _torch
-from shardlib.engine.params import param_state_of
+from shardlib.engine.sharded import param_state_of
 from shardlib.errors import ShardingError
 
 __all__ = ["refuse_conversions"]

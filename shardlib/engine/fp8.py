@@ -96,6 +96,11 @@ def choose(model: nn.Module, plan: Plan, device: torch.device, regions: Collecti
     return made
 
 
+def history(linears: Linears, steps: int, device: torch.device) -> History | None:
+    """Return the history of scales that depend on the last `steps` steps; None where they depend on none."""
+    return History(linears, steps, device) if steps and linears.names else None
+
+
 class History:
     """The largest magnitudes of earlier steps: of the input, the weight and the gradient of each module.
 

@@ -55,6 +55,9 @@ class GradientReducer:
         bucket_bytes: the size of a bucket; a larger one has fewer latencies, a smaller one overlaps more.
         passes: the number of backward passes in a step; the gradient is that of their mean.
         dtype: the dtype in which gradients are sent; by default their own.
+        everyone: the ranks of all stages, where this model is a pipeline stage.
+        end_pass: called when a backward pass has ended.
+        end_step: called after the last backward pass of a step.
     """
 
     def __init__(
@@ -66,6 +69,9 @@ class GradientReducer:
         bucket_bytes: int = 25 << 20,
         passes: int = 1,
         dtype: torch.dtype | None = None,
+        everyone: dist.ProcessGroup | None = None,
+        end_pass: Callable[[], None] | None = None,
+        end_step: Callable[[], None] | None = None,
     ) -> None:
         mesh = executor.mesh
         self.executor, self.mesh, self.data_axes, self.passes = executor, mesh, data_axes, passes
@@ -75,7 +81,7 @@ class GradientReducer:
         self.reductions = Reductions(bucket_bytes, self._agree_on_missing)
         self.enabled = True
         self._keeping = False  # whether gradients stay unreduced until `reduce_now`
-        self.everyone: dist.ProcessGroup | None = None  # the ranks of all stages, where this model is a pipeline stage
+        self._everyone, self._end_pass, self._end_step = everyone, end_pass, end_step
         self._slots = [Slot(one) for one in param_states]
         self.has_shards = any(
             one.shard_spec is not None or not one.compute.axes.isdisjoint(data_axes) for one in param_states
@@ -83,7 +89,6 @@ class GradientReducer:
         self._index = {id(slot.param_state.param): i for i, slot in enumerate(self._slots)}
         self._buckets: list[ReduceBucket] = []
         self._bucket_of: dict[int, ReduceBucket] = {}
-        self._numbers: dict[int, int] = {}
         self._learned = False
         self._arrived: dict[int, Axes] = {}
         self._ending: weakref.ref[Callable[[], None]] | None = None  # the callback at the end of this pass
@@ -93,8 +98,6 @@ class GradientReducer:
         self._used: list[bool] | None = None
         self._handles: dict[int, list[Any]] = {}
         self._converting: list[Any] = []
-        self.at_the_end: list[Callable[[], None]] = []  # called when a backward pass has ended
-        self.at_the_end_of_steps: list[Callable[[], None]] = []  # called after the last backward pass of a step
         self._left_out = self._slots  # in no bucket: frozen when buckets were laid out
         self.notice_unfrozen()
 
@@ -129,15 +132,15 @@ class GradientReducer:
 
     def group_of_all(self) -> dist.ProcessGroup | None:
         """Return the group of all ranks that train the model; None where there is one rank."""
-        if self.everyone is not None:
-            return self.everyone
+        if self._everyone is not None:
+            return self._everyone
         axes = tuple(axis for axis, size in self.sizes.items() if size > 1)
         return self.executor.group(axes) if axes else None
 
     @property
     def listens(self) -> bool:
         """Whether a backward pass needs the reducer, or gradients just accumulate in place."""
-        return self.enabled or self.has_shards or bool(self.at_the_end)
+        return self.enabled or self.has_shards or self._end_pass is not None
 
     def is_between_passes(self) -> bool:
         """Tell whether a step has begun, and further backward passes belong to it."""
@@ -268,7 +271,7 @@ class GradientReducer:
         self._closing = closing and self.passes > 1
         to_send = [b for b in self._buckets if closing or b.at_every_pass]
         to_send = [b for b in to_send if self.enabled or (self._is_stored(b) and not self._keeping)]
-        self.reductions.restart(to_send, self._numbers)
+        self.reductions.restart(to_send)
         self._used = None
         self._arrived.clear()
         for bucket in self._buckets:
@@ -276,17 +279,13 @@ class GradientReducer:
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaf tensors in which autograd accumulates gradients."""
-        leaves = (
-            slot.param_state.param if slot.param_state.leaf is None else slot.param_state.leaf for slot in self._slots
-        )
+        leaves = (one.param if one.mutable.leaf is None else one.mutable.leaf for one in self.param_states)
         return [leaf for leaf in leaves if leaf.requires_grad]
 
     def take_from_leaves(self) -> None:
         """Keep the gradients that the microbatches of a pipeline step accumulated, of parameters stored in shards."""
         for slot in self._slots:
-            if slot.param_state.leaf is not None:
-                slot.add(slot.param_state.leaf.grad)
-                slot.param_state.leaf = None
+            slot.add(slot.param_state.take_leaf_gradient())
 
     def has_gradient(self, param_state: ParamState) -> bool:
         """Tell whether a parameter has a gradient of this rank's examples, or a reduced one."""
@@ -454,8 +453,8 @@ class GradientReducer:
         """Finish a backward pass: send the remaining buckets, in the order that all ranks share, and set `p.grad`."""
         self._ending = None
         self._remove_pass_hooks()
-        for callback in self.at_the_end:
-            callback()
+        if self._end_pass is not None:
+            self._end_pass()
         for slot in (slot for bucket in self.reductions.waiting for slot in bucket.slots):
             slot.filled = slot.filled or slot.unreduced is not None
         self.reductions.finish()
@@ -463,10 +462,10 @@ class GradientReducer:
         for bucket in self.reductions.buckets:
             bucket.set_grads(self._is_used)
         self._average_passes()
-        if self.enabled and not self.is_between_passes() and (self.reductions.buckets or not self._buckets):
-            for callback in self.at_the_end_of_steps:
-                callback()
-        self.reductions.restart((), {})
+        ends_step = self.enabled and not self.is_between_passes() and (self.reductions.buckets or not self._buckets)
+        if ends_step and self._end_step is not None:
+            self._end_step()
+        self.reductions.restart()
         self._set_grad()
         if self.enabled and not self._learned:
             self._learn()
@@ -535,7 +534,6 @@ class GradientReducer:
         self._bucket_of = {
             self._index[id(s.param_state.param)]: bucket for bucket in self._buckets for s in bucket.slots
         }
-        self._numbers = {id(bucket): i for i, bucket in enumerate(self._buckets)}
 
     def _bucket(self, slots: list[Slot], axes: Axes, *, like: ReduceBucket | None = None) -> ReduceBucket:
         """Return a bucket for gradients; an empty one is of the kind of `like`."""

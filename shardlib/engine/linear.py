@@ -27,16 +27,16 @@ from shardlib.rules.dims import linear_dims
 
 __all__ = ["compute_locally"]
 
-Border = tuple[tuple[Placement, ...] | None, ...]
+Out = tuple[tuple[Placement, ...] | None, ...]
 Move = Callable[[torch.Tensor], torch.Tensor]
 
 
-def compute_locally(module: nn.Module, border: Border | None = None) -> Callable[[], None]:
+def compute_locally(module: nn.Module, out: Out | None = None) -> Callable[[], None]:
     """Let a linear layer inside a region compute on local tensors, and return an undo function.
 
     Args:
         module: of a class that is registered as linear.
-        border: the placements that its output is redistributed to, by its number of dims.
+        out: the placements that its output is redistributed to, by its number of dims.
     """
     dims, own_forward = linear_dims(module), module.forward
     transposed = dims is not None and dims.is_transposed
@@ -49,7 +49,7 @@ def compute_locally(module: nn.Module, border: Border | None = None) -> Callable
         if torch.is_autocast_enabled(weight.device_mesh.device_type):
             return own_forward(input)
         weight = weight.t() if transposed else weight
-        want = None if border is None else border[input.ndim]
+        want = None if out is None else out[input.ndim]
         if torch.compiler.is_compiling():
             traced = _traced(input, weight, bias, want)
             return own_forward(input) if traced is None else traced
@@ -64,10 +64,10 @@ def compute_locally(module: nn.Module, border: Border | None = None) -> Callable
 # --- in a compiled block -------------------------------------------------------------------------------------------
 
 
-def _traced(x: DTensor, weight: DTensor, bias: Any, border: tuple[Placement, ...] | None) -> torch.Tensor | None:
+def _traced(x: DTensor, weight: DTensor, bias: Any, out: tuple[Placement, ...] | None) -> torch.Tensor | None:
     """Compute a layer by traceable and differentiable ops, or return None where the table does not cover it."""
     mesh = x.device_mesh
-    plan = _constant_plan(x.placements, weight.placements, x.shape, weight.shape, mesh.shape, border)
+    plan = _constant_plan(x.placements, weight.placements, x.shape, weight.shape, mesh.shape, out)
     if plan is None or (bias is not None and not (isinstance(bias, DTensor) and bias.placements == plan.bias)):
         return None
     summed = plan.product != plan.y
@@ -132,7 +132,7 @@ class _Steps:
 
 @_torch.cached_by_mesh
 def _steps(
-    x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | bool, border: tuple[Placement, ...] | None
+    x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | bool, out: tuple[Placement, ...] | None
 ) -> _Steps | None:
     """Return the steps of a layer, or None where it uses the module's own forward.
 
@@ -141,7 +141,7 @@ def _steps(
     """
     assert x.tensor_meta is not None and weight.tensor_meta is not None
     dtype = weight.tensor_meta.dtype
-    plan = plan_linear(x.placements, weight.placements, x.shape, weight.shape, x.mesh.shape, border)
+    plan = plan_linear(x.placements, weight.placements, x.shape, weight.shape, x.mesh.shape, out)
     if plan is None or x.tensor_meta.dtype != dtype:
         return None
     if bias and (bias is True or bias.placements != plan.bias):

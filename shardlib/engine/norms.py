@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
 from shardlib.engine.lost import naming_lost_ranks
-from shardlib.engine.params import local_of, param_state_of
+from shardlib.engine.params import local_of
+from shardlib.engine.sharded import param_state_of
 from shardlib.errors import ShardingError
 
 __all__ = ["clip_among", "clip_grad_norm_", "clip_grad_value_", "get_grad_norm"]

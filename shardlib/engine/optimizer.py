@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -32,17 +30,15 @@ from shardlib.engine import _torch, offload
 from shardlib.engine.borders import moved
 from shardlib.engine.executor.bucket import in_batches
 from shardlib.engine.full_step import FullTensorStep
-from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.lost import naming_lost_ranks
-from shardlib.engine.params import ParamState, local_of, param_state_of
+from shardlib.engine.params import ParamState, local_of
 from shardlib.engine.schedule import Updates, updates_of, wait_for_updates
+from shardlib.engine.sharded import Sharded, param_state_of, records_of
 from shardlib.errors import ShardingError
 
 __all__ = [
     "FUSED_DTYPES",
     "FUSED_SGD_DTYPES",
-    "adopt",
-    "look_after",
     "register_elementwise",
     "register_in_pieces",
     "register_per_tensor",
@@ -75,43 +71,7 @@ FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 FUSED_SGD_DTYPES = {torch.float32, torch.float64}
 _STEP = torch.zeros((), dtype=torch.float32)  # the kind of step counter of the fused kernels
 
-T = TypeVar("T")
-
-
-class _ByParameter(Generic[T]):
-    """A weak map from parameters to values, by identity; looked up for every parameter in every step."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], T]] = {}
-
-    def put(self, param: torch.Tensor, value: T) -> None:
-        key = id(param)
-        self._entries[key] = (weakref.ref(param, lambda _gone: self._entries.pop(key, None)), value)
-
-    def get(self, param: torch.Tensor) -> T | None:
-        entry = self._entries.get(id(param))
-        return entry[1] if entry is not None and entry[0]() is param else None
-
-
-@dataclass(frozen=True, eq=False)
-class _ModelFacts:
-    """The facts about a parameter's model that a step needs.
-
-    Attributes:
-        data_ranks: the number of data ranks.
-        reducer: the reducer of the model's gradients.
-        scaled: whether the loss is scaled.
-    """
-
-    data_ranks: int
-    reducer: weakref.ref[GradientReducer]
-    scaled: bool
-
-
-_local_leaf: _ByParameter[torch.Tensor] = _ByParameter()  # sharded parameter -> plain leaf over its local memory
-_replaced: _ByParameter[str] = _ByParameter()  # parameter that was replaced in sharding -> its name
-_facts_of: _ByParameter[_ModelFacts] = _ByParameter()  # parameter of a sharded model -> facts about the model
-_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer that has stepped on such parameters -> hooks
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter that sharding has replaced in its model -> its name
 _stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> _Saved
 
 
@@ -164,32 +124,6 @@ def register_in_pieces(optimizer: type[torch.optim.Optimizer]) -> type[torch.opt
     return optimizer
 
 
-def adopt(name: str, before: nn.Parameter, after: nn.Parameter) -> None:
-    """Register with the hooks that `after`, a DTensor or a plain parameter elsewhere, replaced `before`."""
-    if _torch.has_gradient_hooks(before):
-        raise ShardingError(
-            f'"{name}" has hooks on its gradient (register_hook), and sharding puts another parameter in its place. '
-            "Register them after shard_model."
-        )
-    _replaced.put(before, name)
-    if isinstance(after, DTensor):
-        _local_leaf.put(after, _torch.local_of(after).detach())
-
-
-def look_after(params: Iterable[nn.Parameter], data_ranks: int, reducer: GradientReducer, *, scaled: bool) -> None:
-    """Register the parameters of a sharded model with the hooks.
-
-    Args:
-        params: the parameters of the model.
-        data_ranks: the number of data ranks over which gradients are averaged.
-        reducer: the reducer of the model's gradients.
-        scaled: whether the loss is scaled, which only an `OptimizerWrapper` undoes.
-    """
-    facts = _ModelFacts(data_ranks, weakref.ref(reducer), scaled)
-    for param in params:
-        _facts_of.put(param, facts)
-
-
 _through_wrapper = False
 
 
@@ -207,32 +141,32 @@ def stepping_through_wrapper() -> Iterator[None]:
 _watching: list[Any] = []
 
 
-def watch_optimizers() -> None:
-    """Install the hook on all optimizers, once; reinstall it, since a caller may have cleared all optimizer hooks."""
+def watch_optimizers(replaced: Mapping[torch.Tensor, str]) -> None:
+    """Install the hook on all optimizers, once; reinstall it, since a caller may have cleared all optimizer hooks.
+
+    Args:
+        replaced: the names of the parameters that sharding has replaced in their model; no optimizer may step on them.
+    """
+    _replaced.update(replaced)
     for handle in _watching:
         handle.remove()
-    _watching[:] = [
-        torch_optimizer.register_optimizer_step_pre_hook(_inspect),
-    ]
+    _watching[:] = [torch_optimizer.register_optimizer_step_pre_hook(_inspect)]
 
 
 def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Inspect an optimizer that begins to step; the first hook of every step in this process."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if (outermost := _torch.depth_of_step(optimizer) == 1) and optimizer in _stepping:
-        _put_back(optimizer)  # the previous step has raised
-    if outermost:
-        _refuse_replaced(params)
-    all_facts = {facts for p in params if (facts := _facts_of.get(p)) is not None}
-    if not all_facts:
-        return
-    if outermost:
-        if optimizer not in _hooks:
-            _warn_of_unknown(params)
-        _refuse_incomplete_step(all_facts, params)
-    for handle in _hooks.get(optimizer, ()):
-        handle.remove()
-    _hooks[optimizer] = _torch.hook_around_step(optimizer, _before_step, _after_step)
+    records = [record for record in records_of(params) if record.looks_after_steps]
+    if _torch.depth_of_step(optimizer) == 1:
+        if optimizer in _stepping:
+            _put_back(optimizer)  # the previous step has raised
+        unknown = [p for p in params if param_state_of(p) is None]
+        _refuse_replaced(unknown, len(params))
+        _refuse_incomplete_step(records, params)
+        if records and not _torch.is_hooked(optimizer, _before_step):
+            _warn_of_unknown(unknown, records, len(params))
+    if records:
+        _torch.hook_around_step(optimizer, _before_step, _after_step)
 
 
 @naming_lost_ranks("step")
@@ -324,48 +258,47 @@ def _finish_full_step(saved: _Saved, inner: Any) -> None:
             )
 
 
-def _refuse_replaced(params: list[torch.Tensor]) -> None:
-    stale = [name for p in params if (name := _replaced.get(p)) is not None]
+def _refuse_replaced(unknown: list[torch.Tensor], count: int) -> None:
+    stale = [name for p in unknown if (name := _replaced.get(p)) is not None]
     if stale:
         raise ShardingError(
-            f"This optimizer was built before its model was sharded: {len(stale)} of its {len(params)} parameters "
+            f"This optimizer was built before its model was sharded: {len(stale)} of its {count} parameters "
             f'(the first is "{stale[0]}") are no longer the model\'s, and stepping them would train nothing. '
             "Build the optimizer after shard_model: torch.optim.AdamW(model.parameters())."
         )
 
 
-def _refuse_incomplete_step(all_facts: set[_ModelFacts], params: list[torch.Tensor]) -> None:
-    for facts in all_facts:
-        reducer = facts.reducer()
-        if reducer is not None and (name := next(reducer.pending(params), None)) is not None:
+def _refuse_incomplete_step(records: list[Sharded], params: list[torch.Tensor]) -> None:
+    for record in records:
+        if (name := next(record.reducer.pending(params), None)) is not None:
             raise ShardingError(
                 f'An optimizer stepped while a backward pass runs, and the gradient of "{name}" is not reduced yet: it '
                 "is when backward() returns. Step then; or let the plan store parameters in shards, as zero(3) and "
                 "fsdp() do, whose gradients are reduced before hooks see them."
             )
-        if facts.scaled and not _through_wrapper:
+        if record.plan.step.scaler is not None and not _through_wrapper:
             raise ShardingError(
                 "The plan scales the loss (precision), and this optimizer does not know of it. Wrap it: "
                 "opt = shardlib.OptimizerWrapper(opt, model), then opt.backward(loss) and opt.step()."
             )
-        if reducer is not None and reducer.is_between_passes():
+        if record.reducer.is_between_passes():
             raise ShardingError(
-                f"The plan makes a step of {reducer.passes} backward passes (accumulate), and not all have run. "
+                f"The plan makes a step of {record.reducer.passes} backward passes (accumulate), and not all have run. "
                 "Step after the last one; shardlib.OptimizerWrapper counts them for you."
             )
 
 
-def _warn_of_unknown(params: list[torch.Tensor]) -> None:
+def _warn_of_unknown(params: list[torch.Tensor], records: list[Sharded], count: int) -> None:
     """Warn of parameters outside of sharded models, which train on each data rank's own examples.
 
     The blocks of a model may have been sharded, and not its root.
     """
-    data_ranks = max((facts.data_ranks for p in params if (facts := _facts_of.get(p)) is not None), default=1)
-    unknown = [p for p in params if _facts_of.get(p) is None and p.requires_grad]
+    data_ranks = max(record.plan.mesh.data_ranks for record in records)
+    unknown = [p for p in params if p.requires_grad]
     if data_ranks > 1 and unknown:
         shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
         warnings.warn(
-            f"{len(unknown)} of this optimizer's {len(params)} parameters belong to no sharded model (of shapes "
+            f"{len(unknown)} of this optimizer's {count} parameters belong to no sharded model (of shapes "
             f"{shapes}{', ...' if len(unknown) > 3 else ''}): nobody averages their gradients over the {data_ranks} "
             "data ranks, and they drift apart. Call shard_model on the module that holds all of them.",
             stacklevel=4,
@@ -421,9 +354,8 @@ def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
 
 
 def _steps_in_place(param: torch.Tensor) -> bool:
-    param_state = param_state_of(param)
-    has_copy = param_state is not None and (param_state.master_dtype is not None or param_state.steps_on_host)
-    return not has_copy and _local_leaf.get(param) is None
+    one = param_state_of(param)
+    return one is None or not (one.master_dtype is not None or one.steps_on_host or one.local_leaf is not None)
 
 
 def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved, groups: list[dict[str, Any]]) -> None:
@@ -470,12 +402,12 @@ class _Piece:
         for param in params:
             param_state = param_state_of(param)
             assert param_state is not None
-            grad = None
+            grad, staging = None, param_state.mutable.staging
             if param.grad is not None:
-                grad = self._downloads.begin(_local_gradient(param, param_state), param_state.staging, "gradient")
+                grad = self._downloads.begin(_local_gradient(param, param_state), staging, "gradient")
                 param_state.copied("gradients, step")
             param_state.copied("parameters, step")
-            shard = self._downloads.begin(_memory(param, shards.get(id(param))), param_state.staging, "shard")
+            shard = self._downloads.begin(_memory(param, shards.get(id(param))), staging, "shard")
             self.copies[id(param)] = shard, grad
 
     def wait(self) -> None:
@@ -512,7 +444,7 @@ def _groups_of(piece: _Piece, optimizer: torch.optim.Optimizer, saved: _Saved) -
 
 def _memory(param: torch.Tensor, shard: torch.Tensor | None) -> torch.Tensor:
     """Return this rank's shard of a parameter, in the layout of its state: the memory that an update goes into."""
-    local = _local_leaf.get(param) if shard is None else shard
+    local = one.local_leaf if shard is None and (one := param_state_of(param)) is not None else shard
     return param.detach() if local is None else local
 
 
@@ -662,7 +594,8 @@ def _leaf(
     elif on_host is not None:
         leaf = source
     else:
-        return param if shard is None and _local_leaf.get(param) is None else memory
+        is_plain = param_state is None or param_state.local_leaf is None
+        return param if shard is None and is_plain else memory
     assert param_state is not None
     saved.copies.append((param_state, leaf, memory))
     return leaf
@@ -674,10 +607,8 @@ MASTER = "master_parameter"
 
 def _master(param_state: ParamState, memory: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     """Return the copy to step on, with the values that were written to the parameter since the last step."""
-    known = (
-        _local_state(param_state.param, param_state, state[MASTER]) if MASTER in state else param_state.initial_master
-    )
-    param_state.initial_master = None
+    kept = param_state.take_master()
+    known = _local_state(param_state.param, param_state, state[MASTER]) if MASTER in state else kept
     if known is None:
         return memory.to(param_state.master_dtype, copy=True)
     known = known.to(memory.device)
@@ -757,14 +688,14 @@ def _put_back(optimizer: torch.optim.Optimizer) -> None:
                 param_state.param, param_state, outer[param_state.param].get(MASTER), master
             )
         elif param_state.master_dtype is not None:
-            param_state.initial_master = master
+            param_state.keep_master(master)
 
 
 def _write_back(saved: _Saved) -> None:
     """Copy the stepped copies into the memory of their parameters, each once."""
     for param_state, stepped, memory in saved.copies[saved.written :]:
         if param_state.steps_on_host:
-            offload.upload(stepped, memory, param_state.staging["shard"])
+            offload.upload(stepped, memory, param_state.mutable.staging["shard"])
             param_state.copied("updated parameters")
         else:
             memory.copy_(stepped)

@@ -1,12 +1,11 @@
-"""The state of one parameter of a sharded model, as the engine moves it between the phases of its plan."""
+"""One parameter of a sharded model, as the engine moves it between the phases of its plan."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,17 +24,36 @@ from shardlib.engine.transport import Transport, Workspace
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout, ShardSpec
 
-if TYPE_CHECKING:
-    from shardlib.engine.schedule import Updates
-
-__all__ = ["Axes", "ParamState", "local_of", "movements_of", "param_state_of", "remember"]
+__all__ = ["Axes", "MutableState", "ParamState", "local_of", "movements_of"]
 
 Axes = tuple[str, ...]
 
 
 @dataclass(eq=False)
+class MutableState:
+    """What changes of a parameter while its model trains. Only methods of its `ParamState` assign it.
+
+    Attributes:
+        row: the row of the plan, with the model axes over which the gradient has been a partial sum.
+        movements: the movements of the row in a step, by purpose; None until they are asked for.
+        unsharded: the local unsharded tensor, where the parameter is stored in shards.
+        leaf: during a step of a pipeline, the unsharded tensor that all microbatches compute with; autograd accumulates
+            their gradients there.
+        master: the copy of the parameter that the optimizer steps on, until the optimizer's state holds it.
+        staging: host memory for this rank's shard and its gradient, where the optimizer steps on copies there.
+    """
+
+    row: Row
+    movements: Mapping[Purpose, Movement] | None = None
+    unsharded: torch.Tensor | None = None
+    leaf: torch.Tensor | None = None
+    master: torch.Tensor | None = None
+    staging: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
 class ParamState:
-    """A parameter, with the layouts and memory of its gradient and optimizer state.
+    """A parameter, with the layouts of its gradient and optimizer state.
 
     Attributes:
         names: all names of the parameter, the canonical one first.
@@ -46,24 +64,17 @@ class ParamState:
         layout: the layout of gradient and state, on the whole mesh.
         mesh: the whole mesh.
         max_local_numel: the number of elements of the compute tensor on the rank where it is largest.
-        row: the row of the plan.
+        mutable: what changes of it.
         list_movements: lists the movements of a row in a step, by purpose.
         executor: the executor of the model's movements.
         transport: the transport among the ranks of `axes`.
         compute_spec: the DTensor spec of the unsharded parameter on the model axes, where it is a DTensor there.
-        unsharded: the local unsharded tensor, where the parameter is stored in shards.
-        leaf: during a step of a pipeline, the unsharded tensor that all microbatches compute with; autograd accumulates
-            their gradients there.
         master_dtype: the dtype of the copy of the parameter that the optimizer steps on, laid out as its state; None
             where the optimizer steps on the parameter.
-        initial_master: that copy, until the first step.
-        updates: gathers the parameter after a step, where each rank updates its own shard of a parameter that is not
-            stored in shards.
         device: the device of computation.
         offloaded: the phases that lie in host memory, where that is another memory than the device's.
         pipeline_group: the ranks of all stages, where the mesh is that of one pipeline stage.
         is_counted: whether norms count its elements on this stage, and not on another stage that has it too.
-        staging: host memory for this rank's shard and its gradient, where the optimizer steps on copies there.
     """
 
     names: tuple[str, ...]
@@ -74,19 +85,14 @@ class ParamState:
     layout: Layout
     mesh: DeviceMesh
     max_local_numel: int
-    row: Row
+    mutable: MutableState
     list_movements: Callable[[Row, Optimizer], Mapping[Purpose, Movement]]
     executor: Executor
     transport: Transport | None = None
     compute_spec: Any = None
-    unsharded: torch.Tensor | None = None
-    leaf: torch.Tensor | None = None
     master_dtype: torch.dtype | None = None
-    initial_master: torch.Tensor | None = None
-    updates: Updates | None = None
     device: torch.device = offload.HOST
     offloaded: frozenset[str] = frozenset()
-    staging: dict[str, torch.Tensor] = field(default_factory=dict)
     pipeline_group: dist.ProcessGroup | None = None
     is_counted: bool = True
 
@@ -94,10 +100,17 @@ class ParamState:
     def name(self) -> str:
         return self.names[0]
 
-    @cached_property
+    @property
+    def row(self) -> Row:
+        """The row of the plan, with the model axes over which the gradient has been a partial sum."""
+        return self.mutable.row
+
+    @property
     def movements(self) -> Mapping[Purpose, Movement]:
         """The movements of the parameter in a step, by purpose."""
-        return self.list_movements(self.row, "elementwise")
+        if self.mutable.movements is None:
+            self.mutable.movements = self.list_movements(self.row, "elementwise")
+        return self.mutable.movements
 
     def expect_gradient(self, partial: Axes) -> None:
         """List the movements of a gradient that is a partial sum over some model axes.
@@ -107,7 +120,7 @@ class ParamState:
         grad, state = self.row.grad or self.row.stored, self.row.state or self.row.stored
         row = self.row.replace(grad=grad, state=state, partial=partial)
         if row != self.row:
-            self.row, self.movements = row, self.list_movements(row, "elementwise")
+            self.mutable.row, self.mutable.movements = row, None
 
     def is_unbucketed(self, purpose: Purpose) -> bool:
         """Tell whether a movement of the parameter travels by itself, without a copy."""
@@ -118,14 +131,54 @@ class ParamState:
         """Record the copy between host and device of one of its movements."""
         self.executor.copied(movements_of([self], purpose))
 
+    # --- what changes -----------------------------------------------------------------------------------------------
+
+    def place_unsharded(self, memory: torch.Tensor) -> None:
+        """Let the unsharded tensor lie at the start of a flat buffer of bytes."""
+        assert self.shard_spec is not None
+        flat = memory[: sum(self.shard_spec.numels) * self.dtype.itemsize].view(self.dtype)
+        self.mutable.unsharded = flat.view(self.shard_spec.shape).data
+
     def make_unsharded(self) -> torch.Tensor:
         """Return a new tensor over the unsharded memory, with a version counter of its own.
 
         Otherwise autograd would take an all-gather for an in-place change of a tensor that it saved.
         """
-        assert self.unsharded is not None
-        local = self.unsharded.data
+        assert self.mutable.unsharded is not None
+        local = self.mutable.unsharded.data
         return local if self.compute_spec is None else _torch.wrap(local, self.compute_spec)
+
+    def step_leaf(self) -> torch.Tensor:
+        """Return the leaf of a step of a pipeline, and make it where it is missing."""
+        if self.mutable.leaf is None:
+            if self.param.requires_grad and _torch.has_gradient_hooks(self.param):
+                raise ShardingError(
+                    f'"{self.name}" is stored in shards and has hooks on its gradient, which pipeline steps do not '
+                    "call: they add up the gradients of all microbatches. Remove the hooks, or use zero(2) at most."
+                )
+            self.mutable.leaf = self.make_unsharded().requires_grad_(self.param.requires_grad)
+        return self.mutable.leaf
+
+    def take_leaf_gradient(self) -> torch.Tensor | None:
+        """Drop the leaf; return its gradient."""
+        leaf, self.mutable.leaf = self.mutable.leaf, None
+        return None if leaf is None else leaf.grad
+
+    def take_master(self) -> torch.Tensor | None:
+        """Drop the master copy, which the optimizer's state holds from now on; return it."""
+        master, self.mutable.master = self.mutable.master, None
+        return master
+
+    def keep_master(self, master: torch.Tensor | None) -> None:
+        """Keep a master copy until the next step; with None, the next step makes it from the parameter."""
+        self.mutable.master = master
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def local_leaf(self) -> torch.Tensor | None:
+        """The plain leaf over the local memory of a DTensor, which optimizers step on."""
+        return local_of(self.param).detach() if isinstance(self.param, DTensor) else None
 
     def wrap(self, shard: torch.Tensor) -> DTensor:
         """Wrap this rank's shard of gradient or state as a DTensor of global shape."""
@@ -146,8 +199,8 @@ class ParamState:
     @property
     def memory(self) -> torch.Tensor:
         """The local tensor that this rank computes with; not detached from autograd."""
-        if self.unsharded is not None:
-            return self.unsharded
+        if self.mutable.unsharded is not None:
+            return self.mutable.unsharded
         return _torch.local_of(self.param) if isinstance(self.param, DTensor) else self.param
 
     @property
@@ -260,16 +313,6 @@ class ParamState:
         )
 
 
-# Weak references: the reducer of a model owns these states, and they own the parameters.
-_param_states: weakref.WeakValueDictionary[int, ParamState] = weakref.WeakValueDictionary()
-
-
-def param_state_of(param: torch.Tensor) -> ParamState | None:
-    """Return the state of a parameter of a sharded model, by identity; None for any other tensor."""
-    param_state = _param_states.get(id(param))
-    return param_state if param_state is not None and param_state.param is param else None
-
-
 def movements_of(
     param_states: Iterable[ParamState], purpose: Purpose, optimizer: Optimizer = "elementwise"
 ) -> Iterator[Movement]:
@@ -278,11 +321,6 @@ def movements_of(
         every = one.movements if optimizer == "elementwise" else one.list_movements(one.row, optimizer)
         if (movement := every.get(purpose)) is not None:
             yield movement
-
-
-def remember(param_state: ParamState) -> None:
-    """Register a state with `param_state_of`, as long as its model lives."""
-    _param_states[id(param_state.param)] = param_state
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

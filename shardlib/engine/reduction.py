@@ -49,7 +49,7 @@ def reduce_gradients_by(model: nn.Module, reduction: Reduction | None) -> None:
         )
     if reduction is not None and not callable(reduction):
         raise PlanError(f"reduce_gradients_by was given {reduction!r}; give a function that takes a GradientBucket.")
-    reducer.reductions.reduction = reduction
+    reducer.reductions.reduce_by(reduction)
 
 
 def _first_sharded(reducer: GradientReducer) -> str | None:

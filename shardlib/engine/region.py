@@ -73,9 +73,10 @@ class Root:
     """Hooks on the root of a sharded model: they check inputs, cast dtypes and detect the start of backward.
 
     From sharding on, implicit replication is enabled in this thread, and in every thread that calls the model, with the
-    backward passes that it starts: a plain tensor among DTensors counts as replicated. Autograd restores the thread's state for every node, so if it
-    were enabled in forward only, ops on masks and positions that a model creates itself would fail in backward. It also
-    allows `torch.nn.utils.clip_grad_norm_` and similar functions to take parameters of both kinds.
+    backward passes that it starts: a plain tensor among DTensors counts as replicated. Autograd restores the thread's
+    state for every node, so if it were enabled in forward only, ops on masks and positions that a model creates itself
+    would fail in backward. It also allows `torch.nn.utils.clip_grad_norm_` and similar functions to take parameters of
+    both kinds.
 
     Args:
         reducer: notified when a backward pass begins.

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shardlib.engine.executor.gather import UpdateBucket
-from shardlib.engine.executor.reduce import GradientBucket, ReduceBucket
-from shardlib.engine.params import param_state_of
+from shardlib.engine.executor.reduce import AllReduceBucket, GradientBucket, ReduceBucket
+from shardlib.engine.sharded import records_of
 
 __all__ = ["Reductions", "RunOrder", "Updates", "updates_of", "wait_for_updates", "wait_in_model", "wait_in_modules"]
 
@@ -36,13 +36,16 @@ class Reductions:
     def __init__(self, limit: int, agree: Callable[[torch.Tensor], None]) -> None:
         self.limit, self._agree = limit, agree
         self.buckets: list[ReduceBucket] = []
-        self.reduction: Callable[[GradientBucket], object] | None = None
-        self._numbers: dict[int, int] = {}
+        self._reduction: Callable[[GradientBucket], object] | None = None
         self._begun = self._waited = 0
 
-    def restart(self, buckets: Sequence[ReduceBucket], numbers: dict[int, int]) -> None:
-        """Set the buckets of a new pass, and the index of each bucket among all, by its id."""
-        self.buckets, self._numbers = list(buckets), numbers
+    def reduce_by(self, reduction: Callable[[GradientBucket], object] | None) -> None:
+        """Use a registered reduction in the place of the all-reduce from the next bucket on; None ends that."""
+        self._reduction = reduction
+
+    def restart(self, buckets: Sequence[ReduceBucket] = ()) -> None:
+        """Set the buckets of a new pass."""
+        self.buckets = list(buckets)
         self._begun = self._waited = 0
 
     @property
@@ -76,7 +79,12 @@ class Reductions:
         bucket = self.buckets[self._begun]
         while bucket.workspace_bytes + sum(self._pending_bytes()) > self.limit and self._waited < self._begun:
             self._wait()
-        bucket.begin(self._missing() if bucket.last else 0, self._numbers.get(id(bucket), 0), self.reduction)
+        missing = self._missing() if bucket.last else 0
+        if self._reduction is None:
+            bucket.begin(missing)
+        else:
+            assert isinstance(bucket, AllReduceBucket)
+            bucket.begin_by(self._reduction, missing, self._begun)
         self._begun += 1
 
     def _wait(self) -> None:
@@ -182,9 +190,8 @@ def wait_for_updates(params: Iterable[torch.Tensor]) -> None:
 
 
 def updates_of(params: Iterable[torch.Tensor]) -> list[Updates]:
-    """Return the `Updates` of some parameters, each once; parameters that are not updated in shards have none."""
-    known = (one.updates for param in params if (one := param_state_of(param)) is not None)
-    return list({id(updates): updates for updates in known if updates is not None}.values())
+    """Return the `Updates` of the models of some parameters."""
+    return [record.updates for record in records_of(params) if record.updates is not None]
 
 
 def wait_in_modules(updates: Updates, deferred: Sequence[str]) -> dict[str, Callable[..., Any]]:

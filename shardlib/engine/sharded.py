@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,10 +20,12 @@ if TYPE_CHECKING:
     from shardlib.engine.compile import CompileReport
     from shardlib.engine.fp8 import History
     from shardlib.engine.gradients import GradientReducer
+    from shardlib.engine.params import ParamState
     from shardlib.engine.pipeline.stages import Pipeline
+    from shardlib.engine.schedule import Updates
     from shardlib.engine.units import Units
 
-__all__ = ["Sharded", "is_sharded", "keep", "record_of"]
+__all__ = ["Sharded", "is_sharded", "keep", "param_state_of", "record_of", "records_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +42,7 @@ class Sharded:
         compiled: the report on compiled blocks.
         fp8_history: the history of float8 scales, if they depend on earlier steps.
         units: groups of parameters that are unsharded together; None if none is stored in shards.
+        updates: all-gathers parameters after a step; None if no state is sharded without its parameter.
         pipeline: the stages, if there are several.
         meets_in_modules: whether some modules communicate with other data ranks while they compute.
         has_values: whether its tensors have values; in a dry run they do not.
@@ -50,6 +55,7 @@ class Sharded:
     compiled: CompileReport
     fp8_history: History | None
     units: Units | None
+    updates: Updates | None
     pipeline: Pipeline | None
     meets_in_modules: bool
     has_values: bool
@@ -59,14 +65,40 @@ class Sharded:
         """The role of this rank in steps of a pipeline. Cached: Python time in a step stalls every rank."""
         return StepContext.of(self)
 
+    @cached_property
+    def param_states(self) -> dict[int, ParamState]:
+        """The state of each parameter, by the parameter's id."""
+        return {id(one.param): one for one in self.reducer.param_states}
+
+    @cached_property
+    def looks_after_steps(self) -> bool:
+        """Whether the step of an optimizer is another one than on a single device."""
+        step, alone = self.plan.step, self.plan.mesh.world_size == 1 and self.pipeline is None
+        changed = any(one.master_dtype or one.offloaded for one in self.param_states.values())
+        return not alone or step.scaler is not None or step.accumulate > 1 or changed
+
 
 # The records of all sharded models. Weak: a record must not keep its model alive.
 _records: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+_by_param: WeakValueDictionary[int, Sharded] = WeakValueDictionary()  # by the ids of the parameters that a record owns
 
 
 def keep(model: nn.Module, record: Sharded) -> None:
-    """Register the record of a sharded model for `record_of`."""
+    """Register the record of a sharded model, which lives as long as the model."""
     _records[model] = record
+    _by_param.update(dict.fromkeys(record.param_states, record))
+
+
+def param_state_of(param: torch.Tensor) -> ParamState | None:
+    """Return the state of a parameter of a sharded model, by identity; None for any other tensor."""
+    record = _by_param.get(id(param))
+    return None if record is None else record.param_states[id(param)]
+
+
+def records_of(params: Iterable[torch.Tensor]) -> list[Sharded]:
+    """Return the records of the models of some parameters, each once."""
+    found = (_by_param.get(id(param)) for param in params)
+    return list({id(record): record for record in found if record is not None}.values())
 
 
 def is_sharded(model: nn.Module) -> bool:

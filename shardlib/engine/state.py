@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
-from shardlib.engine.params import local_of, param_state_of
-from shardlib.engine.sharded import is_sharded, record_of
+from shardlib.engine.params import local_of
+from shardlib.engine.sharded import is_sharded, param_state_of, record_of
 from shardlib.errors import CheckpointError
 
 __all__ = ["accept_plain_state", "full_state_dict"]

@@ -122,7 +122,7 @@ class _Unit:
     def use_unsharded(self, reducer: weakref.ref[GradientReducer], *, in_step: bool) -> None:
         """Put unsharded tensors into the modules; during a step of a pipeline, the same ones for all microbatches."""
         if in_step:
-            self.unsharded = {id(param_state): _leaf(param_state) for param_state in self.param_states}
+            self.unsharded = {id(one): one.step_leaf() for one in self.param_states}
         needs_grad = torch.is_grad_enabled() and any(
             param_state.param.requires_grad for param_state in self.param_states
         )
@@ -156,17 +156,6 @@ class _Unit:
 
     def _holds(self, tensor: torch.Tensor, param_state: ParamState) -> bool:
         return tensor is self.unsharded.get(id(param_state))
-
-
-def _leaf(param_state: ParamState) -> torch.Tensor:
-    if param_state.leaf is None:
-        if param_state.param.requires_grad and _torch.has_gradient_hooks(param_state.param):
-            raise ShardingError(
-                f'"{param_state.name}" is stored in shards and has hooks on its gradient, which pipeline steps do not '
-                "call: they add up the gradients of all microbatches. Remove the hooks, or use zero(2) at most."
-            )
-        param_state.leaf = param_state.make_unsharded().requires_grad_(param_state.param.requires_grad)
-    return param_state.leaf
 
 
 def _unsharded(param_states: Sequence[ParamState], reducer: weakref.ref[GradientReducer]) -> dict[int, torch.Tensor]:
@@ -483,14 +472,7 @@ def _aligned_bytes(param_state: ParamState) -> int:
 def _place_in_buffer(group: list[ParamState], flat: torch.Tensor) -> None:
     at = 0
     for param_state in group:
-        assert param_state.shard_spec is not None
-        numel = sum(param_state.shard_spec.numels)
-        view = (
-            flat[at : at + numel * param_state.dtype.itemsize]
-            .view(param_state.dtype)
-            .view(param_state.shard_spec.shape)
-        )
-        param_state.unsharded = view.data
+        param_state.place_unsharded(flat[at:])
         at += _aligned_bytes(param_state)
 
 
@@ -518,8 +500,7 @@ class _Sentinel(torch.Tensor):
 
     @staticmethod
     def of(param_state: ParamState) -> torch.Tensor:
-        assert param_state.unsharded is not None
-        dtype, device, shape = param_state.dtype, param_state.unsharded.device, param_state.param.shape
+        dtype, device, shape = param_state.dtype, param_state.memory.device, param_state.param.shape
         sentinel = _torch.with_values(
             lambda: torch.empty((), dtype=dtype, device=device).expand(shape).as_subclass(_Sentinel)
         )

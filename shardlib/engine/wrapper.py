@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from shardlib.engine import _torch, optimizer
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.norms import clip_among, clip_grad_value_
-from shardlib.engine.params import local_of, param_state_of
+from shardlib.engine.params import local_of
 from shardlib.engine.scaler import LossScaler
-from shardlib.engine.sharded import Sharded, record_of
+from shardlib.engine.sharded import Sharded, param_state_of, record_of
 from shardlib.errors import CheckpointError, InputError, ShardingError
 
 __all__ = ["OptimizerWrapper"]

@@ -26,7 +26,8 @@ import shardlib as sl
 from shardlib.engine import _torch, apply, dryrun, full_step, offload, optimizer, transport, units
 from shardlib.engine._torch import TorchDispatchMode, pytree
 from shardlib.engine.apply import rank_plan
-from shardlib.engine.params import local_of, param_state_of
+from shardlib.engine.params import local_of
+from shardlib.engine.sharded import param_state_of
 from shardlib.errors import PlanError, ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
@@ -126,7 +127,7 @@ def _on_one_rank() -> None:
             each(Tokens(4, 5, 7)(step)).square().mean().backward()
             stepping.step()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert param_state_of(one).staging.keys() == {"shard", "gradient"}
+        assert param_state_of(one).mutable.staging.keys() == {"shard", "gradient"}
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -211,7 +212,7 @@ def _lies_apart(what: str, *transforms: Any) -> None:
     held = sum(local_of(t).nbytes for t in on_host)
     assert held <= memory.host and (dist.get_rank() or held == memory.host)
     # The host's memory, that of the device, and where copies land are three.
-    staging = [t for p in params for t in param_state_of(p).staging.values()]
+    staging = [t for p in params for t in param_state_of(p).mutable.staging.values()]
     on_device = [*leaves, *([*params, *grads] if what == "state" else [])]
     groups = [_storages(on_host), _storages(on_device), _storages(staging)]
     for i, one in enumerate(groups):
@@ -505,7 +506,7 @@ def _device_bytes(
         host += [param.grad] if "grad" in there and param.grad is not None else []
         held = param_state_of(param)
         assert held is not None
-        host += held.staging.values()
+        host += held.mutable.staging.values()
     away = {(local_of(t) if isinstance(t, DTensor) else t).untyped_storage().data_ptr() for t in host}
     gc.collect()
     every = [t.detach() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]

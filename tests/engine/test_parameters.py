@@ -399,8 +399,10 @@ def test_hooks_from_before_sharding_are_refused_where_a_parameter_is_replaced(ra
     def message() -> str:
         model = _model()
         model.last.weight.register_hook(lambda grad: grad)
+        before = list(model.parameters())
         with pytest.raises(ShardingError) as raised:
             sl.shard_model(model, "dp=2", {"**": None}, transforms=(sl.zero(3),))
+        assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
         return str(raised.value)
 
     assert all(text.startswith('"last.weight" has hooks on its gradient') for text in ranks(2).run(message))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
-from shardlib.engine.params import param_state_of
+from shardlib.engine.sharded import record_of
 from shardlib.errors import ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.equivalence.measure import FLOAT64_LIMIT, distance, scale_of, size
@@ -86,7 +86,7 @@ def test_updated_parameters_may_arrive_while_compiled_blocks_run():
 
 def _pending(model: nn.Module) -> list[str]:
     """Modules whose parameters have not arrived."""
-    updates = param_state_of(next(model.parameters())).updates
+    updates = record_of(model).updates
     return sorted({unit for bucket in updates._pending for unit in bucket.units})
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "depth_of_step",
     "hook_around_step",
     "hooks_of",
+    "is_hooked",
     "make_hooks",
     "step_without_hooks",
 ]
@@ -61,21 +62,27 @@ def depth_of_step(optimizer: torch.optim.Optimizer) -> int:
     return depth
 
 
-def hook_around_step(
-    optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., Any]
-) -> tuple[Any, Any]:
-    """Register hooks, the last before and the first after each step that runs, those of base classes included.
+def is_hooked(optimizer: torch.optim.Optimizer, before: Callable[..., Any]) -> bool:
+    """Tell whether `hook_around_step` has registered a hook before the steps of an optimizer."""
+    return before in optimizer._optimizer_step_pre_hooks  # type: ignore[comparison-overlap]
 
-    torch lets a class call hooks when the first optimizer of exactly that class is made.
+
+def hook_around_step(optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Let hooks be the last before and the first after each step that runs, those of base classes included.
+
+    They are registered once, under a key of their own, and move past hooks that a user has added since. torch lets a
+    class call hooks when the first optimizer of exactly that class is made.
     """
+    hooks_before: Any = optimizer._optimizer_step_pre_hooks
+    hooks_after: Any = optimizer._optimizer_step_post_hooks
+    hooks_before[before], hooks_after[after] = before, after
+    hooks_before.move_to_end(before)
+    hooks_after.move_to_end(after, last=False)
     for kind in type(optimizer).__mro__:
         step = vars(kind).get("step")
         if step is not None and kind is not torch.optim.Optimizer and not hasattr(step, "hooked"):
             kind.step = torch.optim.Optimizer.profile_hook_step(step)  # type: ignore[attr-defined]
             kind.step.hooked = True  # type: ignore[attr-defined]
-    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-    optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)  # type: ignore[attr-defined]
-    return handles
 
 
 @functools.cache

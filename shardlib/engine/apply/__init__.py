@@ -17,6 +17,7 @@ The record of a sharded model is in `engine/sharded.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -28,12 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, device_here, mesh
 from shardlib._plan import Plan, plan
-from shardlib.engine import _torch, exact, fp8
+from shardlib.engine import _torch, exact, fp8, optimizer
 from shardlib.engine.apply.calls import compile_calls, wrap_calls
 from shardlib.engine.apply.check import ranks_agree, refuse_model, refuse_plan, warn_of_idle_axes
 from shardlib.engine.apply.initialize import initial_values
 from shardlib.engine.apply.install import install_modules
-from shardlib.engine.apply.parameters import casting, install_fp8, install_param_runtime, tell_optimizers
+from shardlib.engine.apply.parameters import casting, install_param_runtime
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.shard import shard_tensors
 from shardlib.engine.compile import check_backend
@@ -203,6 +204,7 @@ def apply_plan(
     refuse_plan(rank_plan)
     recomputed = modules_to_recompute(model, rank_plan.plan.step.recompute)
     float8 = fp8.choose(model, rank_plan.plan, rank_plan.device, rank_plan.regions)
+    history = fp8.history(float8, rank_plan.plan.step.fp8_history, rank_plan.device)
     warn_of_idle_axes(rank_plan)
     _torch.set_timeouts(rank_plan.mesh if build is None else build.mesh)
     if check:
@@ -216,8 +218,16 @@ def apply_plan(
             build.cut(model, undo)
         replaced = shard_tensors(model, rank_plan, values, undo)
         install_modules(model, rank_plan, undo, global_batch_norm=global_batch_norm)
-        runtime = install_param_runtime(model, rank_plan, replaced.masters, undo, everyone=everyone, check=check)
-        history = install_fp8(model, rank_plan, float8, runtime.reducer, undo)
+        runtime = install_param_runtime(
+            model,
+            rank_plan,
+            replaced.masters,
+            undo,
+            everyone=everyone,
+            end_step=None if history is None else functools.partial(history.end_step, rank_plan.everyone),
+            check=check,
+        )
+        undo.callback(fp8.install(model, float8, history))
         backend = None if build is not None and build.place.splits_backward else compile
         compiled = compile_calls(model, rank_plan, backend, undo)
         pipeline = None
@@ -234,12 +244,13 @@ def apply_plan(
             compiled=compiled,
             fp8_history=history,
             units=runtime.units,
+            updates=runtime.updates,
             pipeline=pipeline,
             meets_in_modules=rank_plan.meets_in_modules,
             has_values=all(map(_torch.has_values, map(local_of, model.parameters()))),
         )
         undo.pop_all()
-    tell_optimizers(model, rank_plan, runtime, replaced)
+    optimizer.watch_optimizers(replaced.names)
     keep(model, record)
     return model
 

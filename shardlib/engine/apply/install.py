@@ -71,9 +71,8 @@ def _install_linears(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMe
     for name, module in model.named_modules():
         if _is_global_linear(rank_plan, name, module) and inside(name, rank_plan.regions):
             layout = layouts_out.get(name)
-            place = borders.border_placements
-            border = None if layout is None else place(rank_plan.on_model_axes(layout), model_mesh)
-            undo.callback(compute_locally(module, border))
+            out = None if layout is None else borders.border_placements(rank_plan.on_model_axes(layout), model_mesh)
+            undo.callback(compute_locally(module, out))
 
 
 def _is_global_linear(rank_plan: RankPlan, name: str, module: nn.Module) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -13,19 +12,18 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlib._plan import reshards_after_forward
-from shardlib.engine import _torch, fp8, offload, ops, optimizer
+from shardlib.engine import _torch, offload, ops
 from shardlib.engine.apply.check import input_check
 from shardlib.engine.apply.rank_plan import RankPlan
-from shardlib.engine.apply.shard import Replaced
 from shardlib.engine.executor.gather import update_buckets
 from shardlib.engine.gradients import GradientReducer
-from shardlib.engine.params import ParamState, remember
+from shardlib.engine.params import MutableState, ParamState
 from shardlib.engine.region import Casting, Root
 from shardlib.engine.schedule import Updates, wait_in_model
 from shardlib.engine.units import Units, make_units
 from shardlib.layout import shard_spec
 
-__all__ = ["ParamRuntime", "casting", "install_fp8", "install_param_runtime", "tell_optimizers"]
+__all__ = ["ParamRuntime", "casting", "install_param_runtime"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +56,7 @@ def install_param_runtime(
     undo: ExitStack,
     *,
     everyone: dist.ProcessGroup | None,
+    end_step: Callable[[], None] | None,
     check: bool,
 ) -> ParamRuntime:
     """Install the hooks that move tensors in forward, backward and step, where the phases have different layouts.
@@ -68,6 +67,7 @@ def install_param_runtime(
         masters: wide copies of parameters that were rounded, by name.
         undo: removes the hooks.
         everyone: all ranks that train the model, of all stages.
+        end_step: called after the last backward pass of a step.
         check: compare the first batch.
     """
     param_states = [_param_state(rank_plan, name, param, masters.get(name)) for name, param in model.named_parameters()]
@@ -83,14 +83,16 @@ def install_param_runtime(
         bucket_bytes=bucket_bytes,
         passes=step.accumulate,
         dtype=step.reduce_dtype,
+        everyone=everyone,
+        end_pass=None if units is None else units.reshard_all,
+        end_step=end_step,
     )
-    reducer.everyone = everyone
     undo.callback(reducer.remove)
     deferred = rank_plan.plan.repeated if step.overlap else ()
-    updates = _make_updates(rank_plan, param_states, bucket_bytes, deferred)
+    buckets = update_buckets(rank_plan.executor, param_states, bucket_bytes=bucket_bytes, deferred=deferred)
+    updates = Updates(buckets, deferred) if buckets else None
     if units is not None:
         units.set_reducer(reducer)
-        reducer.at_the_end.append(units.reshard_all)
     root = Root(reducer, input_check(rank_plan, compare=check), units, casting(rank_plan))
     for handle in root.install(model):
         undo.callback(handle.remove)
@@ -122,29 +124,17 @@ def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: to
         layout=rank_plan.on_active_axes(state),
         mesh=rank_plan.mesh,
         max_local_numel=math.prod(compute.local_shape(row.global_shape, rank_plan.shape, first)),
-        row=row,
+        mutable=MutableState(row, master=master),
         list_movements=rank_plan.movements,
         executor=rank_plan.executor,
         transport=rank_plan.executor.transport(axes) if axes else None,
         compute_spec=spec,
         master_dtype=(row.state.dtype or row.dtype) if row.state is not None and row.has_master else None,
-        initial_master=master,
         device=rank_plan.device,
         offloaded=offload.offloaded_phases(row, rank_plan.device),
         pipeline_group=rank_plan.pipeline_group,
         is_counted=name not in rank_plan.counted_elsewhere,
     )
-
-
-def _make_updates(
-    rank_plan: RankPlan, param_states: list[ParamState], bucket_bytes: int, deferred: Sequence[str]
-) -> Updates | None:
-    """Let optimizers step on this rank's shards of parameters that are not stored sharded, but whose state is."""
-    buckets = update_buckets(rank_plan.executor, param_states, bucket_bytes=bucket_bytes, deferred=deferred)
-    updates = Updates(buckets, deferred)
-    for one in (one for bucket in buckets for one in bucket.param_states):
-        one.updates = updates
-    return updates if buckets else None
 
 
 def _make_units(
@@ -171,32 +161,3 @@ def casting(rank_plan: RankPlan) -> Casting:
     inputs = low.pop() if len(low) == 1 and changed else None
     mixed = inputs if inputs is not None and len(computed) > 1 else None
     return Casting(rank_plan.device.type, rank_plan.plan.step.autocast or mixed, None if mixed else inputs)
-
-
-def install_fp8(
-    model: nn.Module, rank_plan: RankPlan, linears: fp8.Linears, reducer: GradientReducer, undo: ExitStack
-) -> fp8.History | None:
-    """Let linear modules multiply in float8; return the history of their scales, if scales depend on earlier steps.
-
-    A step ends with its last backward pass.
-    """
-    steps, history = rank_plan.plan.step.fp8_history, None
-    if steps and linears.names:
-        history = fp8.History(linears, steps, rank_plan.device)
-        reducer.at_the_end_of_steps.append(functools.partial(history.end_step, rank_plan.everyone))
-    undo.callback(fp8.install(model, linears, history))
-    return history
-
-
-def tell_optimizers(model: nn.Module, rank_plan: RankPlan, runtime: ParamRuntime, replaced: Replaced) -> None:
-    """Register the model's parameters for optimizers. This is the last step, since it has no undo."""
-    optimizer.watch_optimizers()
-    for name, (before, after) in replaced.parameters.items():
-        optimizer.adopt(name, before, after)
-    for one in runtime.param_states:
-        remember(one)
-    scaled = rank_plan.plan.step.scaler is not None
-    special = any(one.master_dtype or one.offloaded for one in runtime.param_states)
-    asked_of_optimizers = scaled or rank_plan.plan.step.accumulate > 1 or special
-    if rank_plan.model_axes or rank_plan.data_axes or asked_of_optimizers or rank_plan.pipeline_group is not None:
-        optimizer.look_after(model.parameters(), rank_plan.shape.data_ranks, runtime.reducer, scaled=scaled)

@@ -19,6 +19,7 @@ from shardlib._plan import Row
 from shardlib.engine import _torch, offload
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.params import local_of
+from shardlib.errors import ShardingError
 from shardlib.layout import Layout, shard_spec
 
 __all__ = ["Replaced", "local_shard", "named_tensors", "shard_tensors"]
@@ -29,12 +30,12 @@ class Replaced:
     """The parameters of a model that sharding has replaced.
 
     Attributes:
-        parameters: the replaced parameters by name: before and after.
+        names: the names of the parameters that were replaced, by the parameter before.
         masters: this rank's shards of the wide copies that the optimizer steps on, by name, for parameters that lost
             precision by rounding.
     """
 
-    parameters: Mapping[str, tuple[nn.Parameter, nn.Parameter]]
+    names: Mapping[torch.Tensor, str]
     masters: Mapping[str, torch.Tensor]
 
 
@@ -50,18 +51,27 @@ def shard_tensors(
         undo: puts the tensors back.
     """
     after: dict[int, torch.Tensor] = {}
-    parameters: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+    names: dict[torch.Tensor, str] = {}
     masters: dict[str, torch.Tensor] = {}
     for name, tensor in named_tensors(model).items():
         new = after[id(tensor)] = _rounded(rank_plan, name, _placed(rank_plan, name, tensor, values.get(name)), masters)
-        if isinstance(tensor, nn.Parameter) and isinstance(new, nn.Parameter) and new is not tensor:
-            parameters[name] = tensor, new
+        if isinstance(tensor, nn.Parameter) and new is not tensor:
+            _refuse_hooks(name, tensor)
+            names[tensor] = name
     for module in model.modules():
         undo.callback(_torch.find_weights_again, module)
         for own in _torch.own_tensors(module):
             _swap(own, after, undo)
         _torch.find_weights_again(module)
-    return Replaced(parameters, masters)
+    return Replaced(names, masters)
+
+
+def _refuse_hooks(name: str, param: nn.Parameter) -> None:
+    if _torch.has_gradient_hooks(param):
+        raise ShardingError(
+            f'"{name}" has hooks on its gradient (register_hook), and sharding puts another parameter in its place. '
+            "Register them after shard_model."
+        )
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -71,7 +71,7 @@ class UnshardBucket:
             self._bucket.unpack(moving, self._unsharded())
 
     def _unsharded(self) -> list[torch.Tensor]:
-        return [one.unsharded for one in self.param_states if one.unsharded is not None]
+        return [one.memory for one in self.param_states]
 
 
 # --- updated shards, after a step -------------------------------------------------------------------------------------

@@ -148,15 +148,11 @@ class ReduceBucket(ABC):
             slot.filled = False
 
     @abstractmethod
-    def begin(
-        self, missing_count: int, number: int = 0, reduction: Callable[[GradientBucket], Any] | None = None
-    ) -> None:
+    def begin(self, missing_count: int) -> None:
         """Send the gradients.
 
         Args:
             missing_count: the number of gradients of this pass that this rank does not have, for the last bucket.
-            number: the index of this bucket among all.
-            reduction: a registered reduction in place of the all-reduce.
         """
 
     @abstractmethod
@@ -223,34 +219,30 @@ class AllReduceBucket(ReduceBucket):
             if view.dtype == local.dtype:
                 self.grads.append(self._as_grad(slot.param_state, view))
 
-    def begin(
-        self, missing_count: int, number: int = 0, reduction: Callable[[GradientBucket], Any] | None = None
-    ) -> None:
-        grads = self._gradients()
-        if self.flat is None:
-            self.sent = _dense(grads[0], self.slots[0].param_state)
-        else:
-            self.sent = self.flat
-            self._pack(grads, missing_count)
-        transport = self.executor.transport(self.axes)
-        if reduction is None:
-            self.work = transport.all_reduce(self.sent, self._movements())
-        else:
-            transport.note("all_reduce", self._movements())
-            self.work = self._reduce_by(reduction, number)
+    def begin(self, missing_count: int) -> None:
+        self.sent = self._packed(missing_count)
+        self.work = self.executor.transport(self.axes).all_reduce(self.sent, self._movements())
 
-    def _reduce_by(self, reduction: Callable[[GradientBucket], Any], number: int) -> Any:
-        """Call a registered reduction; the number of missing gradients is reduced apart, since it must be exact."""
-        assert self.sent is not None
-        group = self.executor.group(self.axes)
+    def begin_by(self, reduction: Callable[[GradientBucket], Any], missing_count: int, index: int) -> None:
+        """Send the gradients by a registered reduction, as the bucket of that index.
+
+        The number of missing gradients is reduced apart, since it must be exact.
+        """
+        self.sent = self._packed(missing_count)
+        transport = self.executor.transport(self.axes)
+        transport.note("all_reduce", self._movements())
         flat = self.sent.as_strided((self.sent.numel(),), (1,))
         if self.last:
-            dist.all_reduce(flat[-1:], group=group)
+            dist.all_reduce(flat[-1:], group=transport.group)
         names = tuple(slot.param_state.name for slot in self.slots)
-        return reduction(GradientBucket(flat[: flat.numel() - self.last], group, self.axes, names, number))
+        bucket = GradientBucket(flat[: flat.numel() - self.last], transport.group, self.axes, names, index)
+        self.work = reduction(bucket)
 
-    def _pack(self, grads: list[torch.Tensor | None], missing_count: int) -> None:
-        assert self.flat is not None
+    def _packed(self, missing_count: int) -> torch.Tensor:
+        """Return the buffer to reduce: the memory of the bucket, or its only gradient."""
+        grads = self._gradients()
+        if self.flat is None:
+            return _dense(grads[0], self.slots[0].param_state)
         targets, sources = [], []
         for view, grad in zip(self.views, grads, strict=True):
             if grad is None:
@@ -262,6 +254,7 @@ class AllReduceBucket(ReduceBucket):
             _torch.copy_all(targets, sources)
         if self.last:
             self.flat[-1] = missing_count
+        return self.flat
 
     def wait(self) -> torch.Tensor | None:
         assert self.sent is not None
@@ -376,9 +369,7 @@ class ReduceScatterBucket(ReduceBucket):
             and "grad" not in param_state.offloaded
         )
 
-    def begin(
-        self, missing_count: int, number: int = 0, reduction: Callable[[GradientBucket], Any] | None = None
-    ) -> None:
+    def begin(self, missing_count: int) -> None:
         assert self.bucket is not None
         self.sent = [_dense(grad, slot.param_state) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
         if self.last:

@@ -103,7 +103,7 @@ def plan_linear(
     shape: tuple[int, ...],
     weight_shape: tuple[int, ...],
     sizes: tuple[int, ...],
-    border: Placements | None = None,
+    out: Placements | None = None,
 ) -> LinearPlan | None:
     """Return the plan of a linear layer, or None where the table does not cover it or a dim is sharded unevenly.
 
@@ -113,11 +113,11 @@ def plan_linear(
         shape: global shape of the input.
         weight_shape: global shape of the weight.
         sizes: sizes of the mesh axes.
-        border: placements that the output is redistributed to afterwards. A partial sum is reduce-scattered directly,
+        out: placements that the output is redistributed to afterwards. A partial sum is reduce-scattered directly,
             unless that shards the features, along which the bias would have to be sharded too.
     """
     last = len(shape) - 1
-    wanted = (None,) * len(x) if border is None else border
+    wanted = (None,) * len(x) if out is None else out
     found = [
         line for a, b, want in zip(x, weight, wanted, strict=True) if (line := _line(a, b, last, want)) is not None
     ]

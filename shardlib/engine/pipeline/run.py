@@ -84,7 +84,7 @@ class Run:
         model: the model, cut into stages with a route; or a full model as the only stage.
         route: the route of the model; None for a full model.
         transport: the messages; None if there is one stage.
-        parts: the microbatches.
+        microbatches: what the batch was cut into.
         boundaries: the stages' boundaries for each microbatch.
         criterion: (output, batch) -> loss.
         reducer: the reducer of the gradients.
@@ -102,7 +102,7 @@ class Run:
         model: nn.Module,
         route: Route | None,
         transport: Transport | None,
-        parts: Sequence[Microbatch],
+        microbatches: Sequence[Microbatch],
         boundaries: Sequence[Sequence[StageBoundary | None]],
         criterion: Criterion | None,
         reducer: GradientReducer,
@@ -114,7 +114,8 @@ class Run:
         watched: Callable[[Action], AbstractContextManager[Any]] | None = None,
         on_failure: Callable[[Failure], None] = lambda _failure: None,
     ) -> None:
-        self.model, self.route, self.transport, self.parts, self.boundaries = model, route, transport, parts, boundaries
+        self.model, self.route, self.transport = model, route, transport
+        self.microbatches, self.boundaries = microbatches, boundaries
         self.criterion, self.reducer, self._begin, self.early = criterion, reducer, begin, early
         self.factor = 1.0, 1.0
         self.begun = False
@@ -182,16 +183,16 @@ class Run:
     @naming_lost_ranks("forward")
     def _forward(self, action: Action) -> None:
         _, stage, m = action
-        part, received = self.parts[m], self._take(self._needed(action))
+        microbatch, received = self.microbatches[m], self._take(self._needed(action))
         with nullcontext() if self.train else torch.no_grad():
             for tensor in received if self.train else ():
                 tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-            args, kwargs = part.call
+            args, kwargs = microbatch.call
             if self.route is None:
                 output = self.model(*args, **kwargs)
             else:
-                output = self.route.run(self.model, stage, part.key, args, kwargs, received)
-            made = [self._loss(output, part)] if stage == self.last else self._agreed(output, stage, m)
+                output = self.route.run(self.model, stage, microbatch.key, args, kwargs, received)
+            made = [self._loss(output, microbatch)] if stage == self.last else self._agreed(output, stage, m)
         if stage == self.last and self.keep_outputs:
             self.outputs[m] = without_fakes(_torch.pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
         if self.train:
@@ -220,9 +221,9 @@ class Run:
     def _splits(self) -> bool:
         return self.train and self.route is not None and self.route.splits_backward
 
-    def _loss(self, output: Any, part: Microbatch) -> torch.Tensor:
+    def _loss(self, output: Any, microbatch: Microbatch) -> torch.Tensor:
         """Return the loss that backward starts from on the last stage; a zero in evaluation without a loss."""
-        given = self.criterion(output, part.batch) if self.criterion is not None else _loss_of_output(output)
+        given = self.criterion(output, microbatch.batch) if self.criterion is not None else _loss_of_output(output)
         if given is None and not self.train:
             return torch.zeros(())
         pair = isinstance(given, tuple | list) and len(given) == 2
@@ -244,7 +245,7 @@ class Run:
             )
         self.losses.counted = pair
         self.losses.values.append(loss.detach().reshape(()))
-        self.losses.weights.append(given[1] if pair else part.rows)
+        self.losses.weights.append(given[1] if pair else microbatch.rows)
         return loss
 
     # --- backward -----------------------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ class Run:
     def _initial_grad(self, loss: torch.Tensor, m: int) -> torch.Tensor:
         """Return the gradient that backward of a microbatch starts from."""
         mean, counted = self.factor
-        return torch.full_like(loss, counted if self.losses.counted else mean * self.parts[m].rows)
+        return torch.full_like(loss, counted if self.losses.counted else mean * self.microbatches[m].rows)
 
     def _backward_of_weights(self, stage: int, m: int) -> None:
         outputs, given, rest = self._pending_weight_grads.pop((stage, m), (None, None, None))

@@ -134,15 +134,15 @@ def run_step(
     """Run `pipeline_step`, with each action inside of the context that `watched` returns for it."""
     record, train = record_of(model), not forward_only and torch.is_grad_enabled()
     one = _Step(model, record, train=train)
-    parts, boundaries, failed = one.prepare(batch, microbatches, microbatch_size)
-    meet = one.ask(parts, failed)
+    cut, boundaries, failed = one.prepare(batch, microbatches, microbatch_size)
+    meet = one.ask(cut, failed)
     if failed is not None:
         meet()
     run = Run(
         model,
         record.pipeline.route if record.pipeline is not None else None,
-        one.transport(parts),
-        parts,
+        one.transport(cut),
+        cut,
         boundaries,
         criterion,
         record.reducer,
@@ -155,12 +155,12 @@ def run_step(
     )
     one.carry_out(run)
     loss = one.finish(run)
-    outputs = joined([run.outputs[m] for m in sorted(run.outputs)], [p.rows for p in parts]) if run.outputs else None
+    outputs = joined([run.outputs[m] for m in sorted(run.outputs)], [p.rows for p in cut]) if run.outputs else None
     return PipelineStep(loss, outputs, tuple(run.executed))
 
 
-def _prints(part: Microbatch) -> list[int]:
-    return [agree.fingerprint(leaf) for leaf in _torch.leaves_of(part.call) if isinstance(leaf, torch.Tensor)]
+def _prints(one: Microbatch) -> list[int]:
+    return [agree.fingerprint(leaf) for leaf in _torch.leaves_of(one.call) if isinstance(leaf, torch.Tensor)]
 
 
 @lru_cache(maxsize=256)
@@ -198,19 +198,19 @@ class _Step:
                 microbatches = self.record.plan.step.microbatches or None
             call = as_call(batch)
             self._refuse_elsewhere(call)
-            parts = self._parts(call, batch, microbatch_sizes(rows(call), microbatches, size))
+            cut = self._cut(call, batch, microbatch_sizes(rows(call), microbatches, size))
             if self.pipeline is None:
                 refuse_unfit(self.model.forward, type(self.model).__name__, call)
-                return parts, [[None]] * len(parts), None
-            return parts, [self._boundaries(part) for part in parts], None
+                return cut, [[None]] * len(cut), None
+            return cut, [self._boundaries(one) for one in cut], None
         except Exception as error:
             return [], [], error
 
-    def _boundaries(self, part: Microbatch) -> Sequence[StageBoundary | None]:
+    def _boundaries(self, one: Microbatch) -> Sequence[StageBoundary | None]:
         assert self.pipeline is not None
-        return self.pipeline.route.learn(part.key, *part.call, training=self.model.training)
+        return self.pipeline.route.learn(one.key, *one.call, training=self.model.training)
 
-    def _parts(self, call: Call, batch: Any, sizes: Sequence[int]) -> list[Microbatch]:
+    def _cut(self, call: Call, batch: Any, sizes: Sequence[int]) -> list[Microbatch]:
         cuts = split(call, sizes)
         keys = {}  # microbatches of one batch with the same number of rows have the same key
         for count, cut in zip(sizes, cuts, strict=True):
@@ -226,18 +226,19 @@ class _Step:
                     f'{self.device}. Move the batch first: batch.to("{self.device.type}").'
                 )
 
-    def ask(self, parts: Sequence[Microbatch], failed: Exception | None) -> Callable[[], float]:
+    def ask(self, microbatches: Sequence[Microbatch], failed: Exception | None) -> Callable[[], float]:
         """Start to tell the other ranks what this rank is about to do, without waiting for their answers.
 
         Returns a function that waits for the answers, and returns the number of rows of all data ranks once the ranks
         are known to run the same step. The function raises `InputError` if ranks of one pipeline were given different
         batches, or if data ranks have different numbers of microbatches and modules communicate over data ranks.
         """
-        mark = _mark(tuple(part.key for part in parts))
+        mark = _mark(tuple(one.key for one in microbatches))
         if self.pipeline is not None and not self.step_context.compared and not self.step_context.is_dry:
             self.step_context.compared = True
-            mark = zlib.crc32(repr([_prints(part) for part in parts]).encode(), mark)
-        numbers = [float(failed is not None), float(mark), float(sum(part.rows for part in parts)), float(len(parts))]
+            mark = zlib.crc32(repr([_prints(one) for one in microbatches]).encode(), mark)
+        total = sum(one.rows for one in microbatches)
+        numbers = [float(failed is not None), float(mark), float(total), float(len(microbatches))]
         answers = self._gather(numbers)
         return lambda: self._meet(answers(), failed)
 
@@ -309,11 +310,11 @@ class _Step:
         scaled = wrapper.backward_by_another() if wrapper is not None and self.train else 1.0
         return scaled * self.step_context.data_ranks / max(total_rows, 1.0), scaled
 
-    def transport(self, parts: Sequence[Microbatch]) -> Transport | None:
+    def transport(self, microbatches: Sequence[Microbatch]) -> Transport | None:
         """Return the transport of this step's messages; None if there is one stage."""
         if self.pipeline is None:
             return None
-        timetable = self.pipeline.timetable(tuple(part.key for part in parts), self.train)
+        timetable = self.pipeline.timetable(tuple(one.key for one in microbatches), self.train)
         return Transport(self.pipeline.channels, timetable, self.device)
 
     # --- during -------------------------------------------------------------------------------------------------------
@@ -350,7 +351,7 @@ class _Step:
     def _actions(self, run: Run) -> Sequence[Action]:
         if run.transport is not None:
             return run.transport.timetable.own
-        return [Action(kind, 0, m) for m in range(len(run.parts)) for kind in ("FB" if self.train else "F")]  # type: ignore[arg-type]
+        return [Action(kind, 0, m) for m in range(len(run.microbatches)) for kind in ("FB" if self.train else "F")]  # type: ignore[arg-type]
 
     def _shared(self) -> Sequence[Any]:
         return self.pipeline.shared if self.pipeline is not None and self.train else ()

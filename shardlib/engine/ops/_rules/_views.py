@@ -228,8 +228,8 @@ def unbind(call: Call) -> Iterable[Row]:
     yield row([P] * len(call.outputs), [P])
 
 
-def _parts(call: Call, dim: int, borders: Sequence[tuple[int, int]]) -> Iterator[Row]:
-    """Return rows of an op that takes the ranges `borders` of a dim, one output each."""
+def _parts(call: Call, dim: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Row]:
+    """Return rows of an op that takes some ranges of a dim, one output each."""
     count = len(call.outputs)
     for other in range(call.inputs[0].ndim):
         if other != dim:
@@ -238,9 +238,9 @@ def _parts(call: Call, dim: int, borders: Sequence[tuple[int, int]]) -> Iterator
     now = call.current[0]
     if _is_split(now) and now.dim == dim:
         group = call.inputs[0].shape[dim] // _turns(now)
-        aligned = [group > 0 and start % group == 0 and end % group == 0 and end > start for start, end in borders]
+        aligned = [group > 0 and start % group == 0 and end % group == 0 and end > start for start, end in ranges]
         if group and all(aligned) and group % call.size == 0:
-            outs = [_split(dim, (end - start) // group) for start, end in borders]
+            outs = [_split(dim, (end - start) // group) for start, end in ranges]
             yield row(outs, [now], parallel=False)
 
 
@@ -265,11 +265,11 @@ def _range(given: Sequence[Any], size: int) -> tuple[int, int]:
 @rule(aten("slice.Tensor"), aten("slice_copy.Tensor"), localize=_local_part, empty=True)
 def slice_(call: Call) -> Iterable[Row]:
     dim, size = call.dim(), call.inputs[0].shape[call.dim()]
-    borders = _range((call["start"], call["end"]), size)
+    taken = _range((call["start"], call["end"]), size)
     if call["step"] == 1:
-        if borders == (0, size):
+        if taken == (0, size):
             yield row([S(dim)], [S(dim)])
-        yield from _parts(call, dim, [borders])
+        yield from _parts(call, dim, [taken])
     else:
         yield from (r for r in _parts(call, dim, [(0, 0)]) if r.ins[0] != call.current[0] or r.parallel)
 
@@ -357,7 +357,7 @@ def _local_slice_backward(op: Op, args: list[Any], local: Local) -> tuple[Op, li
     local_sizes = list(local.outputs[0] or ())
     start, end = _range(args[3:5], sizes[dim])
     if local_sizes[dim] != sizes[dim]:
-        start, end = (border * local_sizes[dim] // sizes[dim] for border in (start, end))
+        start, end = (bound * local_sizes[dim] // sizes[dim] for bound in (start, end))
     return op, [args[0], local_sizes, dim, start, end, *args[5:]]
 
 
@@ -373,7 +373,7 @@ def slice_backward(call: Call) -> Iterable[Row]:
     start, end = _range((call["start"], call["end"]), output.shape[dim])
     if _is_split(now) and now.dim == dim and call["step"] == 1 and grad.shape[dim] % _turns(now) == 0:
         group = grad.shape[dim] // _turns(now)
-        if group and all(border % group == 0 for border in (start, end, output.shape[dim])) and group % call.size == 0:
+        if group and all(bound % group == 0 for bound in (start, end, output.shape[dim])) and group % call.size == 0:
             yield row([_split(dim, output.shape[dim] // group)], [now], parallel=False)
 
 
