@@ -70,6 +70,12 @@ class Row:
             )
         return dataclasses.replace(self, **changes)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """The fields that rows of repeated blocks have in common: all that decide how the tensor is cut and moved."""
+        phases = self.stored, self.compute, self.grad, self.state
+        return (self.global_shape, self.dtype, *phases, self.reshard, self.partial)
+
     @functools.cached_property
     def layouts(self) -> dict[Phase, Layout]:
         """The layouts of the phases that this tensor has, in order."""
@@ -78,7 +84,7 @@ class Row:
 
     def added(self, phase: Phase) -> frozenset[str]:
         """Return the axes that split a phase and not the compute layout: it is gathered, or reduced, over these."""
-        layout = self.layouts.get(phase)
+        layout: Layout | None = getattr(self, phase)
         return frozenset() if layout is None else layout.axes - self.compute.axes
 
     @property

@@ -99,7 +99,7 @@ def _row_data(row: Row) -> dict[str, Any]:
         "persistent": row.persistent,
         "tied": list(row.tied),
     }
-    phases = {phase: _layout_data(row.layouts.get(phase)) for phase in PHASES}
+    phases = {phase: _layout_data(getattr(row, phase)) for phase in PHASES}
     optional = ({} if row.reshard else {"reshard": False}) | ({"partial": list(row.partial)} if row.partial else {})
     return data | phases | {"rule": row.rule, "note": row.note} | optional
 

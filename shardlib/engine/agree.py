@@ -20,12 +20,12 @@ from shardlib.engine._torch import pytree
 from shardlib.errors import CheckpointError, InputError, PlanError, ShardingError
 
 __all__ = [
-    "all_tensors",
     "batches_agree",
     "checkpoints_agree",
     "draws_agree",
     "exchange",
     "fingerprint",
+    "named_tensors",
     "plans_agree",
     "weights_agree",
 ]
@@ -53,7 +53,8 @@ def plans_agree(lines: list[str], group: dist.ProcessGroup | None) -> None:
 
 
 def weights_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Raise `ShardingError` if ranks start from different values of a tensor that all of them hold."""
+    """Raise `ShardingError` if ranks start from different values of a tensor that all of them hold, not on `meta`."""
+    tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     if (found := _differing(tensors, group)) is None:
         return
     names, shown = found
@@ -88,7 +89,7 @@ def checkpoints_agree(marks: Mapping[str, int], group: dist.ProcessGroup | None)
 
 def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup | None, axes: str) -> None:
     """Raise `InputError` if ranks that work on the same examples were given different batches."""
-    if (found := _differing(_named_tensors(args, kwargs), group)) is None:
+    if (found := _differing(_tensors_of(args, kwargs), group)) is None:
         return
     names, shown = found
     raise InputError(
@@ -114,7 +115,7 @@ def _differing(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | N
     return names, _side_by_side(shown, group)
 
 
-def _named_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     given = {"args": args, "kwargs": dict(kwargs)}
     leaves = [(f"{kind}{pytree.keystr(path)}", t) for kind in given for path, t in _flat(given[kind])]
     return {
@@ -157,7 +158,6 @@ def _side_by_side(shown: Iterable[Hashable], group: dist.ProcessGroup | None) ->
     return "\n".join(f"  rank {', '.join(map(str, ranks_of_text))}: {text}" for text, ranks_of_text in holders.items())
 
 
-def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by name, tied ones once, without those on meta."""
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: tensor for name, tensor in named.items() if not tensor.is_meta}
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by their first name, each tensor once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -426,6 +426,7 @@ def make_units(
     joined = join_small(sizes, resharded.__getitem__, min(UNBUCKETED_BYTES, bucket_bytes))
     alternating = [_param_states_of(groups, names) for names in joined if resharded[names[0]]]
     buffers = [_buffer_for(alternating[start::2]) for start in (0, 1)]
+    sentinels = _torch.with_values(lambda: {id(one.param): _Sentinel.of(one) for one in stored})
     made: dict[str, _Unit] = {}
     turn = 0
     for names in [*joined, *([("",)] if "" in groups else [])]:
@@ -435,20 +436,15 @@ def make_units(
         else:
             buffer = _buffer_for([group])
         _place_in_buffer(group, buffer.flat)
-        unit = _Unit(
+        joint = _Unit(
             ", ".join(names),
             group,
-            [
-                (*owner, sentinel)
-                for one in group
-                for sentinel in [_Sentinel.of(one)]
-                for owner in owners[id(one.param)]
-            ],
+            [(*owner, sentinels[id(one.param)]) for one in group for owner in owners[id(one.param)]],
             buffer,
             unshard_buckets(executor, group),
             stays_unsharded=not resharded[names[0]],
         )
-        made |= dict.fromkeys(names, unit)
+        made |= dict.fromkeys(names, joint)
     return Units(made)
 
 
@@ -500,10 +496,8 @@ class _Sentinel(torch.Tensor):
 
     @staticmethod
     def of(param_state: ParamState) -> torch.Tensor:
-        dtype, device, shape = param_state.dtype, param_state.memory.device, param_state.param.shape
-        sentinel = _torch.with_values(
-            lambda: torch.empty((), dtype=dtype, device=device).expand(shape).as_subclass(_Sentinel)
-        )
+        one = torch.empty((), dtype=param_state.dtype, device=param_state.device)
+        sentinel = one.expand(param_state.param.shape).as_subclass(_Sentinel)
         sentinel.parameter = param_state.name
         return sentinel
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import Placement
@@ -106,6 +106,18 @@ class Layout:
     def text(self) -> str:
         """The text form with every known factor size, so that `Layout.parse(layout.text) == layout`."""
         return _text_of(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash of the fields. Kept: a layout is looked up several times for each tensor of a model."""
+        return hash((self.dims, self.partials, self.dtype, self.memory))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields alone: another process hashes text otherwise."""
+        return Layout, (self.dims, self.partials, self.dtype, self.memory)
 
     def __str__(self) -> str:
         return _text.write(self._parts, sizes=False)

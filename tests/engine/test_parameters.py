@@ -196,13 +196,15 @@ def a_step_hook_that_edits_gradients(model: nn.Module, x: torch.Tensor) -> Tenso
         for p in ours:
             p.grad = p.grad / p.grad.norm()
 
-    optimizer.register_step_pre_hook(hook)
-    optimizer.register_step_post_hook(lambda o, *_: seen.append(len(o.state) == len(list(model.parameters()))))
-    for seed in range(2):
+    for seed in range(3):
+        if seed == 1:  # the first step has added the engine's hooks
+            optimizer.register_step_pre_hook(hook)
+            optimizer.register_step_post_hook(lambda o, *_: seen.append(len(o.state) == len(list(model.parameters()))))
         optimizer.zero_grad()
         _loss(model, x + seed).backward()
         optimizer.step()
     assert all(seen) and len(seen) == 4
+    assert len(optimizer._optimizer_step_pre_hooks) <= 2 and len(optimizer._optimizer_step_post_hooks) <= 2
     return _weights(model)
 
 

@@ -79,6 +79,12 @@ def test_text_to_layout_to_text_is_stable(case: Case, dtype: torch.dtype | None,
     assert str(Layout.parse(str(layout))) == str(layout)
 
 
+def test_a_pickled_layout_leaves_out_its_hash_which_differs_between_processes():
+    layout = Layout.parse("vocab@tp embed")
+    before = pickle.dumps(layout)
+    assert isinstance(hash(layout), int) and pickle.dumps(layout) == before
+
+
 def test_a_layout_is_a_value():
     one, other = (Layout.parse("(3 heads@tp head) embed@dp + sum@cp", sizes={"heads": 4}) for _ in range(2))
     assert one == other and hash(one) == hash(other) and pickle.loads(pickle.dumps(one)) == one

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, device_here, mesh
 from shardlib._plan import Plan, plan
-from shardlib.engine import _torch, exact, fp8, optimizer
+from shardlib.engine import _torch, agree, exact, fp8, optimizer
 from shardlib.engine.apply.calls import compile_calls, wrap_calls
 from shardlib.engine.apply.check import ranks_agree, refuse_model, refuse_plan, warn_of_idle_axes
 from shardlib.engine.apply.initialize import initial_values
@@ -207,11 +207,14 @@ def apply_plan(
     history = fp8.history(float8, rank_plan.plan.step.fp8_history, rank_plan.device)
     warn_of_idle_axes(rank_plan)
     _torch.set_timeouts(rank_plan.mesh if build is None else build.mesh)
+    tensors = agree.named_tensors(model)
     if check:
-        ranks_agree(model, plan_.lines(), everyone, exact_random=exact_random)
+        ranks_agree(tensors, plan_.lines(), everyone, exact_random=exact_random)
     if exact_random:
         share_random_state(everyone)
-    values = initial_values(model, rank_plan, init, check=check, names=None if build is None else build.names_here)
+    values = {}
+    if init is not None or any(tensor.is_meta for tensor in tensors.values()):
+        values = initial_values(model, rank_plan, init, check=check, names=None if build is None else build.names_here)
 
     with ExitStack() as undo:
         if build is not None:
@@ -221,7 +224,7 @@ def apply_plan(
         runtime = install_param_runtime(
             model,
             rank_plan,
-            replaced.masters,
+            replaced,
             undo,
             everyone=everyone,
             end_step=None if history is None else functools.partial(history.end_step, rank_plan.everyone),

@@ -43,7 +43,7 @@ _TRAVELLING = "how many tokens come to the experts of a rank is known when they 
 
 def compile_calls(model: nn.Module, rank_plan: RankPlan, backend: str | None, undo: ExitStack) -> CompileReport:
     """Compile repeated blocks if there is a model axis: compiling removes the cost of DTensor's dispatch."""
-    eager = dict.fromkeys(spread_experts(model, rank_plan), _TRAVELLING)
+    eager = dict.fromkeys(spread_experts(rank_plan), _TRAVELLING)
     backend = backend if rank_plan.model_mesh is not None else None
     report, uncompile = compile_blocks(model, backend, rank_plan.place(), eager=eager)
     undo.callback(uncompile)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from shardlib._plan import Row
 from shardlib.engine import _torch, agree, lost, offload, transport
 from shardlib.engine.apply.rank_plan import RankPlan
-from shardlib.engine.apply.shard import named_tensors
 from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.layout import Dim, Layout
@@ -34,7 +33,7 @@ def refuse_model(model: nn.Module) -> None:
             f"This {type(model).__name__} is sharded already, on mesh "
             f'"{record_of(model).plan.mesh}". Build a new model to shard it otherwise.'
         )
-    for name, tensor in named_tensors(model).items():
+    for name, tensor in agree.named_tensors(model).items():
         if isinstance(tensor, DTensor):
             raise ShardingError(
                 f'"{name}" is a DTensor already ({tensor.placements}); shard_model takes a model of plain tensors. '
@@ -52,7 +51,10 @@ def refuse_plan(rank_plan: RankPlan) -> None:
     Raises:
         PlanError: the plan is not supported.
     """
+    first: dict[object, Row] = {}
     for row in rank_plan.plan.rows:
+        first.setdefault(row.form, row)
+    for row in first.values():
         _refuse_phases_apart(rank_plan, row)
         for layout in row.layouts.values():
             _refuse_what_torch_gathers_wrongly(rank_plan, row.name, layout)
@@ -124,11 +126,13 @@ def warn_of_idle_axes(rank_plan: RankPlan) -> None:
             )
 
 
-def ranks_agree(model: nn.Module, lines: Sequence[str], group: dist.ProcessGroup | None, *, exact_random: bool) -> None:
+def ranks_agree(
+    tensors: Mapping[str, torch.Tensor], lines: Sequence[str], group: dist.ProcessGroup | None, *, exact_random: bool
+) -> None:
     """Exchange the processes of a group's ranks, and compare what these must have in common. Collective over the group.
 
     Args:
-        model: the model before it changes.
+        tensors: the tensors of the model before it changes.
         lines: the lines of the plan.
         group: all ranks that train the model, of all stages.
         exact_random: whether random numbers are drawn by global element.
@@ -141,7 +145,7 @@ def ranks_agree(model: nn.Module, lines: Sequence[str], group: dist.ProcessGroup
     if (chosen := transport.chosen()) is not None:
         settings.append(f'{transport.VARIABLE}="{chosen}"')
     agree.plans_agree([*lines, *settings], group)
-    agree.weights_agree(agree.all_tensors(model), group)
+    agree.weights_agree(tensors, group)
 
 
 def input_check(rank_plan: RankPlan, *, compare: bool) -> Callable[..., None]:

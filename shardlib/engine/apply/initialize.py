@@ -31,8 +31,6 @@ def initial_values(
         check: compare the values that ranks have drawn or read. Collective over the mesh.
         names: in a pipeline, the names on this rank by canonical names, for this rank's tensors.
     """
-    if init is None and not any(tensor.is_meta for tensor in shard.named_tensors(model).values()):
-        return {}
     drawn: dict[str, int] = {}
 
     def shard_of(name: str, full: Any) -> torch.Tensor:

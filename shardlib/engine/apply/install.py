@@ -83,17 +83,17 @@ def _is_global_linear(rank_plan: RankPlan, name: str, module: nn.Module) -> bool
     return rank_plan.is_global(f"{name}.weight".lstrip("."), weight)
 
 
-def spread_experts(model: nn.Module, rank_plan: RankPlan) -> dict[str, list[str]]:
+def spread_experts(rank_plan: RankPlan) -> dict[str, list[str]]:
     """Return the modules whose experts are distributed over several ranks, each with the names of their parameters."""
     found: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters():
-        if rank_plan.is_spread(name):
-            found.setdefault(owner_of(name), []).append(name)
+    for row in rank_plan.plan.rows:
+        if row.kind == "parameter" and rank_plan.is_spread(row.name):
+            found.setdefault(owner_of(row.name), []).append(row.name)
     return found
 
 
 def _install_experts(model: nn.Module, rank_plan: RankPlan, undo: ExitStack) -> None:
-    for owner, names in spread_experts(model, rank_plan).items():
+    for owner, names in spread_experts(rank_plan).items():
         module = model.get_submodule(owner)
         if rank_plan.exact_random:
             experts.refuse_dropout(owner, module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from shardlib._plan import reshards_after_forward
 from shardlib.engine import _torch, offload, ops
 from shardlib.engine.apply.check import input_check
 from shardlib.engine.apply.rank_plan import RankPlan
+from shardlib.engine.apply.shard import Replaced
 from shardlib.engine.executor.gather import update_buckets
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.params import MutableState, ParamState
@@ -52,7 +53,7 @@ class ParamRuntime:
 def install_param_runtime(
     model: nn.Module,
     rank_plan: RankPlan,
-    masters: Mapping[str, torch.Tensor],
+    replaced: Replaced,
     undo: ExitStack,
     *,
     everyone: dist.ProcessGroup | None,
@@ -64,13 +65,15 @@ def install_param_runtime(
     Args:
         model: the model of local shards.
         rank_plan: the plan on this rank.
-        masters: wide copies of parameters that were rounded, by name.
+        replaced: its parameters, and the wide copies of those that were rounded.
         undo: removes the hooks.
         everyone: all ranks that train the model, of all stages.
         end_step: called after the last backward pass of a step.
         check: compare the first batch.
     """
-    param_states = [_param_state(rank_plan, name, param, masters.get(name)) for name, param in model.named_parameters()]
+    param_states = [
+        _param_state(rank_plan, name, param, replaced.masters.get(name)) for name, param in replaced.parameters.items()
+    ]
     step = rank_plan.plan.step
     if any(one.shard_spec is not None for one in param_states):
         ops.read_global_values(rank_plan.mesh)  # as in `float(p.grad.norm())`

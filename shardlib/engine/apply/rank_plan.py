@@ -149,8 +149,14 @@ class RankPlan:
     def movements(self, row: Row, optimizer: Optimizer) -> dict[Purpose, Movement]:
         """Return the movements of a row in a step, by purpose."""
         with _torch.no_modes():  # sizes are counted with tensors that have values, also in a dry run
-            every = movements_of([row], self.plan.mesh, self._units, self.plan.step, optimizer=optimizer)
+            known = self._known.setdefault(optimizer, {})
+            every = movements_of([row], self.plan.mesh, self._units, self.plan.step, optimizer=optimizer, known=known)
             return {one.purpose: one for one in every}
+
+    @cached_property
+    def _known(self) -> dict[Optimizer, dict[tuple[object, ...], list[Movement]]]:
+        """The movements of rows of one form, by optimizer."""
+        return {}
 
     @cached_property
     def _units(self) -> frozenset[str]:
@@ -179,15 +185,15 @@ class RankPlan:
 
     def on_compute_axes(self, layout: Layout) -> Layout:
         """Return a layout without the axes that may not split a tensor in compute."""
-        return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.compute_axes])
+        return layout.with_axes_dropped(layout.axes.difference(self.compute_axes))
 
     def on_model_axes(self, layout: Layout) -> Layout:
         """Return a layout without the axes that are not model axes."""
-        return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.model_axes])
+        return layout.with_axes_dropped(layout.axes.difference(self.model_axes))
 
     def on_active_axes(self, layout: Layout) -> Layout:
         """Return a layout without axes of one rank."""
-        return layout.with_axes_dropped([axis for axis in layout.axes if axis not in self.model_axes + self.data_axes])
+        return layout.with_axes_dropped(layout.axes.difference(self.model_axes, self.data_axes))
 
     def added(self, src: Layout, dst: Layout) -> tuple[str, ...]:
         """Return the data axes that split `dst` and not `src`."""
@@ -203,7 +209,7 @@ class RankPlan:
 
     def is_stored_sharded(self, name: str) -> bool:
         """Tell whether data ranks store different shards of a tensor."""
-        return name in self.rows and bool(self.rows[name].added("stored") & {*self.data_axes})
+        return name in self.rows and not self.rows[name].added("stored").isdisjoint(self.data_axes)
 
     def is_global(self, name: str, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor is a DTensor on the model axes.

@@ -22,7 +22,7 @@ from shardlib.engine.params import local_of
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout, shard_spec
 
-__all__ = ["Replaced", "local_shard", "named_tensors", "shard_tensors"]
+__all__ = ["Replaced", "local_shard", "shard_tensors"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +30,13 @@ class Replaced:
     """The parameters of a model that sharding has replaced.
 
     Attributes:
-        names: the names of the parameters that were replaced, by the parameter before.
+        parameters: all parameters of the model by their first name, as they are now.
+        names: the names of those that were replaced, by the parameter before.
         masters: this rank's shards of the wide copies that the optimizer steps on, by name, for parameters that lost
             precision by rounding.
     """
 
+    parameters: Mapping[str, nn.Parameter]
     names: Mapping[torch.Tensor, str]
     masters: Mapping[str, torch.Tensor]
 
@@ -50,40 +52,44 @@ def shard_tensors(
         values: this rank's shards of the tensors on `meta`, by name.
         undo: puts the tensors back.
     """
+    places = [
+        (own, key, f"{prefix}.{key}".lstrip("."), tensor)
+        for prefix, module in model.named_modules()
+        for own in _torch.own_tensors(module)
+        for key, tensor in own.items()
+        if tensor is not None
+    ]
     after: dict[int, torch.Tensor] = {}
+    parameters: dict[str, nn.Parameter] = {}
     names: dict[torch.Tensor, str] = {}
     masters: dict[str, torch.Tensor] = {}
-    for name, tensor in named_tensors(model).items():
+    for _, _, name, tensor in places:
+        if id(tensor) in after:
+            continue  # tied
         new = after[id(tensor)] = _rounded(rank_plan, name, _placed(rank_plan, name, tensor, values.get(name)), masters)
-        if isinstance(tensor, nn.Parameter) and new is not tensor:
-            _refuse_hooks(name, tensor)
-            names[tensor] = name
-    for module in model.modules():
-        undo.callback(_torch.find_weights_again, module)
-        for own in _torch.own_tensors(module):
-            _swap(own, after, undo)
-        _torch.find_weights_again(module)
-    return Replaced(names, masters)
+        if isinstance(new, nn.Parameter):
+            parameters[name] = new
+            if new is not tensor:
+                _refuse_hooks(name, tensor)
+                names[tensor] = name
+
+    def put(*, back: bool) -> None:
+        for own, key, _, tensor in places:
+            own[key] = tensor if back else after[id(tensor)]
+        for module in model.modules():
+            _torch.find_weights_again(module)
+
+    undo.callback(put, back=True)
+    put(back=False)
+    return Replaced(parameters, names, masters)
 
 
-def _refuse_hooks(name: str, param: nn.Parameter) -> None:
+def _refuse_hooks(name: str, param: torch.Tensor) -> None:
     if _torch.has_gradient_hooks(param):
         raise ShardingError(
             f'"{name}" has hooks on its gradient (register_hook), and sharding puts another parameter in its place. '
             "Register them after shard_model."
         )
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by their first name, each tensor once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _swap(own: dict[str, Any], after: Mapping[int, torch.Tensor], undo: ExitStack) -> None:
-    for key, tensor in own.items():
-        if tensor is not None and after[id(tensor)] is not tensor:
-            undo.callback(own.__setitem__, key, tensor)
-            own[key] = after[id(tensor)]
 
 
 def _placed(rank_plan: RankPlan, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
@@ -106,7 +112,7 @@ def _placed(rank_plan: RankPlan, name: str, tensor: torch.Tensor, local: torch.T
 def _stored(rank_plan: RankPlan, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
     """Return a parameter in its stored layout: a DTensor on the whole mesh."""
     row = rank_plan.rows[name]
-    placements = tuple(rank_plan.on_active_axes(row.stored).placements(rank_plan.mesh))
+    placements = rank_plan.on_active_axes(row.stored).placements(rank_plan.shape)
     local = _in_stored_memory(rank_plan, row, local_shard(rank_plan, name, tensor) if local is None else local)
     after = _torch.wrap(local, _torch.spec(rank_plan.mesh, placements, tuple(row.global_shape), local.dtype))
     return _as_parameter(after, tensor)
