@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardlib import testing
 from tests.contract.declare import Habit, habits_of
-from tests.contract.harness import DDP, MICRO, ONE, Apart, Finding, Part, compare, kind_of, play
+from tests.contract.harness import DDP, KINDS, MICRO, ONE, Apart, Finding, Part, compare, kind_of, play
 
 __all__ = ["Cells", "wrong"]
 
 _ALONE = 20.0  # seconds for a cell that is run alone
+_PATIENCE = 2.0  # that its ranks wait for each other
 _TOGETHER = 110.0
+_AT_ONCE = 4
 _OTHERS = {"as DDP": DDP, "microbatches": MICRO}  # what a cell is compared with that is not as on one device
 
 
@@ -38,8 +41,14 @@ class Cells:
         if (module, kind) not in self.played:
             names, alone = _divided(module, kind)
             found = self._together(module, names, kind)
-            self.played[module, kind] = found | {name: self._alone(module, name, kind) for name in alone}
+            with ThreadPoolExecutor(_AT_ONCE) as threads:  # they wait, most of the time
+                apart = threads.map(lambda name: self._on_ranks_of_its_own(module, name, kind), alone)
+                self.played[module, kind] = found | dict(zip(alone, apart, strict=True))
         return self.played[module, kind]
+
+    def _on_ranks_of_its_own(self, module: str, name: str, kind: str) -> list[Part] | Finding:
+        with testing.ranks(2) as pool:
+            return Cells(pool)._alone(module, name, kind, _PATIENCE)
 
     def _together(self, module: str, names: list[str], kind: str) -> dict[str, list[Part] | Finding]:
         """Run habits in one call; where it fails, in several, to find those that are to blame."""
@@ -52,27 +61,30 @@ class Cells:
             parts = [names[i : i + size] for i in range(0, len(names), size)]
             return {name: found for part in parts for name, found in self._together(module, part, kind).items()}
 
-    def _alone(self, module: str, name: str, kind: str) -> list[Part] | Finding:
+    def _alone(self, module: str, name: str, kind: str, patience: float | None = None) -> list[Part] | Finding:
         try:
-            return self._play(module, [name], kind, _ALONE)[name]
+            return self._play(module, [name], kind, _ALONE, patience)[name]
         except Apart as apart:
             return apart.finding
         except Exception as error:
             return Finding("hung", " ".join(str(error).split())[:500])
 
-    def _play(self, module: str, names: list[str], kind: str, timeout: float) -> dict[str, list[Part] | Finding]:
+    def _play(
+        self, module: str, names: list[str], kind: str, timeout: float, patience: float | None = None
+    ) -> dict[str, list[Part] | Finding]:
         pool = self.ranks(kind_of(kind).ranks)
-        by_rank = pool.run(play, module, names, kind, timeout=timeout)
+        by_rank = pool.run(play, module, names, kind, patience, timeout=timeout)
         return {name: list(parts) for name, parts in zip(names, zip(*by_rank, strict=True), strict=True)}
 
 
 def _divided(module: str, kind: str) -> tuple[list[str], list[str]]:
-    """Return the habits that run together, and those that are known to be broken and run alone."""
-    habits = habits_of(module)
+    """Return the habits that run together, and those that are end ranks or make them wait, and run alone."""
+    habits = [habit for habit in habits_of(module) if kind in habit.kinds or kind not in KINDS]
     for what, other in _OTHERS.items():
         if kind == other:
             habits = [habit for habit in habits if any(v.what == what for v in habit.declared.values())]
-    alone = [habit.name for habit in habits if habit.verdict(kind).what == "broken"]
+    verdicts = {habit.name: habit.verdict(kind) for habit in habits}
+    alone = [name for name, verdict in verdicts.items() if verdict.alone]
     return [habit.name for habit in habits if habit.name not in alone], alone
 
 
@@ -87,8 +99,3 @@ def wrong(habit: Habit, kind: str, found: Finding) -> str:
     else:
         as_declared = found.what == "same"
     return "" if as_declared else f"{habit.name} on {kind}: declared as {declared.what} ({declared.how}), found {found}"
-
-
-def everything(cells: Cells, module: str, kinds: Iterable[str]) -> dict[tuple[str, str], Finding]:
-    """Return the findings of a module, for whoever looks for them by hand."""
-    return {(habit.name, kind): cells.found(module, habit, kind) for habit in habits_of(module) for kind in kinds}

@@ -12,9 +12,20 @@ from typing import Any
 from tests.contract import habits
 from tests.contract.harness import KINDS
 
-__all__ = ["Habit", "as_ddp", "as_microbatches", "broken", "habits_of", "modules", "refused", "refused_in_pipelines"]
+__all__ = [
+    "Habit",
+    "also_compiled",
+    "as_ddp",
+    "as_microbatches",
+    "broken",
+    "habits_of",
+    "lost",
+    "modules",
+    "refused",
+    "refused_in_pipelines",
+]
 
-_DECLARED = "_declared"
+_DECLARED, _COMPILED = "_declared", "_compiled"
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,7 @@ class Verdict:
 
     what: str
     how: str = ""
+    alone: bool = False  # it is run alone: it ends ranks, or they wait for each other
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,12 @@ class Habit:
     name: str
     sentence: str
     declared: dict[str, Verdict] = field(default_factory=dict)
+    compiled: bool = False
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds on which it runs."""
+        return [name for name, kind in KINDS.items() if self.compiled or not kind.compile]
 
     def verdict(self, kind: str) -> Verdict:
         return self.declared.get(kind, Verdict("same"))
@@ -40,6 +58,11 @@ class Habit:
 def refused(kinds: str, message: str) -> Callable[[Any], Any]:
     """Declare that shardlib refuses the habit on these kinds, with a part of the message."""
     return _declare(kinds, Verdict("refused", message))
+
+
+def lost(kinds: str, message: str) -> Callable[[Any], Any]:
+    """Declare that ranks wait for each other in vain, until the mesh's timeout, and shardlib says so then."""
+    return _declare(kinds, Verdict("refused", message, alone=True))
 
 
 def as_ddp(kinds: str, why: str) -> Callable[[Any], Any]:
@@ -52,9 +75,18 @@ def as_microbatches(why: str) -> Callable[[Any], Any]:
     return _declare("pp", Verdict("microbatches", why))
 
 
-def broken(kinds: str, what: str) -> Callable[[Any], Any]:
-    """Declare a mistake that is known; once it is mended, the test fails until this declaration is gone."""
-    return _declare(kinds, Verdict("broken", what))
+def broken(kinds: str, what: str, *, alone: bool = False) -> Callable[[Any], Any]:
+    """Declare a mistake that is known; once it is mended, the test fails until this declaration is gone.
+
+    `alone`: ranks end, wait for each other, or do different things, so that no other habit can be run beside this one.
+    """
+    return _declare(kinds, Verdict("broken", what, alone))
+
+
+def also_compiled(habit: Any) -> Any:
+    """Run the habit on compiled blocks too, which takes seconds and not milliseconds."""
+    setattr(habit, _COMPILED, True)
+    return habit
 
 
 def refused_in_pipelines(habit: Any) -> Any:
@@ -84,7 +116,7 @@ def habits_of(module: str) -> list[Habit]:
     found = importlib.import_module(module)
     functions = {name: f for name, f in vars(found).items() if inspect.isfunction(f) and f.__module__ == module}
     return [
-        Habit(name, _sentence(function), dict(vars(function).get(_DECLARED, {})))
+        Habit(name, _sentence(function), dict(vars(function).get(_DECLARED, {})), hasattr(function, _COMPILED))
         for name, function in functions.items()
         if not name.startswith("_") and next(iter(inspect.signature(function).parameters), "") == "run"
     ]

@@ -37,7 +37,8 @@ have to agree within 1e-10.
 | *microbatches* | not that of one device on the batch, but on its microbatches in turn; the reason is below |
 | **differs** | a known mistake: wrong numbers, an error that helps nobody, or ranks that wait for each other |
 
-The kinds: {kinds}.
+The kinds: {kinds}. On compiled blocks run
+those habits that may meet the compiler; other cells of this column are empty.
 
 {counts}
 """
@@ -93,7 +94,7 @@ def _notes(habits: list[Habit]) -> dict[tuple[str, str], int]:
 def _table(habits: list[Habit], notes: dict[tuple[str, str], int]) -> str:
     rows = [f"| habit | {' | '.join(KINDS)} |", f"|---|{'---|' * len(KINDS)}"]
     for habit in habits:
-        cells = [_cell(habit.verdict(kind), notes) for kind in KINDS]
+        cells = [_cell(habit.verdict(kind), notes) if kind in habit.kinds else "" for kind in KINDS]
         rows.append(f"| {_text(habit.sentence.removesuffix('.'))} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -103,7 +104,7 @@ def _cell(verdict: Verdict, notes: dict[tuple[str, str], int]) -> str:
 
 
 def _counts(habits: list[Habit]) -> str:
-    cells = Counter(habit.verdict(kind).what for habit in habits for kind in KINDS)
+    cells = Counter(habit.verdict(kind).what for habit in habits for kind in habit.kinds)
     words = {
         "same": "are the same",
         "refused": "are refused",

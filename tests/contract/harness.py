@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
@@ -117,6 +118,7 @@ class Run:
 
     kind: str
     rank: int = 0
+    patience: float | None = None  # seconds that ranks wait for each other; by default for ever
 
     @property
     def alone(self) -> bool:
@@ -153,7 +155,8 @@ class Run:
         rules = sl.Rules(dict(split), unmatched="replicate") if split and "tp" in kind.mesh else sl.Rules({"**": None})
         if kind.staged:
             rules = rules.with_stages(stages)
-        return sl.shard_model(model, kind.mesh, rules, transforms=kind.transforms, compile=kind.compile)
+        mesh = sl.mesh(kind.mesh, timeout=self.patience)
+        return sl.shard_model(model, mesh, rules, transforms=kind.transforms, compile=kind.compile)
 
     def part(self, batch: torch.Tensor) -> torch.Tensor:
         """Return this data rank's rows of a batch."""
@@ -171,11 +174,12 @@ class Run:
         """Do a forward and a backward, as a pipeline too, and return the loss."""
         if kind_of(self.kind).staged:
             return sl.pipeline_step(model, self.batch(i), lambda out, _batch: criterion(out)).loss.detach()
-        parts = self.batch(i).chunk(2) if self.kind == MICRO else [self.batch(i)]
-        losses = [criterion(model(part)) / len(parts) for part in parts]
-        for loss in losses:
+        parts, total = self.batch(i).chunk(2 if self.kind == MICRO else 1), 0.0
+        for part in parts:
+            loss = criterion(model(part)) / len(parts)
             loss.backward()
-        return self.mean(torch.stack(losses).sum())
+            total = total + loss.detach()
+        return self.mean(total)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -254,18 +258,19 @@ class Part:
 _PATIENCE, _LONGER = timedelta(seconds=8), timedelta(seconds=60)
 
 
-def play(module: str, names: Iterable[str], kind: str) -> list[Part]:
+def play(module: str, names: Iterable[str], kind: str, patience: float | None = None) -> list[Part]:
     """Run habits of a module on this rank, one after the other.
 
     Raises:
         Apart: some ranks raised and others did not, or wait.
     """
     habits = vars(importlib.import_module(module))
+    torch._dynamo.config.recompile_limit = 100  # of one class of blocks, which many habits share
     rank, parts = dist.get_rank(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
-            run = Run(kind, rank)
+            run = Run(kind, rank, patience)
             part, returned = _begin(habits[name], run)
             _all_ended_alike(f"{kind} {name}", part)
             if not part.error:
@@ -329,6 +334,8 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _full(value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        return "a tensor without values"
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

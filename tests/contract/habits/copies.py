@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
+from tests.contract.declare import also_compiled, broken, refused, refused_in_pipelines
 from tests.contract.harness import Net, Run
 
 
@@ -20,6 +21,11 @@ def deepcopy_before_sharding(run: Run):
     return run.trained(run.shard(copy.deepcopy(run.model())))
 
 
+@also_compiled
+@broken(
+    "tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp",
+    "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object",
+)
 def deepcopy_and_evaluate(run: Run, model: Any):
     """Copy the sharded model by `deepcopy`, and evaluate the copy."""
     run.train(model, steps=1)
@@ -28,6 +34,10 @@ def deepcopy_and_evaluate(run: Run, model: Any):
     return run.outputs(other, 5), run.outputs(model, 5)
 
 
+@broken(
+    "tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp",
+    "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object",
+)
 def deepcopy_and_train(run: Run, model: Any):
     """Copy the sharded model by `deepcopy`, and train the copy."""
     run.train(model, steps=1)
@@ -35,6 +45,10 @@ def deepcopy_and_train(run: Run, model: Any):
     return run.trained(other, start=1), run.weights(model)
 
 
+@broken(
+    "tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp",
+    "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object",
+)
 def deepcopy_as_a_teacher(run: Run, model: Any):
     """Copy the sharded model as a frozen teacher, and distil from it."""
     teacher = copy.deepcopy(model).requires_grad_(False).eval()
@@ -48,6 +62,9 @@ def deepcopy_as_a_teacher(run: Run, model: Any):
     return run.weights(model), run.weights(teacher)
 
 
+@broken("zero(3)", "differs, result on rank 0: off by 4")
+@refused("fsdp x tp", "was given DTensors on two meshes")
+@broken("pp", "what play returned on rank 1, a list, cannot be sent back (TypeError: cannot ...", alone=True)
 def deepcopy_a_block(run: Run, model: Any):
     """Copy one block of the sharded model by `deepcopy`, and call the copy."""
     block = copy.deepcopy(model.blocks[0])
@@ -55,22 +72,32 @@ def deepcopy_a_block(run: Run, model: Any):
         return run.rows(block(nn.functional.pad(run.batch(), (0, 2))))
 
 
+@broken("pp", "what play returned on rank 1, a list, cannot be sent back (TypeError: cannot ...", alone=True)
 def deepcopy_a_weight(run: Run, model: Any):
     """Copy one parameter by `deepcopy`."""
     return copy.deepcopy(model.blocks[0].up.weight).detach()
 
 
+@refused_in_pipelines
 def shallow_copy(run: Run, model: Any):
     """Copy the sharded model by `copy.copy`, and evaluate the copy."""
     return run.outputs(copy.copy(model))
 
 
+@broken(
+    "tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp",
+    "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object",
+)
 def pickle_the_model(run: Run, model: Any):
     """Pickle the sharded model, and evaluate what comes back."""
     other = pickle.loads(pickle.dumps(model))
     return run.outputs(other)
 
 
+@broken(
+    "tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp",
+    "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object",
+)
 def save_the_model(run: Run, model: Any):
     """Save the whole sharded model by `torch.save`, and load it."""
     file = io.BytesIO()
@@ -89,6 +116,7 @@ def shard_two_models(run: Run):
     return run.weights(first), run.weights(second)
 
 
+@refused_in_pipelines
 def train_a_model_on_another(run: Run):
     """Train one sharded model through another one, as generators are."""
     first, second = run.shard(run.model()), run.shard(run.model())
@@ -152,6 +180,7 @@ def _other_state() -> dict[str, torch.Tensor]:
     return Net().double().state_dict()
 
 
+@also_compiled
 def load_a_plain_state_dict(run: Run, model: Any):
     """Load the state dict of a plain model into the sharded one."""
     answer = model.load_state_dict(_other_state())
@@ -180,6 +209,7 @@ def load_a_part(run: Run, model: Any):
     return sorted(answer.missing_keys), sorted(answer.unexpected_keys), run.trained(model)
 
 
+@broken("pp", "rank 1 raised: RuntimeError: Error(s) in loading state_dict for Block: ...", alone=True)
 def load_into_a_module(run: Run, model: Any):
     """Load a state dict into one block."""
     state = {n.removeprefix("blocks.0."): v for n, v in _other_state().items() if n.startswith("blocks.0.")}
@@ -187,12 +217,18 @@ def load_into_a_module(run: Run, model: Any):
     return run.trained(model)
 
 
+@refused(
+    "tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp", "Load without assign: values are copied into the shards"
+)
 def load_by_assignment(run: Run, model: Any):
     """Load a plain state dict by `assign=True`, before the optimizer."""
     model.load_state_dict(_other_state(), assign=True)
     return run.trained(model)
 
 
+@refused(
+    "tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp", "Load without assign: values are copied into the shards"
+)
 def load_by_assignment_its_own(run: Run, model: Any):
     """Load clones of the model's own state dict by `assign=True`."""
     model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()}, assign=True)
@@ -205,6 +241,7 @@ def load_another_dtype(run: Run, model: Any):
     return run.trained(model)
 
 
+@broken("pp", "ranks wait in all_gather over pp", alone=True)
 def load_missing_keys(run: Run, model: Any):
     """Catch the error for a missing key, and train on."""
     state = _other_state()
@@ -216,6 +253,7 @@ def load_missing_keys(run: Run, model: Any):
     return False
 
 
+@broken("pp", "ranks wait in all_gather over pp", alone=True)
 def load_a_wrong_shape(run: Run, model: Any):
     """Catch the error for a wrong shape, and train on."""
     state = run.model().state_dict() | {"head.weight": torch.zeros(3, 8)}
@@ -275,6 +313,9 @@ def save_the_state_dict_on_one_rank(run: Run, model: Any):
     return run.trained(model)
 
 
+@broken("tp", "ranks wait in all_gather over tp", alone=True)
+@broken("zero(3), fsdp x tp", "ranks wait in all_gather over dp", alone=True)
+@broken("pp", "rank 0 raised: RuntimeError: Error(s) in loading state_dict for Net: Missing ...", alone=True)
 def save_on_one_rank_for_a_plain_model(run: Run, model: Any):
     """Save `state_dict()` on the first rank only, and load it into a plain model there."""
     run.train(model, steps=1)
@@ -335,6 +376,7 @@ def to_another_tensor(run: Run, model: Any):
     return run.trained(model.to(torch.zeros(1, dtype=torch.float64)))
 
 
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
 def to_meta(run: Run, model: Any):
     """Move the sharded model to the meta device."""
     model.to("meta")
@@ -346,17 +388,23 @@ def to_another_memory_format(run: Run, model: Any):
     return run.trained(model.to(memory_format=torch.channels_last))
 
 
+@broken("tp, zero(3), fsdp x tp", "a rank ends by SIGSEGV", alone=True)
 def share_memory(run: Run, model: Any):
     """Call `share_memory()` of the sharded model."""
     return run.trained(model.share_memory())
 
 
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
 def apply_a_function_to_tensors(run: Run, model: Any):
     """Multiply every tensor of the model by `_apply`."""
     model._apply(lambda t: t * 2)
     return run.trained(model)
 
 
+@broken(
+    "tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp",
+    "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object",
+)
 def half_for_evaluation(run: Run, model: Any):
     """Copy the sharded model and cast the copy by `.half()`."""
     other = copy.deepcopy(model).half()

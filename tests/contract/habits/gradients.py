@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from tests.contract.declare import broken, refused, refused_in_pipelines
+from tests.contract.declare import also_compiled, as_ddp, as_microbatches, broken, lost, refused, refused_in_pipelines
 from tests.contract.harness import Run
 
 
@@ -82,6 +82,7 @@ def accumulate_scaled_losses(run: Run, model: Any):
     return run.weights(model)
 
 
+@also_compiled
 def accumulate_under_no_sync(run: Run, model: Any):
     """Accumulate under `sl.no_sync`, and step."""
     optimizer = run.optimizer(model)
@@ -250,8 +251,6 @@ def clip_adaptively(run: Run, model: Any):
     return run.gradients(model)
 
 
-@broken("fsdp x tp", "differs, stem.weight on rank 0: off by 0.032")
-@broken("pp", "differs, blocks.1.norm.weight on rank 1: off by 0.028")
 def add_noise_to_gradients(run: Run, model: Any):
     """Add noise to gradients, drawn alike on all ranks."""
     run.backward(model)
@@ -278,18 +277,8 @@ def drop_what_is_not_finite(run: Run, model: Any):
     return run.gradients(model)
 
 
-def scale_on_one_rank(run: Run, model: Any):
-    """Scale gradients on the first rank only, and step."""
-    run.backward(model)
-    if run.rank == 0 and not run.alone:
-        for p in model.parameters():
-            p.grad.mul_(1.0)
-    run.optimizer(model).step()
-    return run.weights(model)
-
-
-@broken("tp", "ranks wait in all_reduce over tp")
-@broken("zero(1), zero(2), zero(3), fsdp x tp", "ranks wait in all_reduce over dp")
+@broken("tp", "ranks wait in all_reduce over tp", alone=True)
+@broken("zero(1), zero(2), zero(3), fsdp x tp", "ranks wait in all_reduce over dp", alone=True)
 def read_norms_on_one_rank(run: Run, model: Any):
     """Print the norm of every gradient on the first rank only."""
     run.backward(model)
@@ -312,6 +301,7 @@ def hook_before_sharding(run: Run):
     return run.gradients(model)
 
 
+@also_compiled
 def hooks_that_scale(run: Run, model: Any):
     """Scale gradients by hooks of parameters, over two passes."""
     for p in model.parameters():
@@ -321,7 +311,8 @@ def hooks_that_scale(run: Run, model: Any):
     return run.gradients(model)
 
 
-@broken("replicate, zero(1), zero(2), pp", "differs, stem.weight on rank 0: off by 0.01")
+@as_ddp("replicate, zero(1), zero(2)", "a hook sees the gradient of its own rank, of which the mean is taken later")
+@as_microbatches("a hook sees the gradient of each microbatch")
 def hook_that_clips(run: Run, model: Any):
     """Clamp gradients by hooks of parameters."""
     for p in model.parameters():
@@ -330,8 +321,8 @@ def hook_that_clips(run: Run, model: Any):
     return run.gradients(model)
 
 
-@broken("replicate, zero(1), zero(2)", "differs, head.bias on rank 0: off by 0.11")
-@broken("pp", "differs, blocks.0.down.bias on rank 0: off by 0.055")
+@as_ddp("replicate, zero(1), zero(2)", "a hook sees the gradient of its own rank, of which the mean is taken later")
+@as_microbatches("a hook sees the gradient of each microbatch")
 def hook_that_reads(run: Run, model: Any):
     """Record gradients by hooks of parameters."""
     seen: dict[str, Any] = {}
@@ -353,7 +344,7 @@ def hook_that_is_removed(run: Run, model: Any):
     return len(calls), run.gradients(model)
 
 
-@broken("replicate, zero(1), zero(2)", "differs, head.bias on rank 0: off by 0.11")
+@as_ddp("replicate, zero(1), zero(2)", "a hook sees the gradient of its own rank, of which the mean is taken later")
 def hook_after_accumulation(run: Run, model: Any):
     """Read `p.grad` in `register_post_accumulate_grad_hook`."""
     norms: dict[str, Any] = {}
@@ -363,8 +354,7 @@ def hook_after_accumulation(run: Run, model: Any):
     return norms
 
 
-@broken("tp, replicate, zero(1)", "on one device already: [Part(data_rank=0, values={}, error='RuntimeError: ...")
-@broken("pp", "differs, stem.weight on rank 0: off by 0.019")
+@as_microbatches("a hook sees the gradient of each microbatch")
 def hook_after_accumulation_that_scales(run: Run, model: Any):
     """Scale `p.grad` in place in `register_post_accumulate_grad_hook`."""
     for p in model.parameters():
@@ -377,6 +367,7 @@ def _halve(p: torch.Tensor) -> None:
     p.grad.mul_(0.5)
 
 
+@also_compiled
 def hook_on_activations(run: Run, model: Any):
     """Scale the gradient of an activation by a hook of the tensor."""
     model.blocks[0].register_forward_hook(lambda _m, _args, out: out.register_hook(lambda grad: grad * 2) and None)
@@ -393,6 +384,7 @@ def hook_on_the_output(run: Run, model: Any):
     return run.gradients(model)
 
 
+@also_compiled
 @refused_in_pipelines
 def retain_the_gradient_of_an_activation(run: Run, model: Any):
     """Keep the gradient of an activation by `retain_grad`."""
@@ -407,6 +399,7 @@ def retain_the_gradient_of_an_activation(run: Run, model: Any):
     return run.rows(kept[0].grad / run.data_ranks)
 
 
+@also_compiled
 @refused_in_pipelines
 def full_backward_hook(run: Run, model: Any):
     """Record what `register_full_backward_hook` of modules is given."""
@@ -421,6 +414,7 @@ def full_backward_hook(run: Run, model: Any):
     return norms
 
 
+@also_compiled
 @refused_in_pipelines
 def full_backward_hook_of_a_split_layer(run: Run, model: Any):
     """Record what `register_full_backward_hook` of a linear layer is given."""
@@ -461,6 +455,7 @@ def multi_grad_hook(run: Run, model: Any):
     return calls
 
 
+@also_compiled
 @refused_in_pipelines
 def saved_tensor_hooks(run: Run, model: Any):
     """Pack saved tensors into copies by `saved_tensors_hooks`."""
@@ -470,6 +465,7 @@ def saved_tensor_hooks(run: Run, model: Any):
     return run.gradients(model)
 
 
+@also_compiled
 @refused_in_pipelines
 def save_on_cpu(run: Run, model: Any):
     """Keep activations on the host by `torch.autograd.graph.save_on_cpu`."""
@@ -482,6 +478,7 @@ def save_on_cpu(run: Run, model: Any):
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
+@also_compiled
 @refused_in_pipelines
 def autograd_grad(run: Run, model: Any):
     """Take gradients by `autograd.grad`, which leaves `p.grad` alone."""
@@ -510,8 +507,8 @@ def autograd_grad_assigned(run: Run, model: Any):
     return run.weights(model)
 
 
-@broken("replicate, zero(1), zero(2)", "differs, [0] on rank 0: off by 0.14")
-@broken("pp", "RuntimeError: One of the differentiated Tensors does not require grad ...")
+@as_ddp("replicate, zero(1), zero(2)", "what autograd.grad returns of a part that is called alone is not reduced")
+@lost("pp", " is on stage 0, and not on this rank")
 def autograd_grad_unused(run: Run, model: Any):
     """Take gradients by `autograd.grad(allow_unused=True)` where some are unused."""
     loss = model.stem(run.batch()).square().mean()
@@ -534,7 +531,6 @@ def backward_of_inputs(run: Run, model: Any):
     return run.gradients(model)
 
 
-@broken("replicate", "differs, stem.weight on rank 0: off by 0.063")
 @refused_in_pipelines
 def autograd_backward(run: Run, model: Any):
     """Go back by `torch.autograd.backward` with gradients of outputs."""
@@ -543,7 +539,6 @@ def autograd_backward(run: Run, model: Any):
     return run.gradients(model)
 
 
-@broken("replicate", "differs, stem.weight on rank 0: off by 0.049")
 @refused_in_pipelines
 def backward_with_a_gradient(run: Run, model: Any):
     """Go back by `out.backward(gradient)`."""
@@ -552,6 +547,7 @@ def backward_with_a_gradient(run: Run, model: Any):
     return run.gradients(model)
 
 
+@also_compiled
 @refused_in_pipelines
 def gradient_penalty(run: Run, model: Any):
     """Penalise gradients of inputs, under double backward."""
@@ -575,6 +571,7 @@ def gradient_penalty_of_norms(run: Run, model: Any):
     return run.weights(model)
 
 
+@also_compiled
 @refused("zero(3), fsdp x tp", "its second derivatives cannot be computed. Do not shard it between steps: zero(2)")
 @refused_in_pipelines
 def penalty_on_gradients_of_weights(run: Run, model: Any):
@@ -605,6 +602,7 @@ def hessian_vector_product(run: Run, model: Any):
     return list(torch.autograd.grad(dot, parameters))
 
 
+@also_compiled
 @refused_in_pipelines
 def retain_graph(run: Run, model: Any):
     """Go back twice through one graph by `retain_graph=True`."""
@@ -638,6 +636,7 @@ def two_forwards_one_backward(run: Run, model: Any):
     return run.gradients(model)
 
 
+@also_compiled
 @refused_in_pipelines
 def two_forwards_and_backwards_in_the_other_order(run: Run, model: Any):
     """Go back from two forwards in the other order."""
@@ -707,13 +706,14 @@ def detach_in_the_middle(run: Run, model: Any):
     return run.gradients(model)
 
 
-@broken("pp", "rank 1 raised ShardingError: 'stem' is on stage 0, and not on this rank., and ...")
+@lost("pp", " is on stage 0, and not on this rank")
 def no_gradient_for_the_last_layer(run: Run, model: Any):
     """Take a loss of a part of the model; the rest has no gradient."""
     model.blocks[0](model.stem(run.batch())).square().mean().backward()
     return run.gradients(model)
 
 
+@also_compiled
 @refused_in_pipelines
 def undefined_gradient(run: Run, model: Any):
     """Go back through a function that gives no gradient, as `torch.linalg.norm(p, 0)` does."""
@@ -723,7 +723,7 @@ def undefined_gradient(run: Run, model: Any):
 
 
 @broken("tp, replicate, zero(1), zero(2)", "AssertionError:")
-@broken("pp", "rank 1 raised ShardingError: 'stem' is on stage 0, and not on this rank., and ...")
+@lost("pp", " is on stage 0, and not on this rank")
 def undefined_gradient_alone(run: Run, model: Any):
     """Go back through `torch.linalg.norm(p, 0)` and through nothing else of this parameter."""
     loss = run.loss(lambda x: model.stem(x)) + torch.linalg.norm(model.head.bias, 0)
@@ -778,6 +778,7 @@ def _raise(*_args: Any) -> None:
     raise ValueError("no")
 
 
+@also_compiled
 @refused_in_pipelines
 def exception_in_forward(run: Run, model: Any):
     """Catch an exception of a forward, and train on."""
@@ -798,6 +799,7 @@ def exception_in_forward_after_a_step(run: Run, model: Any):
     return raised, run.trained(model, optimizer, 1, start=1)
 
 
+@also_compiled
 @refused_in_pipelines
 def exception_in_backward(run: Run, model: Any):
     """Catch an exception of a backward, clear gradients, and train on."""
@@ -808,7 +810,7 @@ def exception_in_backward(run: Run, model: Any):
     return raised, run.trained(model)
 
 
-@broken("pp", "ShardingError: This Net is cut into stages, none of which can run alone. Call ...")
+@refused_in_pipelines
 def exception_in_a_gradient_hook(run: Run, model: Any):
     """Catch an exception of a parameter's hook, clear gradients, and train on."""
     handle = model.blocks[0].up.weight.register_hook(_raise)
@@ -849,6 +851,7 @@ def exception_in_the_step(run: Run, model: Any):
     return raised, run.trained(model)
 
 
+@also_compiled
 def anomaly_mode(run: Run, model: Any):
     """Train under `detect_anomaly`."""
     with torch.autograd.detect_anomaly(check_nan=True):

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.contract.declare import as_microbatches, broken, refused, refused_in_pipelines
+from tests.contract.declare import also_compiled, as_microbatches, broken, refused, refused_in_pipelines
 from tests.contract.harness import Block, Run
 
 
+@also_compiled
 def train_two_steps(run: Run, model: Any):
     """Train two steps."""
     return run.trained(model)
@@ -21,7 +22,8 @@ def train_two_steps(run: Run, model: Any):
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-@broken("tp, zero(3), fsdp x tp", "differs, [0][0] on rank 0: off by 4.8")
+@also_compiled
+@broken("tp, compiled, zero(3), fsdp x tp", "differs, [0][0] on rank 0: off by 4.8")
 def assign_data(run: Run, model: Any):
     """Give every `p.data` a new tensor, and train."""
     for p in model.parameters():
@@ -29,7 +31,7 @@ def assign_data(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("tp, zero(3), fsdp x tp", "differs, [0][0] on rank 0: off by 0.098")
+@broken("tp, compiled, zero(3), fsdp x tp", "differs, [0][0] on rank 0: off by 0.098")
 def assign_data_between_steps(run: Run, model: Any):
     """Give every `p.data` a new tensor between two steps of one optimizer."""
     optimizer = run.optimizer(model)
@@ -47,6 +49,7 @@ def edit_data_in_place(run: Run, model: Any):
     return run.trained(model)
 
 
+@also_compiled
 def edit_weights_in_place(run: Run, model: Any):
     """Scale and shift weights in place under `no_grad`, between two steps."""
     optimizer = run.optimizer(model)
@@ -115,7 +118,7 @@ def copy_from_another_model(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("tp", "RuntimeError: aten.copy_.default got mixed torch.Tensor and DTensor")
+@broken("tp, compiled", "RuntimeError: aten.copy_.default got mixed torch.Tensor and DTensor")
 def copy_into_data_from_another_model(run: Run, model: Any):
     """Copy weights of a plain model by `p.data.copy_(q.data)`."""
     other = dict(run.model().named_parameters())
@@ -124,7 +127,7 @@ def copy_into_data_from_another_model(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("tp, zero(3), fsdp x tp", "differs, [0][0] on rank 0: off by 0.55")
+@broken("tp, compiled, zero(3), fsdp x tp", "differs, [0][0] on rank 0: off by 0.55")
 def assign_plain_data(run: Run, model: Any):
     """Give every `p.data` the whole tensor of a plain model."""
     other = dict(run.model().named_parameters())
@@ -133,13 +136,13 @@ def assign_plain_data(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("tp", "RuntimeError: aten.cat.default got mixed torch.Tensor and DTensor")
+@broken("tp, compiled", "RuntimeError: aten.cat.default got mixed torch.Tensor and DTensor")
 def parameters_to_vector(run: Run, model: Any):
     """Flatten all weights by `parameters_to_vector`."""
     return run.stages(nn.utils.parameters_to_vector(model.parameters()))
 
 
-@broken("tp", "RuntimeError: aten.cat.default got mixed torch.Tensor and DTensor")
+@broken("tp, compiled", "RuntimeError: aten.cat.default got mixed torch.Tensor and DTensor")
 @broken("zero(3), fsdp x tp", "differs, [0][0] on rank 0: off by 0.26")
 def vector_to_parameters(run: Run, model: Any):
     """Write a flat vector into the weights by `vector_to_parameters`, and train."""
@@ -148,8 +151,9 @@ def vector_to_parameters(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("tp", "a rank ends by SIGSEGV")
+@broken("tp", "a rank ends by SIGSEGV", alone=True)
 @broken("zero(3), fsdp x tp", "differs, [0][0] on rank 0: off by 0.27")
+@broken("compiled", "ranks wait for each other", alone=True)
 def vector_to_parameters_after_a_forward(run: Run, model: Any):
     """Write a flat vector into the weights after a step, and train on."""
     optimizer = run.optimizer(model)
@@ -159,7 +163,7 @@ def vector_to_parameters_after_a_forward(run: Run, model: Any):
     return run.trained(model, optimizer, 1, start=1)
 
 
-@broken("tp, zero(3), fsdp x tp", "differs, [0][0] on rank 0: off by 0.0081")
+@broken("tp, zero(3), fsdp x tp, compiled", "differs, [0][0] on rank 0: off by 0.0081")
 def swap_data_of_two_parameters(run: Run, model: Any):
     """Swap the data of two parameters of one shape."""
     a, b = model.blocks[0].norm, model.blocks[0].down
@@ -168,7 +172,7 @@ def swap_data_of_two_parameters(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("pp", "rank 1 raised DataDependentOutputException: aten._local_scalar_dense.default, ...")
+@broken("pp", "rank 1 raised DataDependentOutputException: aten._local_scalar_dense.default, ...", alone=True)
 def read_single_elements(run: Run, model: Any):
     """Read single weights by index and `item()`."""
     return [model.blocks[0].up.weight[9, 3].item(), model.blocks[0].down.weight[3, 9].item()]
@@ -182,13 +186,15 @@ def read_numbers_of_weights(run: Run, model: Any):
     }
 
 
-@broken("tp, zero(3), fsdp x tp", "RuntimeError: .numpy() is not supported for tensor subclasses.")
+@broken("tp, zero(3), fsdp x tp, compiled", "RuntimeError: .numpy() is not supported for tensor subclasses.")
 def read_numpy(run: Run, model: Any):
     """Read weights as numpy arrays."""
     return {name: torch.from_numpy(p.detach().cpu().numpy().copy()) for name, p in model.named_parameters()}
 
 
-@broken("tp, zero(3), fsdp x tp", "RuntimeError: .tolist() is not supported for tensor subclasses, got DTensor")
+@broken(
+    "tp, zero(3), fsdp x tp, compiled", "RuntimeError: .tolist() is not supported for tensor subclasses, got DTensor"
+)
 def read_lists(run: Run, model: Any):
     """Read biases by `tolist()`."""
     return {name: p.tolist() for name, p in model.named_parameters() if name.endswith("bias")}
@@ -199,6 +205,7 @@ def count_parameters(run: Run, model: Any):
     return run.stages(torch.tensor([p.numel() for p in model.parameters() if p.requires_grad]))
 
 
+@also_compiled
 @refused_in_pipelines
 def l2_penalty(run: Run, model: Any):
     """Add a penalty on all weights to the loss."""
@@ -303,7 +310,7 @@ def identity_init(run: Run, model: Any):
 # --- casts ------------------------------------------------------------------------------------------------------------
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, compiled", "Move and cast a model before shard_model")
 @refused_in_pipelines
 def cast_to_float(run: Run, model: Any):
     """Cast the sharded model by `.float()`, and train."""
@@ -319,7 +326,7 @@ def cast_to_float(run: Run, model: Any):
     return losses, run.weights(model)
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, compiled", "Move and cast a model before shard_model")
 @refused_in_pipelines
 def cast_to_bfloat16(run: Run, model: Any):
     """Cast the sharded model by `.to(torch.bfloat16)`, and evaluate it."""
@@ -328,27 +335,27 @@ def cast_to_bfloat16(run: Run, model: Any):
         return run.rows(model(run.batch().bfloat16()))
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, compiled", "Move and cast a model before shard_model")
 def cast_to_half(run: Run, model: Any):
     """Cast the sharded model by `.half()`, and read weights."""
     return run.weights(model.half())
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, compiled", "Move and cast a model before shard_model")
 def cast_to_double(run: Run):
     """Shard in float32, and cast by `.double()` afterwards."""
     model = run.shard(run.model().float()).double()
     return run.trained(model)
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, compiled", "Move and cast a model before shard_model")
 def cast_one_module(run: Run, model: Any):
     """Cast one module of the sharded model by `.float()`."""
     model.blocks[0].up.float()
     return {name: p.dtype for name, p in model.named_parameters()}
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, compiled", "Move and cast a model before shard_model")
 @refused_in_pipelines
 def cast_after_a_step(run: Run, model: Any):
     """Cast the sharded model between two steps to float32 and back."""
@@ -387,6 +394,7 @@ def freeze_after_sharding(run: Run, model: Any):
     return run.trained(model), run.gradients(model)
 
 
+@also_compiled
 def freeze_between_steps(run: Run, model: Any):
     """Freeze some parameters between two steps."""
     optimizer = run.optimizer(model)
@@ -396,6 +404,7 @@ def freeze_between_steps(run: Run, model: Any):
     return run.trained(model, optimizer, 1, start=1)
 
 
+@also_compiled
 def thaw_between_steps(run: Run):
     """Freeze before sharding, and thaw between two steps."""
     model = run.model()
@@ -407,7 +416,7 @@ def thaw_between_steps(run: Run):
     return run.trained(model, optimizer, 1, start=1)
 
 
-@broken("pp", "rank 0 raised ValueError: optimizer got an empty parameter list, and rank 1 ...")
+@broken("pp", "rank 0 raised ValueError: optimizer got an empty parameter list, and rank 1 ...", alone=True)
 def freeze_everything_but_the_head(run: Run, model: Any):
     """Freeze everything but the head after sharding, and train the head."""
     model.requires_grad_(False)
@@ -439,7 +448,8 @@ def alternate_frozen_halves(run: Run, model: Any):
 # --- other parameters and modules -------------------------------------------------------------------------------------
 
 
-@broken("pp", "differs, rank 1 has [1].blocks.1.up.weight, which one device has not")
+@also_compiled
+@broken("pp", "differs, rank 1 has [1].blocks.1.up.weight, which one device has not", alone=True)
 def tie_before_sharding(run: Run):
     """Tie two weights before sharding."""
     model = run.model()
@@ -457,7 +467,7 @@ def tie_after_sharding(run: Run, model: Any):
 
 @broken("replicate, zero(1), zero(2)", "differs, [0][1] on rank 0: off by 1.8e-05")
 @refused("zero(3), fsdp x tp", "and another tensor stands in its place")
-@broken("pp", "what play returned on rank 0, a list, cannot be sent back (TypeError: cannot ...")
+@broken("pp", "what play returned on rank 0, a list, cannot be sent back (TypeError: cannot ...", alone=True)
 def untie_after_sharding(run: Run):
     """Tie two weights before sharding, and untie them after it."""
     model = run.model()
@@ -504,6 +514,7 @@ def replace_a_weight_after_a_step(run: Run, model: Any):
     return run.trained(model, start=1)
 
 
+@also_compiled
 @refused("zero(3), fsdp x tp", "and another tensor stands in its place")
 def remove_a_bias(run: Run, model: Any):
     """Set a bias to None after sharding."""
@@ -511,6 +522,7 @@ def remove_a_bias(run: Run, model: Any):
     return run.trained(model)
 
 
+@also_compiled
 def replace_a_module_by_identity(run: Run, model: Any):
     """Replace a norm by `nn.Identity` after sharding."""
     model.blocks[0].norm = nn.Identity()
@@ -623,14 +635,16 @@ def parametrize_before(run: Run):
     return run.trained(run.shard(model, {"down": "rowwise"}))
 
 
-@broken("tp, zero(3), fsdp x tp", "RuntimeError: Cannot swap t1 because it has weakref associated with it")
-@broken("pp", "rank 1 raised ValueError: Module 'Linear(in_features=8, out_features=16, ...")
+@also_compiled
+@broken("tp, zero(3), fsdp x tp, compiled", "RuntimeError: Cannot swap t1 because it has weakref associated with it")
+@broken("pp", "rank 1 raised ValueError: Module 'Linear(in_features=8, out_features=16, ...", alone=True)
 def parametrize_after(run: Run, model: Any):
     """Register a parametrization after sharding."""
     parametrize.register_parametrization(model.blocks[0].up, "weight", _Doubled())
     return run.trained(model)
 
 
+@also_compiled
 def weight_norm_before(run: Run):
     """Apply `parametrizations.weight_norm` before sharding."""
     model = run.model()
@@ -640,7 +654,7 @@ def weight_norm_before(run: Run):
 
 @broken("replicate, zero(1), zero(2)", "differs, [0][1] on rank 0: off by 0.00029")
 @refused("zero(3), fsdp x tp", "and another tensor stands in its place")
-@broken("pp", "rank 1 raised ValueError: Module 'Linear(in_features=8, out_features=16, ...")
+@broken("pp", "rank 1 raised ValueError: Module 'Linear(in_features=8, out_features=16, ...", alone=True)
 def weight_norm_after(run: Run, model: Any):
     """Apply `parametrizations.weight_norm` after sharding."""
     parametrizations.weight_norm(model.blocks[0].up)
@@ -657,7 +671,7 @@ def old_weight_norm_before(run: Run):
 
 @broken("replicate, zero(1), zero(2)", "differs, [0][1] on rank 0: off by 0.00029")
 @refused("zero(3), fsdp x tp", "and another tensor stands in its place")
-@broken("pp", "rank 1 raised KeyError: 'weight', and rank 0 waits")
+@broken("pp", "rank 1 raised KeyError: 'weight', and rank 0 waits", alone=True)
 def old_weight_norm_after(run: Run, model: Any):
     """Apply the old `nn.utils.weight_norm` after sharding."""
     nn.utils.weight_norm(model.blocks[0].up)
@@ -673,9 +687,9 @@ def spectral_norm_before(run: Run):
     return run.trained(run.shard(model, {"down": "rowwise"}))
 
 
-@broken("tp", "RuntimeError: Cannot swap t1 because it has weakref associated with it")
+@broken("tp, compiled", "RuntimeError: Cannot swap t1 because it has weakref associated with it")
 @broken("zero(3), fsdp x tp", "RuntimeError: aten.clamp_min_.default: in-place operations that require ...")
-@broken("pp", "rank 1 raised ValueError: Module 'Linear(in_features=8, out_features=16, ...")
+@broken("pp", "rank 1 raised ValueError: Module 'Linear(in_features=8, out_features=16, ...", alone=True)
 def spectral_norm_after(run: Run, model: Any):
     """Apply `parametrizations.spectral_norm` after sharding."""
     torch.manual_seed(1)
@@ -701,7 +715,7 @@ def prune_before(run: Run):
 
 
 @broken("zero(3), fsdp x tp", "RuntimeError: aten.index_put_.default: in-place operations that require ...")
-@broken("pp", "rank 1 raised KeyError: 'weight', and rank 0 waits")
+@broken("pp", "rank 1 raised KeyError: 'weight', and rank 0 waits", alone=True)
 def prune_after(run: Run, model: Any):
     """Prune a layer by `prune.l1_unstructured` after sharding."""
     prune.l1_unstructured(model.blocks[0].up, "weight", amount=0.5)
