@@ -251,6 +251,8 @@ def _fits(saved: Any, now: Any) -> bool:
         return True
     if isinstance(now, bool):
         return isinstance(saved, bool)
+    if isinstance(now, torch.Tensor) and now.numel() != 1:
+        return isinstance(saved, torch.Tensor) and saved.shape == now.shape
     if isinstance(now, Real | torch.Tensor):
         return _is_number(saved)
     if isinstance(now, tuple | list):
@@ -262,7 +264,7 @@ def _fits(saved: Any, now: Any) -> bool:
 def _is_number(value: Any) -> bool:
     """Return whether a value is a number, which a tensor may hold."""
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.ndim == 0 and not value.is_complex() and _is_number(value.item())
+        return value.numel() == 1 and not value.is_complex() and _is_number(value.item())
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 1 << 63
     return isinstance(value, float) and value == value

@@ -370,6 +370,8 @@ def test_an_option_of_another_type_is_refused(whole: Path, tmp_path: Path, key: 
         ("lr", 1, 0.1, 1),
         ("lr", torch.tensor(0.25), 0.1, torch.tensor(0.25)),
         ("lr", 0.25, torch.tensor(0.1), torch.tensor(0.25)),
+        ("lr", torch.tensor([0.25]), torch.tensor(0.1), torch.tensor(0.25)),
+        ("mine", torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([1.0, 2.0])),
         ("betas", [0.5, 0.75], (0.9, 0.99), [0.5, 0.75]),
         ("mine", None, None, None),
         ("mine", "text", None, "text"),
