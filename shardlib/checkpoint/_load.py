@@ -443,8 +443,10 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, options: Sequence[dict[
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key, value in saved.items():
             now = group.get(key)
-            in_place = isinstance(now, torch.Tensor)
-            group[key] = now.copy_(torch.as_tensor(value).reshape(now.shape)) if in_place else value
+            if isinstance(now, torch.Tensor):
+                now.copy_(torch.as_tensor(value).reshape(now.shape))
+            else:
+                group[key] = value
     optimizer.state.clear()
     optimizer.state.update(state)
 
