@@ -31,7 +31,7 @@ Axes = tuple[str, ...]
 
 @dataclass(eq=False)
 class MutableState:
-    """What changes of a parameter while its model trains. Only methods of its `ParamState` assign it.
+    """The part of a parameter that changes while its model trains. Only methods of its `ParamState` assign it.
 
     Attributes:
         row: the row of the plan, with the model axes over which the gradient has been a partial sum.

@@ -426,7 +426,6 @@ def make_units(
     joined = join_small(sizes, resharded.__getitem__, min(UNBUCKETED_BYTES, bucket_bytes))
     alternating = [_param_states_of(groups, names) for names in joined if resharded[names[0]]]
     buffers = [_buffer_for(alternating[start::2]) for start in (0, 1)]
-    sentinels = _torch.with_values(lambda: {id(one.param): _Sentinel.of(one) for one in stored})
     made: dict[str, _Unit] = {}
     turn = 0
     for names in [*joined, *([("",)] if "" in groups else [])]:
@@ -436,6 +435,7 @@ def make_units(
         else:
             buffer = _buffer_for([group])
         _place_in_buffer(group, buffer.flat)
+        sentinels = {id(one.param): _Sentinel.of(one) for one in group}
         joint = _Unit(
             ", ".join(names),
             group,
@@ -496,8 +496,10 @@ class _Sentinel(torch.Tensor):
 
     @staticmethod
     def of(param_state: ParamState) -> torch.Tensor:
-        one = torch.empty((), dtype=param_state.dtype, device=param_state.device)
-        sentinel = one.expand(param_state.param.shape).as_subclass(_Sentinel)
+        dtype, device, shape = param_state.dtype, param_state.device, param_state.param.shape
+        sentinel = _torch.with_values(
+            lambda: torch.empty((), dtype=dtype, device=device).expand(shape).as_subclass(_Sentinel)
+        )
         sentinel.parameter = param_state.name
         return sentinel
 

@@ -213,7 +213,7 @@ def test_a_field_that_rows_lack_is_refused():
         plan(mlp(), "tp=2", MLP_RULES).rows[0].replace(layout=None)
     assert str(raised.value) == (
         "Row.replace was given layout; a row has name, kind, global_shape, dtype, requires_grad, persistent, tied, "
-        "stored, compute, grad, state, rule, note, reshard."
+        "stored, compute, grad, state, rule, note, reshard, partial."
     )
 
 
