@@ -175,10 +175,10 @@ class ParamState:
 
     # --- facts --------------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def local_leaf(self) -> torch.Tensor | None:
-        """The plain leaf over the local memory of a DTensor, which optimizers step on."""
-        return local_of(self.param).detach() if isinstance(self.param, DTensor) else None
+        """The local tensor of a DTensor, a leaf, which optimizers step on."""
+        return _torch.local_of(self.param) if isinstance(self.param, DTensor) else None
 
     def wrap(self, shard: torch.Tensor) -> DTensor:
         """Wrap this rank's shard of gradient or state as a DTensor of global shape."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ __all__ = [
     "DTensorSpec",
     "TensorMeta",
     "_StridedShard",
+    "intercept_data",
     "local_of",
     "local_shape_and_offset",
     "memory_of",
@@ -67,6 +69,20 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 def spec_of(tensor: DTensor) -> Any:
     """Return mesh, placements and global metadata of a DTensor, as the value that `wrap` takes."""
     return tensor._spec
+
+
+def intercept_data(assign: Callable[[Callable[..., None], DTensor, torch.Tensor], None]) -> Callable[[], None]:
+    """Let `assign(original, tensor, value)` carry out `tensor.data = value` on DTensors; return an undo function.
+
+    The original changes the wrapper alone, whose memory no op reads (2.13.0, 2.14.1).
+    """
+    data: Any = torch.Tensor.data
+
+    def set_data(tensor: DTensor, value: torch.Tensor) -> None:
+        assign(data.__set__, tensor, value)
+
+    DTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
+    return functools.partial(delattr, DTensor, "data")
 
 
 def set_local(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardlib.engine._torch import (
     DTensorSpec,
     Op,
     OpInfo,
     clear_propagation_cache,
+    intercept_data,
     intercept_propagation,
     intercept_redistribution,
     move_handlers,
@@ -21,6 +23,7 @@ from shardlib.engine._torch import (
 )
 from shardlib.engine.ops import _rules
 from shardlib.engine.ops._composite import install as replace_composites
+from shardlib.engine.ops._data import assign_data
 from shardlib.engine.ops._dispatch import drawing_by, forget_decisions, policy, remember_statics
 from shardlib.engine.ops._operands import is_fused_beside_others, redistributed
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
@@ -114,6 +117,11 @@ def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, targe
     return original(local, source, target, **options)
 
 
+def _assign_data(original: Any, tensor: DTensor, value: torch.Tensor) -> None:
+    assign = assign_data if tensor.device_mesh in _MESHES | _READ else original
+    assign(tensor, value)
+
+
 def _forget() -> None:
     clear_propagation_cache()
     forget_decisions()
@@ -138,6 +146,7 @@ def _install() -> None:
 
     _UNDO.append(intercept_propagation(ours))
     _UNDO.append(intercept_redistribution(_redistribute))
+    _UNDO.append(intercept_data(_assign_data))
     _UNDO.append(replace_composites())
     _UNDO.append(lambda: restore_handlers(handlers))
     for op in ruled_ops():
