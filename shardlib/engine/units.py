@@ -416,11 +416,11 @@ def make_units(
     for one in stored:
         groups.setdefault(unit_of(one.names, known), []).append(one)
     resharded = {"": False}
-    for unit, group in list(groups.items()):
+    for name, group in list(groups.items()):
         staying = [one for one in group if stays_unsharded(one.name)]
-        resharded[unit] = unit != "" and len(staying) < len(group)
-        if resharded[unit] and staying:  # as a tensor that another stage has too: it stays with those outside of units
-            groups[unit] = [one for one in group if one not in staying]
+        resharded[name] = name != "" and len(staying) < len(group)
+        if resharded[name] and staying:  # as a tensor that another stage has too: it stays with those outside of units
+            groups[name] = [one for one in group if one not in staying]
             groups.setdefault("", []).extend(staying)
     sizes = {unit: sum(map(_aligned_bytes, groups[unit])) for unit in units if unit in groups}
     joined = join_small(sizes, resharded.__getitem__, min(UNBUCKETED_BYTES, bucket_bytes))
