@@ -237,6 +237,9 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         return
     inner = optimizer.state
     _put_back(optimizer)
+    # Backward through a graph from before the step raises, as on one device: local shards count their changes by
+    # themselves, and the fused kernels count none (2.13.0).
+    torch.autograd.graph.increment_version([param for param in saved.params if param.grad is not None])
     if saved.full_step is not None:
         _finish_full_step(saved, inner)
     for updates in saved.updates:

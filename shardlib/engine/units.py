@@ -184,6 +184,7 @@ class _Unshard(torch.autograd.Function):
         ctx: Any, reducer: Any, param_states: Sequence[ParamState], made: Sequence[torch.Tensor], *_params: Any
     ) -> Any:  # type: ignore[override]
         ctx.reducer, ctx.param_states = reducer, param_states
+        ctx.versions = [one.param._version for one in param_states]
         ctx.set_materialize_grads(False)
         return tuple(made)
 
@@ -195,6 +196,12 @@ class _Unshard(torch.autograd.Function):
                 "shards: its second derivatives cannot be computed. Do not shard it between steps: zero(2), or only= "
                 "patterns without it. Gradients of gradients of inputs can be computed at every stage."
             )
+        for one, version in zip(ctx.param_states, ctx.versions, strict=True):
+            if one.param._version != version:
+                raise ShardingError(
+                    f'"{one.name}" was changed, as by a step, after the forward that this backward pass belongs to. Run '
+                    "backward before the parameter changes, or forward again."
+                )
         nodes = [node for node, _ in ctx.next_functions]
         wanted = [_torch.asks_for_gradient(node) for node in nodes]
         at_once = [

@@ -22,9 +22,9 @@ def assign_data(tensor: DTensor, value: torch.Tensor) -> None:
     spec = spec_of(tensor)
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise ShardingError(
-            f"data of global shape {tuple(value.shape)} and {value.dtype} was assigned to a tensor of a sharded model, of "
-            f"global shape {tuple(tensor.shape)} and {tensor.dtype}. The plan keeps these: change them before "
-            "shard_model, dtypes also by sl.precision(...)."
+            f"data of global shape {tuple(value.shape)} and {value.dtype} was assigned to a tensor of global shape "
+            f"{tuple(tensor.shape)} and {tensor.dtype}, which a sharded model keeps. Change them before shard_model, "
+            "dtypes also by sl.precision(...)."
         )
     if isinstance(value, DTensor) and value.device_mesh != tensor.device_mesh:
         value = to_full_tensor(value)
