@@ -199,8 +199,8 @@ class _Unshard(torch.autograd.Function):
         for one, version in zip(ctx.param_states, ctx.versions, strict=True):
             if one.param._version != version:
                 raise ShardingError(
-                    f'"{one.name}" was changed, as by a step, after the forward that this backward pass belongs to. Run '
-                    "backward before the parameter changes, or forward again."
+                    f'"{one.name}" was changed, as by a step, after the forward that this backward pass belongs to. '
+                    "Run backward before the parameter changes, or forward again."
                 )
         nodes = [node for node, _ in ctx.next_functions]
         wanted = [_torch.asks_for_gradient(node) for node in nodes]

@@ -31,7 +31,7 @@ from shardlib._mesh import MeshLike, MeshShape, device_here, mesh
 from shardlib._plan import Plan, plan
 from shardlib.engine import _torch, agree, exact, fp8, optimizer
 from shardlib.engine.apply.calls import compile_calls, wrap_calls
-from shardlib.engine.apply.check import ranks_agree, refuse_model, refuse_plan, warn_of_idle_axes
+from shardlib.engine.apply.check import ranks_agree, refuse_model, refuse_modules, refuse_plan, warn_of_idle_axes
 from shardlib.engine.apply.initialize import initial_values
 from shardlib.engine.apply.install import install_modules
 from shardlib.engine.apply.parameters import casting, install_param_runtime
@@ -202,6 +202,7 @@ def apply_plan(
     everyone = rank_plan.everyone if build is None else build.everyone
 
     refuse_plan(rank_plan)
+    refuse_modules(model, rank_plan)
     recomputed = modules_to_recompute(model, rank_plan.plan.step.recompute)
     float8 = fp8.choose(model, rank_plan.plan, rank_plan.device, rank_plan.regions)
     history = fp8.history(float8, rank_plan.plan.step.fp8_history, rank_plan.device)

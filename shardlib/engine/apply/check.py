@@ -19,7 +19,7 @@ from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.layout import Dim, Layout
 
-__all__ = ["input_check", "ranks_agree", "refuse_model", "refuse_plan", "warn_of_idle_axes"]
+__all__ = ["input_check", "ranks_agree", "refuse_model", "refuse_modules", "refuse_plan", "warn_of_idle_axes"]
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -62,6 +62,21 @@ def refuse_plan(rank_plan: RankPlan) -> None:
     for border in rank_plan.plan.borders:
         if border.layout is not None:
             _refuse_what_torch_gathers_wrongly(rank_plan, f"{border.module}.{border.side}", border.layout)
+
+
+def refuse_modules(model: nn.Module, rank_plan: RankPlan) -> None:
+    """Refuse modules whose forward writes this data rank's part of the batch into their weights.
+
+    Raises:
+        ShardingError: an embedding has `max_norm`, and the mesh has several data ranks.
+    """
+    for name, module in model.named_modules() if rank_plan.data_axes else ():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ShardingError(
+                f'"{name}" has max_norm={module.max_norm}: in forward it scales the rows of its weight that the batch '
+                "names, and each data rank has other examples, so that replicas drift apart. Scale the rows after the "
+                "optimizer's step instead, and leave max_norm out; or use a mesh without data axes."
+            )
 
 
 def _refuse_phases_apart(rank_plan: RankPlan, row: Row) -> None:

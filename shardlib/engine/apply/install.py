@@ -40,10 +40,19 @@ def install_modules(model: nn.Module, rank_plan: RankPlan, undo: ExitStack, *, g
             undo.callback(handle.remove)
     if global_batch_norm and rank_plan.data_axes:
         _install_batch_norm(model, rank_plan, undo)
+    _make_gradients_dense(model, undo)
     place = rank_plan.place()
     drawing = exact.draw_exactly(model, place) if place is not None else []
     for handle in (*drawing, state.accept_plain_state(model)):
         undo.callback(handle.remove)
+
+
+def _make_gradients_dense(model: nn.Module, undo: ExitStack) -> None:
+    """Let embeddings with `sparse=True` have dense gradients: buckets, shards and clipping know no others."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            module.sparse = False
+            undo.callback(setattr, module, "sparse", True)
 
 
 def _install_regions(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMesh, undo: ExitStack) -> None:
