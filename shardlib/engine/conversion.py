@@ -1,9 +1,10 @@
-"""`model.to(...)`, `.cpu()`, `.half()` and other conversions of a sharded model: all but no-ops are refused."""
+"""Conversions of a sharded model, as `model.to(...)`, and copies of it: all but no-ops are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from shardlib.engine import _torch
 from shardlib.engine.sharded import param_state_of
 from shardlib.errors import ShardingError
 
-__all__ = ["refuse_conversions"]
+__all__ = ["refuse_conversions", "refuse_copies"]
 
 
 def refuse_conversions(model: nn.Module) -> Callable[[], None]:
@@ -43,6 +44,24 @@ def _refuse_change(
                 "dtypes with precision(), and what lies on the host with offload()."
             )
     return module
+
+
+def refuse_copies(model: nn.Module) -> Callable[[], None]:
+    """Refuse `copy.deepcopy` and pickles of a sharded model, which is tied to process groups; return the undo."""
+
+    def refuse(_given: Any) -> Any:
+        raise ShardingError(
+            f"This {type(model).__name__} is sharded: it is tied to process groups, and can neither be copied nor "
+            "pickled. For a second one, as an average or a teacher, build and shard another, on all ranks, and call "
+            "other.load_state_dict(model.state_dict()). To keep it, use shardlib.save, or torch.save of "
+            "shardlib.full_state_dict(model)."
+        )
+
+    undo = ExitStack()
+    for name in ("__deepcopy__", "__reduce_ex__"):
+        setattr(model, name, refuse)
+        undo.callback(delattr, model, name)
+    return undo.close
 
 
 def _as_computed_with(tensor: torch.Tensor) -> torch.Tensor:

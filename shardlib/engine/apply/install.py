@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.engine import _torch, balance, batchnorm, borders, exact, experts, ops, state
 from shardlib.engine.apply.rank_plan import RankPlan, owner_of
-from shardlib.engine.conversion import refuse_conversions
+from shardlib.engine.conversion import refuse_conversions, refuse_copies
 from shardlib.engine.linear import compute_locally
 from shardlib.engine.region import install_region
 from shardlib.engine.regions import inside
@@ -35,6 +35,7 @@ def install_modules(model: nn.Module, rank_plan: RankPlan, undo: ExitStack, *, g
     _install_experts(model, rank_plan, undo)
     if rank_plan.model_axes or rank_plan.data_axes:
         undo.callback(refuse_conversions(model))
+        undo.callback(refuse_copies(model))
     if (data_group := rank_plan.group(rank_plan.data_axes)) is not None:
         for handle in balance.install(model, data_group):
             undo.callback(handle.remove)
