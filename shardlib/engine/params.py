@@ -203,10 +203,11 @@ class ParamState:
             return self.mutable.unsharded
         return _torch.local_of(self.param) if isinstance(self.param, DTensor) else self.param
 
-    @property
+    @cached_property
     def is_stored_sharded(self) -> bool:
         """Whether ranks hold different shards of the parameter between the runs of its unit."""
-        return self.shard_spec is not None and "parameters, forward" in self.movements
+        movement = self.movements.get("parameters, forward")
+        return movement is not None and any(collective.kind != "copy" for collective in movement.collectives)
 
     @property
     def keeps_gradient(self) -> bool:

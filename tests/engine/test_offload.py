@@ -231,7 +231,8 @@ def test_what_a_plan_has_on_the_host_lies_there(ranks, stage, recipe):
 
 
 def _nothing_moves_on_a_cpu() -> None:
-    for transforms in ((sl.offload("all"),), (*ALL, BF16), (sl.zero(1), sl.offload("grads"))):
+    params, grads = (sl.zero(1), sl.offload("params")), (sl.zero(1), sl.offload("grads"))
+    for transforms in ((sl.offload("all"),), (*ALL, BF16), params, grads):
         with mock.patch.object(offload.Downloads, "begin") as begin, mock.patch.object(offload, "on_host") as on_host:
             model = _model(*transforms)
             stepping = torch.optim.AdamW(model.parameters())
