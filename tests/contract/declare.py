@@ -14,10 +14,10 @@ from tests.contract.harness import KINDS
 
 __all__ = [
     "Habit",
-    "also_compiled",
     "as_ddp",
     "as_microbatches",
     "broken",
+    "everywhere",
     "habits_of",
     "lost",
     "modules",
@@ -25,7 +25,7 @@ __all__ = [
     "refused_in_pipelines",
 ]
 
-_DECLARED, _COMPILED = "_declared", "_compiled"
+_DECLARED, _EVERYWHERE = "_declared", "_everywhere"
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Habit:
     name: str
     sentence: str
     declared: dict[str, Verdict] = field(default_factory=dict)
-    compiled: bool = False
+    everywhere: bool = False
 
     @property
     def kinds(self) -> list[str]:
         """The kinds on which it runs."""
-        return [name for name, kind in KINDS.items() if self.compiled or not kind.compile]
+        return [name for name, kind in KINDS.items() if self.everywhere or not kind.costly]
 
     def verdict(self, kind: str) -> Verdict:
         return self.declared.get(kind, Verdict("same"))
@@ -83,9 +83,9 @@ def broken(kinds: str, what: str, *, alone: bool = False) -> Callable[[Any], Any
     return _declare(kinds, Verdict("broken", what, alone))
 
 
-def also_compiled(habit: Any) -> Any:
-    """Run the habit on compiled blocks too, which takes seconds and not milliseconds."""
-    setattr(habit, _COMPILED, True)
+def everywhere(habit: Any) -> Any:
+    """Run the habit on the kinds that cost much, too."""
+    setattr(habit, _EVERYWHERE, True)
     return habit
 
 
@@ -116,7 +116,7 @@ def habits_of(module: str) -> list[Habit]:
     found = importlib.import_module(module)
     functions = {name: f for name, f in vars(found).items() if inspect.isfunction(f) and f.__module__ == module}
     return [
-        Habit(name, _sentence(function), dict(vars(function).get(_DECLARED, {})), hasattr(function, _COMPILED))
+        Habit(name, _sentence(function), dict(vars(function).get(_DECLARED, {})), hasattr(function, _EVERYWHERE))
         for name, function in functions.items()
         if not name.startswith("_") and next(iter(inspect.signature(function).parameters), "") == "run"
     ]

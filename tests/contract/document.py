@@ -37,8 +37,8 @@ have to agree within 1e-10.
 | *microbatches* | not that of one device on the batch, but on its microbatches in turn; the reason is below |
 | **differs** | a known mistake: wrong numbers, an error that helps nobody, or ranks that wait for each other |
 
-The kinds: {kinds}. On compiled blocks run
-those habits that may meet the compiler; other cells of this column are empty.
+The kinds: {kinds}. On compiled blocks
+and on four ranks, which cost more, only some of the habits run; the other cells of these columns are empty.
 
 {counts}
 """

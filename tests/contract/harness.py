@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
+from shardlib.engine import _torch
 from shardlib.errors import ShardlibError
 
 __all__ = ["DDP", "KINDS", "MICRO", "ONE", "Apart", "Block", "Finding", "Kind", "Net", "Run", "compare", "play"]
@@ -77,6 +78,11 @@ class Kind:
     @property
     def ranks(self) -> int:
         return self.shape.world_size
+
+    @property
+    def costly(self) -> bool:
+        """Does it take much longer than other kinds?"""
+        return self.compile is not None or self.ranks > 2
 
     @property
     def staged(self) -> bool:
@@ -270,6 +276,7 @@ def play(module: str, names: Iterable[str], kind: str, patience: float | None = 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
+            _torch.set_implicit_replication(False)  # the first forward of a process sets it
             run = Run(kind, rank, patience)
             part, returned = _begin(habits[name], run)
             _all_ended_alike(f"{kind} {name}", part)

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shardlib as sl
-from tests.contract.declare import also_compiled, as_ddp, broken, lost, refused, refused_in_pipelines
+from tests.contract.declare import as_ddp, broken, everywhere, lost, refused, refused_in_pipelines
 from tests.contract.harness import Run, kind_of
 
 
@@ -34,7 +34,7 @@ def sampler(run: Run, model: Any):
     return {name: value.shape for name, value in run.weights(model).items()}
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def batches_of_other_sizes(run: Run, model: Any):
     """Train on batches of another size in each step, alike on all ranks."""
@@ -85,7 +85,7 @@ def fewer_rows_than_ranks(run: Run, model: Any):
     return run.gradients(model)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def empty_batch(run: Run, model: Any):
     """Give an empty batch on all ranks."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.contract.declare import also_compiled, as_ddp, as_microbatches, broken, refused, refused_in_pipelines
+from tests.contract.declare import as_ddp, as_microbatches, broken, everywhere, lost, refused, refused_in_pipelines
 from tests.contract.harness import Net, Run
 
 F = nn.functional
@@ -60,7 +60,7 @@ def call_modules_one_by_one(run: Run, model: Any):
     return run.mean(loss), run.gradients(model)
 
 
-@also_compiled
+@everywhere
 @broken("pp", "rank 1 raised: ValueError: optimizer got an empty parameter list", alone=True)
 def call_one_block(run: Run, model: Any):
     """Call one block alone, and train it."""
@@ -73,7 +73,7 @@ def call_one_block(run: Run, model: Any):
     return run.weights(model)
 
 
-@also_compiled
+@everywhere
 @broken("zero(3), fsdp x tp", "differs, [0] on rank 0: off by 1.8")
 @broken("pp", "rank 1 raised: RuntimeError: element 0 of tensors does not require grad and ...", alone=True)
 def call_one_layer(run: Run, model: Any):
@@ -120,7 +120,7 @@ class _Looped(Net):
         return self.head(x)
 
 
-@also_compiled
+@everywhere
 def call_a_module_thrice(run: Run):
     """Call one block three times in a forward, and another one never."""
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def call_other_modules_on_each_rank(run: Run):
     return run.gradients(model)
 
 
-@also_compiled
+@everywhere
 @refused("pp", "and has not come to")
 def skip_layers_at_random(run: Run):
     """Skip blocks by a draw that is alike on all ranks."""
@@ -264,7 +264,7 @@ def return_none(run: Run):
     return run.gradients(model)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def fill_a_list(run: Run):
     """Fill a list that forward is given, and use it in the loss."""
@@ -757,7 +757,7 @@ def dropout(run: Run):
 # --- hooks of modules -------------------------------------------------------------------------------------------------
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def hook_that_reads_a_weight(run: Run, model: Any):
     """Read a layer's weight in its forward hook."""
@@ -776,7 +776,7 @@ def pre_hook_that_reads_a_weight(run: Run, model: Any):
     return norms, run.gradients(model)
 
 
-@also_compiled
+@everywhere
 @broken("zero(3), fsdp x tp", "differs, [0][1] on rank 0: off by 0.0021")
 @refused("pp", "has been modified by an inplace operation")
 def pre_hook_that_edits_a_weight(run: Run, model: Any):
@@ -790,7 +790,7 @@ def pre_hook_that_edits_a_weight(run: Run, model: Any):
     return run.trained(model)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def hook_that_reads_an_activation(run: Run, model: Any):
     """Record activations of every layer by forward hooks."""
@@ -802,7 +802,7 @@ def hook_that_reads_an_activation(run: Run, model: Any):
     return seen
 
 
-@also_compiled
+@everywhere
 def hook_that_changes_an_activation(run: Run, model: Any):
     """Replace a module's output by its forward hook."""
     model.blocks[0].register_forward_hook(lambda _m, _args, out: out * 2)
@@ -838,7 +838,7 @@ def global_module_hook(run: Run, model: Any):
     return calls
 
 
-@also_compiled
+@everywhere
 def patch_forward(run: Run, model: Any):
     """Assign another `forward` to a block after sharding."""
     block = model.blocks[0]
@@ -870,14 +870,14 @@ def no_grad(run: Run, model: Any):
     return out, run.trained(model, optimizer, 1, start=1)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def no_grad_first(run: Run, model: Any):
     """Evaluate under `no_grad` before the first step."""
     return run.outputs(model, 9), run.trained(model)
 
 
-@also_compiled
+@everywhere
 @broken("zero(3), fsdp x tp", "RuntimeError: Inplace update to inference tensor outside InferenceMode is not ...")
 @refused_in_pipelines
 def inference_mode_first(run: Run, model: Any):
@@ -887,7 +887,7 @@ def inference_mode_first(run: Run, model: Any):
     return out, run.trained(model)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def inference_mode_between(run: Run, model: Any):
     """Evaluate under `inference_mode` between two steps."""
@@ -905,7 +905,7 @@ def shard_under_no_grad(run: Run):
     return run.trained(model)
 
 
-@broken("tp", "ranks wait for each other", alone=True)
+@lost("tp", "cannot go on: end it, start the job again")
 @broken("zero(3), fsdp x tp", "a rank ends by SIGABRT", alone=True)
 @refused_in_pipelines
 def evaluate_on_one_rank(run: Run, model: Any):
@@ -918,7 +918,7 @@ def evaluate_on_one_rank(run: Run, model: Any):
     return run.trained(model, optimizer, 1, start=1)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def evaluate_other_shapes(run: Run, model: Any):
     """Evaluate batches of other sizes and with more dims."""
@@ -931,7 +931,7 @@ def evaluate_other_shapes(run: Run, model: Any):
 # --- compiled, functional, checkpointed -------------------------------------------------------------------------------
 
 
-@also_compiled
+@everywhere
 def compile_before_sharding(run: Run):
     """Compile the model in place by `model.compile` before sharding."""
     model = run.model()
@@ -939,21 +939,21 @@ def compile_before_sharding(run: Run):
     return run.trained(run.shard(model))
 
 
-@also_compiled
+@everywhere
 def compile_after_sharding(run: Run, model: Any):
     """Compile the sharded model in place by `model.compile`."""
     model.compile(backend="eager")
     return run.trained(model)
 
 
-@also_compiled
+@everywhere
 def compiled_wrapper(run: Run, model: Any):
     """Wrap the sharded model by `torch.compile`."""
     compiled = torch.compile(model, backend="eager")
     return run.trained(compiled)
 
 
-@also_compiled
+@everywhere
 @refused("zero(3), fsdp x tp", "was read while its own module was not running")
 def compile_a_block(run: Run, model: Any):
     """Compile one block of the sharded model in place."""
@@ -973,7 +973,7 @@ def compile_the_step(run: Run, model: Any):
     return run.weights(model)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def functional_call(run: Run, model: Any):
     """Call the model with its own parameters by `functional_call`."""
@@ -983,7 +983,7 @@ def functional_call(run: Run, model: Any):
     return run.rows(out), run.gradients(model)
 
 
-@also_compiled
+@everywhere
 @refused("zero(3), fsdp x tp", "and another tensor stands in its place")
 @refused_in_pipelines
 def functional_call_with_scaled_weights(run: Run, model: Any):
@@ -1009,7 +1009,7 @@ def functional_call_of_a_layer(run: Run, model: Any):
     return run.rows(torch.func.functional_call(model.blocks[0].up, others, (x,)))
 
 
-@also_compiled
+@everywhere
 @broken("tp, fsdp x tp", "RuntimeError: Cannot access data pointer of Tensor that doesn't have storage")
 @broken("replicate, zero(1), zero(2)", "AttributeError: 'NoneType' object has no attribute 'next_functions'")
 @refused("zero(3)", "and another tensor stands in its place")
@@ -1039,7 +1039,7 @@ def gradients_of_each_example(run: Run, model: Any):
     return {name: run.rows(grad) for name, grad in grads.items()}
 
 
-@also_compiled
+@everywhere
 @broken("tp, fsdp x tp", "RuntimeError: Cannot access data pointer of Tensor that doesn't have storage")
 @broken("zero(3)", "RuntimeError: In order to use an autograd.Function with functorch transforms ...")
 @refused_in_pipelines
@@ -1074,7 +1074,7 @@ class _Checkpointed(Net):
         return self.head(x)
 
 
-@also_compiled
+@everywhere
 @broken("pp", "ranks wait in all_gather over pp", alone=True)
 def checkpoint_blocks(run: Run):
     """Recompute blocks by `checkpoint(use_reentrant=False)`."""
@@ -1082,7 +1082,7 @@ def checkpoint_blocks(run: Run):
     return run.trained(run.shard(_Checkpointed().double()))
 
 
-@also_compiled
+@everywhere
 @broken("pp", "differs, [0][1] on rank 0: off by 0.034")
 def checkpoint_blocks_reentrant(run: Run):
     """Recompute blocks by `checkpoint(use_reentrant=True)`."""
@@ -1092,7 +1092,7 @@ def checkpoint_blocks_reentrant(run: Run):
     return run.trained(run.shard(model))
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def checkpoint_from_outside(run: Run, model: Any):
     """Recompute the whole model by `checkpoint` around it."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from tests.contract.declare import also_compiled, as_ddp, as_microbatches, broken, lost, refused, refused_in_pipelines
+from tests.contract.declare import as_ddp, as_microbatches, broken, everywhere, lost, refused, refused_in_pipelines
 from tests.contract.harness import Run
 
 
@@ -82,7 +82,7 @@ def accumulate_scaled_losses(run: Run, model: Any):
     return run.weights(model)
 
 
-@also_compiled
+@everywhere
 def accumulate_under_no_sync(run: Run, model: Any):
     """Accumulate under `sl.no_sync`, and step."""
     optimizer = run.optimizer(model)
@@ -301,7 +301,7 @@ def hook_before_sharding(run: Run):
     return run.gradients(model)
 
 
-@also_compiled
+@everywhere
 def hooks_that_scale(run: Run, model: Any):
     """Scale gradients by hooks of parameters, over two passes."""
     for p in model.parameters():
@@ -367,7 +367,7 @@ def _halve(p: torch.Tensor) -> None:
     p.grad.mul_(0.5)
 
 
-@also_compiled
+@everywhere
 def hook_on_activations(run: Run, model: Any):
     """Scale the gradient of an activation by a hook of the tensor."""
     model.blocks[0].register_forward_hook(lambda _m, _args, out: out.register_hook(lambda grad: grad * 2) and None)
@@ -384,7 +384,7 @@ def hook_on_the_output(run: Run, model: Any):
     return run.gradients(model)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def retain_the_gradient_of_an_activation(run: Run, model: Any):
     """Keep the gradient of an activation by `retain_grad`."""
@@ -399,7 +399,7 @@ def retain_the_gradient_of_an_activation(run: Run, model: Any):
     return run.rows(kept[0].grad / run.data_ranks)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def full_backward_hook(run: Run, model: Any):
     """Record what `register_full_backward_hook` of modules is given."""
@@ -414,8 +414,9 @@ def full_backward_hook(run: Run, model: Any):
     return norms
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
+@broken("compiled", "differs, no rank has in, out")
 def full_backward_hook_of_a_split_layer(run: Run, model: Any):
     """Record what `register_full_backward_hook` of a linear layer is given."""
     seen: dict[str, Any] = {}
@@ -455,7 +456,7 @@ def multi_grad_hook(run: Run, model: Any):
     return calls
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def saved_tensor_hooks(run: Run, model: Any):
     """Pack saved tensors into copies by `saved_tensors_hooks`."""
@@ -465,7 +466,7 @@ def saved_tensor_hooks(run: Run, model: Any):
     return run.gradients(model)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def save_on_cpu(run: Run, model: Any):
     """Keep activations on the host by `torch.autograd.graph.save_on_cpu`."""
@@ -478,7 +479,7 @@ def save_on_cpu(run: Run, model: Any):
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def autograd_grad(run: Run, model: Any):
     """Take gradients by `autograd.grad`, which leaves `p.grad` alone."""
@@ -547,8 +548,9 @@ def backward_with_a_gradient(run: Run, model: Any):
     return run.gradients(model)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
+@broken("compiled", "RuntimeError: This backward function was compiled with non-empty donated ...")
 def gradient_penalty(run: Run, model: Any):
     """Penalise gradients of inputs, under double backward."""
     x = run.batch().requires_grad_()
@@ -571,9 +573,10 @@ def gradient_penalty_of_norms(run: Run, model: Any):
     return run.weights(model)
 
 
-@also_compiled
+@everywhere
 @refused("zero(3), fsdp x tp", "its second derivatives cannot be computed. Do not shard it between steps: zero(2)")
 @refused_in_pipelines
+@broken("compiled", "RuntimeError: This backward function was compiled with non-empty donated ...")
 def penalty_on_gradients_of_weights(run: Run, model: Any):
     """Penalise gradients of weights, under double backward."""
     grads = torch.autograd.grad(run.loss(model), list(model.parameters()), create_graph=True)
@@ -602,8 +605,9 @@ def hessian_vector_product(run: Run, model: Any):
     return list(torch.autograd.grad(dot, parameters))
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
+@broken("compiled", "RuntimeError: This backward function was compiled with non-empty donated ...")
 def retain_graph(run: Run, model: Any):
     """Go back twice through one graph by `retain_graph=True`."""
     loss = run.loss(model)
@@ -636,7 +640,7 @@ def two_forwards_one_backward(run: Run, model: Any):
     return run.gradients(model)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def two_forwards_and_backwards_in_the_other_order(run: Run, model: Any):
     """Go back from two forwards in the other order."""
@@ -713,7 +717,7 @@ def no_gradient_for_the_last_layer(run: Run, model: Any):
     return run.gradients(model)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def undefined_gradient(run: Run, model: Any):
     """Go back through a function that gives no gradient, as `torch.linalg.norm(p, 0)` does."""
@@ -778,7 +782,7 @@ def _raise(*_args: Any) -> None:
     raise ValueError("no")
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def exception_in_forward(run: Run, model: Any):
     """Catch an exception of a forward, and train on."""
@@ -799,7 +803,7 @@ def exception_in_forward_after_a_step(run: Run, model: Any):
     return raised, run.trained(model, optimizer, 1, start=1)
 
 
-@also_compiled
+@everywhere
 @refused_in_pipelines
 def exception_in_backward(run: Run, model: Any):
     """Catch an exception of a backward, clear gradients, and train on."""
@@ -851,7 +855,7 @@ def exception_in_the_step(run: Run, model: Any):
     return raised, run.trained(model)
 
 
-@also_compiled
+@everywhere
 def anomaly_mode(run: Run, model: Any):
     """Train under `detect_anomaly`."""
     with torch.autograd.detect_anomaly(check_nan=True):
