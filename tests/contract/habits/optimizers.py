@@ -88,7 +88,7 @@ def muon(run: Run, model: Any):
 
 
 @everywhere
-@broken("tp, zero(1), zero(2), compiled", "AssertionError:")
+@broken("tp, zero(1), zero(2)", "AssertionError:")
 @refused("zero(3), fsdp x tp", "it is not known what it needs of them")
 @refused_in_pipelines
 def lbfgs(run: Run, model: Any):
