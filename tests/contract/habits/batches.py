@@ -36,6 +36,7 @@ def sampler(run: Run, model: Any):
 
 @everywhere
 @refused_in_pipelines
+@broken("compiled", "ranks wait for each other", alone=True)
 def batches_of_other_sizes(run: Run, model: Any):
     """Train on batches of another size in each step, alike on all ranks."""
     optimizer = run.optimizer(model)
@@ -249,7 +250,6 @@ def loss_reduced_by_hand(run: Run, model: Any):
     return seen, run.gradients(model)
 
 
-@broken("pp", "a rank ends by SIGABRT", alone=True)
 def gradients_reduced_by_hand(run: Run, model: Any):
     """Average gradients once more by `torch.distributed.all_reduce`, which changes nothing."""
     run.backward(model)
