@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -47,9 +49,14 @@ def _refuse_change(
 
 
 def refuse_copies(model: nn.Module) -> Callable[[], None]:
-    """Refuse `copy.deepcopy` and pickles of a sharded model, which is tied to process groups; return the undo."""
+    """Refuse `copy.deepcopy` and pickles of a sharded model, which is tied to process groups; return the undo.
 
-    def refuse(_given: Any) -> Any:
+    `copy.copy`, which asks for the same as a pickle, shares all that the model has.
+    """
+
+    def refuse(given: Any) -> Any:
+        if sys._getframe(1).f_code is copy.copy.__code__:
+            return object.__reduce_ex__(model, given)
         raise ShardingError(
             f"This {type(model).__name__} is sharded: it is tied to process groups, and can neither be copied nor "
             "pickled. For a second one, as an average or a teacher, build and shard another, on all ranks, and call "

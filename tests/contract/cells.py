@@ -92,7 +92,8 @@ def wrong(habit: Habit, kind: str, found: Finding) -> str:
     """Say how a finding differs from what is declared, or nothing."""
     declared = habit.verdict(kind)
     if declared.what == "broken":
-        mended = found.what in ("same", "refused")
+        # A rank that raised lets the others wait until they say that it is lost.
+        mended = found.what == "same" or (found.what == "refused" and "did not answer in time" not in found.how)
         return f"{habit.name} on {kind}: declared as broken, and mended: {found}" if mended else ""
     if declared.what == "refused":
         as_declared = found.what == "refused" and declared.how in found.how

@@ -421,6 +421,8 @@ def _joined(parts: list[Part], mine: Part, path: str, staged: bool) -> Any:
     by_data_rank = {part.data_rank: part.values[path].value for part in reversed(parts) if path in part.values}
     by_data_rank[mine.data_rank] = own.value
     values = [by_data_rank[rank] for rank in sorted(by_data_rank)]
+    if not all(isinstance(value, torch.Tensor | float | int) for value in values):
+        return own.value  # as a tensor without values, of another stage
     if own.how == "rows":
         return torch.cat(values)
     total = torch.stack([torch.as_tensor(value) for value in values]).sum(0)

@@ -36,7 +36,6 @@ def sampler(run: Run, model: Any):
 
 @everywhere
 @refused_in_pipelines
-@broken("compiled", "ranks wait for each other", alone=True)
 def batches_of_other_sizes(run: Run, model: Any):
     """Train on batches of another size in each step, alike on all ranks."""
     optimizer = run.optimizer(model)

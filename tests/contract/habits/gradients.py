@@ -678,8 +678,9 @@ def backward_through_a_freed_graph(run: Run, model: Any):
     return raised, run.trained(model)
 
 
-@broken("tp, replicate, zero(3), fsdp x tp", "differs, [0] on rank 0: False is not True")
 @refused_in_pipelines
+@refused("zero(3)", "was changed, as by a step, after the forward")
+@broken("fsdp x tp", "differs, [0] on rank 0: False is not True")
 def backward_through_an_old_graph(run: Run, model: Any):
     """Go back through a graph from before a step, which raises, and train on."""
     optimizer = run.optimizer(model)
@@ -726,7 +727,6 @@ def undefined_gradient(run: Run, model: Any):
     return run.gradients(model)
 
 
-@broken("tp, replicate, zero(1), zero(2)", "AssertionError:")
 @lost("pp", " is on stage 0, and not on this rank")
 def undefined_gradient_alone(run: Run, model: Any):
     """Go back through `torch.linalg.norm(p, 0)` and through nothing else of this parameter."""
@@ -735,9 +735,8 @@ def undefined_gradient_alone(run: Run, model: Any):
     return run.gradients(model)
 
 
-@broken("tp, fsdp x tp", "differs, stem.weight on rank 0: [0, 0, 0, 0, ...] is not None")
-@broken("replicate, zero(1), zero(2)", "AssertionError:")
 @refused_in_pipelines
+@broken("tp, fsdp x tp", "differs, stem.weight on rank 0: [0, 0, 0, 0, ...] is not None")
 def function_that_returns_none(run: Run, model: Any):
     """Go back through an `autograd.Function` that returns None."""
 
