@@ -74,13 +74,16 @@ def _traced(x: DTensor, weight: DTensor, bias: Any, out: tuple[Placement, ...] |
     local_x, local_weight = _local(x, plan.x, plan.grad_x[0]), _local(weight, plan.weight, plan.grad_weight[0])
     local_bias = None if bias is None else bias.to_local(grad_placements=plan.grad_bias)
     local = F.linear(local_x, local_weight, None if summed else local_bias)
-    if summed and local_bias is not None:
+    gathers = plan.grad_y != plan.y  # only then is the gradient of the bias not that of the sum, row by row
+    if summed and local_bias is not None and gathers:
         local = _BiasGradient.apply(local, local_bias)
     y = DTensor.from_local(local, mesh, plan.product, run_check=False)
     if not summed:
         return y
     y = y.redistribute(placements=plan.y)
-    return y if bias is None else y + bias.detach()
+    if bias is None or gathers:
+        return y if bias is None else y + bias.detach()
+    return DTensor.from_local(y.to_local(grad_placements=plan.grad_y) + local_bias, mesh, plan.y, run_check=False)
 
 
 class _BiasGradient(torch.autograd.Function):

@@ -72,6 +72,7 @@ class _Unit:
         stays_unsharded: whether the parameters stay unsharded until backward has ended.
         unsharded: the tensors that its modules compute with while the model runs, by the id of the parameter's state.
             All forwards of a unit share them, so that their gradients arrive together.
+        versions: how often each of them had been written to when it was made.
         depth: the number of forwards of the unit's modules that are running.
         awaited: whether a backward pass will need the unit.
     """
@@ -83,6 +84,7 @@ class _Unit:
     buckets: list[UnshardBucket]
     stays_unsharded: bool
     unsharded: dict[int, torch.Tensor] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
     depth: int = 0
     awaited: bool = False
 
@@ -128,6 +130,7 @@ class _Unit:
         )
         if not self.unsharded or (needs_grad and not any(tensor.requires_grad for tensor in self.unsharded.values())):
             self.unsharded = _unsharded(self.param_states, reducer)
+            self.versions = {id(one): self.unsharded[id(one)]._version for one in self.param_states}
         for owner, key, param_state, _ in self.owners:
             owner[key] = self.unsharded[id(param_state)]
 
@@ -152,7 +155,19 @@ class _Unit:
         for owner, key, param_state, sentinel in self.owners:
             if (found := owner.get(key)) is not None and (found is sentinel or self._holds(found, param_state)):
                 owner[key] = param_state.param
+        written = [one.name for one in self.param_states if self._is_written(one)]
         self.unsharded = {}  # these tensors hold an autograd graph, and the garbage collector sees no cycle through it
+        if written:
+            raise ShardingError(
+                f'"{written[0]}" is stored in shards and was written to while its unit "{self.name}" was unsharded, in '
+                "forward: the write is lost when the unit is resharded. Write to it outside of forward, as after "
+                "the optimizer's step; or do not shard it between steps: zero(2), or only= patterns without it."
+            )
+
+    def _is_written(self, param_state: ParamState) -> bool:
+        """Tell whether somebody has written to an unsharded tensor since it was gathered."""
+        tensor = self.unsharded.get(id(param_state))
+        return tensor is not None and tensor._version != self.versions.get(id(param_state), tensor._version)
 
     def _holds(self, tensor: torch.Tensor, param_state: ParamState) -> bool:
         return tensor is self.unsharded.get(id(param_state))

@@ -95,3 +95,27 @@ def test_blocks_are_compiled_for_a_few_lengths_of_sequences(ranks):
     ]
     assert "Compiled with aot_eager: blocks.0, blocks.1." in notes
     assert f"{compiled} and run eagerly on others." in notes
+
+
+def _cached_by_inductor() -> dict[str, int]:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(MLP(outs=6) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    sharded = sl.shard_model(Net(), "tp=2", rules_for(MLP()), compile="inductor")
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+    before = dict(counters)
+    sharded(torch.randn(8, 6)).sum().backward()
+    return {name: count - before.get(name, 0) for name, count in counters.items()}
+
+
+@pytest.mark.deep
+def test_blocks_with_layers_that_are_summed_are_kept_in_the_cache_of_the_compiler(ranks):
+    for counts in ranks(2).run(_cached_by_inductor):
+        assert counts["ok"] > 0 and "autograd_cache_bypass" not in counts

@@ -325,6 +325,12 @@ class Route:
         )
 
     def _search(self, one: _Pass, number: int, name: str, args: Any, kwargs: Any) -> Any:
+        if _torch.is_checkpointing():
+            raise PlanError(
+                f'forward of {self._name} calls "{name}" through torch.utils.checkpoint, which a pipeline cannot run '
+                "again: the modules of other stages are not here. Call the module itself, and add "
+                "shardlib.checkpoint_activations() to transforms; or checkpoint inside of the module's forward."
+            )
         own = self._stage_of[name] == one.stage
         if own:
             flat = pytree.tree_flatten_with_path((args, kwargs))[0]
