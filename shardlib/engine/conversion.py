@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -55,7 +55,8 @@ def refuse_copies(model: nn.Module) -> Callable[[], None]:
     """
 
     def refuse(given: Any) -> Any:
-        if sys._getframe(1).f_code is copy.copy.__code__:
+        frame = inspect.currentframe()
+        if frame is not None and frame.f_back is not None and frame.f_back.f_code is copy.copy.__code__:
             return object.__reduce_ex__(model, given)
         raise ShardingError(
             f"This {type(model).__name__} is sharded: it is tied to process groups, and can neither be copied nor "

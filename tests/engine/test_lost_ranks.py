@@ -66,7 +66,8 @@ class Fault:
         linger: survivors keep their processes until all of them know, as in a notebook.
         timeout: of the process groups, in seconds.
         keeps_store: the job's store is on the lost rank.
-        outlived: rank 0 has the job's store, and ends before rank 1 notices anything.
+        outlived: rank 0 has the job's store, and ends before rank 1 notices anything; the others keep their processes
+            until all of them know.
     """
 
     where: str
@@ -132,7 +133,7 @@ def _train(case: Case, fault: Fault, folder: str, end: int, saving: bool) -> Non
     except (LostRankError, CheckpointError) as error:
         told = {"seconds": time.monotonic() - begin, "message": str(error), **vars(error)}
         _write(Path(folder), told)
-        if fault.linger:
+        if fault.linger or (fault.outlived and dist.get_rank() != 0):
             _wait_for_others(Path(folder), case.mesh.world_size - 1)
 
 

@@ -137,7 +137,7 @@ class Route:
         self._stage_of = {name: number for number, stage in enumerate(stages) for name in stage.modules}
         self._known: dict[Any, _Known] = {}
         self._active: _Pass | None = None
-        self._forward = _weakly(model.forward)
+        self._model, self._forward = weakref.ref(model), _weakly(model.forward)
         self._name = type(model).__name__
         self.splits_backward, self.region = splits_backward, region
 
@@ -292,8 +292,9 @@ class Route:
             refuse_unfit(self.skeleton.forward, self._name, (args, dict(kwargs)))
             self.skeleton.train(training)
             known = _Known([None])
-            for stage in range(1, len(self.stages)):
-                known.boundaries.append(self._boundary(stage, known, args, dict(kwargs)))
+            with _keeping_buffers(self._model()):
+                for stage in range(1, len(self.stages)):
+                    known.boundaries.append(self._boundary(stage, known, args, dict(kwargs)))
             while len(self._known) >= _MOST_SHAPES:
                 del self._known[next(iter(self._known))]
             self._known[key] = known
@@ -345,6 +346,22 @@ class Route:
         # The output of this stage for the batch alone has values; which ones does not matter.
         runs_on_this_rank = own or self._can_call(name, args, kwargs)
         return pytree.tree_map_only(torch.Tensor, _zeros, output) if runs_on_this_rank else output
+
+
+@contextmanager
+def _keeping_buffers(model: nn.Module | None) -> Iterator[None]:
+    """Undo in the end what the block does to buffers, as a forward that counts steps."""
+    assert model is not None, "who calls it holds it"
+    kept = [(buffers, dict(buffers)) for _, buffers in map(_torch.own_tensors, model.modules())]
+    values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffers, before in kept:
+            buffers.update(before)
+        for buffer, version, value in values:
+            if buffer._version != version:
+                buffer.copy_(value)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[[], Any]:

@@ -73,7 +73,6 @@ def deepcopy_a_weight(run: Run, model: Any):
 
 
 @refused_in_pipelines
-@refused("replicate, tp, zero(1), zero(2), zero(3)", "is tied to process groups")
 def shallow_copy(run: Run, model: Any):
     """Copy the sharded model by `copy.copy`, and evaluate the copy."""
     return run.outputs(copy.copy(model))
