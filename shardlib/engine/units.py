@@ -130,7 +130,8 @@ class _Unit:
         )
         if not self.unsharded or (needs_grad and not any(tensor.requires_grad for tensor in self.unsharded.values())):
             self.unsharded = _unsharded(self.param_states, reducer)
-            self.versions = {id(one): self.unsharded[id(one)]._version for one in self.param_states}
+            tensors = {key: tensor for key, tensor in self.unsharded.items() if not tensor.is_inference()}
+            self.versions = {key: tensor._version for key, tensor in tensors.items()}
         for owner, key, param_state, _ in self.owners:
             owner[key] = self.unsharded[id(param_state)]
 
@@ -156,6 +157,7 @@ class _Unit:
             if (found := owner.get(key)) is not None and (found is sentinel or self._holds(found, param_state)):
                 owner[key] = param_state.param
         written = [one.name for one in self.param_states if self._is_written(one)]
+        self.versions = {}
         self.unsharded = {}  # these tensors hold an autograd graph, and the garbage collector sees no cycle through it
         if written:
             raise ShardingError(
@@ -166,8 +168,8 @@ class _Unit:
 
     def _is_written(self, param_state: ParamState) -> bool:
         """Tell whether somebody has written to an unsharded tensor since it was gathered."""
-        tensor = self.unsharded.get(id(param_state))
-        return tensor is not None and tensor._version != self.versions.get(id(param_state), tensor._version)
+        tensor, version = self.unsharded.get(id(param_state)), self.versions.get(id(param_state))
+        return tensor is not None and version is not None and tensor._version != version
 
     def _holds(self, tensor: torch.Tensor, param_state: ParamState) -> bool:
         return tensor is self.unsharded.get(id(param_state))
