@@ -93,7 +93,7 @@ def wrong(habit: Habit, kind: str, found: Finding) -> str:
     declared = habit.verdict(kind)
     if declared.what == "broken":
         # A rank that raised lets the others wait until they say that it is lost.
-        mended = found.what == "same" or (found.what == "refused" and "did not answer in time" not in found.how)
+        mended = found.what == "same" or (found.what == "refused" and "LostRankError" not in found.how)
         return f"{habit.name} on {kind}: declared as broken, and mended: {found}" if mended else ""
     if declared.what == "refused":
         as_declared = found.what == "refused" and declared.how in found.how
