@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import defaultdict
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
-from shardlib.errors import MeshError
+from shardlib.errors import MeshError, by_rank
 
 __all__ = ["ranks_ask_for", "tell_of"]
 
 _PATIENCE = timedelta(seconds=5)  # for ranks that differ to say what they ask for, and to read what others do
-_HALF_AN_HOUR = timedelta(minutes=30)  # torch's default for a process group
 
 _comparisons: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -33,7 +32,7 @@ def ranks_ask_for(mesh: str, timeout: timedelta | None) -> None:
         return
     comparison.say(mesh)
     try:
-        agree = comparison.all_agree(timeout or _HALF_AN_HOUR)
+        agree = comparison.all_agree(timeout or default_pg_timeout)
     except dist.DistError as error:
         raise MeshError(
             f"Rank {dist.get_rank()} asked for mesh {mesh}, and waited in vain for the other ranks: {error}\nEvery "
@@ -92,14 +91,11 @@ class _Comparison:
         keys = [f"of/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], mesh)
         self._wait(keys)
-        ranks_of = defaultdict[str, list[int]](list)
-        for rank, key in enumerate(keys):
-            text = self.store.get(key).decode() if self.store.check([key]) else "none yet"
-            ranks_of[text].append(rank)
+        texts = [self.store.get(key).decode() if self.store.check([key]) else "none yet" for key in keys]
         if self.store.add("readers", 1) == self.size:
             self.store.set("all have read", "")
         self._wait(["all have read"])
-        return "\n".join(f"  rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
+        return by_rank(enumerate(texts))
 
     def _wait(self, keys: list[str]) -> None:
         with contextlib.suppress(dist.DistError):

@@ -20,6 +20,7 @@ __all__ = [
     "ShardlibError",
     "StageError",
     "VersionError",
+    "by_rank",
     "nearest",
     "printable",
     "refuse",
@@ -110,6 +111,19 @@ def printable(text: str) -> str:
     blocks.\\x1b[2J
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def by_rank(texts: Iterable[tuple[int, object]]) -> str:
+    """Return a line for each text, with the ranks that have it, given in pairs of rank and text.
+
+    >>> print(by_rank([(0, "dp=4"), (1, "dp=2,tp=2"), (2, "dp=4")]))
+      rank 0, 2: dp=4
+      rank 1: dp=2,tp=2
+    """
+    ranks_of: dict[object, list[int]] = {}
+    for rank, text in texts:
+        ranks_of.setdefault(text, []).append(rank)
+    return "\n".join(f"  rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

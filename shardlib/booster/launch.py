@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from shardlib._store import listening_store
 from shardlib.booster.config import Config
@@ -28,7 +29,6 @@ __all__ = ["Launched", "launch", "launch_from_openmpi", "launch_from_slurm", "la
 ConfigLike = Mapping[str, Any] | str | Path | None
 
 # How long ranks wait for each other to start, and torch's own limit for gloo.
-_PATIENCE = timedelta(minutes=30)
 # numpy takes no larger seed.
 _SEEDS = 2**32
 
@@ -411,7 +411,7 @@ def _meet(asked: Launched, limit: timedelta | None) -> None:
                 timeout=limit,
             )
             return
-        store = _store(asked, limit or _PATIENCE)
+        store = _store(asked, limit or default_pg_timeout)
         dist.init_process_group(asked.backend, store=store, rank=asked.rank, world_size=asked.world_size, timeout=limit)
     except (dist.DistError, OSError) as fault:
         raise LaunchError(

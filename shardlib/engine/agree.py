@@ -7,7 +7,6 @@ and the error shows them side by side.
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine._torch import pytree
-from shardlib.errors import CheckpointError, InputError, PlanError, ShardingError
+from shardlib.errors import CheckpointError, InputError, PlanError, ShardingError, by_rank
 
 __all__ = [
     "batches_agree",
@@ -152,10 +151,7 @@ def _shown(tensor: torch.Tensor) -> str:
 
 def _side_by_side(shown: Iterable[Hashable], group: dist.ProcessGroup | None) -> str:
     ranks = dist.get_process_group_ranks(group) if group is not None else []
-    holders: dict[Hashable, list[int]] = defaultdict(list)
-    for rank, text in zip(ranks, shown, strict=True):
-        holders[text].append(rank)
-    return "\n".join(f"  rank {', '.join(map(str, ranks_of_text))}: {text}" for text, ranks_of_text in holders.items())
+    return by_rank(zip(ranks, shown, strict=True))
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

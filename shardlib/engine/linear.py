@@ -81,8 +81,10 @@ def _traced(x: DTensor, weight: DTensor, bias: Any, out: tuple[Placement, ...] |
     if not summed:
         return y
     y = y.redistribute(placements=plan.y)
-    if local_bias is None or gathers:
-        return y if bias is None else y + bias.detach()
+    if bias is None or local_bias is None:
+        return y
+    if gathers:
+        return y + bias.detach()
     return DTensor.from_local(y.to_local(grad_placements=plan.grad_y) + local_bias, mesh, plan.y, run_check=False)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshShape, device_here
-from shardlib._plan import Plan
+from shardlib._plan import Plan, movements_of
 from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch
 from shardlib.engine.params import ParamState
@@ -235,8 +235,6 @@ class PipelineBuild:
     def _shared(self, param_states: Mapping[str, ParamState]) -> list[Shared]:
         local_names, made = self.names_here, []
         groups: dict[tuple[int, ...], Any] = {}
-        with _torch.no_modes():
-            movements = self.plan.movements(pipeline_rank=self.place.index)
         for row in self.plan.rows:
             holders = self.place.holders(row.tied)
             if row.kind != "parameter" or len(holders) == 1:
@@ -246,7 +244,10 @@ class PipelineBuild:
             param_state = param_states[local_names[row.name]] if row.name in local_names else None
             group = groups[holders]
             among = param_state.executor.transport((self.axis,), group) if param_state and group else None
-            sums = tuple(one for one in movements if (one.name, one.purpose) == (row.name, "gradients, stages"))
+            with _torch.no_modes():
+                shared = {row.name: len(holders)}
+                every = movements_of([row], self.plan.mesh, self.plan.units, self.plan.step, holders=shared)
+                sums = tuple(one for one in every if one.purpose == "gradients, stages")
             made.append(Shared(row.tied, param_state, among, self.place.index == holders[0], sums))
         return made
 

@@ -87,6 +87,17 @@ def muon(run: Run, model: Any):
     return run.trained(model, torch.optim.Muon(matrices, lr=0.01), 2)
 
 
+def _by_closure(run: Run, model: Any, optimizer: torch.optim.Optimizer):
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = run.loss(model)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return run.weights(model)
+
+
 @everywhere
 @refused_in_pipelines
 @refused("zero(3), fsdp x tp", "it is not known what it needs of them")
@@ -94,16 +105,7 @@ def muon(run: Run, model: Any):
 @broken("compiled", "raised, AssertionError:")
 def lbfgs(run: Run, model: Any):
     """Train by LBFGS with a closure."""
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = run.loss(model)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    return run.weights(model)
+    return _by_closure(run, model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
 
 
 @refused_in_pipelines
@@ -111,16 +113,7 @@ def lbfgs(run: Run, model: Any):
 @broken("tp, compiled", "AssertionError:")
 def lbfgs_line_search(run: Run, model: Any):
     """Train by LBFGS with the line search of Wolfe."""
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = run.loss(model)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    return run.weights(model)
+    return _by_closure(run, model, torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe"))
 
 
 @refused_in_pipelines
