@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections import Counter
 from dataclasses import dataclass
+from typing import get_args
 
 from shardlib._mesh import MeshShape
 from shardlib._plan.memory import Blocks, Memory, largest_rank, of_ranks
@@ -106,7 +107,7 @@ class PlanTable:
                 by default one tensor like the parameter.
 
         Raises:
-            PlanError: the mesh has no such rank on its pipeline axis.
+            PlanError: the mesh has no such rank on its pipeline axis; an unknown kind of optimizer.
 
         >>> import shardlib as sl
         >>> from torch import nn
@@ -121,6 +122,11 @@ class PlanTable:
             raise PlanError(
                 f'movements(pipeline_rank={pipeline_rank}) was asked of a plan on mesh "{self.mesh}", whose pipeline '
                 f"has {len(ranks)} ranks: give 0 to {len(ranks) - 1}, or leave it out for all."
+            )
+        if optimizer not in (kinds := get_args(Optimizer)):
+            raise PlanError(
+                f"optimizer={optimizer!r} was given, and movements depend on what an optimizer needs; give one of "
+                f"{', '.join(map(repr, kinds))}.{nearest(str(optimizer), kinds)}"
             )
         rows = self.rows if pipeline_rank is None else ranks[pipeline_rank]
         holders = Counter(row.name for rank in ranks for row in rank) if self.stages or self.blocks else {}

@@ -275,3 +275,9 @@ def test_the_table_and_the_page_show_it():
     lines = [line.split() for line in str(made).splitlines()]
     assert ["gradients", "reduce_scatter", "dp", "1", "1", "120", "B"] in lines
     assert "<td>reduce_scatter</td>" in made._repr_html_()
+
+
+def test_an_unknown_kind_of_optimizer_is_refused():
+    for ask in (gpt_plan("dp=2").movements, gpt_plan("dp=2").traffic):
+        with pytest.raises(PlanError, match=r"optimizer='per-tensor' was given.*Did you mean .per_tensor."):
+            ask(optimizer="per-tensor")
