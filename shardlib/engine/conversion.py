@@ -1,29 +1,30 @@
-"""Conversions of a sharded model, as `model.to(...)`, and copies of it: all but no-ops are refused."""
+"""Conversions of a sharded model, as `model.to(...)`, and pickles of it: all but no-ops are refused."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine.sharded import param_state_of
+from shardlib.engine.undo import Undo
 from shardlib.errors import ShardingError
 
-__all__ = ["refuse_conversions", "refuse_copies"]
+__all__ = ["refuse_conversions", "refuse_pickles"]
 
 
 def refuse_conversions(model: nn.Module) -> Callable[[], None]:
     """Refuse conversions of a model and of each of its modules that would change a tensor; return the undo."""
-    undo = ExitStack()
+    undo = Undo()
     for module in model.modules():
         undo.callback(_torch.replace_conversion(module, _refuse_change))
-    return undo.close
+    return undo.run
 
 
 def _refuse_change(
@@ -48,28 +49,36 @@ def _refuse_change(
     return module
 
 
-def refuse_copies(model: nn.Module) -> Callable[[], None]:
-    """Refuse `copy.deepcopy` and pickles of a sharded model, which is tied to process groups; return the undo.
+def refuse_pickles(model: nn.Module) -> Callable[[], None]:
+    """Refuse pickles of a sharded model, which is tied to process groups, and shared memory; return the undo.
 
     `copy.copy`, which asks for the same as a pickle, shares all that the model has.
     """
 
-    def refuse(given: Any) -> Any:
+    def refuse_pickle(given: Any) -> Any:
         frame = inspect.currentframe()
         if frame is not None and frame.f_back is not None and frame.f_back.f_code is copy.copy.__code__:
             return object.__reduce_ex__(model, given)
         raise ShardingError(
-            f"This {type(model).__name__} is sharded: it is tied to process groups, and can neither be copied nor "
-            "pickled. For a second one, as an average or a teacher, build and shard another, on all ranks, and call "
-            "other.load_state_dict(model.state_dict()). To keep it, use shardlib.save, or torch.save of "
+            f"This {type(model).__name__} is sharded: it is tied to process groups, and cannot be pickled. For a "
+            "second one on these ranks, use copy.deepcopy. To keep it, use shardlib.save, or torch.save of "
             "shardlib.full_state_dict(model)."
         )
 
-    undo = ExitStack()
-    for name in ("__deepcopy__", "__reduce_ex__"):
+    def refuse_sharing() -> nn.Module:
+        if not any(isinstance(param, DTensor) for param in model.parameters()):
+            return nn.Module.share_memory(model)
+        raise ShardingError(
+            f"This {type(model).__name__} is sharded: each process has its own local shards, and share_memory() would "
+            "give them to others that know no process groups. Share memory of a model that is not sharded, which loads "
+            "shardlib.full_state_dict(model)."
+        )
+
+    undo = Undo()
+    for name, refuse in (("__reduce_ex__", refuse_pickle), ("share_memory", refuse_sharing)):
         setattr(model, name, refuse)
-        undo.callback(delattr, model, name)
-    return undo.close
+        undo.callback(model.__dict__.pop, name, None)
+    return undo.run
 
 
 def _as_computed_with(tensor: torch.Tensor) -> torch.Tensor:

@@ -135,17 +135,17 @@ def go_around(module: torch.nn.Module, wrapper: Callable[..., Any]) -> Callable[
     kind = type(module)
     if kind.__call__ is torch.nn.Module.__call__:
         return go_through(module, wrapper)
-    _calls[module] = functools.partial(wrapper, functools.partial(_call_as, kind, weakref.ref(module)))
+    module.__dict__[_AROUND] = functools.partial(wrapper, functools.partial(_call_as, kind, weakref.ref(module)))
     module.__class__ = _calling(kind)  # type: ignore[arg-type]
 
     def undo() -> None:
         module.__class__ = kind
-        _calls.pop(module, None)
+        module.__dict__.pop(_AROUND, None)
 
     return undo
 
 
-_calls: weakref.WeakKeyDictionary[torch.nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+_AROUND = "_shardlib_around"
 
 
 def _call_as(kind: Any, module: weakref.ref[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ def _call_as(kind: Any, module: weakref.ref[torch.nn.Module], *args: Any, **kwar
 @functools.cache
 def _calling(kind: Any) -> type:
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        around = _calls.get(self)
+        around = self.__dict__.get(_AROUND)
         return kind.__call__(self, *args, **kwargs) if around is None else around(*args, **kwargs)  # type: ignore[operator]
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}

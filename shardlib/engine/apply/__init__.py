@@ -10,6 +10,7 @@
     install.py      hooks and forwards of modules: DTensor regions, module input and output layouts, linears, experts
     parameters.py   gradients, unsharded parameters, updates, optimizers
     calls.py        wrappers around the calls of modules
+    copies.py       `copy.deepcopy` of the model
 
 The record of a sharded model is in `engine/sharded.py`.
 """
@@ -23,6 +24,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,6 +34,7 @@ from shardlib._plan import Plan, plan
 from shardlib.engine import _torch, agree, exact, fp8, optimizer
 from shardlib.engine.apply.calls import compile_calls, wrap_calls
 from shardlib.engine.apply.check import ranks_agree, refuse_model, refuse_modules, refuse_plan, warn_of_idle_axes
+from shardlib.engine.apply.copies import allow_copies
 from shardlib.engine.apply.initialize import initial_values
 from shardlib.engine.apply.install import install_modules
 from shardlib.engine.apply.parameters import casting, install_param_runtime
@@ -44,6 +47,7 @@ from shardlib.engine.pipeline import stages, weigh
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute
 from shardlib.engine.sharded import Sharded, is_sharded, keep, record_of
+from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError
 from shardlib.rules import Rules
 
@@ -191,8 +195,13 @@ def apply_plan(
     check: bool = True,
     rng: str = "fast",
     global_batch_norm: bool = True,
+    values: Mapping[str, torch.Tensor] | None = None,
 ) -> nn.Module:
-    """Carry out a plan on a model, in place; on an error the model is unchanged. For arguments see `shard_model`."""
+    """Carry out a plan on a model, in place; on an error the model is unchanged.
+
+    For arguments see `shard_model`. `values` are this rank's local shards of a model on `meta`, by name: those of
+    another model that these ranks have sharded by this plan, so that they agree on it and on their random numbers.
+    """
     exact_random, build = rng == "exact", None
     if stages.has_pipeline(plan_):
         build = stages.prepare(model, plan_, device_mesh, exact_random=exact_random)
@@ -209,36 +218,41 @@ def apply_plan(
     warn_of_idle_axes(rank_plan)
     _torch.set_timeouts(rank_plan.mesh if build is None else build.mesh)
     tensors = agree.named_tensors(model)
-    if check:
+    is_first = values is None
+    if check and is_first:
         ranks_agree(tensors, plan_.lines(), everyone, exact_random=exact_random)
-    if exact_random:
+    if exact_random and is_first:
         share_random_state(everyone)
-    values = {}
-    if init is not None or any(tensor.is_meta for tensor in tensors.values()):
+    if values is None and (init is not None or any(tensor.is_meta for tensor in tensors.values())):
         values = initial_values(model, rank_plan, init, check=check, names=None if build is None else build.names_here)
 
     with ExitStack() as undo:
         if build is not None:
             build.cut(model, undo)
-        replaced = shard_tensors(model, rank_plan, values, undo)
-        install_modules(model, rank_plan, undo, global_batch_norm=global_batch_norm)
+        replaced = shard_tensors(model, rank_plan, values or {}, undo)
+        installed = Undo()
+        undo.callback(installed.run)
+        install_modules(model, rank_plan, installed, global_batch_norm=global_batch_norm)
         runtime = install_param_runtime(
             model,
             rank_plan,
             replaced,
+            installed,
             undo,
             everyone=everyone,
             end_step=None if history is None else functools.partial(history.end_step, rank_plan.everyone),
             check=check,
         )
-        undo.callback(fp8.install(model, float8, history))
+        installed.callback(fp8.install(model, float8, history))
         backend = None if build is not None and build.place.splits_backward else compile
-        compiled = compile_calls(model, rank_plan, backend, undo)
+        compiled = compile_calls(model, rank_plan, backend, installed)
         pipeline = None
         if build is not None:
-            pipeline = build.install(model, runtime.by_name(), casting(rank_plan), rank_plan.root_mesh, undo)
-        wrap_calls(model, runtime, recomputed, undo, route=None if pipeline is None else pipeline.route, check=check)
-        if check and not exact_random:
+            pipeline = build.install(model, runtime.by_name(), casting(rank_plan), rank_plan.root_mesh, installed)
+        wrap_calls(
+            model, runtime, recomputed, installed, route=None if pipeline is None else pipeline.route, check=check
+        )
+        if check and is_first and not exact_random:
             agree_on_random_state(rank_plan.group(rank_plan.model_axes), rank_plan.random_stream)
         record = Sharded(
             plan=dataclasses.replace(rank_plan.plan, notes=rank_plan.plan.notes + float8.notes()),
@@ -253,6 +267,16 @@ def apply_plan(
             meets_in_modules=rank_plan.meets_in_modules,
             has_values=all(map(_torch.has_values, map(local_of, model.parameters()))),
         )
+        shard_again = functools.partial(
+            apply_plan,
+            plan_=plan_,
+            device_mesh=device_mesh,
+            compile=compile,
+            check=check,
+            rng=rng,
+            global_batch_norm=global_batch_norm,
+        )
+        allow_copies(model, lambda other, values: shard_again(other, values=values), installed)
         undo.pop_all()
     optimizer.watch_optimizers(replaced.names)
     keep(model, record)

@@ -16,7 +16,6 @@ recomputation, since a recomputed module needs unsharded parameters again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -30,6 +29,7 @@ from shardlib.engine.lost import watch_forward
 from shardlib.engine.pipeline.route import Route
 from shardlib.engine.recompute import recompute
 from shardlib.engine.schedule import wait_in_modules
+from shardlib.engine.undo import Undo
 from shardlib.engine.units import unshard_in_modules
 
 __all__ = ["compile_calls", "wrap_calls"]
@@ -41,7 +41,7 @@ Wrapper = Callable[..., Any]
 _TRAVELLING = "how many tokens come to the experts of a rank is known when they do, and a graph has to know it before"
 
 
-def compile_calls(model: nn.Module, rank_plan: RankPlan, backend: str | None, undo: ExitStack) -> CompileReport:
+def compile_calls(model: nn.Module, rank_plan: RankPlan, backend: str | None, undo: Undo) -> CompileReport:
     """Compile repeated blocks if there is a model axis: compiling removes the cost of DTensor's dispatch."""
     eager = dict.fromkeys(spread_experts(rank_plan), _TRAVELLING)
     backend = backend if rank_plan.model_mesh is not None else None
@@ -54,7 +54,7 @@ def wrap_calls(
     model: nn.Module,
     runtime: ParamRuntime,
     recomputed: Sequence[str],
-    undo: ExitStack,
+    undo: Undo,
     *,
     route: Route | None,
     check: bool,

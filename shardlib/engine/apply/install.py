@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import ExitStack
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.engine import _torch, balance, batchnorm, borders, exact, experts, ops, state
 from shardlib.engine.apply.rank_plan import RankPlan, owner_of
-from shardlib.engine.conversion import refuse_conversions, refuse_copies
+from shardlib.engine.conversion import refuse_conversions, refuse_pickles
 from shardlib.engine.linear import compute_locally
 from shardlib.engine.region import install_region
 from shardlib.engine.regions import inside
+from shardlib.engine.undo import Undo
 from shardlib.rules.dims import linear_dims
 
 __all__ = ["install_modules", "spread_experts"]
 
 
-def install_modules(model: nn.Module, rank_plan: RankPlan, undo: ExitStack, *, global_batch_norm: bool) -> None:
+def install_modules(model: nn.Module, rank_plan: RankPlan, undo: Undo, *, global_batch_norm: bool) -> None:
     """Let modules compute with local shards and DTensors, and let the model load plain state dicts.
 
     The order of hooks on one module matters: those of a region come before those of its input and output layouts. The
@@ -33,9 +33,9 @@ def install_modules(model: nn.Module, rank_plan: RankPlan, undo: ExitStack, *, g
         _install_borders(model, rank_plan, rank_plan.model_mesh, undo)
         _install_linears(model, rank_plan, rank_plan.model_mesh, undo)
     _install_experts(model, rank_plan, undo)
-    if rank_plan.model_axes or rank_plan.data_axes:
+    if rank_plan.model_axes or rank_plan.data_axes or rank_plan.pipeline_group is not None:
         undo.callback(refuse_conversions(model))
-        undo.callback(refuse_copies(model))
+        undo.callback(refuse_pickles(model))
     if (data_group := rank_plan.group(rank_plan.data_axes)) is not None:
         for handle in balance.install(model, data_group):
             undo.callback(handle.remove)
@@ -48,7 +48,7 @@ def install_modules(model: nn.Module, rank_plan: RankPlan, undo: ExitStack, *, g
         undo.callback(handle.remove)
 
 
-def _make_gradients_dense(model: nn.Module, undo: ExitStack) -> None:
+def _make_gradients_dense(model: nn.Module, undo: Undo) -> None:
     """Let embeddings with `sparse=True` have dense gradients: buckets, shards and clipping know no others."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -56,13 +56,13 @@ def _make_gradients_dense(model: nn.Module, undo: ExitStack) -> None:
             undo.callback(setattr, module, "sparse", True)
 
 
-def _install_regions(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMesh, undo: ExitStack) -> None:
+def _install_regions(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMesh, undo: Undo) -> None:
     for region in rank_plan.regions:
         for handle in install_region(model.get_submodule(region), model_mesh):
             undo.callback(handle.remove)
 
 
-def _install_borders(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMesh, undo: ExitStack) -> None:
+def _install_borders(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMesh, undo: Undo) -> None:
     for border in rank_plan.plan.borders:
         if not inside(border.module, rank_plan.regions):
             continue
@@ -76,7 +76,7 @@ def _install_borders(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMe
         undo.callback(handle.remove)
 
 
-def _install_linears(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMesh, undo: ExitStack) -> None:
+def _install_linears(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMesh, undo: Undo) -> None:
     layouts_out = {b.module: b.layout for b in rank_plan.plan.borders if b.side == "output" and b.layout is not None}
     for name, module in model.named_modules():
         if _is_global_linear(rank_plan, name, module) and inside(name, rank_plan.regions):
@@ -102,7 +102,7 @@ def spread_experts(rank_plan: RankPlan) -> dict[str, list[str]]:
     return found
 
 
-def _install_experts(model: nn.Module, rank_plan: RankPlan, undo: ExitStack) -> None:
+def _install_experts(model: nn.Module, rank_plan: RankPlan, undo: Undo) -> None:
     for owner, names in spread_experts(rank_plan).items():
         module = model.get_submodule(owner)
         if rank_plan.exact_random:
@@ -126,7 +126,7 @@ def _spread(rank_plan: RankPlan, owner: str, names: list[str]) -> experts.Spread
     )
 
 
-def _install_batch_norm(model: nn.Module, rank_plan: RankPlan, undo: ExitStack) -> None:
+def _install_batch_norm(model: nn.Module, rank_plan: RankPlan, undo: Undo) -> None:
     group = rank_plan.group(rank_plan.data_axes)
     assert group is not None
     for module in model.modules():

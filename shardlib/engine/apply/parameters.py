@@ -21,6 +21,7 @@ from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.params import MutableState, ParamState
 from shardlib.engine.region import Casting, Root
 from shardlib.engine.schedule import Updates, wait_in_model
+from shardlib.engine.undo import Undo
 from shardlib.engine.units import Units, make_units
 from shardlib.layout import shard_spec
 
@@ -54,6 +55,7 @@ def install_param_runtime(
     model: nn.Module,
     rank_plan: RankPlan,
     replaced: Replaced,
+    installed: Undo,
     undo: ExitStack,
     *,
     everyone: dist.ProcessGroup | None,
@@ -66,7 +68,8 @@ def install_param_runtime(
         model: the model of local shards.
         rank_plan: the plan on this rank.
         replaced: its parameters, and the wide copies of those that were rounded.
-        undo: removes the hooks.
+        installed: removes the hooks of modules.
+        undo: removes the hooks of parameters.
         everyone: all ranks that train the model, of all stages.
         end_step: called after the last backward pass of a step.
         check: compare the first batch.
@@ -98,10 +101,10 @@ def install_param_runtime(
         units.set_reducer(reducer)
     root = Root(reducer, input_check(rank_plan, compare=check), units, casting(rank_plan))
     for handle in root.install(model):
-        undo.callback(handle.remove)
+        installed.callback(handle.remove)
     if updates is not None and deferred:
         for handle in wait_in_model(updates, model):
-            undo.callback(handle.remove)
+            installed.callback(handle.remove)
     return ParamRuntime(param_states, reducer, units, updates, deferred)
 
 

@@ -33,6 +33,7 @@ from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.pipeline.batch import refuse_unfit
 from shardlib.engine.region import unwrap_dtensor, wrap_replicated
+from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError, ShardingError
 from shardlib.rules import Stage
 
@@ -149,7 +150,7 @@ class Route:
             by_module.setdefault(id(module), (module, []))[1].append(name)
         return {names[0]: functools.partial(self._call, tuple(names)) for _, names in by_module.values()}
 
-    def install(self, model: nn.Module, undo: ExitStack) -> None:
+    def install(self, model: nn.Module, undo: Undo) -> None:
         """Replace the model's forward."""
         model.__dict__["forward"] = self._run_forward
         undo.callback(model.__dict__.pop, "forward", None)

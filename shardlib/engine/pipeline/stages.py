@@ -27,6 +27,7 @@ from shardlib.engine.pipeline.cut import Place, fake_copy, mesh_with_stages, of_
 from shardlib.engine.pipeline.route import Route
 from shardlib.engine.pipeline.shared import Shared
 from shardlib.engine.pipeline.transport import Channels, P2PMessage, Timetable
+from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError
 
 __all__ = ["Pipeline", "has_pipeline", "names_here", "prepare"]
@@ -203,7 +204,7 @@ class PipelineBuild:
         param_states: Mapping[str, ParamState],
         casting: Any,
         region: DeviceMesh | None,
-        undo: ExitStack,
+        undo: Undo,
     ) -> Pipeline:
         """Install the route of this rank's stages, once they are sharded. Creates groups: collective over all ranks.
 

@@ -22,8 +22,7 @@ def deepcopy_before_sharding(run: Run):
 
 
 @everywhere
-@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, compiled", "is tied to process groups")
-@broken("pp", "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object")
+@refused_in_pipelines
 def deepcopy_and_evaluate(run: Run, model: Any):
     """Copy the sharded model by `deepcopy`, and evaluate the copy."""
     run.train(model, steps=1)
@@ -32,8 +31,7 @@ def deepcopy_and_evaluate(run: Run, model: Any):
     return run.outputs(other, 5), run.outputs(model, 5)
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3)", "is tied to process groups")
-@broken("fsdp x tp, pp", "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object")
+@everywhere
 def deepcopy_and_train(run: Run, model: Any):
     """Copy the sharded model by `deepcopy`, and train the copy."""
     run.train(model, steps=1)
@@ -41,8 +39,8 @@ def deepcopy_and_train(run: Run, model: Any):
     return run.trained(other, start=1), run.weights(model)
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3)", "is tied to process groups")
-@broken("fsdp x tp, pp", "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object")
+@everywhere
+@refused_in_pipelines
 def deepcopy_as_a_teacher(run: Run, model: Any):
     """Copy the sharded model as a frozen teacher, and distil from it."""
     teacher = copy.deepcopy(model).requires_grad_(False).eval()
@@ -78,16 +76,16 @@ def shallow_copy(run: Run, model: Any):
     return run.outputs(copy.copy(model))
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3)", "is tied to process groups")
-@broken("fsdp x tp, pp", "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object")
+@everywhere
+@refused("all", "is tied to process groups")
 def pickle_the_model(run: Run, model: Any):
     """Pickle the sharded model, and evaluate what comes back."""
     other = pickle.loads(pickle.dumps(model))
     return run.outputs(other)
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3)", "is tied to process groups")
-@broken("fsdp x tp, pp", "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object")
+@everywhere
+@refused("all", "is tied to process groups")
 def save_the_model(run: Run, model: Any):
     """Save the whole sharded model by `torch.save`, and load it."""
     file = io.BytesIO()
@@ -369,7 +367,7 @@ def to_another_tensor(run: Run, model: Any):
     return run.trained(model.to(torch.zeros(1, dtype=torch.float64)))
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp", "Move and cast a model before shard_model")
 def to_meta(run: Run, model: Any):
     """Move the sharded model to the meta device."""
     model.to("meta")
@@ -381,21 +379,20 @@ def to_another_memory_format(run: Run, model: Any):
     return run.trained(model.to(memory_format=torch.channels_last))
 
 
-@broken("tp, zero(3), fsdp x tp", "a rank ends by SIGSEGV", alone=True)
+@refused("tp, zero(3), fsdp x tp", "each process has its own local shards")
 def share_memory(run: Run, model: Any):
     """Call `share_memory()` of the sharded model."""
     return run.trained(model.share_memory())
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp", "Move and cast a model before shard_model")
 def apply_a_function_to_tensors(run: Run, model: Any):
     """Multiply every tensor of the model by `_apply`."""
     model._apply(lambda t: t * 2)
     return run.trained(model)
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3)", "is tied to process groups")
-@broken("fsdp x tp, pp", "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object")
+@refused("all", "Move and cast a model before shard_model")
 def half_for_evaluation(run: Run, model: Any):
     """Copy the sharded model and cast the copy by `.half()`."""
     other = copy.deepcopy(model).half()

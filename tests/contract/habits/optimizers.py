@@ -581,8 +581,6 @@ def average_by_state_dict(run: Run, model: Any):
     return average
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3)", "is tied to process groups")
-@broken("fsdp x tp, pp, compiled", "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object")
 def averaged_model(run: Run, model: Any):
     """Keep an average by `AveragedModel` with an exponential average."""
     average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
@@ -607,8 +605,7 @@ def averaged_model_before_sharding(run: Run):
     return run.weights(average)
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3)", "is tied to process groups")
-@broken("fsdp x tp, pp, compiled", "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object")
+@refused_in_pipelines
 def averaged_model_evaluated(run: Run, model: Any):
     """Evaluate an `AveragedModel` of the sharded model."""
     average = swa_utils.AveragedModel(model)
@@ -723,8 +720,6 @@ def state_scaled(run: Run, model: Any):
     return run.trained(model, optimizer, 1, start=2)
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3)", "is tied to process groups")
-@broken("fsdp x tp, pp, compiled", "TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object")
 def optimizer_copied(run: Run, model: Any):
     """Copy the model and its optimizer together by `deepcopy`, and train the copy."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,0 +1,132 @@
+"""`copy.deepcopy` of a sharded model: another model, sharded by the same plan, with the same values."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardlib._plan import Row
+from shardlib.engine import _torch, agree
+from shardlib.engine.params import local_of
+from shardlib.engine.sharded import Sharded, record_of
+from shardlib.engine.undo import Bare, Undo
+from shardlib.errors import ShardingError
+
+__all__ = ["allow_copies"]
+
+# Shards a model on `meta`, with these local shards by name.
+Shard = Callable[[nn.Module, Mapping[str, torch.Tensor]], nn.Module]
+
+
+def allow_copies(model: nn.Module, shard: Shard, undo: Undo) -> None:
+    """Let `copy.deepcopy` of a sharded model shard a second one, with the same local shards.
+
+    Nothing is sent, but for the groups of a pipeline: there every rank must copy. As of any parameter, hooks and
+    gradients of parameters are not copied.
+
+    Args:
+        model: the model.
+        shard: shards the copy.
+        undo: what was installed on the modules of the model, which the copy gets from `shard`.
+    """
+    model.__dict__["__deepcopy__"] = functools.partial(_copied, model, shard, undo)
+    undo.callback(model.__dict__.pop, "__deepcopy__", None)
+
+
+def _copied(model: nn.Module, shard: Shard, undo: Undo, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a sharded model.
+
+    Raises:
+        ShardingError: parameters were added, replaced or removed since the model was sharded.
+    """
+    record = record_of(model)
+    _refuse_changed(model, record)
+    if record.updates is not None:
+        record.updates.wait()
+    rows = _rows_by_name(record)
+    on_meta = _on_meta(model, rows)
+    tensors = {name: tensor for name, tensor in agree.named_tensors(model).items() if id(tensor) in on_meta}
+    values = {name: _value(tensor, rows[name]) for name, tensor in tensors.items()}
+    memo.update(on_meta)
+    with Bare(model, undo):
+        other = copy.deepcopy(model, memo)
+    _put_in_place(other, on_meta)
+    shard(other, values)
+    copies = agree.named_tensors(other)
+    memo.update({id(tensor): copies[name] for name, tensor in tensors.items()})
+    _copy_state(record, record_of(other))
+    return other
+
+
+def _refuse_changed(model: nn.Module, record: Sharded) -> None:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = {name for row in record.plan.rows if row.kind == "parameter" for name in row.tied}
+    changed = [name for name, param in parameters.items() if name not in known or id(param) not in record.param_states]
+    changed += sorted(known - parameters.keys())
+    if changed:
+        raise ShardingError(
+            f'"{changed[0]}" of this sharded {type(model).__name__} was added, replaced or removed after shard_model, '
+            "and copy.deepcopy shards the copy by the plan of the model as it was. Change the model before you shard "
+            "it; or build the second model anew, shard it, and load the state dict of the first."
+        )
+
+
+def _rows_by_name(record: Sharded) -> dict[str, Row]:
+    plan = record.plan if record.pipeline is None else record.pipeline.plan
+    return {name: row for row in plan.rows for name in row.tied}
+
+
+def _on_meta(model: nn.Module, rows: Mapping[str, Row]) -> dict[int, torch.Tensor]:
+    """Return a full tensor on `meta` for each parameter, DTensor and placeholder of another stage, by id."""
+    found: dict[int, torch.Tensor] = {}
+    by_row: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        own = [*itertools.chain.from_iterable(tensors.items() for tensors in _torch.own_tensors(module))]
+        own = [(key, tensor) for key, tensor in own if isinstance(tensor, nn.Parameter | DTensor)]
+        for key, tensor in (*own, *_placeholders(module)):
+            row = rows[f"{prefix}.{key}".lstrip(".")]
+            found[id(tensor)] = by_row.setdefault(row.name, _full_on_meta(row))
+        for _, tensor in own:
+            found[id(tensor)].requires_grad_(tensor.requires_grad)
+    return found
+
+
+def _placeholders(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of other stages, which are attributes of the module on this rank."""
+    attributes = [(key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor)]
+    return [(key, value) for key, value in attributes if not _torch.has_values(value)]
+
+
+def _full_on_meta(row: Row) -> torch.Tensor:
+    full = torch.empty(row.global_shape, dtype=row.dtype, device="meta")
+    return nn.Parameter(full) if row.kind == "parameter" else full
+
+
+def _value(tensor: torch.Tensor, row: Row) -> torch.Tensor:
+    return local_of(tensor).to(row.dtype, copy=True)
+
+
+def _put_in_place(model: nn.Module, on_meta: Mapping[int, torch.Tensor]) -> None:
+    """Register the tensors of other stages, which were attributes, as parameters and buffers."""
+    full = {id(tensor) for tensor in on_meta.values()}
+    for module in model.modules():
+        parameters, buffers = _torch.own_tensors(module)
+        for key, value in list(vars(module).items()):
+            if id(value) in full:
+                del vars(module)[key]
+                (parameters if isinstance(value, nn.Parameter) else buffers)[key] = value
+
+
+def _copy_state(source: Sharded, target: Sharded) -> None:
+    for one, other in zip(source.reducer.param_states, target.reducer.param_states, strict=True):
+        master = one.mutable.master
+        other.keep_master(None if master is None else master.clone())
+    if source.fp8_history is not None and target.fp8_history is not None:
+        target.fp8_history.load_state_dict(source.fp8_history.state_dict())
