@@ -35,6 +35,7 @@ class Verdict:
     what: str
     how: str = ""
     alone: bool = False  # it is run alone: it ends ranks, or they wait for each other
+    until: str = ""  # the version of torch that mends it
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,13 @@ def as_microbatches(why: str) -> Callable[[Any], Any]:
     return _declare("pp", Verdict("microbatches", why))
 
 
-def broken(kinds: str, what: str, *, alone: bool = False) -> Callable[[Any], Any]:
+def broken(kinds: str, what: str, *, alone: bool = False, until: str = "") -> Callable[[Any], Any]:
     """Declare a mistake that is known; once it is mended, the test fails until this declaration is gone.
 
     `alone`: ranks end, wait for each other, or do different things, so that no other habit can be run beside this one.
+    `until`: the version of torch that mends it.
     """
-    return _declare(kinds, Verdict("broken", what, alone))
+    return _declare(kinds, Verdict("broken", what, alone, until))
 
 
 def everywhere(habit: Any) -> Any:

@@ -45,10 +45,14 @@ def test_numbers_on_other_meshes(case: Case):
 @pytest.mark.parametrize("mesh", [BOTH, TP8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_is_as_far_from_float64_as_that_of_torch(family: str, mesh: str):
-    """So that rounding and mistakes tell apart: both add up the same terms, in orders of their own."""
+    """Both round the same terms, in orders of their own, so that their errors are alike but for a small factor.
+
+    A product in TF32 (11 bits) or bfloat16 (8 bits) in place of float32 (24 bits) rounds 2^13 or 2^16 times as
+    coarsely. The bound is half of the way to the nearer one, in digits: 2^6.
+    """
     error = on_devices.run(families.rounded, Case(family, mesh, "float32", steps=1), x64=False)
     for what in ("loss", "gradient"):
-        assert error["jax"][what] <= 4 * error["torch"][what] + 1e-6, error
+        assert error["jax"][what] <= 2**6 * max(error["torch"][what], 2**-24), error
 
 
 @pytest.mark.parametrize(
