@@ -16,7 +16,7 @@ from shardlib._plan.movements import (
     state_update,
 )
 from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
-from shardlib._plan.rows import PHASES, Phase, Row
+from shardlib._plan.rows import PHASES, Phase, Row, rows_by_name
 from shardlib._plan.step import LossScale, Step
 from shardlib._plan.units import join_small, unit_of
 from shardlib._plan.value import Plan
@@ -47,6 +47,7 @@ __all__ = [
     "movements_of",
     "plan",
     "reshards_after_forward",
+    "rows_by_name",
     "state_update",
     "unit_of",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from shardlib._mesh import MeshShape
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 
-__all__ = ["PHASES", "Phase", "Row"]
+__all__ = ["PHASES", "Phase", "Row", "rows_by_name"]
 
 Phase = Literal["stored", "compute", "grad", "state"]
 PHASES: tuple[Phase, ...] = ("stored", "compute", "grad", "state")
@@ -107,3 +108,8 @@ class Row:
         if layout is None:
             raise PlanError(f'"{self.name}" has no {phase} phase; it has {", ".join(self.layouts)}.')
         return layout
+
+
+def rows_by_name(rows: Iterable[Row]) -> dict[str, Row]:
+    """Return rows by all names of their tensors."""
+    return {name: row for row in rows for name in row.tied}

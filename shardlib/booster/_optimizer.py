@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib._plan import Row
+from shardlib._plan import Row, rows_by_name
 from shardlib.engine import OptimizerWrapper, plan_of
 from shardlib.engine.apply import names_here
 from shardlib.errors import ShardingError
@@ -160,7 +160,7 @@ class Carried:
         self.optimizer.state.clear()
         made = make(self.optimizer, model)
         if self.state:
-            rows = {name: row for row in plan_of(model).rows for name in row.tied}
+            rows = rows_by_name(plan_of(model).rows)
             state = {here[name]: _in_dtype_of(rows[name], own) for name, own in self.state.items() if name in here}
             made.load_state_dict({"state": state, "param_groups": _described(self.optimizer, groups)})
         return made

@@ -28,7 +28,6 @@ __all__ = ["Launched", "launch", "launch_from_openmpi", "launch_from_slurm", "la
 
 ConfigLike = Mapping[str, Any] | str | Path | None
 
-# How long ranks wait for each other to start, and torch's own limit for gloo.
 # numpy takes no larger seed.
 _SEEDS = 2**32
 

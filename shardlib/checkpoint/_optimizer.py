@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib._plan import Row
+from shardlib._plan import Row, rows_by_name
 from shardlib.checkpoint._items import Item, RankMesh, elsewhere, first_names, item_of, rank_mesh_of
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._values import Get, Put, decode, encode
@@ -61,8 +61,7 @@ def known(model: nn.Module) -> Known:
     names = {id(param): first.get(name, name) for name, param in model.named_parameters()}
     if not apply.is_sharded(model):
         return Known(names, {}, None)
-    plan = apply.plan_of(model)
-    rows = {name: row for row in plan.rows for name in row.tied}
+    rows = rows_by_name(apply.plan_of(model).rows)
     return Known(names, rows, apply.record_of(model).mesh, elsewhere(model))
 
 

@@ -3,51 +3,65 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
-__all__ = ["Bare", "Undo"]
+__all__ = ["Undo", "bare"]
 
 
 class Undo:
-    """Functions that each take away one thing that was installed; `run` calls the last one first."""
+    """Functions that each take away one thing that was installed.
+
+    A block of `with` takes everything away if it raises.
+    """
 
     def __init__(self) -> None:
         self._functions: list[Callable[[], Any]] = []
 
-    def callback(self, function: Callable[..., Any], *args: Any) -> None:
+    def callback(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Add a function."""
-        self._functions.append(functools.partial(function, *args))
+        self._functions.append(functools.partial(function, *args, **kwargs))
 
     def run(self) -> None:
-        """Take away everything."""
-        for function in reversed(self._functions):
-            function()
+        """Take away everything, the last thing first."""
+        with ExitStack() as stack:
+            for function in self._functions:
+                stack.callback(function)
+
+    def __enter__(self) -> Undo:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self.run()
 
 
-class Bare:
-    """A context in which a model's modules have nothing of what was installed on them.
+@contextmanager
+def bare(model: nn.Module, undo: Undo) -> Iterator[None]:
+    """Take away what was installed on a model's modules inside the block, and put it back afterwards.
 
     Every function of `undo` changes attributes of modules, their hooks and their classes, and nothing else.
     """
-
-    def __init__(self, model: nn.Module, undo: Undo) -> None:
-        self._model, self._undo = model, undo
-        self._kept: list[tuple[nn.Module, type, dict[str, Any], list[tuple[dict[Any, Any], dict[Any, Any]]]]] = []
-
-    def __enter__(self) -> None:
-        for module in self._model.modules():
-            dicts = [(value, dict(value)) for value in vars(module).values() if isinstance(value, dict)]
-            self._kept.append((module, type(module), dict(vars(module)), dicts))
-        self._undo.run()
-
-    def __exit__(self, *_: object) -> None:
-        for module, kind, attributes, dicts in self._kept:
+    kept = [(module, type(module), dict(vars(module)), _items(module)) for module in model.modules()]
+    try:
+        undo.run()
+        yield
+    finally:
+        for module, kind, attributes, dicts in kept:
             module.__class__ = kind  # type: ignore[assignment]
-            vars(module).clear()
-            vars(module).update(attributes)
-            for value, items in dicts:
-                value.clear()
-                value.update(items)
+            _refill(vars(module), attributes)
+            for own, items in dicts:
+                _refill(own, items)
+
+
+def _items(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Return the dicts that are attributes of a module, as those of its hooks, each with a copy."""
+    return [(value, dict(value)) for value in vars(module).values() if isinstance(value, dict)]
+
+
+def _refill(own: dict[Any, Any], items: dict[Any, Any]) -> None:
+    own.clear()
+    own.update(items)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -223,13 +223,15 @@ def apply_plan(
         ranks_agree(tensors, plan_.lines(), everyone, exact_random=exact_random)
     if exact_random and is_first:
         share_random_state(everyone)
-    if values is None and (init is not None or any(tensor.is_meta for tensor in tensors.values())):
-        values = initial_values(model, rank_plan, init, check=check, names=None if build is None else build.names_here)
+    if values is None:
+        names = None if build is None else build.names_here
+        given = init is not None or any(tensor.is_meta for tensor in tensors.values())
+        values = initial_values(model, rank_plan, init, check=check, names=names) if given else {}
 
-    with ExitStack() as undo:
+    with Undo() as undo:
         if build is not None:
             build.cut(model, undo)
-        replaced = shard_tensors(model, rank_plan, values or {}, undo)
+        replaced = shard_tensors(model, rank_plan, values, undo)
         installed = Undo()
         undo.callback(installed.run)
         install_modules(model, rank_plan, installed, global_batch_norm=global_batch_norm)
@@ -276,8 +278,7 @@ def apply_plan(
             rng=rng,
             global_batch_norm=global_batch_norm,
         )
-        allow_copies(model, lambda other, values: shard_again(other, values=values), installed)
-        undo.pop_all()
+        allow_copies(model, shard_again, installed)
     optimizer.watch_optimizers(replaced.names)
     keep(model, record)
     return model

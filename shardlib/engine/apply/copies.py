@@ -12,20 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib._plan import Row
+from shardlib._plan import Row, rows_by_name
 from shardlib.engine import _torch, agree
 from shardlib.engine.params import local_of
 from shardlib.engine.sharded import Sharded, record_of
-from shardlib.engine.undo import Bare, Undo
+from shardlib.engine.undo import Undo, bare
 from shardlib.errors import ShardingError
 
 __all__ = ["allow_copies"]
 
-# Shards a model on `meta`, with these local shards by name.
-Shard = Callable[[nn.Module, Mapping[str, torch.Tensor]], nn.Module]
 
-
-def allow_copies(model: nn.Module, shard: Shard, undo: Undo) -> None:
+def allow_copies(model: nn.Module, shard_again: Callable[..., nn.Module], undo: Undo) -> None:
     """Let `copy.deepcopy` of a sharded model shard a second one, with the same local shards.
 
     Nothing is sent, but for the groups of a pipeline: there every rank must copy. As of any parameter, hooks and
@@ -33,14 +30,14 @@ def allow_copies(model: nn.Module, shard: Shard, undo: Undo) -> None:
 
     Args:
         model: the model.
-        shard: shards the copy.
-        undo: what was installed on the modules of the model, which the copy gets from `shard`.
+        shard_again: shards a model on `meta`; its `values` are local shards by name.
+        undo: takes away what was installed on the modules of the model, which the copy gets from `shard_again`.
     """
-    model.__dict__["__deepcopy__"] = functools.partial(_copied, model, shard, undo)
+    model.__dict__["__deepcopy__"] = functools.partial(_copied, model, shard_again, undo)
     undo.callback(model.__dict__.pop, "__deepcopy__", None)
 
 
-def _copied(model: nn.Module, shard: Shard, undo: Undo, memo: dict[int, Any]) -> nn.Module:
+def _copied(model: nn.Module, shard_again: Callable[..., nn.Module], undo: Undo, memo: dict[int, Any]) -> nn.Module:
     """Return a copy of a sharded model.
 
     Raises:
@@ -50,15 +47,15 @@ def _copied(model: nn.Module, shard: Shard, undo: Undo, memo: dict[int, Any]) ->
     _refuse_changed(model, record)
     if record.updates is not None:
         record.updates.wait()
-    rows = _rows_by_name(record)
+    rows = rows_by_name((record.plan if record.pipeline is None else record.pipeline.plan).rows)
     on_meta = _on_meta(model, rows)
     tensors = {name: tensor for name, tensor in agree.named_tensors(model).items() if id(tensor) in on_meta}
     values = {name: _value(tensor, rows[name]) for name, tensor in tensors.items()}
     memo.update(on_meta)
-    with Bare(model, undo):
+    with bare(model, undo):
         other = copy.deepcopy(model, memo)
     _put_in_place(other, on_meta)
-    shard(other, values)
+    shard_again(other, values=values)
     copies = agree.named_tensors(other)
     memo.update({id(tensor): copies[name] for name, tensor in tensors.items()})
     _copy_state(record, record_of(other))
@@ -76,11 +73,6 @@ def _refuse_changed(model: nn.Module, record: Sharded) -> None:
             "and copy.deepcopy shards the copy by the plan of the model as it was. Change the model before you shard "
             "it; or build the second model anew, shard it, and load the state dict of the first."
         )
-
-
-def _rows_by_name(record: Sharded) -> dict[str, Row]:
-    plan = record.plan if record.pipeline is None else record.pipeline.plan
-    return {name: row for row in plan.rows for name in row.tied}
 
 
 def _on_meta(model: nn.Module, rows: Mapping[str, Row]) -> dict[int, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +55,7 @@ def install_param_runtime(
     rank_plan: RankPlan,
     replaced: Replaced,
     installed: Undo,
-    undo: ExitStack,
+    undo: Undo,
     *,
     everyone: dist.ProcessGroup | None,
     end_step: Callable[[], None] | None,

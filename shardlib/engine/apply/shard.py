@@ -7,7 +7,6 @@ Other tensors stay plain and move to this rank's device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from shardlib._plan import Row
 from shardlib.engine import _torch, offload
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.params import local_of
+from shardlib.engine.undo import Undo
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout, shard_spec
 
@@ -41,9 +41,7 @@ class Replaced:
     masters: Mapping[str, torch.Tensor]
 
 
-def shard_tensors(
-    model: nn.Module, rank_plan: RankPlan, values: Mapping[str, torch.Tensor], undo: ExitStack
-) -> Replaced:
+def shard_tensors(model: nn.Module, rank_plan: RankPlan, values: Mapping[str, torch.Tensor], undo: Undo) -> Replaced:
     """Replace a model's tensors by this rank's local shards.
 
     Args:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from shardlib._mesh import MeshShape, mesh
 from shardlib._plan import Plan, Row, expert_rows
 from shardlib._plan.schedules import default_schedule, rank_of_stage, splits_backward
 from shardlib.engine import _torch
+from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError
 from shardlib.rules import Stage
 
@@ -166,7 +166,7 @@ def _fake(tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dt
     return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
 
 
-def remove_foreign(model: nn.Module, place: Place, mode: Any, device: torch.device, undo: ExitStack) -> None:
+def remove_foreign(model: nn.Module, place: Place, mode: Any, device: torch.device, undo: Undo) -> None:
     """Remove the tensors of other stages from a model, and put fake tensors in their place."""
     names = _names_of_tensors(model)
     for module_names, module in _modules(model):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshShape, device_here
-from shardlib._plan import Plan, movements_of
+from shardlib._plan import Plan, movements_of, rows_by_name
 from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch
 from shardlib.engine.params import ParamState
@@ -94,7 +93,7 @@ class Pipeline:
             own: full tensors of this rank's stages, by name.
             names: the entries to return, the same on all ranks; None for all.
         """
-        rows = {name: row for row in self.plan.rows for name in row.tied}
+        rows = rows_by_name(self.plan.rows)
         group, device = self.mesh[self.plan.mesh.pipeline_axes[0]].get_group(), device_here(self.mesh.device_type)
         ranks = dist.get_process_group_ranks(group)
         sent: dict[str, torch.Tensor] = {}
@@ -182,7 +181,7 @@ class PipelineBuild:
         """The names of this rank's tensors by their canonical names."""
         return {first: name for name, first in self.names.items()}
 
-    def cut(self, model: nn.Module, undo: ExitStack) -> None:
+    def cut(self, model: nn.Module, undo: Undo) -> None:
         """Remove the tensors of other stages."""
         remove_foreign(model, self.place, self.mode, self.device, undo)
 
