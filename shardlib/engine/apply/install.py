@@ -33,8 +33,10 @@ def install_modules(model: nn.Module, rank_plan: RankPlan, undo: Undo, *, global
         _install_borders(model, rank_plan, rank_plan.model_mesh, undo)
         _install_linears(model, rank_plan, rank_plan.model_mesh, undo)
     _install_experts(model, rank_plan, undo)
-    if rank_plan.model_axes or rank_plan.data_axes or rank_plan.pipeline_group is not None:
+    is_split = bool(rank_plan.model_axes or rank_plan.data_axes)
+    if is_split:  # a stage that one rank holds is cast as on one device
         undo.callback(refuse_conversions(model))
+    if is_split or rank_plan.pipeline_group is not None:
         undo.callback(refuse_pickles(model))
     if (data_group := rank_plan.group(rank_plan.data_axes)) is not None:
         for handle in balance.install(model, data_group):

@@ -367,7 +367,7 @@ def to_another_tensor(run: Run, model: Any):
     return run.trained(model.to(torch.zeros(1, dtype=torch.float64)))
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp", "Move and cast a model before shard_model")
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
 def to_meta(run: Run, model: Any):
     """Move the sharded model to the meta device."""
     model.to("meta")
@@ -385,14 +385,14 @@ def share_memory(run: Run, model: Any):
     return run.trained(model.share_memory())
 
 
-@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, pp", "Move and cast a model before shard_model")
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Move and cast a model before shard_model")
 def apply_a_function_to_tensors(run: Run, model: Any):
     """Multiply every tensor of the model by `_apply`."""
     model._apply(lambda t: t * 2)
     return run.trained(model)
 
 
-@refused("all", "Move and cast a model before shard_model")
+@refused("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp, compiled", "Move and cast a model before shard_model")
 def half_for_evaluation(run: Run, model: Any):
     """Copy the sharded model and cast the copy by `.half()`."""
     other = copy.deepcopy(model).half()
