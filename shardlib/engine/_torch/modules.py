@@ -63,6 +63,7 @@ __all__ = [
     "replace_conversion",
     "set_compiled_call",
     "watch_new_buffers",
+    "watch_new_modules",
     "watch_new_parameters",
     "wrapper_subclass",
 ]
@@ -70,8 +71,9 @@ __all__ = [
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
-# Call `register(hook)` of these: the hook gets each module, name and tensor when a module takes it in.
+# Each takes a hook, which gets a module, a name, and the tensor or module that it takes in.
 watch_new_parameters = torch.nn.modules.module.register_module_parameter_registration_hook
+watch_new_modules = torch.nn.modules.module.register_module_module_registration_hook
 watch_new_buffers = torch.nn.modules.module.register_module_buffer_registration_hook
 
 

@@ -11,6 +11,7 @@
     parameters.py   gradients, unsharded parameters, updates, optimizers
     calls.py        wrappers around the calls of modules
     copies.py       `copy.deepcopy` of the model
+    additions.py    parameters that are added to the model later
 
 The record of a sharded model is in `engine/sharded.py`.
 """
@@ -32,6 +33,7 @@ from shardlib import layouts
 from shardlib._mesh import MeshLike, MeshShape, device_here, mesh
 from shardlib._plan import Plan, plan
 from shardlib.engine import _torch, agree, exact, fp8, optimizer
+from shardlib.engine.apply.additions import refuse_additions
 from shardlib.engine.apply.calls import compile_calls, wrap_calls
 from shardlib.engine.apply.check import ranks_agree, refuse_model, refuse_modules, refuse_plan, warn_of_idle_axes
 from shardlib.engine.apply.copies import allow_copies
@@ -281,6 +283,7 @@ def apply_plan(
         allow_copies(model, shard_again, installed)
     optimizer.watch_optimizers(replaced.names)
     keep(model, record)
+    refuse_additions(model, record)
     return model
 
 
