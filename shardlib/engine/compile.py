@@ -139,6 +139,31 @@ def _undo(blocks: Iterable[nn.Module]) -> None:
         _torch.set_compiled_call(block, None)
 
 
+_NO_GRAPH = "whose parameters are sharded, and a graph cannot hold them"
+
+
+def run_eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a module eagerly where its caller is compiled. Blocks that are compiled by themselves stay so."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(_run_with_warning, reason=_NO_GRAPH)(call, *args, **kwargs)
+    return call(*args, **kwargs)
+
+
+def _run_with_warning(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    warn_of_no_effect()
+    return call(*args, **kwargs)
+
+
+def warn_of_no_effect(*_args: Any, **_options: Any) -> None:
+    """Warn that `torch.compile` of a whole model has no effect; stands for its `compile` method."""
+    warnings.warn(
+        f"torch.compile was given a model {_NO_GRAPH}: it runs eagerly. "
+        'Compile its blocks: each by its own compile(), or repeated ones by shard_model(compile="inductor") where the '
+        "mesh has a model axis.",
+        stacklevel=2,
+    )
+
+
 class _Call:
     """The call of one block: compiled where possible, else eager."""
 

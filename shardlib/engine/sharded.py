@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlib.engine import _torch
 from shardlib.engine.pipeline.step_context import StepContext
 from shardlib.errors import ShardingError
 
@@ -103,7 +104,7 @@ def records_of(params: Iterable[torch.Tensor]) -> list[Sharded]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether `shard_model` has sharded this model."""
-    return model in _records
+    return _torch.without_compiled_wrapper(model) in _records
 
 
 def record_of(model: nn.Module) -> Sharded:
@@ -112,6 +113,7 @@ def record_of(model: nn.Module) -> Sharded:
     Raises:
         ShardingError: the model was not sharded by shardlib.
     """
+    model = _torch.without_compiled_wrapper(model)
     if model not in _records:
         raise ShardingError(
             f"This {type(model).__name__} was not sharded by shardlib; "

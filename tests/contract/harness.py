@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -163,6 +164,16 @@ class Run:
             rules = rules.with_stages(stages)
         mesh = sl.mesh(kind.mesh, timeout=self.patience)
         return sl.shard_model(model, mesh, rules, transforms=kind.transforms, compile=kind.compile)
+
+    @contextlib.contextmanager
+    def compiler(self) -> Iterator[None]:
+        """Let `torch.compile` compile: in tests it is switched off, except on compiled blocks."""
+        before = os.environ.pop("TORCHDYNAMO_DISABLE", None)
+        try:
+            yield
+        finally:
+            if before is not None:
+                os.environ["TORCHDYNAMO_DISABLE"] = before
 
     def part(self, batch: torch.Tensor) -> torch.Tensor:
         """Return this data rank's rows of a batch."""

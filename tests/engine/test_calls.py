@@ -34,7 +34,7 @@ def _all_around(mesh: str, transforms: tuple[Any, ...], **given: Any) -> dict[st
 
 OWN = "modules._call_if_there"
 RECOMPUTE, UNIT, LATE, WATCH = "recompute._call", "units.Units.call", "schedule.Updates.call", "lost.watch_forward"
-STAGE = "route.Route._call"
+STAGE, EAGER = "route.Route._call", "compile.run_eagerly"
 BLOCKS = ("blocks.0", "blocks.1")
 OTHERS = ("embed", "position", "norm", "head")
 
@@ -48,7 +48,7 @@ def _each(names: tuple[str, ...], *around: str) -> dict[str, list[str]]:
     [
         ("dp=2", (), {}, {"": [WATCH, OWN]}),
         ("dp=2", (), {"check": False}, {}),
-        ("tp=2", (), {"check": False, "compile": None}, {}),
+        ("tp=2", (), {"check": False, "compile": None}, {"": [EAGER, OWN]}),
         (
             "dp=2",
             (sl.zero(1, overlap=True), sl.checkpoint_activations("blocks.*")),
@@ -60,9 +60,9 @@ def _each(names: tuple[str, ...], *around: str) -> dict[str, list[str]]:
             (sl.zero(3), sl.checkpoint_activations("blocks.*")),
             {},
             {
-                "": [WATCH, OWN],
-                **_each(OTHERS, UNIT, OWN),
-                **_each(BLOCKS, RECOMPUTE, UNIT, OWN),
+                "": [EAGER, WATCH, OWN],
+                **_each(OTHERS, EAGER, UNIT, OWN),
+                **_each(BLOCKS, EAGER, RECOMPUTE, UNIT, OWN),
             },
         ),
         pytest.param(
@@ -70,14 +70,14 @@ def _each(names: tuple[str, ...], *around: str) -> dict[str, list[str]]:
             (sl.zero(3),),
             {"compile": "aot_eager", "check": False},
             # What `compile` gives a block is innermost.
-            {**_each(OTHERS, UNIT, OWN), **_each(BLOCKS, UNIT)},
+            {"": [EAGER, OWN], **_each(OTHERS, EAGER, UNIT, OWN), **_each(BLOCKS, EAGER, UNIT)},
             marks=pytest.mark.compiled,
         ),
         (
             "dp=2,pp=2",
             (sl.zero(1),),
             {},
-            {"": [WATCH, OWN], **_each(OTHERS + BLOCKS, STAGE, OWN)},
+            {"": [EAGER, WATCH, OWN], **_each(OTHERS + BLOCKS, STAGE, OWN)},
         ),
     ],
 )

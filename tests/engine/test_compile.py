@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -95,6 +96,44 @@ def test_blocks_are_compiled_for_a_few_lengths_of_sequences(ranks):
     ]
     assert "Compiled with aot_eager: blocks.0, blocks.1." in notes
     assert f"{compiled} and run eagerly on others." in notes
+
+
+def _compiled_by_the_user() -> tuple[list[int], list[str]]:
+    """The graphs of a block that the user compiled before and after sharding and of the model; what was said."""
+    graphs: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch.manual_seed(0)
+    reference = _Stack().double()
+    reference.blocks = nn.ModuleList(MLP(outs=6).double() for _ in range(2))
+    given, seen = copy.deepcopy(reference), []
+    given.blocks[0].compile(backend=count)
+    sharded = sl.shard_model(given, "dp=2", transforms=[sl.fsdp()], rules={"**": None})
+    x = Numbers((8, 6))
+    seen.append(_graphs_of(graphs, lambda: _compare(reference, sharded, [x(0)])))
+    sharded.blocks[1].compile(backend=count)
+    seen.append(_graphs_of(graphs, lambda: _compare(reference, sharded, [x(1)])))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharded.compile(backend=count)
+        seen.append(_graphs_of(graphs, lambda: torch.compile(sharded, backend=count)(x(2))))
+    return seen, [str(warning.message) for warning in caught if "torch.compile" in str(warning.message)]
+
+
+def _graphs_of(graphs: list[int], run: Callable[[], Any]) -> int:
+    before = len(graphs)
+    run()
+    return len(graphs) - before
+
+
+def test_blocks_that_the_user_compiles_stay_compiled_inside_of_units_and_the_model_does_not(ranks):
+    for graphs, said in ranks(2).run(_compiled_by_the_user):
+        assert graphs == [1, 1, 0]
+        assert len(said) == 2
+        assert all("a model whose parameters are sharded, and a graph cannot hold them" in text for text in said)
 
 
 def _cached_by_inductor() -> dict[str, int]:

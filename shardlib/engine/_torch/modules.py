@@ -65,6 +65,7 @@ __all__ = [
     "watch_new_buffers",
     "watch_new_modules",
     "watch_new_parameters",
+    "without_compiled_wrapper",
     "wrapper_subclass",
 ]
 
@@ -104,28 +105,53 @@ def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
     module._compiled_call_impl = call
 
 
+def without_compiled_wrapper(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that `torch.compile(module)` was given, or the module itself."""
+    return getattr(module, "_orig_mod", module)
+
+
 def call_eagerly(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module with its hooks, past what `compile` put before it."""
     return module._call_impl(*args, **kwargs)
 
 
-def go_through(module: torch.nn.Module, *wrappers: Callable[..., Any]) -> Callable[[], None]:
+def go_through(
+    module: torch.nn.Module, *wrappers: Callable[..., Any], compile_: Callable[..., None] | None = None
+) -> Callable[[], None]:
     """Let calls of a module, compiled or not, go through each `wrapper(call, *args, **kwargs)`; the first is innermost.
 
-    Returns what undoes it.
+    `module.compile()` compiles what is inside of them, before and after; or it is `compile_()`, and the module is not
+    compiled. Returns what undoes it.
     """
-    before = module._compiled_call_impl
-    call = before if before is not None else functools.partial(_call_if_there, weakref.ref(module))
-    for wrapper in wrappers:
-        call = functools.partial(wrapper, call)
-    module._compiled_call_impl = call
-    return functools.partial(set_compiled_call, module, before)
+    before, there = module._compiled_call_impl, weakref.ref(module)
+    plain = functools.partial(_call_if_there, there)
+
+    def go(call: Any) -> None:
+        for wrapper in wrappers:
+            call = functools.partial(wrapper, call)
+        set_compiled_call(_held(there), call)
+
+    def compile_inside(*args: Any, **kwargs: Any) -> None:
+        go(torch.compile(plain, *args, **kwargs))
+
+    go(plain if before is None or compile_ is not None else before)
+    module.__dict__["compile"] = compile_inside if compile_ is None else compile_
+
+    def undo() -> None:
+        set_compiled_call(module, before)
+        module.__dict__.pop("compile", None)
+
+    return undo
+
+
+def _held(module: weakref.ref[torch.nn.Module]) -> torch.nn.Module:
+    here = module()
+    assert here is not None, "who calls it holds it"
+    return here
 
 
 def _call_if_there(module: weakref.ref[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
-    here = module()
-    assert here is not None, "who calls it holds it"
-    return call_eagerly(here, *args, **kwargs)
+    return call_eagerly(_held(module), *args, **kwargs)
 
 
 def go_around(module: torch.nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:

@@ -254,7 +254,13 @@ def apply_plan(
         if build is not None:
             pipeline = build.install(model, runtime.by_name(), casting(rank_plan), rank_plan.root_mesh, installed)
         wrap_calls(
-            model, runtime, recomputed, installed, route=None if pipeline is None else pipeline.route, check=check
+            model,
+            rank_plan,
+            runtime,
+            recomputed,
+            installed,
+            route=None if pipeline is None else pipeline.route,
+            check=check,
         )
         if check and is_first and not exact_random:
             agree_on_random_state(rank_plan.group(rank_plan.model_axes), rank_plan.random_stream)

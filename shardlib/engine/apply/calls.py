@@ -3,11 +3,12 @@
 A call passes through these layers, from the outside in:
 
 1. stages of a pipeline: run a module, or skip it on this rank; outside of the class's `__call__` (`pipeline/route.py`);
-2. the model: reports ranks that are lost in its forward (`lost.py`);
-3. recomputed modules: are called again in backward, with all the layers below (`recompute.py`);
-4. repeated blocks with a deferred all-gather of updates: wait for their own parameters (`schedule.py`);
-5. units: unshard their parameters, and reshard them afterwards (`units.py`);
-6. the module's own call: its compiled graph (`compile.py`), or its hooks and forward.
+2. units, and the model unless its parameters are plain tensors: are in no graph of the caller's (`compile.py`);
+3. the model: reports ranks that are lost in its forward (`lost.py`);
+4. recomputed modules: are called again in backward, with all the layers below (`recompute.py`);
+5. repeated blocks with a deferred all-gather of updates: wait for their own parameters (`schedule.py`);
+6. units: unshard their parameters, and reshard them afterwards (`units.py`);
+7. the module's own call: its compiled graph (`compile.py`), or its hooks and forward.
 
 A unit is outside of the graph, since the compiler must not manage its collectives and buffers. It is inside of
 recomputation, since a recomputed module needs unsharded parameters again.
@@ -24,7 +25,7 @@ from shardlib.engine import _torch
 from shardlib.engine.apply.install import spread_experts
 from shardlib.engine.apply.parameters import ParamRuntime
 from shardlib.engine.apply.rank_plan import RankPlan
-from shardlib.engine.compile import CompileReport, compile_blocks
+from shardlib.engine.compile import CompileReport, compile_blocks, run_eagerly, warn_of_no_effect
 from shardlib.engine.lost import watch_forward
 from shardlib.engine.pipeline.route import Route
 from shardlib.engine.recompute import recompute
@@ -52,6 +53,7 @@ def compile_calls(model: nn.Module, rank_plan: RankPlan, backend: str | None, un
 
 def wrap_calls(
     model: nn.Module,
+    rank_plan: RankPlan,
     runtime: ParamRuntime,
     recomputed: Sequence[str],
     undo: Undo,
@@ -63,6 +65,7 @@ def wrap_calls(
 
     Args:
         model: the model that has the modules.
+        rank_plan: the meaning of the plan on this rank.
         runtime: the objects that move its parameters.
         recomputed: the modules that are recomputed in backward.
         undo: removes the wrappers.
@@ -70,17 +73,22 @@ def wrap_calls(
         check: report ranks that are lost in forward.
     """
     units, updates = runtime.units, runtime.updates
+    plain = units is None and route is None and rank_plan.model_mesh is None
     innermost_first: tuple[Mapping[str, Wrapper], ...] = (
         unshard_in_modules(units) if units is not None else {},
         wait_in_modules(updates, runtime.deferred) if updates is not None else {},
         recompute(recomputed, units),
         {"": watch_forward} if check else {},
+        {} if plain else dict.fromkeys(["", *(units.units if units is not None else ())], run_eagerly),
     )
+    if not plain and _torch.compiled_call(model) is not None:
+        warn_of_no_effect()
     wrappers: dict[nn.Module, list[Wrapper]] = {}
     for layer in innermost_first:
         for name, wrapper in layer.items():
             wrappers.setdefault(model.get_submodule(name), []).append(wrapper)
     for module, around in wrappers.items():
-        undo.callback(_torch.go_through(module, *around))
+        compile_ = warn_of_no_effect if module is model and not plain else None
+        undo.callback(_torch.go_through(module, *around, compile_=compile_))
     for name, wrapper in route.around_modules(model).items() if route is not None else ():
         undo.callback(_torch.go_around(model.get_submodule(name), wrapper))

@@ -931,47 +931,58 @@ def evaluate_other_shapes(run: Run, model: Any):
 
 
 @everywhere
-@broken("compiled", "InternalTorchDynamoError: UnsafeScriptObjectError: Attempted to access ...")
 def compile_before_sharding(run: Run):
     """Compile the model in place by `model.compile` before sharding."""
     model = run.model()
-    model.compile(backend="eager")
-    return run.trained(run.shard(model))
+    with run.compiler():
+        model.compile(backend="eager")
+        return run.trained(run.shard(model))
 
 
 @everywhere
-@broken("compiled", "InternalTorchDynamoError: UnsafeScriptObjectError: Attempted to access ...")
 def compile_after_sharding(run: Run, model: Any):
     """Compile the sharded model in place by `model.compile`."""
-    model.compile(backend="eager")
-    return run.trained(model)
+    with run.compiler():
+        model.compile(backend="eager")
+        return run.trained(model)
 
 
 @everywhere
-@broken("compiled", "InternalTorchDynamoError: UnsafeScriptObjectError: Attempted to access ...")
 def compiled_wrapper(run: Run, model: Any):
     """Wrap the sharded model by `torch.compile`."""
-    compiled = torch.compile(model, backend="eager")
-    return run.trained(compiled)
+    with run.compiler():
+        compiled = torch.compile(model, backend="eager")
+        return run.train(compiled), run.weights(model)
 
 
 @everywhere
-@refused("zero(3), fsdp x tp", "was read while its own module was not running")
+def compile_a_block_before_sharding(run: Run):
+    """Compile one block in place before sharding."""
+    model = run.model()
+    with run.compiler():
+        model.blocks[0].compile(backend="eager")
+        return run.trained(run.shard(model))
+
+
+@everywhere
 def compile_a_block(run: Run, model: Any):
     """Compile one block of the sharded model in place."""
-    model.blocks[0].compile(backend="eager")
-    return run.trained(model)
+    with run.compiler():
+        model.blocks[0].compile(backend="eager")
+        return run.trained(model)
 
 
+@everywhere
 @refused_in_pipelines
 def compile_the_step(run: Run, model: Any):
     """Compile the function that does forward and loss."""
     optimizer = run.optimizer(model)
-    step = torch.compile(lambda x: model(x).square().mean(), backend="eager")
-    for i in range(2):
-        optimizer.zero_grad()
-        step(run.batch(i)).backward()
-        optimizer.step()
+    with run.compiler():
+        step = torch.compile(lambda x: model(x).square().mean(), backend="eager")
+        for i in range(2):
+            optimizer.zero_grad()
+            step(run.batch(i)).backward()
+            optimizer.step()
     return run.weights(model)
 
 
