@@ -31,7 +31,7 @@ def _batch(seed: int = 0) -> torch.Tensor:
 def test_a_parameter_in_the_place_of_a_stored_shard_stays_there(ranks):
     def message() -> str:
         model = sl.shard_model(_model(), "dp=2", {"**": None}, transforms=(sl.zero(3),))
-        replaced = model.last.weight = nn.Parameter(torch.zeros(4, 8, dtype=torch.float64))
+        replaced = model.last.weight = nn.Parameter(torch.zeros(4, 8, dtype=torch.float64), requires_grad=False)
         with pytest.raises(ShardingError) as raised:
             model(_batch())
         assert model.last.weight is replaced

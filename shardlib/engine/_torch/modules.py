@@ -26,6 +26,12 @@ private(
     without="units would not be unsharded before their hooks run, and compiled blocks could not fall back to eager",
 )
 private(
+    "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
+    why="to take what torch.compile(model) returns for the model",
+    without="a sharded model is unknown once torch.compile has wrapped it",
+    optional=True,
+)
+private(
     "torch.nn.Module._apply",
     why="to take part in to(), half() and their like",
     without="converting a sharded model would leave its shards behind",

@@ -18,7 +18,9 @@ from shardlib.engine._torch import (
     intercept_data,
     intercept_propagation,
     intercept_redistribution,
+    intercept_written,
     move_handlers,
+    replace_handler,
     restore_handlers,
 )
 from shardlib.engine.ops import _rules
@@ -28,6 +30,7 @@ from shardlib.engine.ops._dispatch import drawing_by, forget_decisions, policy, 
 from shardlib.engine.ops._operands import is_fused_beside_others, redistributed
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
+from shardlib.engine.ops._scaled import UNSCALE, unscale
 from shardlib.engine.ops._stored import refuse_local_tensors, written_whole
 
 __all__ = [
@@ -147,6 +150,8 @@ def _install() -> None:
     _UNDO.append(intercept_propagation(ours))
     _UNDO.append(intercept_redistribution(_redistribute))
     _UNDO.append(intercept_data(_assign_data))
+    _UNDO.append(intercept_written())
+    _UNDO.append(replace_handler(UNSCALE, unscale))
     _UNDO.append(replace_composites())
     _UNDO.append(lambda: restore_handlers(handlers))
     for op in ruled_ops():
