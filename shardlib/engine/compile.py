@@ -143,7 +143,19 @@ _NO_GRAPH = "whose parameters are sharded, and a graph cannot hold them"
 
 
 def run_eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a module eagerly where its caller is compiled. Blocks that are compiled by themselves stay so."""
+    """Call a module whose parameters are sharded, eagerly where its caller is compiled.
+
+    Blocks that are compiled by themselves stay so.
+
+    Raises:
+        ShardingError: a transform of `torch.func` calls it.
+    """
+    if _torch.is_transformed():
+        raise ShardingError(
+            "A transform of torch.func, such as vmap, grad or jvp, calls a model whose parameters are sharded, and its "
+            "tensors do not go into DTensors. Take gradients by torch.autograd.grad, one call for each example or "
+            "output; or transform the unsharded model."
+        )
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_run_with_warning, reason=_NO_GRAPH)(call, *args, **kwargs)
     return call(*args, **kwargs)

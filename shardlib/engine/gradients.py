@@ -227,7 +227,10 @@ class GradientReducer:
         for i, slot in enumerate(self._slots):
             if slot.param_state.is_stored_sharded or not slot.param_state.param.requires_grad or not self.due(i):
                 continue
-            accumulates = _torch.asks_for_gradient(_torch.accumulation_of(slot.param_state.param))
+            node = _torch.accumulation_of(slot.param_state.param)
+            if node is None:
+                _refuse_transform()
+            accumulates = _torch.asks_for_gradient(node)
             if accumulates:
                 return  # this pass adds to `p.grad`
             if accumulates is None:
@@ -637,6 +640,13 @@ def begin_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor]
             alive.begin()
 
     return hook
+
+
+def _refuse_transform() -> None:
+    raise ShardingError(
+        "torch.func.grad transforms a model on data ranks, and would return the gradient of this rank's examples. Call "
+        "loss.backward(), or torch.autograd.grad(loss, list(model.parameters())), which return means over data ranks."
+    )
 
 
 def _averaged(

@@ -74,6 +74,7 @@ __all__ = [
     "direct_apply",
     "has_gradient_hooks",
     "is_checkpointing",
+    "is_transformed",
     "next_node_number",
     "rebind_checkpointed",
     "run_at_end_of_backward",
@@ -101,8 +102,15 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_transformed() -> bool:
+    """Tell whether the function that runs is being transformed by `torch.func`, as by `grad` or `vmap`."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def accumulation_of(param: torch.Tensor) -> Any:
-    """Return the AccumulateGrad node of a parameter."""
+    """Return the AccumulateGrad node of a parameter; None while `torch.func.grad` runs, for which there is none."""
+    if is_transformed() and param.view_as(param).grad_fn is None:
+        return None
     return torch.autograd.graph.get_gradient_edge(param).node
 
 

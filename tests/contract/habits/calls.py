@@ -1023,9 +1023,8 @@ def functional_call_of_a_layer(run: Run, model: Any):
 
 
 @everywhere
-@broken("tp, fsdp x tp, compiled", "RuntimeError: Cannot access data pointer of Tensor that doesn't have storage")
-@broken("replicate, zero(1), zero(2)", "AttributeError: 'NoneType' object has no attribute 'next_functions'")
-@refused("zero(3)", "and another tensor stands in its place")
+@refused("replicate, zero(1), zero(2)", "torch.func.grad transforms a model on data ranks")
+@refused("tp, zero(3), fsdp x tp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
 @refused_in_pipelines
 def grad_of_a_function(run: Run, model: Any):
     """Take gradients by `torch.func.grad` of a functional call."""
@@ -1037,9 +1036,8 @@ def grad_of_a_function(run: Run, model: Any):
     return torch.func.grad(loss)(parameters)
 
 
-@broken("tp, fsdp x tp", "RuntimeError: Cannot access data pointer of Tensor that doesn't have storage")
-@broken("replicate, zero(1), zero(2)", "AttributeError: 'NoneType' object has no attribute 'next_functions'")
-@refused("zero(3)", "and another tensor stands in its place")
+@refused("replicate, zero(1), zero(2)", "torch.func.grad transforms a model on data ranks")
+@refused("tp, zero(3), fsdp x tp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
 @refused_in_pipelines
 def gradients_of_each_example(run: Run, model: Any):
     """Take gradients of each example by `vmap` of `grad`."""
@@ -1053,22 +1051,21 @@ def gradients_of_each_example(run: Run, model: Any):
 
 
 @everywhere
-@broken("tp, fsdp x tp, compiled", "RuntimeError: Cannot access data pointer of Tensor that doesn't have storage")
-@broken("zero(3)", "RuntimeError: In order to use an autograd.Function with functorch transforms ...")
+@refused("tp, zero(3), fsdp x tp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
 @refused_in_pipelines
 def vmap_over_examples(run: Run, model: Any):
     """Call the model on each example by `vmap`."""
     return run.rows(torch.func.vmap(model)(run.batch()))
 
 
-@broken("tp, zero(3), fsdp x tp", "RuntimeError: Cannot access data pointer of Tensor that doesn't have storage")
+@refused("tp, zero(3), fsdp x tp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
 @refused_in_pipelines
 def jacobian_of_inputs(run: Run, model: Any):
     """Take the Jacobian of outputs by inputs, by `torch.func.jacrev`."""
     return run.rows(torch.func.vmap(torch.func.jacrev(model))(run.batch()))
 
 
-@broken("tp, zero(3), fsdp x tp", "RuntimeError: Cannot access data pointer of Tensor that doesn't have storage")
+@refused("tp, zero(3), fsdp x tp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
 @refused_in_pipelines
 def jvp_of_inputs(run: Run, model: Any):
     """Take a directional derivative by `torch.func.jvp`."""
