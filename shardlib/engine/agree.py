@@ -25,8 +25,10 @@ __all__ = [
     "exchange",
     "fingerprint",
     "named_tensors",
+    "places_agree",
     "plans_agree",
     "weights_agree",
+    "weights_stay_equal",
 ]
 
 
@@ -63,6 +65,31 @@ def weights_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup 
         + shown
         + "\nSeed every rank alike before the model is built (torch.manual_seed(0)), or load the same checkpoint."
     )
+
+
+def weights_stay_equal(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, axes: str) -> None:
+    """Raise `ShardingError` if ranks along some axes hold different values of a tensor that they have in common."""
+    if (found := _differing(tensors, group)) is None:
+        return
+    names, shown = found
+    raise ShardingError(
+        f'Ranks along "{axes}" hold the same tensors, and have different values now: {len(names)} of {len(tensors)} '
+        + (f'differ, the first is "{names[0]}":\n' if names else "differ in name:\n")
+        + shown
+        + "\nA rank has written to it, stepped, or cleared a gradient by itself; or a buffer is computed from each "
+        "rank's own examples. Do the same on every rank."
+    )
+
+
+def places_agree(place: str, group: dist.ProcessGroup | None) -> None:
+    """Raise `ShardingError` if ranks are at different places of a step, each told by a sentence."""
+    if (by_rank := _gather(place, group)) is not None:
+        raise ShardingError(
+            "Ranks do different things:\n"
+            + _side_by_side(by_rank, group)
+            + "\nCall forward, backward and the optimizer's step equally often on every rank, on the same parts of the "
+            "model, and set gradients to None on all ranks or on none."
+        )
 
 
 def draws_agree(prints: Mapping[str, int], group: dist.ProcessGroup | None) -> None:

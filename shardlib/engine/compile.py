@@ -150,14 +150,14 @@ def run_eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Raises:
         ShardingError: a transform of `torch.func` calls it.
     """
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(_run_with_warning, reason=_NO_GRAPH)(call, *args, **kwargs)
     if _torch.is_transformed():
         raise ShardingError(
             "A transform of torch.func, such as vmap, grad or jvp, calls a model whose parameters are sharded, and its "
             "tensors do not go into DTensors. Take gradients by torch.autograd.grad, one call for each example or "
             "output; or transform the unsharded model."
         )
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(_run_with_warning, reason=_NO_GRAPH)(call, *args, **kwargs)
     return call(*args, **kwargs)
 
 
@@ -237,8 +237,17 @@ def _with_plain_gradients(output: Any) -> Any:
     """
     for leaf in _torch.leaves_of(output):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, DTensor):
-            leaf.register_hook(to_full_tensor)
+            leaf.register_hook(_plain_gradient)
     return output
+
+
+def _plain_gradient(grad: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled():
+        raise ShardingError(
+            "A backward with create_graph=True goes through a compiled block, of whose graph torch has no second "
+            "derivative. Pass compile=None to shard_model."
+        )
+    return to_full_tensor(grad)
 
 
 def _and_same_class(name: str, same_class: dict[str, nn.Module]) -> str:

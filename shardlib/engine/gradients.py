@@ -80,6 +80,7 @@ class GradientReducer:
         self.averaging = Averaging(data_axes, self.sizes, passes)
         self.reductions = Reductions(bucket_bytes, self._agree_on_missing)
         self.enabled = True
+        self.compare: Callable[[], None] | None = None  # called before each backward pass
         self._keeping = False  # whether gradients stay unreduced until `reduce_now`
         self._everyone, self._end_pass, self._end_step = everyone, end_pass, end_step
         self._slots = [Slot(one) for one in param_states]
@@ -213,6 +214,8 @@ class GradientReducer:
             return
         if self._has_raised:
             self._drop_pending()
+        if self.compare is not None:
+            self.compare()
         if not self.listens:
             return
         ending = functools.partial(self._finish)

@@ -165,6 +165,9 @@ def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: di
         _refuse_incomplete_step(records, params)
         if records and not _torch.is_hooked(optimizer, _before_step):
             _warn_of_unknown(unknown, records, len(params))
+        for record in records:
+            if record.comparison is not None:
+                record.comparison.before_step()
     if records:
         _torch.hook_around_step(optimizer, _before_step, _after_step)
 

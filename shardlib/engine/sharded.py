@@ -18,6 +18,7 @@ from shardlib.errors import ShardingError
 
 if TYPE_CHECKING:
     from shardlib._plan import Plan
+    from shardlib.engine.comparison import StepComparison
     from shardlib.engine.compile import CompileReport
     from shardlib.engine.fp8 import History
     from shardlib.engine.gradients import GradientReducer
@@ -46,6 +47,7 @@ class Sharded:
         updates: all-gathers parameters after a step; None if no state is sharded without its parameter.
         pipeline: the stages, if there are several.
         meets_in_modules: whether some modules communicate with other data ranks while they compute.
+        comparison: what ranks compare in every step; None without `check="always"`.
         has_values: whether its tensors have values; in a dry run they do not.
     """
 
@@ -59,6 +61,7 @@ class Sharded:
     updates: Updates | None
     pipeline: Pipeline | None
     meets_in_modules: bool
+    comparison: StepComparison | None
     has_values: bool
 
     @cached_property

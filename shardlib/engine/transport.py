@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,6 +27,7 @@ from shardlib.errors import InputError
 __all__ = [
     "VARIABLE",
     "CollectiveTransport",
+    "Compare",
     "Handle",
     "PointToPointTransport",
     "Sent",
@@ -101,6 +102,10 @@ class Sent:
     carries: tuple[Movement, ...]
 
 
+Compare = Callable[[str, tuple[Movement, ...], dist.ProcessGroup], None]
+_OF_ALL_RANKS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
 class Transport(ABC):
     """Exchanges blocks of flat buffers among the ranks of a group: one block for each rank.
 
@@ -109,6 +114,7 @@ class Transport(ABC):
         group: the process group.
         axes: the mesh axes of the group.
         log: the list to which each call is appended, while calls are recorded.
+        compare: called with the kind of a collective, what it carries and the group, before it begins.
         ranks: the global ranks of the group, in order.
         index: the index of this rank in the group.
         count: the number of ranks.
@@ -121,14 +127,18 @@ class Transport(ABC):
     def __init__(self, group: dist.ProcessGroup, axes: tuple[str, ...] = ()) -> None:
         self.group, self.axes = group, axes
         self.log: list[Sent] | None = None
+        self.compare: Compare | None = None
         self.ranks = dist.get_process_group_ranks(group)
         self.index = dist.get_rank(group)
         self.count = len(self.ranks)
 
     def note(self, kind: str, carries: Iterable[Movement]) -> None:
-        """Record a call, while calls are recorded."""
+        """Record a call, while calls are recorded; and let ranks compare it."""
+        carries = tuple(carries)
+        if self.compare is not None and kind in _OF_ALL_RANKS:
+            self.compare(kind, carries, self.group)
         if self.log is not None:
-            self.log.append(Sent(kind, self.axes, tuple(carries)))
+            self.log.append(Sent(kind, self.axes, carries))
 
     def all_reduce(self, buffer: torch.Tensor, carries: Iterable[Movement] = ()) -> Handle:
         """Begin to sum a buffer over all ranks, in place. `carries` names the movements of the plan in it."""

@@ -343,6 +343,8 @@ class Units:
 
     def before_backward(self, unit: _Unit) -> None:
         """Unshard a unit, whose saved parameters autograd is about to read."""
+        if self._reducer is not None and (reducer := self._reducer()) is not None:
+            reducer.begin()  # before anything is sent: ranks may compare where they are
         self._unshard(unit)
         self._prefetch(self._order.after_backward_of(unit), unit)
 

@@ -42,12 +42,22 @@ class Cells:
 
     def _parts(self, module: str, kind: str) -> dict[str, list[Part] | Finding]:
         if (module, kind) not in self.played:
-            names, alone = _divided(module, kind)
-            found = self._together(module, names, kind)
+            names, noticed, alone = _divided(module, kind)
+            found = self._together(module, names, kind) | self._noticed(module, noticed, kind)
             with ThreadPoolExecutor(_AT_ONCE) as threads:  # they wait, most of the time
                 apart = threads.map(lambda name: self._on_ranks_of_its_own(module, name, kind), alone)
                 self.played[module, kind] = found | dict(zip(alone, apart, strict=True))
         return self.played[module, kind]
+
+    def _noticed(self, module: str, names: list[str], kind: str) -> dict[str, list[Part] | Finding]:
+        """Run habits with `check="always"`, one after the other."""
+        found: dict[str, list[Part] | Finding] = {}
+        for name in names:
+            try:
+                found |= self._play(module, [name], kind, _ALONE, check="always")
+            except Apart as apart:
+                found[name] = apart.finding
+        return found
 
     def _on_ranks_of_its_own(self, module: str, name: str, kind: str) -> list[Part] | Finding:
         with testing.ranks(2) as pool:
@@ -73,22 +83,29 @@ class Cells:
             return Finding("hung", " ".join(str(error).split())[:500])
 
     def _play(
-        self, module: str, names: list[str], kind: str, timeout: float, patience: float | None = None
+        self,
+        module: str,
+        names: list[str],
+        kind: str,
+        timeout: float,
+        patience: float | None = None,
+        check: Any = True,
     ) -> dict[str, list[Part] | Finding]:
         pool = self.ranks(kind_of(kind).ranks)
-        by_rank = pool.run(play, module, names, kind, patience, timeout=timeout)
+        by_rank = pool.run(play, module, names, kind, patience, check, timeout=timeout)
         return {name: list(parts) for name, parts in zip(names, zip(*by_rank, strict=True), strict=True)}
 
 
-def _divided(module: str, kind: str) -> tuple[list[str], list[str]]:
-    """Return the habits that run together, and those that are end ranks or make them wait, and run alone."""
+def _divided(module: str, kind: str) -> tuple[list[str], list[str], list[str]]:
+    """Return the habits that run together, those with `check="always"`, and those that end ranks and run alone."""
     habits = [habit for habit in habits_of(module) if kind in habit.kinds or kind not in KINDS]
     for what, other in _OTHERS.items():
         if kind == other:
             habits = [habit for habit in habits if any(v.what == what for v in habit.declared.values())]
     verdicts = {habit.name: habit.verdict(kind) for habit in habits}
     alone = [name for name, verdict in verdicts.items() if verdict.alone]
-    return [habit.name for habit in habits if habit.name not in alone], alone
+    noticed = [name for name, verdict in verdicts.items() if verdict.what == "noticed"]
+    return [name for name in verdicts if name not in (*alone, *noticed)], noticed, alone
 
 
 def wrong(habit: Habit, kind: str, found: Finding) -> str:
@@ -100,7 +117,7 @@ def wrong(habit: Habit, kind: str, found: Finding) -> str:
             return "" if found.what == "same" else f"{habit.name} on {kind}: mended by this torch, found {found}"
         mended = found.what == "same" or (found.what == "refused" and "LostRankError" not in found.how)
         return f"{habit.name} on {kind}: declared as broken, and mended: {found}" if mended else ""
-    if declared.what == "refused":
+    if declared.what in ("refused", "noticed"):
         as_declared = found.what == "refused" and declared.how in found.how
     else:
         as_declared = found.what == "same"

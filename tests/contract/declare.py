@@ -21,6 +21,7 @@ __all__ = [
     "habits_of",
     "lost",
     "modules",
+    "noticed",
     "refused",
     "refused_in_pipelines",
 ]
@@ -30,7 +31,7 @@ _DECLARED, _EVERYWHERE = "_declared", "_everywhere"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is declared of a cell: "same", "refused", "as DDP", "microbatches" or "broken"; message or reason."""
+    """What is declared of a cell: "same", "refused", "noticed", "as DDP", "microbatches" or "broken"; how, or why."""
 
     what: str
     how: str = ""
@@ -64,6 +65,11 @@ def refused(kinds: str, message: str) -> Callable[[Any], Any]:
 def lost(kinds: str, message: str) -> Callable[[Any], Any]:
     """Declare that ranks wait for each other in vain, until the mesh's timeout, and shardlib says so then."""
     return _declare(kinds, Verdict("refused", message, alone=True))
+
+
+def noticed(kinds: str, message: str) -> Callable[[Any], Any]:
+    """Declare that ranks differ without a word, and that `check="always"` refuses it, with a part of the message."""
+    return _declare(kinds, Verdict("noticed", message))
 
 
 def as_ddp(kinds: str, why: str) -> Callable[[Any], Any]:

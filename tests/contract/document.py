@@ -33,6 +33,7 @@ have to agree within 1e-10.
 |---|---|
 | same | everything that the program returns is that of one device |
 | *refused* | an error of shardlib, whose number is in the list of messages below |
+| *noticed* | ranks differ without a word; `shard_model(check="always")` refuses it, with the message below |
 | *as DDP* | not that of one device, but that of torch's DistributedDataParallel on two ranks; the reason is below |
 | *microbatches* | not that of one device on the batch, but on its microbatches in turn; the reason is below |
 | **differs** | a known mistake: wrong numbers, an error that helps nobody, or ranks that wait for each other |
@@ -63,12 +64,14 @@ def page() -> str:
 
 _TITLES = {
     "refused": "Messages of refusals",
+    "noticed": 'What `check="always"` says',
     "as DDP": "Where it is as DDP",
     "microbatches": "Where it is as on microbatches",
     "broken": "Known mistakes",
 }
 _MARKS = {
     "refused": "*refused* {}",
+    "noticed": "*noticed* {}",
     "as DDP": "*as DDP* {}",
     "microbatches": "*microbatches* {}",
     "broken": "**differs** {}",
@@ -108,6 +111,7 @@ def _counts(habits: list[Habit]) -> str:
     words = {
         "same": "are the same",
         "refused": "are refused",
+        "noticed": 'are noticed by `check="always"`',
         "as DDP": "are as DDP has them",
         "microbatches": "are as on microbatches",
         "broken": "differ, and are known to",

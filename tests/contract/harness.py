@@ -126,6 +126,7 @@ class Run:
     kind: str
     rank: int = 0
     patience: float | None = None  # seconds that ranks wait for each other; by default for ever
+    check: Any = True  # as `shard_model` takes it
 
     @property
     def alone(self) -> bool:
@@ -163,7 +164,7 @@ class Run:
         if kind.staged:
             rules = rules.with_stages(stages)
         mesh = sl.mesh(kind.mesh, timeout=self.patience)
-        return sl.shard_model(model, mesh, rules, transforms=kind.transforms, compile=kind.compile)
+        return sl.shard_model(model, mesh, rules, transforms=kind.transforms, compile=kind.compile, check=self.check)
 
     @contextlib.contextmanager
     def compiler(self) -> Iterator[None]:
@@ -275,7 +276,7 @@ class Part:
 _PATIENCE, _LONGER = timedelta(seconds=8), timedelta(seconds=60)
 
 
-def play(module: str, names: Iterable[str], kind: str, patience: float | None = None) -> list[Part]:
+def play(module: str, names: Iterable[str], kind: str, patience: float | None = None, check: Any = True) -> list[Part]:
     """Run habits of a module on this rank, one after the other.
 
     Raises:
@@ -288,7 +289,7 @@ def play(module: str, names: Iterable[str], kind: str, patience: float | None = 
         warnings.simplefilter("ignore")
         for name in names:
             _torch.set_implicit_replication(False)  # the first forward of a process sets it
-            run = Run(kind, rank, patience)
+            run = Run(kind, rank, patience, check)
             part, returned = _begin(habits[name], run)
             _all_ended_alike(f"{kind} {name}", part)
             if not part.error:

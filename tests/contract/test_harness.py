@@ -71,6 +71,7 @@ _SAME, _DIFFERS, _REFUSED = Finding("same"), Finding("differs", "x"), Finding("r
         (None, [_SAME]),
         (Verdict("refused", "write y"), [_REFUSED]),
         (Verdict("refused", "write z"), []),
+        (Verdict("noticed", "write y"), [_REFUSED]),
         (Verdict("as DDP", "why"), [_SAME]),
         (Verdict("broken", "why"), [_DIFFERS, Finding("raised"), Finding("hung")]),
     ],

@@ -22,6 +22,7 @@ _graphs = private_when_used(
     "torch._dynamo.backends.common.aot_autograd",
     "torch._dynamo.backends.debugging.boxed_nop",
     "torch._C._AutoDispatchBelowAutograd",
+    "torch._functorch.config",
     why="to run the traced graphs of a block below autograd",
     without='compile="aot_eager" does not work; pass compile="inductor" or None to shard_model',
 )
@@ -76,6 +77,8 @@ def graph_backend(decompositions: Mapping[Op, Callable[..., Any]] | None = None)
 
         return run
 
+    # No memory of a graph is reused here. Else a backward with retain_graph=True raises, which asks when it runs.
+    torch._functorch.config.donated_buffer = False
     return aot_autograd(
         fw_compiler=keep,
         partition_fn=min_cut_rematerialization_partition,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,18 +70,24 @@ def spec_of(tensor: DTensor) -> Any:
     return tensor._spec
 
 
-def intercept_data(assign: Callable[[Callable[..., None], DTensor, torch.Tensor], None]) -> Callable[[], None]:
-    """Let `assign(original, tensor, value)` carry out `tensor.data = value` on DTensors; return an undo function.
+def intercept_data(assign: Callable[[Callable[..., None], torch.Tensor, torch.Tensor], None]) -> Callable[[], None]:
+    """Let `assign(original, tensor, value)` carry out `tensor.data = value` on DTensors and parameters.
 
-    The original changes the wrapper alone, whose memory no op reads (2.13.0, 2.14.1).
+    The original changes the wrapper of a DTensor alone, whose memory no op reads; and a plain parameter that is given a
+    DTensor ends the process once it is used (2.13.0, 2.14.1). Returns an undo function.
     """
     data: Any = torch.Tensor.data
 
-    def set_data(tensor: DTensor, value: torch.Tensor) -> None:
+    def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         assign(data.__set__, tensor, value)
 
-    DTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
-    return functools.partial(delattr, DTensor, "data")
+    for kind in (DTensor, torch.nn.Parameter):
+        kind.data = property(data.__get__, set_data)  # type: ignore[assignment]
+
+    def undo() -> None:
+        del DTensor.data, torch.nn.Parameter.data
+
+    return undo
 
 
 def set_local(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:

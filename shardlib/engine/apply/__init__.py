@@ -42,6 +42,7 @@ from shardlib.engine.apply.install import install_modules
 from shardlib.engine.apply.parameters import casting, install_param_runtime
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.shard import shard_tensors
+from shardlib.engine.comparison import Check, check_choice
 from shardlib.engine.compile import check_backend
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import local_of
@@ -64,7 +65,7 @@ def shard_model(
     transforms: Sequence[Callable[[Plan], Plan]] = (),
     init: Any = None,
     compile: str | None = "auto",
-    check: bool = True,
+    check: Check = True,
     rng: str = "fast",
     global_batch_norm: bool = True,
     bucket_mb: float | None = None,
@@ -90,7 +91,9 @@ def shard_model(
             None. A block that cannot be compiled runs eagerly. Nothing is compiled without a model axis of several
             ranks, or if torch's compiler is disabled (TORCHDYNAMO_DISABLE=1).
         check: compare plans, initial weights and the first batch between the ranks that must agree, and give each
-            data rank its own random stream.
+            data rank its own random stream. "always" compares in every step too, at some cost: where ranks are, each
+            collective of the data axes, every batch, the tensors that ranks have in common, and which gradients are
+            missing. Turn it on where numbers look odd, or ranks wait for each other.
         rng: "exact" draws dropout masks and the random values of `init` by global element index. They are then bit for
             bit the same on every mesh, and the same as on one device inside `exact_random`. All ranks share one state
             of the default CPU generator: draw your data from a separate generator, and give each data rank the same
@@ -110,6 +113,7 @@ def shard_model(
         ShardingError: the model is already sharded, or ranks pass different models.
         CheckpointError: `init` does not fit the model.
         LostRankError: another rank has ended, or did not answer in time.
+        InputError: `check` is none of these.
 
     Example:
         >>> import torch
@@ -119,6 +123,7 @@ def shard_model(
         torch.Size([2, 8])
     """
     check_backend(compile)
+    check_choice(check)
     exact.check_mode(rng)
     device_mesh = mesh(mesh_)
     refuse_model(model)
@@ -194,7 +199,7 @@ def apply_plan(
     *,
     init: Any = None,
     compile: str | None = None,
-    check: bool = True,
+    check: Check = True,
     rng: str = "fast",
     global_batch_norm: bool = True,
     values: Mapping[str, torch.Tensor] | None = None,
@@ -228,7 +233,7 @@ def apply_plan(
     if values is None:
         names = None if build is None else build.names_here
         given = init is not None or any(tensor.is_meta for tensor in tensors.values())
-        values = initial_values(model, rank_plan, init, check=check, names=names) if given else {}
+        values = initial_values(model, rank_plan, init, check=bool(check), names=names) if given else {}
 
     with Undo() as undo:
         if build is not None:
@@ -246,6 +251,7 @@ def apply_plan(
             everyone=everyone,
             end_step=None if history is None else functools.partial(history.end_step, rank_plan.everyone),
             check=check,
+            batch_norm_is_global=global_batch_norm,
         )
         installed.callback(fp8.install(model, float8, history))
         backend = None if build is not None and build.place.splits_backward else compile
@@ -260,7 +266,7 @@ def apply_plan(
             recomputed,
             installed,
             route=None if pipeline is None else pipeline.route,
-            check=check,
+            check=bool(check),
         )
         if check and is_first and not exact_random:
             agree_on_random_state(rank_plan.group(rank_plan.model_axes), rank_plan.random_stream)
@@ -275,6 +281,7 @@ def apply_plan(
             updates=runtime.updates,
             pipeline=pipeline,
             meets_in_modules=rank_plan.meets_in_modules,
+            comparison=runtime.comparison,
             has_values=all(map(_torch.has_values, map(local_of, model.parameters()))),
         )
         shard_again = functools.partial(

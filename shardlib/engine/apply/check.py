@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardlib._plan import Row
 from shardlib.engine import _torch, agree, lost, offload, transport
 from shardlib.engine.apply.rank_plan import RankPlan
+from shardlib.engine.comparison import StepComparison
 from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.layout import Dim, Layout
@@ -163,12 +164,13 @@ def ranks_agree(
     agree.weights_agree(tensors, group)
 
 
-def input_check(rank_plan: RankPlan, *, compare: bool) -> Callable[..., None]:
+def input_check(rank_plan: RankPlan, *, compare: bool, comparison: StepComparison | None = None) -> Callable[..., None]:
     """Return a hook that checks the inputs of each forward.
 
     Args:
         rank_plan: the plan on this rank.
         compare: whether ranks with the same examples compare their first batch.
+        comparison: what ranks compare before every forward instead.
     """
     pending = [compare and bool(rank_plan.model_axes)]
     device, group, axes = rank_plan.device, rank_plan.group(rank_plan.model_axes), ", ".join(rank_plan.model_axes)
@@ -177,7 +179,9 @@ def input_check(rank_plan: RankPlan, *, compare: bool) -> Callable[..., None]:
         for leaf in _torch.leaves_of(*args, *kwargs.values()):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != device.type:
                 raise InputError(_wrong_device(leaf, device))
-        if pending[0]:
+        if comparison is not None:
+            comparison.before_forward(args, kwargs)
+        elif pending[0]:
             pending[0] = False
             agree.batches_agree(args, kwargs, group, axes)
 

@@ -15,6 +15,7 @@ from shardlib.engine import _torch, offload, ops
 from shardlib.engine.apply.check import input_check
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.shard import Replaced
+from shardlib.engine.comparison import Check, StepComparison
 from shardlib.engine.executor.gather import update_buckets
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.params import MutableState, ParamState
@@ -37,6 +38,7 @@ class ParamRuntime:
         units: groups of parameters that are unsharded together; None if none is stored in shards.
         updates: all-gathers parameters after a step; None if no state is sharded without its parameter.
         deferred: modules that wait for their own updated parameters when they run.
+        comparison: what ranks compare in every step; None without `check="always"`.
     """
 
     param_states: Sequence[ParamState]
@@ -44,6 +46,7 @@ class ParamRuntime:
     units: Units | None
     updates: Updates | None
     deferred: tuple[str, ...]
+    comparison: StepComparison | None
 
     def by_name(self) -> dict[str, ParamState]:
         """Return the state of each parameter by all its names."""
@@ -59,7 +62,8 @@ def install_param_runtime(
     *,
     everyone: dist.ProcessGroup | None,
     end_step: Callable[[], None] | None,
-    check: bool,
+    check: Check,
+    batch_norm_is_global: bool,
 ) -> ParamRuntime:
     """Install the hooks that move tensors in forward, backward and step, where the phases have different layouts.
 
@@ -71,14 +75,15 @@ def install_param_runtime(
         undo: removes the hooks of parameters.
         everyone: all ranks that train the model, of all stages.
         end_step: called after the last backward pass of a step.
-        check: compare the first batch.
+        check: compare the first batch; or "always".
+        batch_norm_is_global: whether data ranks have the same statistics of BatchNorm.
     """
     param_states = [
         _param_state(rank_plan, name, param, replaced.masters.get(name)) for name, param in replaced.parameters.items()
     ]
     step = rank_plan.plan.step
     if any(one.shard_spec is not None for one in param_states):
-        ops.read_global_values(rank_plan.mesh)  # as in `float(p.grad.norm())`
+        ops.enable(rank_plan.mesh, stored=True)  # as for `float(p.grad.norm())` and `p[0].zero_()`
     bucket_bytes = int(step.bucket_mb * 2**20)
     units = _make_units(model, rank_plan, param_states, bucket_bytes)
     reducer = GradientReducer(
@@ -98,13 +103,30 @@ def install_param_runtime(
     updates = Updates(buckets, deferred) if buckets else None
     if units is not None:
         units.set_reducer(reducer)
-    root = Root(reducer, input_check(rank_plan, compare=check), units, casting(rank_plan))
+    comparison = None
+    if check == "always" and everyone is not None:
+        comparison = StepComparison(
+            model,
+            param_states,
+            everyone,
+            rank_plan.executor,
+            rank_plan.data_axes,
+            rank_plan.model_axes,
+            updates,
+            batch_norm_is_global=batch_norm_is_global,
+        )
+        rank_plan.executor.compare_calls(comparison.before_call)
+    in_calls = comparison if rank_plan.pipeline_group is None else None  # else `pipeline_step` calls it
+    if in_calls is not None:
+        reducer.compare = in_calls.before_backward
+    inputs = input_check(rank_plan, compare=bool(check), comparison=in_calls)
+    root = Root(reducer, inputs, units, casting(rank_plan))
     for handle in root.install(model):
         installed.callback(handle.remove)
     if updates is not None and deferred:
         for handle in wait_in_model(updates, model):
             installed.callback(handle.remove)
-    return ParamRuntime(param_states, reducer, units, updates, deferred)
+    return ParamRuntime(param_states, reducer, units, updates, deferred, comparison)
 
 
 def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: torch.Tensor | None) -> ParamState:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib._plan import Movement
 from shardlib.engine import _torch, transport
 from shardlib.engine.offload import Downloads
-from shardlib.engine.transport import Sent, Transport, Workspace
+from shardlib.engine.transport import Compare, Sent, Transport, Workspace
 
 __all__ = ["Executor"]
 
@@ -35,19 +35,26 @@ class Executor:
         self.workspace, self.downloads = Workspace(), Downloads()
         self._transports: dict[tuple[tuple[str, ...], dist.ProcessGroup | None], Transport] = {}
         self._log: list[Sent] | None = None
+        self._compare: Compare | None = None
 
     def transport(self, axes: tuple[str, ...], group: dist.ProcessGroup | None = None) -> Transport:
         """Return the transport among the ranks of some mesh axes, or among those of a group along these axes."""
         if (axes, group) not in self._transports:
             among = _torch.flattened(self.mesh, axes).get_group() if group is None else group
             made = transport.over(among, self.device, axes)
-            made.log = self._log
+            made.log, made.compare = self._log, self._compare
             self._transports[axes, group] = made
         return self._transports[axes, group]
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """Return the process group of some mesh axes."""
         return self.transport(axes).group
+
+    def compare_calls(self, compare: Compare) -> None:
+        """Let ranks compare each collective before it begins."""
+        self._compare = compare
+        for one in self._transports.values():
+            one.compare = compare
 
     def copied(self, carries: Iterable[Movement]) -> None:
         """Record a copy between host and device, while calls are recorded."""

@@ -23,6 +23,7 @@ from shardlib.engine._torch import (
     replace_handler,
     restore_handlers,
 )
+from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.ops import _rules
 from shardlib.engine.ops._composite import install as replace_composites
 from shardlib.engine.ops._data import assign_data
@@ -43,7 +44,6 @@ __all__ = [
     "drawing_by",
     "enable",
     "enabled",
-    "read_global_values",
     "record",
     "restored",
     "row",
@@ -51,8 +51,7 @@ __all__ = [
 ]
 
 assert _rules
-_MESHES: set[DeviceMesh] = set()
-_READ: set[DeviceMesh] = set()  # meshes on which only reads of a single value are intercepted
+_MESHES: dict[DeviceMesh, bool] = {}  # those that are enabled, and whether parameters are stored in shards on them
 _UNDO: list[Callable[[], Any]] = []
 _HANDLED = (
     torch.ops.aten.convolution.default,
@@ -63,36 +62,28 @@ _HANDLED = (
 )
 
 
-def enable(mesh: DeviceMesh) -> None:
+def enable(mesh: DeviceMesh, *, stored: bool = False) -> None:
     """Use shardlib's op rules for DTensors on this mesh: every op is sharded by a rule, or its operands are gathered.
 
     DTensors on other meshes keep PyTorch's own behaviour. Enabling a mesh twice has no effect.
+
+    Args:
+        mesh: the mesh.
+        stored: DTensors on it are parameters, gradients and state in shards over data axes. A plain tensor beside them
+            may be an activation of this rank's examples, and is refused where it looks like one.
     """
-    if mesh in _MESHES:
-        return
-    if not (_MESHES or _READ):
+    if not _MESHES:
         _install()
-    _MESHES.add(mesh)
-    _forget()
-
-
-def read_global_values(mesh: DeviceMesh) -> None:
-    """Make `float(x)` and `x.item()` of DTensors on this mesh return the global value, with partial sums reduced.
-
-    PyTorch's own return the local value. All other ops are unchanged. These reads are collective over the mesh.
-    """
-    if not (_MESHES or _READ):
-        _install()
-    _READ.add(mesh)
-    _forget()
+    if mesh not in _MESHES or stored:
+        _MESHES[mesh] = stored
+        _forget()
 
 
 def disable(mesh: DeviceMesh | None = None) -> None:
     """Restore PyTorch's own rules for a mesh (by default for all meshes)."""
-    meshes = set(_MESHES) if mesh is None else {mesh}
-    _MESHES.difference_update(meshes)
-    _READ.difference_update(meshes if mesh is not None else set(_READ))
-    if not (_MESHES or _READ):
+    for one in list(_MESHES) if mesh is None else [mesh]:
+        _MESHES.pop(one, None)
+    if not _MESHES:
         _uninstall()
     _forget()
 
@@ -100,11 +91,11 @@ def disable(mesh: DeviceMesh | None = None) -> None:
 @contextmanager
 def restored() -> Iterator[None]:
     """Disable after the block the meshes that were enabled inside it."""
-    before = _MESHES | _READ
+    before = set(_MESHES)
     try:
         yield
     finally:
-        for mesh in (_MESHES | _READ) - before:
+        for mesh in _MESHES.keys() - before:
             disable(mesh)
 
 
@@ -120,9 +111,13 @@ def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, targe
     return original(local, source, target, **options)
 
 
-def _assign_data(original: Any, tensor: DTensor, value: torch.Tensor) -> None:
-    assign = assign_data if tensor.device_mesh in _MESHES | _READ else original
-    assign(tensor, value)
+def _assign_data(original: Any, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if not isinstance(tensor, DTensor):
+        original(tensor, to_full_tensor(value) if isinstance(value, DTensor) else value)
+    elif tensor.device_mesh in _MESHES:
+        assign_data(tensor, value)
+    else:
+        original(tensor, value)
 
 
 def _forget() -> None:
@@ -135,9 +130,7 @@ def _install() -> None:
     handlers = move_handlers(_HANDLED)
 
     def ours(original: Any, op: Op, args: Any, kwargs: Any, info: OpInfo, try_cache: bool) -> Any:
-        if info.compute_mesh in _READ:
-            if op is torch.ops.aten._local_scalar_dense.default:
-                return op(args[0].full_tensor())
+        if _MESHES.get(info.compute_mesh):
             if (result := written_whole(op, args, kwargs)) is not NotImplemented:
                 return result
             refuse_local_tensors(op, args)

@@ -133,6 +133,8 @@ def run_step(
 ) -> PipelineStep:
     """Run `pipeline_step`, with each action inside of the context that `watched` returns for it."""
     record, train = record_of(model), not forward_only and torch.is_grad_enabled()
+    if record.comparison is not None:
+        record.comparison.before_forward((batch,), {})
     one = _Step(model, record, train=train)
     cut, boundaries, failed = one.prepare(batch, microbatches, microbatch_size)
     meet = one.ask(cut, failed)

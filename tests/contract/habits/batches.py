@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shardlib as sl
-from tests.contract.declare import as_ddp, broken, everywhere, lost, refused, refused_in_pipelines
+from tests.contract.declare import as_ddp, everywhere, noticed, refused, refused_in_pipelines
 from tests.contract.harness import Run, kind_of
 
 
@@ -127,7 +127,7 @@ def other_batches_within_tp(run: Run, model: Any):
     return run.gradients(model)
 
 
-@broken("tp", "differs, stem.weight on rank 0: off by 0.0048")
+@noticed("tp, fsdp x tp", "work on the same examples, but were given different batches")
 @refused_in_pipelines
 def other_batches_within_tp_later(run: Run, model: Any):
     """Give each rank of a model axis its own batch at a later step."""
@@ -182,9 +182,8 @@ def batches_by_generator(run: Run, model: Any):
     return run.gradients(model)
 
 
+@noticed("tp, zero(1), zero(2), zero(3), fsdp x tp, pp", "Ranks do different things:")
 @as_ddp("replicate", "ranks go on from different weights")
-@broken("tp, zero(3), fsdp x tp, pp", "differs, [0][0] on rank 0: off by 0.032")
-@broken("zero(1), zero(2)", "a rank ends by SIGABRT", alone=True)
 def one_rank_skips_the_step(run: Run, model: Any):
     """Skip `optimizer.step()` on the last rank only, as for a loss that is not finite there."""
     optimizer = run.optimizer(model)
@@ -196,8 +195,7 @@ def one_rank_skips_the_step(run: Run, model: Any):
     return run.trained(model, optimizer, 1, start=2)
 
 
-@lost("tp, replicate", "cannot go on: end it, start the job again")
-@broken("zero(1), zero(2), zero(3), fsdp x tp", "a rank ends by SIGABRT", alone=True)
+@noticed("tp, replicate, zero(1), zero(2), zero(3), fsdp x tp", "Ranks do different things:")
 @refused_in_pipelines
 def one_rank_skips_the_backward(run: Run, model: Any):
     """Skip the backward on the last rank only, and step everywhere."""
@@ -211,7 +209,7 @@ def one_rank_skips_the_backward(run: Run, model: Any):
     return run.trained(model, optimizer, 1, start=2)
 
 
-@broken("zero(3), fsdp x tp", "a rank ends by SIGABRT", alone=True)
+@noticed("zero(3), fsdp x tp", "Ranks do different things:")
 @refused("pp", " is on stage 0, and not on this rank")
 def one_rank_uses_a_part_of_the_model(run: Run, model: Any):
     """Leave the head out on the last data rank only."""

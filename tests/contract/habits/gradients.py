@@ -547,8 +547,8 @@ def backward_with_a_gradient(run: Run, model: Any):
 
 
 @everywhere
+@refused("compiled", "of whose graph torch has no second derivative")
 @refused_in_pipelines
-@broken("compiled", "RuntimeError: This backward function was compiled with non-empty donated ...")
 def gradient_penalty(run: Run, model: Any):
     """Penalise gradients of inputs, under double backward."""
     x = run.batch().requires_grad_()
@@ -572,9 +572,9 @@ def gradient_penalty_of_norms(run: Run, model: Any):
 
 
 @everywhere
+@refused("compiled", "of whose graph torch has no second derivative")
 @refused("zero(3), fsdp x tp", "its second derivatives cannot be computed. Do not shard it between steps: zero(2)")
 @refused_in_pipelines
-@broken("compiled", "RuntimeError: This backward function was compiled with non-empty donated ...")
 def penalty_on_gradients_of_weights(run: Run, model: Any):
     """Penalise gradients of weights, under double backward."""
     grads = torch.autograd.grad(run.loss(model), list(model.parameters()), create_graph=True)
@@ -605,7 +605,6 @@ def hessian_vector_product(run: Run, model: Any):
 
 @everywhere
 @refused_in_pipelines
-@broken("compiled", "RuntimeError: This backward function was compiled with non-empty donated ...")
 def retain_graph(run: Run, model: Any):
     """Go back twice through one graph by `retain_graph=True`."""
     loss = run.loss(model)

@@ -1,0 +1,122 @@
+"""`check="always"`: compare in every step what ranks must have in common, before a difference does harm.
+
+Three times in a step, before forward, backward and the optimizer's step, ranks exchange a checksum of where they are;
+and before each collective of the data axes one of what it carries. Before a forward they also compare checksums of the
+batch and of the tensors that several of them hold whole. A difference raises on all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlib._plan import Movement
+from shardlib.engine import agree, batchnorm
+from shardlib.engine.executor import Executor
+from shardlib.engine.params import ParamState, local_of
+from shardlib.engine.schedule import Updates
+from shardlib.errors import InputError
+
+__all__ = ["Check", "StepComparison", "check_choice"]
+
+Check = bool | Literal["always"]
+
+
+def check_choice(check: Check) -> None:
+    """Refuse what `check` does not know.
+
+    Raises:
+        InputError: it is neither a bool nor "always".
+    """
+    if not (isinstance(check, bool) or check == "always"):
+        raise InputError(f'check={check!r} was given; give True, False or "always".')
+
+
+class StepComparison:
+    """Compares the ranks that train one model.
+
+    Args:
+        model: the model, whose buffers are compared.
+        param_states: its parameters.
+        everyone: all ranks that train it, of all stages.
+        executor: has the groups of the mesh, and sends what is compared before.
+        data_axes: the axes (of size > 1) whose ranks have different examples.
+        model_axes: the axes (of size > 1) whose ranks have the same examples.
+        updates: gathers parameters after a step; None if no state is split without its parameter.
+        batch_norm_is_global: whether data ranks have the same statistics of BatchNorm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        param_states: Sequence[ParamState],
+        everyone: dist.ProcessGroup | None,
+        executor: Executor,
+        data_axes: tuple[str, ...],
+        model_axes: tuple[str, ...],
+        updates: Updates | None,
+        *,
+        batch_norm_is_global: bool,
+    ) -> None:
+        self._updates = updates
+        self._model, self._param_states, self._everyone, self._executor = model, param_states, everyone, executor
+        self._axes = {"data": data_axes, "model": model_axes}
+        self._batch_norm_is_global = batch_norm_is_global
+        self._alone = not model_axes and not any(one.is_stored_sharded for one in param_states)
+        self._begun: Counter[str] = Counter()
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Compare ranks before a forward. One without gradients may run on one data rank, if it can.
+
+        Raises:
+            ShardingError: ranks are at different places, or hold different weights.
+            InputError: ranks with the same examples have different batches.
+        """
+        trains = torch.is_grad_enabled()
+        if not trains and self._alone:
+            return
+        self._meet("forward" if trains else "forward without gradients")
+        if model_axes := self._axes["model"]:
+            agree.batches_agree(args, kwargs, self._executor.group(model_axes), ", ".join(model_axes))
+        if self._updates is not None:
+            self._updates.wait()
+        for axes in self._axes.values() if trains else ():
+            if axes:
+                agree.weights_stay_equal(self._held_whole(axes), self._executor.group(axes), ", ".join(axes))
+
+    def before_backward(self) -> None:
+        """Compare ranks before a backward pass, as `before_forward` does."""
+        self._meet("backward")
+
+    def before_step(self) -> None:
+        """Compare ranks, and which gradients they have, before an optimizer's step."""
+        lacking = [one.name for one in self._param_states if one.param.requires_grad and one.param.grad is None]
+        self._meet("optimizer step")
+        if axes := self._axes["data"] + self._axes["model"]:
+            text = f"before an optimizer step, without gradients of {', '.join(lacking) or 'no parameter'}"
+            agree.places_agree(text, self._executor.group(axes))
+
+    def before_call(self, kind: str, carries: Iterable[Movement], group: dist.ProcessGroup) -> None:
+        """Compare ranks before a collective."""
+        names = [f'{movement.purpose} of "{movement.name}"' for movement in carries] or ["other tensors"]
+        said = " to ".join(dict.fromkeys((names[0], names[-1])))
+        agree.places_agree(f"before {kind}, {len(names)} times: {said}", group)
+
+    def _meet(self, what: str) -> None:
+        done = ", ".join(f"{count} x {name}" for name, count in self._begun.items())
+        self._begun[what] += 1
+        agree.places_agree(f"before {what}, after {done or 'nothing'}", self._everyone)
+
+    def _held_whole(self, axes: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Return the tensors that ranks along some axes have in common, by name."""
+        found = {one.name: local_of(one.param) for one in self._param_states if one.row.stored.axes.isdisjoint(axes)}
+        for prefix, module in self._model.named_modules():
+            if self._batch_norm_is_global or not batchnorm.is_batch_norm(module):
+                own = module.named_buffers(prefix, recurse=False)
+                found |= {name: buffer for name, buffer in own if type(buffer) is torch.Tensor}
+        return found

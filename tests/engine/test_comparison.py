@@ -1,0 +1,115 @@
+"""`check="always"`: what ranks compare in every step, and that it changes no numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from shardlib.errors import InputError, ShardingError
+from tests.engine.whole import whole
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.register_buffer("average", torch.zeros(8))
+        self.keeps_average = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if self.keeps_average:
+            self.average.copy_(x.detach().mean(0))
+        return self.last(x)
+
+
+RULES = {"first": "colwise", "last": "rowwise"}
+
+
+def _sharded(mesh: str, transforms: tuple[Any, ...] = (), check: Any = "always") -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    rules = RULES if "tp" in mesh else {"**": None}
+    model = sl.shard_model(Net(), mesh, rules, transforms=transforms, check=check, compile=None)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    optimizer.zero_grad()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def _weights(mesh: str, transforms: tuple[Any, ...], check: Any) -> dict[str, torch.Tensor]:
+    model, optimizer = _sharded(mesh, transforms, check)
+    for seed in range(3):
+        _step(model, optimizer, seed)
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+    return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "transforms"),
+    [
+        ("dp=2", ()),
+        ("dp=2", (sl.zero(1, overlap=True),)),
+        ("dp=2", (sl.zero(3),)),
+        ("tp=2", ()),
+        ("dp=2,tp=2", (sl.zero(2),)),
+        ("dp=2,tp=2", (sl.fsdp(), sl.accumulate(1))),
+    ],
+)
+def test_comparing_changes_no_number(ranks, mesh: str, transforms: tuple[Any, ...]):
+    pool = ranks(sl.MeshShape(mesh).world_size)
+    for found, expected in zip(
+        pool.run(_weights, mesh, transforms, "always"), pool.run(_weights, mesh, transforms, True), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def _goes_wrong(how: str, mesh: str, transforms: tuple[Any, ...]) -> str:
+    """What is said where the last rank does something by itself after a first step."""
+    model, optimizer = _sharded(mesh, transforms)
+    mine = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    model.keeps_average = how == "buffer"
+    try:
+        _step(model, optimizer, torch.distributed.get_rank() if how == "buffer" else 0)
+        if how == "written" and mine:
+            with torch.no_grad():
+                model.last.bias.add_(1.0)
+        if how == "gradient":
+            model(torch.ones(2, 6)).sum().backward()
+            if mine:
+                model.last.bias.grad = None
+            optimizer.step()
+        _step(model, optimizer, 1)
+    except ShardingError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "mesh", "transforms", "said"),
+    [
+        ("written", "dp=2", (), '1 of 5 differ, the first is "last.bias":\n  rank 0: float32 [4] '),
+        ("written", "tp=2", (), '1 of 2 differ, the first is "last.bias":\n  rank 0: float32 [4] '),
+        ("buffer", "dp=2", (sl.zero(3),), '1 of 1 differ, the first is "average":\n  rank 0: float32 [8] '),
+        ("gradient", "dp=2", (sl.zero(3),), "  rank 1: before an optimizer step, without gradients of last.bias\n"),
+        ("gradient", "dp=2", (), "  rank 0: before an optimizer step, without gradients of no parameter\n"),
+        ("nothing", "dp=2,tp=2", (sl.zero(1),), "nothing"),
+    ],
+)
+def test_what_one_rank_does_alone_is_refused_on_all(ranks, how: str, mesh: str, transforms: Any, said: str):
+    for found in ranks(sl.MeshShape(mesh).world_size).run(_goes_wrong, how, mesh, transforms):
+        assert said in found
+
+
+def test_another_word_is_refused():
+    with pytest.raises(InputError) as raised:
+        sl.shard_model(Net(), "dp=1", {"**": None}, check="often")  # type: ignore[arg-type]
+    assert str(raised.value) == "check='often' was given; give True, False or \"always\"."
