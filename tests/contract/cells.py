@@ -117,7 +117,9 @@ def wrong(habit: Habit, kind: str, found: Finding) -> str:
             return "" if found.what == "same" else f"{habit.name} on {kind}: mended by this torch, found {found}"
         mended = found.what == "same" or (found.what == "refused" and "LostRankError" not in found.how)
         return f"{habit.name} on {kind}: declared as broken, and mended: {found}" if mended else ""
-    if declared.what in ("refused", "noticed"):
+    if declared.what == "own part":
+        as_declared = found.what != "same"
+    elif declared.what in ("refused", "noticed"):
         as_declared = found.what == "refused" and declared.how in found.how
     else:
         as_declared = found.what == "same"

@@ -13,6 +13,9 @@ from tests.contract import habits
 from tests.contract.harness import KINDS
 
 __all__ = [
+    "ONE_STAGE",
+    "OTHER_STAGE",
+    "OWN_STATE",
     "Habit",
     "as_ddp",
     "as_microbatches",
@@ -22,16 +25,31 @@ __all__ = [
     "lost",
     "modules",
     "noticed",
+    "own_part",
     "refused",
     "refused_in_pipelines",
 ]
+
+# Reasons of `own_part`.
+ONE_STAGE = (
+    "torch's functions see the parameters of this rank's stages, as under torch.distributed.pipelining; "
+    "sl.clip_grad_norm_ sees those of all"
+)
+OTHER_STAGE = "a module of another stage has no parameters on this rank, as under torch.distributed.pipelining"
+OWN_STATE = (
+    "state_dict() has this rank's shards and stages, as under FSDP2; sl.full_state_dict(model), on all ranks, has what "
+    "a plain model loads"
+)
 
 _DECLARED, _EVERYWHERE = "_declared", "_everywhere"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is declared of a cell: "same", "refused", "noticed", "as DDP", "microbatches" or "broken"; how, or why."""
+    """What is declared of a cell, and how, or why.
+
+    "same", "refused", "noticed", "as DDP", "microbatches", "own part" or "broken".
+    """
 
     what: str
     how: str = ""
@@ -80,6 +98,14 @@ def as_ddp(kinds: str, why: str) -> Callable[[Any], Any]:
 def as_microbatches(why: str) -> Callable[[Any], Any]:
     """Declare that a pipeline does as one device does on microbatches one after the other, with the reason."""
     return _declare("pp", Verdict("microbatches", why))
+
+
+def own_part(kinds: str, why: str, *, alone: bool = False) -> Callable[[Any], Any]:
+    """Declare that each rank acts on the part of the model that it holds, and not on the model, with the reason.
+
+    `alone`: some ranks raise, and others do not.
+    """
+    return _declare(kinds, Verdict("own part", why, alone))
 
 
 def broken(kinds: str, what: str, *, alone: bool = False, until: str = "") -> Callable[[Any], Any]:

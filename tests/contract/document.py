@@ -36,6 +36,7 @@ have to agree within 1e-10.
 | *noticed* | ranks differ without a word; `shard_model(check="always")` refuses it, with the message below |
 | *as DDP* | not that of one device, but that of torch's DistributedDataParallel on two ranks; the reason is below |
 | *microbatches* | not that of one device on the batch, but on its microbatches in turn; the reason is below |
+| *own part* | not that of one device, since a rank acts on the part of the model that it holds; the reason is below |
 | **differs** | a known mistake: wrong numbers, an error that helps nobody, or ranks that wait for each other |
 
 The kinds: {kinds}. On compiled blocks
@@ -67,6 +68,7 @@ _TITLES = {
     "noticed": 'What `check="always"` says',
     "as DDP": "Where it is as DDP",
     "microbatches": "Where it is as on microbatches",
+    "own part": "Where a rank acts on its own part",
     "broken": "Known mistakes",
 }
 _MARKS = {
@@ -74,6 +76,7 @@ _MARKS = {
     "noticed": "*noticed* {}",
     "as DDP": "*as DDP* {}",
     "microbatches": "*microbatches* {}",
+    "own part": "*own part* {}",
     "broken": "**differs** {}",
 }
 
@@ -114,6 +117,7 @@ def _counts(habits: list[Habit]) -> str:
         "noticed": 'are noticed by `check="always"`',
         "as DDP": "are as DDP has them",
         "microbatches": "are as on microbatches",
+        "own part": "act on a rank's own part",
         "broken": "differ, and are known to",
     }
     said = ", ".join(f"{cells[what]} {text}" for what, text in words.items() if cells[what])

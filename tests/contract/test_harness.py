@@ -73,6 +73,7 @@ _SAME, _DIFFERS, _REFUSED = Finding("same"), Finding("differs", "x"), Finding("r
         (Verdict("refused", "write z"), []),
         (Verdict("noticed", "write y"), [_REFUSED]),
         (Verdict("as DDP", "why"), [_SAME]),
+        (Verdict("own part", "why"), [_DIFFERS, _REFUSED, Finding("raised"), Finding("hung")]),
         (Verdict("broken", "why"), [_DIFFERS, Finding("raised"), Finding("hung")]),
     ],
 )

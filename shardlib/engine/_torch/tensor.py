@@ -43,6 +43,7 @@ __all__ = [
     "TensorMeta",
     "_StridedShard",
     "intercept_data",
+    "intercept_reads",
     "local_of",
     "local_shape_and_offset",
     "memory_of",
@@ -86,6 +87,26 @@ def intercept_data(assign: Callable[[Callable[..., None], torch.Tensor, torch.Te
 
     def undo() -> None:
         del DTensor.data, torch.nn.Parameter.data
+
+    return undo
+
+
+def intercept_reads(whole: Callable[[DTensor], torch.Tensor]) -> Callable[[], None]:
+    """Let `numpy()` and `tolist()` of a DTensor be those of `whole(tensor)`; return an undo function.
+
+    Torch refuses both for every subclass (2.13.0, 2.14.1).
+    """
+
+    def numpy(tensor: DTensor, *, force: bool = False) -> Any:
+        return whole(tensor).numpy(force=force)
+
+    def tolist(tensor: DTensor) -> Any:
+        return whole(tensor).tolist()
+
+    DTensor.numpy, DTensor.tolist = numpy, tolist  # type: ignore[method-assign,assignment]
+
+    def undo() -> None:
+        del DTensor.numpy, DTensor.tolist
 
     return undo
 

@@ -17,6 +17,7 @@ from shardlib.engine._torch import (
     clear_propagation_cache,
     intercept_data,
     intercept_propagation,
+    intercept_reads,
     intercept_redistribution,
     intercept_written,
     move_handlers,
@@ -143,6 +144,7 @@ def _install() -> None:
     _UNDO.append(intercept_propagation(ours))
     _UNDO.append(intercept_redistribution(_redistribute))
     _UNDO.append(intercept_data(_assign_data))
+    _UNDO.append(intercept_reads(to_full_tensor))
     _UNDO.append(intercept_written())
     _UNDO.append(replace_handler(UNSCALE, unscale))
     _UNDO.append(replace_composites())

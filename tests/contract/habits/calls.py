@@ -11,11 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.contract.declare import (
+    OTHER_STAGE,
     as_ddp,
     as_microbatches,
     broken,
     everywhere,
     noticed,
+    own_part,
     refused,
     refused_in_pipelines,
 )
@@ -69,7 +71,7 @@ def call_modules_one_by_one(run: Run, model: Any):
 
 
 @everywhere
-@broken("pp", "rank 1 raised: ValueError: optimizer got an empty parameter list", alone=True)
+@own_part("pp", OTHER_STAGE, alone=True)
 def call_one_block(run: Run, model: Any):
     """Call one block alone, and train it."""
     optimizer = torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
@@ -82,7 +84,7 @@ def call_one_block(run: Run, model: Any):
 
 
 @everywhere
-@broken("pp", "rank 1 raised: RuntimeError: element 0 of tensors does not require grad and ...", alone=True)
+@own_part("pp", OTHER_STAGE, alone=True)
 @refused("zero(3), fsdp x tp", "that is stored in shards, and a plain tensor of shape")
 def call_one_layer(run: Run, model: Any):
     """Call one split layer alone."""
@@ -91,7 +93,7 @@ def call_one_layer(run: Run, model: Any):
     return run.rows(out), run.gradients(model)
 
 
-@broken("pp", "rank 1 raised: RuntimeError: element 0 of tensors does not require grad and ...", alone=True)
+@own_part("pp", OTHER_STAGE, alone=True)
 @refused("zero(3)", "that is stored in shards, and a plain tensor of shape")
 @broken("fsdp x tp", "differs, [0] on rank 0: off by 1.8")
 def use_a_weight_directly(run: Run, model: Any):
@@ -293,7 +295,7 @@ def fill_a_list(run: Run):
     return [run.rows(h) for h in hidden], run.gradients(model)
 
 
-@broken("pp", "what play returned on rank 1, a list, cannot be sent back (TypeError: cannot ...", alone=True)
+@own_part("pp", OTHER_STAGE, alone=True)
 def fill_a_dict_of_the_model(run: Run):
     """Write activations into a dict of the model in forward."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from tests.contract.declare import broken, everywhere, refused, refused_in_pipelines
+from tests.contract.declare import OTHER_STAGE, OWN_STATE, broken, everywhere, own_part, refused, refused_in_pipelines
 from tests.contract.harness import Net, Run
 
 
@@ -54,7 +54,7 @@ def deepcopy_as_a_teacher(run: Run, model: Any):
     return run.weights(model), run.weights(teacher)
 
 
-@broken("pp", "what play returned on rank 1, a list, cannot be sent back (TypeError: cannot ...", alone=True)
+@own_part("pp", OTHER_STAGE, alone=True)
 @refused("fsdp x tp", "was given DTensors on two meshes")
 @refused("zero(3)", "that is stored in shards, and a plain tensor of shape")
 def deepcopy_a_block(run: Run, model: Any):
@@ -64,7 +64,7 @@ def deepcopy_a_block(run: Run, model: Any):
         return run.rows(block(nn.functional.pad(run.batch(), (0, 2))))
 
 
-@broken("pp", "what play returned on rank 1, a list, cannot be sent back (TypeError: cannot ...", alone=True)
+@own_part("pp", OTHER_STAGE, alone=True)
 def deepcopy_a_weight(run: Run, model: Any):
     """Copy one parameter by `deepcopy`."""
     return copy.deepcopy(model.blocks[0].up.weight).detach()
@@ -197,7 +197,7 @@ def load_a_part(run: Run, model: Any):
     return sorted(answer.missing_keys), sorted(answer.unexpected_keys), run.trained(model)
 
 
-@broken("pp", "rank 1 raised: RuntimeError: Error(s) in loading state_dict for Block: ...", alone=True)
+@own_part("pp", OTHER_STAGE, alone=True)
 def load_into_a_module(run: Run, model: Any):
     """Load a state dict into one block."""
     state = {n.removeprefix("blocks.0."): v for n, v in _other_state().items() if n.startswith("blocks.0.")}
@@ -301,12 +301,7 @@ def save_the_state_dict_on_one_rank(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken(
-    "tp, zero(3), fsdp x tp",
-    "rank 0 raised: RuntimeError: Error(s) in loading state_dict for Net: While ...",
-    alone=True,
-)
-@broken("pp", "rank 0 raised: RuntimeError: Error(s) in loading state_dict for Net: Missing ...", alone=True)
+@own_part("tp, zero(3), fsdp x tp, pp", OWN_STATE, alone=True)
 def save_on_one_rank_for_a_plain_model(run: Run, model: Any):
     """Save `state_dict()` on the first rank only, and load it into a plain model there."""
     run.train(model, steps=1)
