@@ -22,7 +22,7 @@ _graphs = private_when_used(
     "torch._dynamo.backends.common.aot_autograd",
     "torch._dynamo.backends.debugging.boxed_nop",
     "torch._C._AutoDispatchBelowAutograd",
-    "torch._functorch.config",
+    "torch._functorch.config.donated_buffer",
     why="to run the traced graphs of a block below autograd",
     without='compile="aot_eager" does not work; pass compile="inductor" or None to shard_model',
 )

@@ -71,7 +71,8 @@ def enable(mesh: DeviceMesh, *, stored: bool = False) -> None:
     Args:
         mesh: the mesh.
         stored: DTensors on it are parameters, gradients and state in shards over data axes. A plain tensor beside them
-            may be an activation of this rank's examples, and is refused where it looks like one.
+            may be an activation of this rank's examples, and is refused where it looks like one. On several axes
+            torch's own rules stay, apart from reads of single values.
     """
     if not _MESHES:
         _install()
@@ -107,7 +108,7 @@ def enabled(mesh: DeviceMesh) -> bool:
 
 def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any) -> Any:
     """Redistribute correctly where PyTorch is wrong: fused splits on several axes, or axes in another order."""
-    if source.mesh in _MESHES and is_fused_beside_others(source, target.placements):
+    if _MESHES.get(source.mesh) is False and is_fused_beside_others(source, target.placements):
         return redistributed(local, source, target.placements)
     return original(local, source, target, **options)
 
@@ -131,11 +132,15 @@ def _install() -> None:
     handlers = move_handlers(_HANDLED)
 
     def ours(original: Any, op: Op, args: Any, kwargs: Any, info: OpInfo, try_cache: bool) -> Any:
-        if _MESHES.get(info.compute_mesh):
+        stored = _MESHES.get(info.compute_mesh)
+        if stored:
             if (result := written_whole(op, args, kwargs)) is not NotImplemented:
                 return result
             refuse_local_tensors(op, args)
-        if info.compute_mesh in _MESHES:
+        if stored and info.compute_mesh.ndim > 1:  # no rule knows splits of one dim over data and model axes
+            if op is torch.ops.aten._local_scalar_dense.default:
+                return op(args[0].full_tensor())
+        elif stored is not None:
             return policy(op, args, kwargs, info)
         if op in handlers:
             return handlers[op](op, args, kwargs)

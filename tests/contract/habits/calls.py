@@ -1033,8 +1033,7 @@ def functional_call_of_a_layer(run: Run, model: Any):
 
 @everywhere
 @refused("replicate, zero(1), zero(2)", "torch.func.grad transforms a model on data ranks")
-@refused("tp, zero(3), fsdp x tp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
-@refused_in_pipelines
+@refused("tp, zero(3), fsdp x tp, pp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
 def grad_of_a_function(run: Run, model: Any):
     """Take gradients by `torch.func.grad` of a functional call."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -1046,8 +1045,7 @@ def grad_of_a_function(run: Run, model: Any):
 
 
 @refused("replicate, zero(1), zero(2)", "torch.func.grad transforms a model on data ranks")
-@refused("tp, zero(3), fsdp x tp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
-@refused_in_pipelines
+@refused("tp, zero(3), fsdp x tp, pp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
 def gradients_of_each_example(run: Run, model: Any):
     """Take gradients of each example by `vmap` of `grad`."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -1060,22 +1058,19 @@ def gradients_of_each_example(run: Run, model: Any):
 
 
 @everywhere
-@refused("tp, zero(3), fsdp x tp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
-@refused_in_pipelines
+@refused("tp, zero(3), fsdp x tp, pp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
 def vmap_over_examples(run: Run, model: Any):
     """Call the model on each example by `vmap`."""
     return run.rows(torch.func.vmap(model)(run.batch()))
 
 
-@refused("tp, zero(3), fsdp x tp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
-@refused_in_pipelines
+@refused("tp, zero(3), fsdp x tp, pp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
 def jacobian_of_inputs(run: Run, model: Any):
     """Take the Jacobian of outputs by inputs, by `torch.func.jacrev`."""
     return run.rows(torch.func.vmap(torch.func.jacrev(model))(run.batch()))
 
 
-@refused("tp, zero(3), fsdp x tp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
-@refused_in_pipelines
+@refused("tp, zero(3), fsdp x tp, pp, compiled", "A transform of torch.func, such as vmap, grad or jvp, calls a model")
 def jvp_of_inputs(run: Run, model: Any):
     """Take a directional derivative by `torch.func.jvp`."""
     x = run.batch()

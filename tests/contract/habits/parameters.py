@@ -75,6 +75,8 @@ def fill_weights(run: Run, model: Any):
     return run.trained(model)
 
 
+@everywhere
+@broken("fsdp x tp", "NotImplementedError: Operator aten.fill_.Tensor does not have a sharding ...")
 def write_rows_by_index(run: Run, model: Any):
     """Write into some rows and columns of weights by index."""
     with torch.no_grad():
@@ -86,6 +88,8 @@ def write_rows_by_index(run: Run, model: Any):
     return run.trained(model)
 
 
+@everywhere
+@broken("fsdp x tp", "differs, [0][0] on rank 0: off by 0.0085")
 def write_into_views(run: Run, model: Any):
     """Write into rows, columns, slices and other views of weights."""
     weight = model.blocks[0].up.weight
@@ -101,6 +105,8 @@ def write_into_views(run: Run, model: Any):
     return run.trained(model)
 
 
+@everywhere
+@broken("fsdp x tp", "RuntimeError: aten.index_put_.default: in-place operations that require ...")
 def write_by_mask(run: Run, model: Any):
     """Set negative weights to zero by a mask."""
     with torch.no_grad():
@@ -284,6 +290,7 @@ def apply_random_init_before(run: Run):
     return run.trained(run.shard(model))
 
 
+@broken("fsdp x tp", "DTensor has torch's own rules on several axes, under which each rank draws its shard by itself")
 @own_part("pp", "a rank draws the random numbers of its own stages")
 def apply_random_init_after(run: Run, model: Any):
     """Initialise by `model.apply` with random numbers after sharding; all ranks draw alike."""
@@ -292,6 +299,7 @@ def apply_random_init_after(run: Run, model: Any):
     return run.trained(model)
 
 
+@broken("fsdp x tp", "DTensor has torch's own rules on several axes, under which each rank draws its shard by itself")
 @own_part("pp", "a rank draws the random numbers of its own stages")
 def reset_parameters(run: Run, model: Any):
     """Call `reset_parameters` of every module after sharding."""
@@ -302,6 +310,7 @@ def reset_parameters(run: Run, model: Any):
     return run.trained(model)
 
 
+@broken("fsdp x tp", "DTensor has torch's own rules on several axes, under which each rank draws its shard by itself")
 def orthogonal_init(run: Run, model: Any):
     """Initialise a weight by `nn.init.orthogonal_` after sharding."""
     torch.manual_seed(1)
@@ -309,6 +318,7 @@ def orthogonal_init(run: Run, model: Any):
     return run.trained(model)
 
 
+@broken("fsdp x tp", "DTensor has torch's own rules on several axes, under which each rank draws its shard by itself")
 def identity_init(run: Run, model: Any):
     """Initialise a weight by `nn.init.eye_` after sharding."""
     nn.init.eye_(model.blocks[0].up.weight)
