@@ -52,7 +52,8 @@ __all__ = [
 ]
 
 assert _rules
-_MESHES: dict[DeviceMesh, bool] = {}  # those that are enabled, and whether parameters are stored in shards on them
+_MESHES: set[DeviceMesh] = set()
+_STORED: set[DeviceMesh] = set()  # meshes on which parameters are stored in shards over data axes
 _UNDO: list[Callable[[], Any]] = []
 _HANDLED = (
     torch.ops.aten.convolution.default,
@@ -74,18 +75,21 @@ def enable(mesh: DeviceMesh, *, stored: bool = False) -> None:
             may be an activation of this rank's examples, and is refused where it looks like one. On several axes
             torch's own rules stay, apart from reads of single values.
     """
-    if not _MESHES:
+    known = _STORED if stored else _MESHES
+    if mesh in known:
+        return
+    if not (_MESHES or _STORED):
         _install()
-    if mesh not in _MESHES or stored:
-        _MESHES[mesh] = stored
-        _forget()
+    known.add(mesh)
+    _forget()
 
 
 def disable(mesh: DeviceMesh | None = None) -> None:
     """Restore PyTorch's own rules for a mesh (by default for all meshes)."""
-    for one in list(_MESHES) if mesh is None else [mesh]:
-        _MESHES.pop(one, None)
-    if not _MESHES:
+    meshes = _MESHES | _STORED if mesh is None else {mesh}
+    _MESHES.difference_update(meshes)
+    _STORED.difference_update(meshes)
+    if not (_MESHES or _STORED):
         _uninstall()
     _forget()
 
@@ -93,11 +97,11 @@ def disable(mesh: DeviceMesh | None = None) -> None:
 @contextmanager
 def restored() -> Iterator[None]:
     """Disable after the block the meshes that were enabled inside it."""
-    before = set(_MESHES)
+    before = _MESHES | _STORED
     try:
         yield
     finally:
-        for mesh in _MESHES.keys() - before:
+        for mesh in (_MESHES | _STORED) - before:
             disable(mesh)
 
 
@@ -108,7 +112,7 @@ def enabled(mesh: DeviceMesh) -> bool:
 
 def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any) -> Any:
     """Redistribute correctly where PyTorch is wrong: fused splits on several axes, or axes in another order."""
-    if _MESHES.get(source.mesh) is False and is_fused_beside_others(source, target.placements):
+    if source.mesh in _MESHES and is_fused_beside_others(source, target.placements):
         return redistributed(local, source, target.placements)
     return original(local, source, target, **options)
 
@@ -116,7 +120,7 @@ def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, targe
 def _assign_data(original: Any, tensor: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(tensor, DTensor):
         original(tensor, to_full_tensor(value) if isinstance(value, DTensor) else value)
-    elif tensor.device_mesh in _MESHES:
+    elif tensor.device_mesh in _MESHES | _STORED:
         assign_data(tensor, value)
     else:
         original(tensor, value)
@@ -132,16 +136,16 @@ def _install() -> None:
     handlers = move_handlers(_HANDLED)
 
     def ours(original: Any, op: Op, args: Any, kwargs: Any, info: OpInfo, try_cache: bool) -> Any:
-        stored = _MESHES.get(info.compute_mesh)
-        if stored:
+        mesh = info.compute_mesh
+        if mesh in _STORED:
             if (result := written_whole(op, args, kwargs)) is not NotImplemented:
                 return result
             refuse_local_tensors(op, args)
-        if stored and info.compute_mesh.ndim > 1:  # no rule knows splits of one dim over data and model axes
-            if op is torch.ops.aten._local_scalar_dense.default:
-                return op(args[0].full_tensor())
-        elif stored is not None:
+        if mesh in _MESHES or (mesh in _STORED and mesh.ndim == 1):
             return policy(op, args, kwargs, info)
+        # No rule knows splits of one dim over data and model axes.
+        if mesh in _STORED and op is torch.ops.aten._local_scalar_dense.default:
+            return op(args[0].full_tensor())
         if op in handlers:
             return handlers[op](op, args, kwargs)
         return original(op, args, kwargs, info, try_cache)
