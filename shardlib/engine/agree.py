@@ -60,8 +60,7 @@ def weights_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup 
         return
     names, shown = found
     raise ShardingError(
-        f"The ranks start from different weights: {len(names)} of {len(tensors)} tensors differ"
-        + (f', the first is "{names[0]}":\n' if names else " in name:\n")
+        f"The ranks start from different weights: {len(names)} of {len(tensors)} tensors {_with_first(names)}:\n"
         + shown
         + "\nSeed every rank alike before the model is built (torch.manual_seed(0)), or load the same checkpoint."
     )
@@ -74,7 +73,7 @@ def weights_stay_equal(tensors: Mapping[str, torch.Tensor], group: dist.ProcessG
     names, shown = found
     raise ShardingError(
         f'Ranks along "{axes}" hold the same tensors, and have different values now: {len(names)} of {len(tensors)} '
-        + (f'differ, the first is "{names[0]}":\n' if names else "differ in name:\n")
+        f"{_with_first(names)}:\n"
         + shown
         + "\nA rank has written to it, stepped, or cleared a gradient by itself; or a buffer is computed from each "
         "rank's own examples. Do the same on every rank."
@@ -125,6 +124,10 @@ def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.
         + "\nPick the batch by the rank's place on the data axes alone, for example with "
         'DistributedSampler(dataset, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()).'
     )
+
+
+def _with_first(names: list[str]) -> str:
+    return f'differ, the first is "{names[0]}"' if names else "differ in name"
 
 
 def _differing(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> tuple[list[str], str] | None:

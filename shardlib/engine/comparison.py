@@ -65,9 +65,9 @@ class StepComparison:
     ) -> None:
         self._updates = updates
         self._model, self._param_states, self._everyone, self._executor = model, param_states, everyone, executor
-        self._axes = {"data": data_axes, "model": model_axes}
+        self._data_axes, self._model_axes = data_axes, model_axes
         self._batch_norm_is_global = batch_norm_is_global
-        self._alone = not model_axes and not any(one.is_stored_sharded for one in param_states)
+        self._evaluates_alone = not model_axes and not any(one.is_stored_sharded for one in param_states)
         self._begun: Counter[str] = Counter()
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -78,16 +78,14 @@ class StepComparison:
             InputError: ranks with the same examples have different batches.
         """
         trains = torch.is_grad_enabled()
-        if not trains and self._alone:
+        if not trains and self._evaluates_alone:
             return
         self._meet("forward" if trains else "forward without gradients")
-        if model_axes := self._axes["model"]:
-            agree.batches_agree(args, kwargs, self._executor.group(model_axes), ", ".join(model_axes))
-        if self._updates is not None:
-            self._updates.wait()
-        for axes in self._axes.values() if trains else ():
-            if axes:
-                agree.weights_stay_equal(self._held_whole(axes), self._executor.group(axes), ", ".join(axes))
+        if self._model_axes:
+            group = self._executor.group(self._model_axes)
+            agree.batches_agree(args, kwargs, group, ", ".join(self._model_axes))
+        if trains:
+            self._compare_weights()
 
     def before_backward(self) -> None:
         """Compare ranks before a backward pass, as `before_forward` does."""
@@ -97,7 +95,7 @@ class StepComparison:
         """Compare ranks, and which gradients they have, before an optimizer's step."""
         lacking = [one.name for one in self._param_states if one.param.requires_grad and one.param.grad is None]
         self._meet("optimizer step")
-        if axes := self._axes["data"] + self._axes["model"]:
+        if axes := self._data_axes + self._model_axes:
             text = f"before an optimizer step, without gradients of {', '.join(lacking) or 'no parameter'}"
             agree.places_agree(text, self._executor.group(axes))
 
@@ -111,6 +109,13 @@ class StepComparison:
         done = ", ".join(f"{count} x {name}" for name, count in self._begun.items())
         self._begun[what] += 1
         agree.places_agree(f"before {what}, after {done or 'nothing'}", self._everyone)
+
+    def _compare_weights(self) -> None:
+        if self._updates is not None:
+            self._updates.wait()
+        for axes in (self._data_axes, self._model_axes):
+            if axes:
+                agree.weights_stay_equal(self._held_whole(axes), self._executor.group(axes), ", ".join(axes))
 
     def _held_whole(self, axes: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Return the tensors that ranks along some axes have in common, by name."""

@@ -134,6 +134,8 @@ class Transport(ABC):
 
     def note(self, kind: str, carries: Iterable[Movement]) -> None:
         """Record a call, while calls are recorded; and let ranks compare it."""
+        if self.compare is None and self.log is None:
+            return
         carries = tuple(carries)
         if self.compare is not None and kind in _OF_ALL_RANKS:
             self.compare(kind, carries, self.group)

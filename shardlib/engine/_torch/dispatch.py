@@ -136,10 +136,9 @@ def move_handlers(ops: Sequence[Op]) -> dict[Op, Any]:
 
 
 def replace_handler(op: Op, ours: Callable[..., Any]) -> Callable[[], None]:
-    """Let `ours(original, op, args, kwargs)` carry out an op of DTensors, before the cache; return an undo function."""
+    """Let `ours(op, args, kwargs)` carry out an op of DTensors that torch handles before its cache; return an undo."""
     table = dispatcher()._custom_op_handlers
-    original = table[op]
-    table[op] = functools.partial(ours, original)
+    original, table[op] = table[op], ours
     return functools.partial(table.__setitem__, op, original)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ __all__ = ["UNSCALE", "unscale"]
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
-def unscale(_original: Callable[..., Any], op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def unscale(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Divide gradients, of which some may be plain, and let all ranks know that one holds a number that is not finite.
 
     Torch's own asks the first gradient how all of them lie: where it is whole and another is split, ranks take
