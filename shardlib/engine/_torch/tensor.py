@@ -185,11 +185,19 @@ def local_shape_and_offset(
     assert coordinate is not None
     for index, n, placement in zip(coordinate, mesh.shape, placements, strict=True):
         if isinstance(placement, Shard | _StridedShard):
-            dim, size = placement.dim, local[placement.dim]
-            chunk = -(-size // n)
-            start = min(chunk * index, size)
-            local[dim], offset[dim] = min(chunk, size - start), offset[dim] + start
+            dim, pieces = placement.dim, int(getattr(placement, "split_factor", 1))
+            piece = max(-(-local[dim] // pieces), 1)
+            count, rest = divmod(local[dim], piece)
+            start, size = _chunk(piece, n, index)
+            local[dim], offset[dim] = count * size + _chunk(rest, n, index)[1], offset[dim] + start
     return tuple(local), tuple(offset)
+
+
+def _chunk(size: int, n: int, index: int) -> tuple[int, int]:
+    """Return where a chunk of `torch.chunk` begins, and its size, which may be zero."""
+    chunk = -(-size // n)
+    start = min(chunk * index, size)
+    return start, min(chunk, size - start)
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
