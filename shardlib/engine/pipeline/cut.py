@@ -7,7 +7,6 @@ weight.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -155,9 +154,8 @@ def fake_copy(model: nn.Module, mode: Any, device: torch.device, dtypes: Any) ->
         device: the device of the fake tensors.
         dtypes: compute dtypes by parameter name, where they differ from the parameter's.
     """
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    memo = {id(tensor): _fake(tensor, mode, device, dtypes.get(name)) for name, tensor in named.items()}
-    return copy.deepcopy(model, memo)
+    names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
+    return _torch.copied_with(model, lambda x: _fake(x, mode, device, dtypes.get(names.get(id(x)))))
 
 
 def _fake(tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -14,7 +14,6 @@ and receive.
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -387,8 +386,7 @@ def without_fakes(output: Any) -> Any:
 
 def _tried(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return the output of a module for zeros, in a temporary copy whose parameters are zeros."""
-    tensors = [*module.parameters(), *module.buffers()]
-    real = copy.deepcopy(module, {id(tensor): _as_kind(_zeros(tensor), tensor) for tensor in tensors})
+    real = _torch.copied_with(module, lambda tensor: _as_kind(_zeros(tensor), tensor))
     args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
     with torch.random.fork_rng(devices=()):
         return real(*args, **kwargs)
