@@ -191,10 +191,11 @@ class _Linear(torch.autograd.Function):
         return _torch.wrap(y if local_bias is None else y.add_(local_bias), steps.y)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        if grad is None:
+    def backward(ctx: Any, given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if given is None:
             return None, None, None, None
         x, weight = ctx.saved_tensors
+        grad = _torch.as_replicated(given, x.device_mesh)  # autograd makes plain ones, as behind a packed sequence
         steps: _Steps = ctx.steps
         if torch.is_grad_enabled():
             return (*_differentiable(ctx, grad.redistribute(placements=steps.plan.grad_y), x, weight), None)

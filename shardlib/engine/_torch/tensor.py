@@ -42,6 +42,7 @@ __all__ = [
     "DTensorSpec",
     "TensorMeta",
     "_StridedShard",
+    "as_replicated",
     "intercept_data",
     "intercept_reads",
     "local_of",
@@ -142,6 +143,11 @@ def _replicated_spec(mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...
 def replicated_spec(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
     """Return the spec of a plain tensor that is the same on all ranks of `mesh`."""
     return _replicated_spec(mesh, tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def as_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a DTensor itself, and a plain tensor, the same on all ranks of `mesh`, as a replicated one."""
+    return tensor if isinstance(tensor, DTensor) else wrap(tensor, replicated_spec(tensor, mesh))
 
 
 @cached_by_mesh

@@ -580,7 +580,6 @@ def recurrent_with_split_weights(run: Run):
     return run.trained(_sharded(run, _Recurrent(nn.LSTM), split))
 
 
-@broken("tp, fsdp x tp", "RuntimeError: The tensor has a non-zero number of elements, but its data is ...")
 @refused("pp", "looks at values of tensors between its stages' modules")
 def packed_sequences(run: Run):
     """Give a GRU packed sequences of several lengths."""
@@ -1126,8 +1125,7 @@ def checkpoint_a_sequence(run: Run):
     return run.trained(run.shard(Sequence().double()))
 
 
-@broken("tp, fsdp x tp", "RuntimeError: unsupported input list type: Tensor[]")
-@broken("zero(3)", "RuntimeError: Tried to trace <__torch__.torch.classes.c10d.ProcessGroup ...")
+@refused("tp, zero(3), fsdp x tp", "torch.jit.trace calls a model whose parameters are sharded")
 @refused_in_pipelines
 def scripted_by_trace(run: Run, model: Any):
     """Trace the evaluated model by `torch.jit.trace`."""

@@ -286,8 +286,11 @@ def drop_what_is_not_finite(run: Run, model: Any):
     return run.gradients(model)
 
 
-@broken("tp", "ranks wait in all_reduce over tp", alone=True)
-@broken("zero(1), zero(2), zero(3), fsdp x tp", "ranks wait in all_reduce over dp", alone=True)
+@broken(
+    "tp, zero(1), zero(2), zero(3), fsdp x tp",
+    "the norm is of all shards, so that ranks wait for one another",
+    alone=True,
+)
 def read_norms_on_one_rank(run: Run, model: Any):
     """Print the norm of every gradient on the first rank only."""
     run.backward(model)
@@ -710,7 +713,7 @@ def loss_kept_over_steps(run: Run, model: Any):
     return run.mean(total), run.weights(model)
 
 
-@broken("pp", "differs, stem.weight on rank 0: [0, 0, 0, 0, ...] is not None")
+@broken("pp", "zeros on rank 0, not None: a stage that sends no gradient back sends zeros")
 def detach_in_the_middle(run: Run, model: Any):
     """Stop the gradient in the middle of the model by `detach`."""
     model.blocks[1].register_forward_pre_hook(lambda _module, args: (args[0].detach(),))
