@@ -108,7 +108,17 @@ _WORLD_TABLES = (
 _FIRST_FAKE_GROUP = 1_000_000_000
 
 
-class _Remembering(FakeTensorMode):
+class _Mode(FakeTensorMode):
+    def __deepcopy__(self, memo: Any) -> _Mode:
+        """Return the mode itself, to which the copy of a tensor belongs too.
+
+        `copy.deepcopy` copies the attributes of a buffer, and the mode is one. A copied mode would have copies of weak
+        references to storages, each of which frees the reference (2.13.0): the process crashes later.
+        """
+        return self
+
+
+class _Remembering(_Mode):
     """Returns the same tensor again where an op is called with the same ones.
 
     Each op of fake tensors (2.13.0) costs as much as a small block computes, and every microbatch goes the same way.
@@ -217,7 +227,7 @@ def _call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tuple(leaves)
 
 
-class _DryMode(FakeTensorMode):
+class _DryMode(_Mode):
     """The mode of a dry run."""
 
 
@@ -302,7 +312,7 @@ def recording_imagined(record: Callable[[Any, Any, Any], Any]) -> AbstractContex
     The context keeps no weak references to the tensors, so that others can be swapped into their places.
     """
     stack = ExitStack()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # each call's own tensors: what is recorded is told apart by them
+    mode = _Mode(allow_non_fake_inputs=True)  # each call's own tensors: what is recorded is told apart by them
     memo = mode.fake_tensor_converter.tensor_memo
 
     class Recording(TorchDispatchMode):
