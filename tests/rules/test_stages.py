@@ -110,7 +110,7 @@ class Named(nn.Module):
 
 
 def test_a_name_of_a_neighbours_weight_stays_with_the_neighbour():
-    """And the weight counts once: 4 words are 8 numbers beside 4 blocks of 6. Blocks with common weights stand apart."""
+    """The weight counts once: 4 words are 8 numbers, beside 4 blocks of 6. Blocks with common weights stand apart."""
     assert modules(sl.Balanced(), Named(100), 2) == ["shared embed", "blocks.0 blocks.1 blocks.2 blocks.3"]
     assert modules(sl.Balanced(), Named(4), 2) == ["shared embed blocks.0", "blocks.1 blocks.2 blocks.3"]
     assert modules(sl.Balanced(), Named(4), 5) == ["shared embed", *(f"blocks.{i}" for i in range(4))]
