@@ -103,7 +103,6 @@ def use_a_weight_directly(run: Run, model: Any):
     return run.rows(out), run.gradients(model)
 
 
-@refused("zero(3)", "was read while its own module was not running")
 def tie_by_use(run: Run):
     """Use one layer's weight in the forward of another, as tied embeddings do."""
 
@@ -677,7 +676,6 @@ class _Attention(nn.Module):
         return self.head(self.attn(x, x, x)[0].mean(1))
 
 
-@refused("zero(3)", "was read while its own module was not running")
 @refused_in_pipelines
 def multihead_attention(run: Run):
     """Train `nn.MultiheadAttention` between split layers."""
@@ -686,7 +684,6 @@ def multihead_attention(run: Run):
     return run.trained(model), run.outputs(model.eval(), 5)
 
 
-@refused("zero(3)", "was read while its own module was not running")
 @refused_in_pipelines
 def transformer_encoder(run: Run):
     """Train an `nn.TransformerEncoderLayer`, and evaluate it by its fast path."""
