@@ -9,8 +9,8 @@ gathered meanwhile. Tensors that autograd saved alias these buffers. Before the 
 therefore gathered into the same buffer again (Rajbhandari et al., "ZeRO", section 5.3; Zhao et al., "PyTorch FSDP",
 VLDB 2023, sections 3.3 and 4.2, whose schedule this is).
 
-A module may read a parameter of another unit, as a tied head reads an embedding's. It is gathered into memory of its own,
-which stays until backward has used it; its gradient joins that of the unit.
+A module may read a parameter of another unit, as a tied head reads an embedding's. It is gathered into memory of its
+own, which stays until backward has used it; its gradient joins that of the unit.
 
 Parameters outside of units (those of modules that contain units, and those tied across units) are gathered when the
 forward of the model begins, and stay unsharded until backward has ended.
@@ -198,7 +198,7 @@ class _Unit:
 
     def _is_written(self, param_state: ParamState) -> bool:
         """Tell whether somebody has written to an unsharded tensor since it was gathered."""
-        made = (self.unsharded.get(id(param_state)), self.read.get(id(param_state)))
+        made = [tensors[id(param_state)] for tensors in (self.unsharded, self.read) if id(param_state) in tensors]
         return any(tensor._version != self.versions[id(tensor)] for tensor in made if id(tensor) in self.versions)
 
     def _holds(self, tensor: torch.Tensor, param_state: ParamState) -> bool:
@@ -207,7 +207,7 @@ class _Unit:
 
 # Advice, to which plugins have keywords.
 _KEEP_FULL = (
-    'keep it full between steps: zero(2), or only= patterns without it (of a plugin: zero_stage=2, '
+    "keep it full between steps: zero(2), or only= patterns without it (of a plugin: zero_stage=2, "
     'shard_param_frac=0, or sharding_strategy="NO_SHARD").'
 )
 
@@ -459,9 +459,7 @@ class Units:
             following.begin_unshard()
 
 
-def _read_apart(
-    units: weakref.ref[Units], unit: weakref.ref[_Unit], param_state: ParamState
-) -> torch.Tensor:
+def _read_apart(units: weakref.ref[Units], unit: weakref.ref[_Unit], param_state: ParamState) -> torch.Tensor:
     live_units, live_unit = units(), unit()
     assert live_units is not None and live_unit is not None, "who reads runs inside of the model"
     return live_units.read_apart(live_unit, param_state)
