@@ -83,6 +83,7 @@ __all__ = [
     "fake_tensors",
     "fake_world",
     "give_fused_splits_real_offsets",
+    "grouped_product_shape",
     "has_values",
     "imagined_in",
     "imagining",
@@ -116,6 +117,35 @@ class _Mode(FakeTensorMode):
         references to storages, each of which frees the reference (2.13.0): the process crashes later.
         """
         return self
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped_product(*args, **(kwargs or {}))
+        return super().dispatch(func, types, args, kwargs or {})
+
+
+def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
+    """Return the fake output of `_grouped_mm`, whose shape function takes bfloat16 alone (2.13.0); the kernel does not.
+
+    Raises:
+        RuntimeError: the kernel does not take the dtype either.
+    """
+    if a.dtype not in _GROUPED:
+        raise RuntimeError(f"Expected mat_a to be Float32, BFloat16 or Float16 matrix, got {a.dtype}")
+    groups = a.shape[:1] if offs is None else offs.shape
+    return a.new_empty(grouped_product_shape(a.shape, b.shape, groups), dtype=out_dtype)
+
+
+_GROUPED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def grouped_product_shape(a: Sequence[int], b: Sequence[int], groups: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the product of two matrices, or lists of them, in groups of rows, columns or summands.
+
+    >>> grouped_product_shape((8, 3), (2, 3, 5), (2,)), grouped_product_shape((5, 8), (8, 3), (2,))
+    ((8, 5), (2, 5, 3))
+    """
+    return (*(groups if len(a) == len(b) else ()), a[-2], b[-1])
 
 
 class _Remembering(_Mode):
