@@ -15,24 +15,9 @@ from torch import nn
 import shardlib as sl
 from shardlib.testing import assert_equivalent
 from tests.engine.whole import gradients
-from tests.families.transformer_models import MIXTURE, transformers
+from tests.families.transformer_models import FAMILIES, MIXTURE, transformers
 
 _ROWS, _SEQ = 8, 6
-_LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4}
-_GROUPS = {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
-# Five experts on two ranks: the first has one more than the second.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Mixtral": {"num_local_experts": 5, "router_aux_loss_coef": 0.5},
-    "Qwen2Moe": {
-        "num_experts": 4,
-        "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 12,
-        "mlp_only_layers": [0],
-    },
-    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4, "norm_topk_prob": True},
-    "DeepseekV2": {**_LATENT, **_GROUPS, "moe_intermediate_size": 8, "q_lora_rank": None},
-    "DeepseekV3": {**_LATENT, **_GROUPS, "moe_intermediate_size": 8, "q_lora_rank": 8},
-}
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.testing import assert_equivalent
-from tests.families.test_moe import FAMILIES
-from tests.families.transformer_models import MIXTURE, build, images, text, transformers
+from tests.families.transformer_models import FAMILIES, MIXTURE, build, images, text, transformers
 from tests.torchvision_on_cpu import import_torchvision
 
 _T5 = {"vocab_size": 67, "d_model": 20, "d_kv": 3, "d_ff": 18, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
