@@ -416,10 +416,12 @@ def is_recorded(tensor: torch.Tensor) -> bool:
 def _keep(tensor: torch.Tensor, known: _Recorded) -> None:
     """Keep the record of a tensor on meta, and of the tensors that `copy.deepcopy` makes of it."""
     _recorded[tensor] = known
-    tensor.__deepcopy__ = functools.partial(_copied, tensor)  # type: ignore[method-assign]
+    tensor.__deepcopy__ = functools.partial(_copied, weakref.ref(tensor))  # type: ignore[method-assign]
 
 
-def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+def _copied(this: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:
+    tensor = this()
+    assert tensor is not None, "who copies it holds it"
     known, changed = _recorded[tensor], tensor._version
     copier = vars(tensor).pop("__deepcopy__")
     try:

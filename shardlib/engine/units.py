@@ -44,6 +44,11 @@ if TYPE_CHECKING:
 __all__ = ["Units", "make_units", "unshard_in_modules"]
 
 _ALIGNMENT = 64  # bytes; kernels are fastest there
+# Advice in errors.
+_KEEP_FULL = (
+    "keep it full between steps: zero(2), or only= patterns without it (of a plugin: zero_stage=2, "
+    'shard_param_frac=0, or sharding_strategy="NO_SHARD").'
+)
 
 
 @dataclass(eq=False)
@@ -203,13 +208,6 @@ class _Unit:
 
     def _holds(self, tensor: torch.Tensor, param_state: ParamState) -> bool:
         return tensor is self.unsharded.get(id(param_state))
-
-
-# Advice, to which plugins have keywords.
-_KEEP_FULL = (
-    "keep it full between steps: zero(2), or only= patterns without it (of a plugin: zero_stage=2, "
-    'shard_param_frac=0, or sharding_strategy="NO_SHARD").'
-)
 
 
 def _unsharded(param_states: Sequence[ParamState], reducer: weakref.ref[GradientReducer]) -> dict[int, torch.Tensor]:

@@ -110,6 +110,8 @@ _FIRST_FAKE_GROUP = 1_000_000_000
 
 
 class _Mode(FakeTensorMode):
+    """The mode of fake tensors, without two mistakes of torch's own."""
+
     def __deepcopy__(self, memo: Any) -> _Mode:
         """Return the mode itself, to which the copy of a tensor belongs too.
 
