@@ -70,6 +70,7 @@ __all__ = [
     "own_tensors",
     "replace_conversion",
     "set_compiled_call",
+    "watch_copies",
     "watch_new_buffers",
     "watch_new_modules",
     "watch_new_parameters",
@@ -84,6 +85,22 @@ wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 watch_new_parameters = torch.nn.modules.module.register_module_parameter_registration_hook
 watch_new_modules = torch.nn.modules.module.register_module_module_registration_hook
 watch_new_buffers = torch.nn.modules.module.register_module_buffer_registration_hook
+
+
+def watch_copies(hook: Callable[[torch.nn.Module], None]) -> Callable[[], None]:
+    """Call `hook` with each module that a copy or a pickle makes, which registers nothing; return the undo."""
+    restore = torch.nn.Module.__setstate__
+
+    def note(module: torch.nn.Module, state: Any) -> None:
+        restore(module, state)
+        hook(module)
+
+    torch.nn.Module.__setstate__ = note  # type: ignore[method-assign]
+
+    def undo() -> None:
+        torch.nn.Module.__setstate__ = restore  # type: ignore[method-assign]
+
+    return undo
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

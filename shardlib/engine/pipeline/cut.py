@@ -7,7 +7,6 @@ weight.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,9 +35,10 @@ class Place:
         stages: all stages.
         own: the numbers of this rank's stages.
         everywhere: named modules without parameters: any stage that has their inputs may call them.
+        same: for each name of a module that has several, all its names.
     """
 
-    def __init__(self, plan: Plan, index: int) -> None:
+    def __init__(self, plan: Plan, index: int, model: nn.Module) -> None:
         self.ranks, self.index, self.stages = plan.mesh.only(plan.mesh.pipeline_axes).world_size, index, plan.stages
         self.schedule = plan.step.schedule or default_schedule(self.ranks, len(self.stages))
         named = {name for row in plan.rows if row.kind == "parameter" for name in row.tied}
@@ -49,6 +49,7 @@ class Place:
             if not any(name.startswith(f"{module}.") for name in named)
         )
         self.own = tuple(stage for stage in range(len(self.stages)) if self.rank_of(stage) == index)
+        self.same = {name: names for names, _ in _modules(model) if len(names) > 1 for name in names}
 
     @property
     def splits_backward(self) -> bool:
@@ -67,10 +68,13 @@ class Place:
     def keeps(self, name: str, names: Sequence[str]) -> bool:
         """Tell whether this rank keeps the tensor under one of its names.
 
-        A name that no stage holds is kept with the other names of the tensor.
+        A name that no stage holds is kept with the other names of the tensor. A module that is kept under one of its
+        names is kept under all.
         """
-        named = [stage for stage in self.stages if stage.holds(name)]
-        if any(name.startswith(f"{module}.") for module in self.everywhere):
+        module, _, key = name.rpartition(".")
+        same = [f"{each}.{key}" for each in self.same.get(module, ())] or [name]
+        named = [stage for stage in self.stages if any(map(stage.holds, same))]
+        if any(one.startswith(f"{module}.") for module in self.everywhere for one in same):
             return True
         if named:
             return any(self.stages[own] in named for own in self.own)
@@ -101,7 +105,10 @@ def of_stages(plan: Plan, place: Place, shape: MeshShape) -> Plan:
     """
     _refuse(plan, place)
     own = [place.stages[i] for i in place.own]
-    inside = functools.partial(_inside, own)
+
+    def inside(module: str) -> bool:
+        return any(_inside(own, name) for name in place.same.get(module, (module,)))
+
     return plan.replace(
         mesh=shape,
         rows=tuple(row for each in plan.rows if (row := _own_row(each, place)) is not None),

@@ -152,7 +152,7 @@ class PipelineBuild:
         self.plan, self.mesh = plan, mesh_with_stages(mesh)
         self.shape = MeshShape.of(self.mesh)
         self.axis = plan.mesh.pipeline_axes[0]
-        self.place = Place(plan, self.mesh.get_local_rank(self.axis))
+        self.place = Place(plan, self.mesh.get_local_rank(self.axis), model)
         of_stage = MeshShape({name: size for name, size in self.shape.items() if name != self.axis})
         self.stage_plan = of_stages(plan, self.place, of_stage)
         self.stage_mesh = self.mesh[tuple(name for name in self.shape.names if name != self.axis)]

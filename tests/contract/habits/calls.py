@@ -101,7 +101,6 @@ def use_a_weight_directly(run: Run, model: Any):
     return run.rows(out), run.gradients(model)
 
 
-@refused("zero(3)", "was read while its own module was not running")
 def tie_by_use(run: Run):
     """Use one layer's weight in the forward of another, as tied embeddings do."""
 
@@ -672,7 +671,6 @@ class _Attention(nn.Module):
         return self.head(self.attn(x, x, x)[0].mean(1))
 
 
-@refused("zero(3)", "was read while its own module was not running")
 @refused_in_pipelines
 def multihead_attention(run: Run):
     """Train `nn.MultiheadAttention` between split layers."""
@@ -681,7 +679,6 @@ def multihead_attention(run: Run):
     return run.trained(model), run.outputs(model.eval(), 5)
 
 
-@refused("zero(3)", "was read while its own module was not running")
 @refused_in_pipelines
 def transformer_encoder(run: Run):
     """Train an `nn.TransformerEncoderLayer`, and evaluate it by its fast path."""

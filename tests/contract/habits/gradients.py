@@ -587,7 +587,10 @@ def gradient_penalty_of_norms(run: Run, model: Any):
 
 @everywhere
 @refused("compiled", "of whose graph torch has no second derivative")
-@refused("zero(3), fsdp x tp", "its second derivatives cannot be computed. Do not shard it between steps: zero(2)")
+@refused(
+    "zero(3), fsdp x tp",
+    "its second derivatives cannot be computed. To compute them, keep it full between steps: zero(2)",
+)
 @refused_in_pipelines
 def penalty_on_gradients_of_weights(run: Run, model: Any):
     """Penalise gradients of weights, under double backward."""
@@ -596,7 +599,10 @@ def penalty_on_gradients_of_weights(run: Run, model: Any):
     return run.gradients(model)
 
 
-@refused("zero(3), fsdp x tp", "its second derivatives cannot be computed. Do not shard it between steps: zero(2)")
+@refused(
+    "zero(3), fsdp x tp",
+    "its second derivatives cannot be computed. To compute them, keep it full between steps: zero(2)",
+)
 @refused_in_pipelines
 def inner_step_of_maml(run: Run, model: Any):
     """Take an inner step by hand with `create_graph=True`, and go back through it."""
@@ -607,7 +613,10 @@ def inner_step_of_maml(run: Run, model: Any):
     return run.gradients(model)
 
 
-@refused("zero(3), fsdp x tp", "its second derivatives cannot be computed. Do not shard it between steps: zero(2)")
+@refused(
+    "zero(3), fsdp x tp",
+    "its second derivatives cannot be computed. To compute them, keep it full between steps: zero(2)",
+)
 @refused_in_pipelines
 def hessian_vector_product(run: Run, model: Any):
     """Take a Hessian-vector product by double backward."""
