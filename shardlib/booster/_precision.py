@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from shardlib._plan import Plan
-from shardlib.booster._options import Options, recipe, refused
+from shardlib.booster._options import Options, recipe, refuse_method, refused
 from shardlib.errors import PlanError, nearest
 from shardlib.transforms import LossScale, precision
 
@@ -36,6 +36,10 @@ class MixedPrecision(Options):
     def transforms(self, model: nn.Module) -> Transforms:
         """Return the transforms of a model's plan."""
         raise NotImplementedError
+
+    def configure(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise a `PlanError`, with the call that is meant."""
+        refuse_method("MixedPrecision.configure")
 
 
 @recipe
