@@ -211,9 +211,7 @@ def groups_for(
     return found
 
 
-def _of_the_same_update(
-    g: int, saved: Mapping[str, Any], group: Mapping[str, Any], how: str
-) -> dict[str, Any]:
+def _of_the_same_update(g: int, saved: Mapping[str, Any], group: Mapping[str, Any], how: str) -> dict[str, Any]:
     """Return the options that one of Adam's classes takes from another.
 
     Raises:
