@@ -22,8 +22,15 @@ from shardlib.errors import CheckpointError, PlanError, ShardingError
 __all__ = ["add_lora", "save_lora"]
 
 _WEIGHTS = "adapter_model.safetensors"
-# What peft notes of the run in which adapters were made, and of how they are used.
-_OF_A_RUN = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
+# Fields about the run in which adapters were made, and about their first values, which saved ones have had.
+_OF_A_RUN = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "init_lora_weights",
+    "peft_version",
+    "revision",
+}
 
 
 def add_lora(model: nn.Module, pretrained_dir: Any, lora_config: Any, quantization: Any, quantize: bool) -> nn.Module:

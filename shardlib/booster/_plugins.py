@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -83,12 +84,12 @@ class Plugin(Options):
     @property
     def tp_size(self) -> int:
         """The number of ranks that split a layer."""
-        return self._shape().only(self._tensor_axes_here()).world_size
+        return math.prod(self._shape()[axis] for axis in self._tensor_axes_here())
 
     @property
     def pp_size(self) -> int:
         """The number of ranks along the pipeline axis."""
-        return self._shape().only(self._shape().pipeline_axes).world_size
+        return math.prod(self._shape()[axis] for axis in self._shape().pipeline_axes)
 
     @property
     def dp_group(self) -> dist.ProcessGroup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "FP16TorchMixedPrecision",
     "MixedPrecision",
     "Transforms",
+    "known_precisions",
     "loss_scale",
     "mixed_precision_of",
     "precision_of",
@@ -165,6 +166,11 @@ _BY_NAME: Mapping[str, type[MixedPrecision]] = {
     "fp16_naive": FP16NaiveMixedPrecision,
     "fp16_apex": FP16ApexMixedPrecision,
 }
+
+
+def known_precisions() -> Sequence[type[MixedPrecision]]:
+    """Return every class of a mixed precision."""
+    return tuple(_BY_NAME.values())
 
 
 def mixed_precision_of(given: Any) -> MixedPrecision | None:
