@@ -9,7 +9,9 @@ from typing import Any
 
 __all__ = [
     "CheckpointError",
+    "DeviceCountError",
     "InputError",
+    "InputTypeError",
     "LaunchError",
     "LayoutError",
     "LostRankError",
@@ -58,16 +60,24 @@ class RuleError(ShardlibError):
     """A rule, or a layout file, that is ambiguous or wrong for the model."""
 
 
-class PlanError(ShardlibError):
+class PlanError(ShardlibError, ValueError):
     """A plan that cannot be computed, read or carried out."""
+
+
+class DeviceCountError(PlanError, IndexError):
+    """Fewer devices than parts of a model."""
 
 
 class ShardingError(ShardlibError):
     """A model or optimizer in a state in which it cannot be sharded or stepped."""
 
 
-class InputError(ShardlibError):
+class InputError(ShardlibError, ValueError):
     """An argument of a sharded model does not fit its mesh: a device, a batch that ranks disagree on."""
+
+
+class InputTypeError(InputError, TypeError):
+    """An argument is of another type than those that are taken."""
 
 
 class CheckpointError(ShardlibError):

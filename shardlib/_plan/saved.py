@@ -73,6 +73,8 @@ def load(source: str) -> dict[str, Any]:
             "borders": tuple(_border(border) for border in data["borders"]),
             "report": _report(data["report"]) if data["report"] else None,
         }
+    except PlanError:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise PlanError(
             f"The text is not a plan: {type(error).__name__}: {error}. Give what Plan.to_json or `shardlib plan "

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from shardlib.booster._accelerator import Accelerator, get_accelerator, get_current_device
 from shardlib.booster._booster import BoostedModule, Booster
+from shardlib.booster._checkpoint_io import GeneralCheckpointIO
 from shardlib.booster._coordinator import DistCoordinator
 from shardlib.booster._data import DataLoader
+from shardlib.booster._logger import DistributedLogger, disable_existing_loggers, get_dist_logger
 from shardlib.booster._moe import MoeHybridParallelPlugin
 from shardlib.booster._optimizer import BoostedOptimizer
 from shardlib.booster._plugins import (
+    DPPluginBase,
     GeminiPlugin,
     HybridParallelPlugin,
     LowLevelZeroPlugin,
@@ -23,32 +27,49 @@ from shardlib.booster._precision import (
     FP16TorchMixedPrecision,
     MixedPrecision,
 )
+from shardlib.booster._recompute import GradientCheckpointConfig, PipelineGradientCheckpointConfig
+from shardlib.booster._stages import PipelineStageManager
 from shardlib.booster.config import Config
 from shardlib.booster.launch import Launched, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
-from shardlib.engine import LazyInitContext
+from shardlib.engine import LazyInitContext, OptimizerWrapper
+
+ModelWrapper = BoostedModule
 
 __all__ = [
+    "Accelerator",
     "BF16MixedPrecision",
     "BoostedModule",
     "BoostedOptimizer",
     "Booster",
     "Config",
+    "DPPluginBase",
     "DataLoader",
     "DistCoordinator",
+    "DistributedLogger",
     "FP8MixedPrecision",
     "FP16ApexMixedPrecision",
     "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
     "GeminiPlugin",
+    "GeneralCheckpointIO",
+    "GradientCheckpointConfig",
     "HybridParallelPlugin",
     "Launched",
     "LazyInitContext",
     "LowLevelZeroPlugin",
     "MixedPrecision",
+    "ModelWrapper",
     "MoeHybridParallelPlugin",
+    "OptimizerWrapper",
+    "PipelineGradientCheckpointConfig",
+    "PipelineStageManager",
     "Plugin",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
+    "disable_existing_loggers",
+    "get_accelerator",
+    "get_current_device",
+    "get_dist_logger",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",

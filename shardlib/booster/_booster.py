@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,33 +12,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib import checkpoint as checkpoints
-from shardlib._mesh import mesh
-from shardlib.booster._files import refuse_to_replace
+from shardlib.booster._checkpoint_io import GeneralCheckpointIO, Path
 from shardlib.booster._lora import add_lora, save_lora
 from shardlib.booster._optimizer import BoostedOptimizer, Carried
 from shardlib.booster._plugins import OneProcess, Plugin
 from shardlib.booster._precision import Transforms, mixed_precision_of
-from shardlib.checkpoint import Saving
+from shardlib.booster._recompute import leave_to_plan
 from shardlib.engine import agree, no_sync, pipeline_step, plan_of, shard_model
 from shardlib.engine._torch import pytree
 from shardlib.engine.lazy import build_again, is_recorded
-from shardlib.errors import InputError, MeshError, PlanError, ShardingError, refuse
+from shardlib.errors import InputError, MeshError, PlanError, ShardingError
 
 __all__ = ["BoostedModule", "Booster"]
 
-Path = str | os.PathLike[str]
-
 
 class BoostedModule(nn.Module):
-    """The methods that the class of a boosted model adds; the model stays the same module."""
+    """The names that the class of a boosted model adds; the model stays the same module, and is not wrapped."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, unless it has a `module` of its own, which it is then."""
+        own = vars(self)
+        return own.get("module", own["_modules"].get("module", self))  # type: ignore[no-any-return]
 
     def unwrap(self, *args: Any, **options: Any) -> nn.Module:
-        """Return the model itself, since it is not wrapped."""
+        """Return the model itself."""
         return self
 
 
-class Booster:
+class Booster(GeneralCheckpointIO):
     """Boosts a model and its training objects, by the recipe of a plugin; then saves and loads them.
 
     Args:
@@ -81,7 +82,7 @@ class Booster:
     def mesh(self) -> DeviceMesh:
         """The device mesh, made when it is needed first."""
         try:
-            return mesh(self.plugin.mesh_shape(), device_type=self.device_type)
+            return self.plugin.device_mesh(self.device_type)
         except MeshError as error:
             if isinstance(self.plugin, OneProcess):
                 raise MeshError(
@@ -89,6 +90,11 @@ class Booster:
                     f"Booster(plugin=TorchDDPPlugin()). {error}"
                 ) from error
             raise
+
+    @property
+    def checkpoint_io(self) -> GeneralCheckpointIO:
+        """What saves and loads: the booster itself."""
+        return self
 
     def boost(
         self,
@@ -136,7 +142,9 @@ class Booster:
             bucket_mb=self.plugin.bucket_mb(),
             example=example,
         )
-        _add_unwrap(model)
+        if getattr(self.plugin, "gradient_checkpoint_config", None) is not None:
+            leave_to_plan(model)
+        _add_names(model)
         boosted = None if carried is None else carried.onto(model, self._boosted_optimizer)
         if boosted is not None and lr_scheduler is not None:
             boosted.follow(lr_scheduler)
@@ -240,7 +248,7 @@ class Booster:
         Args:
             model: a model that is not sharded; it is changed in place.
             pretrained_dir: adapters of `save_lora_as_pretrained` or peft, for further training.
-            lora_config: a `peft.LoraConfig`, for new adapters.
+            lora_config: a `peft.LoraConfig`, for new adapters; beside `pretrained_dir`, one that the saved ones have.
             bnb_quantization_config: None; refused.
             quantize: False; refused.
 
@@ -248,7 +256,8 @@ class Booster:
             peft's model, whose parameters the optimizer takes.
 
         Raises:
-            PlanError: peft is not installed; neither or both of folder and configuration; quantized weights.
+            PlanError: peft is not installed; neither folder nor configuration; a configuration that says otherwise than
+                that of the folder; quantized weights.
             ShardingError: a model that is sharded, or on meta.
             CheckpointError: no adapters that can be read.
         """
@@ -271,142 +280,13 @@ class Booster:
         """
         save_lora(model, checkpoint)
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save_model(
-        self,
-        model: nn.Module,
-        checkpoint: Path,
-        shard: bool = False,
-        gather_dtensor: bool = True,
-        prefix: str | None = None,
-        size_per_shard: float = 1024,
-        use_safetensors: bool = False,
-        use_async: bool = False,
-    ) -> Saving:
-        """Save the model's tensors, unsharded and by their own names. Collective: every rank calls it.
+def _add_names(model: nn.Module) -> None:
+    """Add `unwrap` and `module` to the model's class, by a subclass of the same name, as `fully_shard` adds methods.
 
-        Files are always safetensors, whatever the path is called; nothing is pickled.
-
-        Args:
-            model: boosted or not.
-            checkpoint: a file; with `shard`, a folder, which is replaced as a whole.
-            shard: write a folder as Hugging Face does, with an index and the model's `config.json`.
-            gather_dtensor: True; files always have unsharded tensors, which are gathered one at a time.
-            prefix: with `shard`, a word in the names of files, which `from_pretrained(folder, variant=...)` takes. An
-                empty one is none.
-            size_per_shard: megabytes of a file, with `shard`.
-            use_safetensors: either; see above.
-            use_async: copy the tensors, and write them while training continues. `wait()` of the result, the next save
-                and the next load wait for it.
-
-        Raises:
-            CheckpointError: the reason why it was not saved, on every rank. An earlier checkpoint is still there.
-        """
-        _check_saving(gather_dtensor)
-        prefix = prefix or None
-        refuse(
-            "save", "prefix", None if shard else prefix, None, "one file has the name that you give; with shard=True."
-        )
-        if shard:
-            refuse_to_replace(checkpoint, "model")
-        kind = "huggingface" if shard else "file"
-        options: dict[str, Any] = {"shard_mb": size_per_shard, "background": use_async, "random": False}
-        return checkpoints.save(checkpoint, model, weights=kind, variant=prefix, **options)
-
-    def load_model(
-        self,
-        model: nn.Module,
-        checkpoint: Path,
-        strict: bool = True,
-        low_cpu_mem_mode: bool = True,
-        num_threads: int = 1,
-    ) -> None:
-        """Load a checkpoint of `save_model` or `shardlib.save`, with any plugin on any mesh, or Hugging Face's files.
-
-        Collective. Each rank reads its own slices; dtypes are converted.
-
-        Args:
-            model: the model whose tensors are overwritten.
-            checkpoint: a file, a folder, or the index in one.
-            strict: raise if a name is only in the model or only in the checkpoint.
-            low_cpu_mem_mode: True; no rank holds the whole model.
-            num_threads: 1.
-
-        Raises:
-            CheckpointError: the reason why it does not fit, on every rank. Pickled files are not read.
-        """
-        _check_loading(low_cpu_mem_mode, num_threads)
-        checkpoints.load(checkpoint, model, strict=strict, cast=True, random=False)
-
-    def save_optimizer(
-        self,
-        optimizer: BoostedOptimizer,
-        checkpoint: Path,
-        shard: bool = False,
-        gather_dtensor: bool = True,
-        prefix: str | None = None,
-        size_per_shard: float = 1024,
-        use_async: bool = False,
-    ) -> Saving:
-        """Save the optimizer's groups and state, and the loss scale. Collective.
-
-        Args:
-            optimizer: the boosted optimizer.
-            checkpoint: a folder, also without `shard`. Each rank writes its local shards.
-            shard: limit files to `size_per_shard` megabytes.
-            gather_dtensor: as in `save_model`.
-            prefix: None or empty; only `load_optimizer` reads these files.
-            size_per_shard: as in `save_model`.
-            use_async: as in `save_model`.
-
-        Raises:
-            CheckpointError: the reason why it was not saved.
-        """
-        _check_saving(gather_dtensor)
-        refuse("save", "prefix", prefix or None, None, "only load_optimizer reads these files; choose another folder.")
-        refuse_to_replace(checkpoint, "optimizer")
-        return checkpoints.save(
-            checkpoint,
-            _model_of(optimizer),
-            optimizer,
-            weights="none",
-            shard_mb=size_per_shard if shard else 2.0**40,
-            background=use_async,
-            random=False,
-        )
-
-    def load_optimizer(
-        self, optimizer: BoostedOptimizer, checkpoint: Path, low_cpu_mem_mode: bool = True, num_threads: int = 1
-    ) -> None:
-        """Load a checkpoint of `save_optimizer` or `shardlib.save`, with any plugin on any mesh. Collective.
-
-        Where parameters are stored in low precision and the optimizer has master copies, load the model before its
-        optimizer.
-
-        Raises:
-            CheckpointError: the reason why it does not fit.
-        """
-        _check_loading(low_cpu_mem_mode, num_threads)
-        model = _model_of(optimizer)
-        checkpoints.load(checkpoint, model, optimizer, weights=False, cast=True, random=False)
-
-    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: Path) -> Saving:
-        """Save a scheduler's state to a folder. Collective."""
-        refuse_to_replace(checkpoint, "lr_scheduler")
-        return checkpoints.save(checkpoint, lr_scheduler=lr_scheduler, random=False)
-
-    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: Path) -> None:
-        """Load a scheduler's state; the optimizer's groups have been loaded before, with the optimizer. Collective."""
-        checkpoints.load(checkpoint, lr_scheduler=lr_scheduler, random=False)
-
-
-def _add_unwrap(model: nn.Module) -> None:
-    """Add `unwrap` to the model's class, by a subclass of the same name, as `fully_shard` adds methods.
-
-    A function in an attribute would be copied with the model, and refer to the original.
+    What the class has by these names stays. An attribute would be copied with the model, and refer to the original.
     """
-    if not hasattr(model, "unwrap"):
+    if not isinstance(model, BoostedModule):
         kind = type(model)
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         model.__class__ = type(kind.__name__, (kind, BoostedModule), names)
@@ -432,25 +312,7 @@ def _begin_with_first_rank(model: nn.Module, device_type: str) -> None:
             tensor.detach().copy_(sent)
 
 
-def _model_of(optimizer: Any) -> nn.Module:
-    if not isinstance(optimizer, BoostedOptimizer):
-        raise ShardingError(
-            f"A {type(optimizer).__name__} was given as optimizer; give the one that boost returned, which knows the "
-            "names of its parameters."
-        )
-    return optimizer.model
-
-
 def _first_values(model: nn.Module) -> str | None:
     """Return how a model on meta is materialized, as an argument of `shard_model`."""
     blank = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
     return None if not blank or any(map(is_recorded, blank)) or build_again(model) else "reset_parameters"
-
-
-def _check_saving(gather_dtensor: bool) -> None:
-    refuse("save", "gather_dtensor", gather_dtensor, True, "files always have unsharded tensors.")
-
-
-def _check_loading(low_cpu_mem_mode: bool, num_threads: int) -> None:
-    refuse("load", "low_cpu_mem_mode", low_cpu_mem_mode, True, "each rank reads its slices, always.")
-    refuse("load", "num_threads", num_threads, 1, "each rank reads its own files, in one thread.")

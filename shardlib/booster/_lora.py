@@ -5,6 +5,7 @@ Their layouts follow from the rules for the model without them (`shardlib.rules.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shardlib.booster._options import refuse_argument
 from shardlib.engine import full_state_dict
 from shardlib.engine.sharded import is_sharded
 from shardlib.errors import CheckpointError, PlanError, ShardingError
@@ -20,21 +22,31 @@ from shardlib.errors import CheckpointError, PlanError, ShardingError
 __all__ = ["add_lora", "save_lora"]
 
 _WEIGHTS = "adapter_model.safetensors"
-_QUANTIZED = (
-    "weights that bitsandbytes has packed have no dims that a layout could split, and only its GPU kernels multiply "
-    'with them. Keep frozen weights small by precision="bf16" and by stage 3 of ZeRO.'
-)
+# Fields about the run in which adapters were made, and about their first values, which saved ones have had.
+_OF_A_RUN = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "init_lora_weights",
+    "peft_version",
+    "revision",
+}
 
 
 def add_lora(model: nn.Module, pretrained_dir: Any, lora_config: Any, quantization: Any, quantize: bool) -> nn.Module:
     """Add adapters to a model; see `Booster.enable_lora`."""
     peft = _peft()
-    if quantize or quantization is not None:
-        raise PlanError(f"enable_lora: quantize=True and bnb_quantization_config are refused: {_QUANTIZED}")
-    if (pretrained_dir is None) == (lora_config is None):
+    refuse_argument("enable_lora", "quantize", bool(quantize), False)
+    refuse_argument("enable_lora", "bnb_quantization_config", quantization, None)
+    if pretrained_dir is None and lora_config is None:
         raise PlanError(
             "enable_lora takes lora_config=peft.LoraConfig(...) for new adapters, or pretrained_dir= for saved ones, "
-            f"which have a configuration of their own; {'neither' if lora_config is None else 'both'} came."
+            "which have a configuration of their own; neither came."
+        )
+    if lora_config is not None and not isinstance(lora_config, peft.LoraConfig):
+        raise PlanError(
+            f"enable_lora was given lora_config={lora_config!r}; give a peft.LoraConfig, as in "
+            'peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]).'
         )
     if is_sharded(model):
         raise ShardingError("enable_lora was given a model that is sharded already. Call it before boost.")
@@ -45,18 +57,36 @@ def add_lora(model: nn.Module, pretrained_dir: Any, lora_config: Any, quantizati
             "to a model that has its values."
         )
     if pretrained_dir is None:
-        if not isinstance(lora_config, peft.LoraConfig):
-            raise PlanError(
-                f"enable_lora was given lora_config={lora_config!r}; give a peft.LoraConfig, as in "
-                'peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]).'
-            )
         return peft.get_peft_model(model, lora_config)  # type: ignore[no-any-return]
     if os.path.isdir(pretrained_dir) and not (Path(pretrained_dir) / _WEIGHTS).is_file():
         raise CheckpointError(
             f'"{pretrained_dir}" has no {_WEIGHTS}. Give a folder that save_lora_as_pretrained or peft wrote; adapters '
             "in pickles are not read."
         )
+    if lora_config is not None:
+        _check_said(lora_config, peft.PeftConfig.from_pretrained(os.fspath(pretrained_dir)), pretrained_dir)
     return peft.PeftModel.from_pretrained(model, os.fspath(pretrained_dir), is_trainable=True)  # type: ignore[no-any-return]
+
+
+def _check_said(given: Any, saved: Any, folder: Any) -> None:
+    """Check that what a configuration says, other than by default, is so of saved adapters.
+
+    Raises:
+        PlanError: it is not.
+    """
+    unsaid = type(given)()
+    for field in dataclasses.fields(given):
+        name = field.name
+        wanted, there = _plain(getattr(given, name)), _plain(getattr(saved, name, None))
+        if name not in _OF_A_RUN and wanted not in (_plain(getattr(unsaid, name)), there):
+            raise PlanError(
+                f'enable_lora was given lora_config with {name}={wanted!r}, and the adapters in "{folder}" have '
+                f"{there!r}. Saved adapters keep their configuration: leave lora_config out, or say the same."
+            )
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | list | tuple) else getattr(value, "value", value)
 
 
 def save_lora(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,19 +9,12 @@ from torch import nn
 from shardlib._mesh import MeshShape
 from shardlib._plan import Plan, expert_rows
 from shardlib.booster._options import recipe, refused
-from shardlib.booster._plugins import (
-    GeminiPlugin,
-    HybridParallelPlugin,
-    LowLevelZeroPlugin,
-    Plugin,
-    TorchDDPPlugin,
-    TorchFSDPPlugin,
-)
+from shardlib.booster._plugins import HybridParallelPlugin
 from shardlib.booster._precision import Transforms
 from shardlib.errors import MeshError, PlanError
 from shardlib.transforms import capacity
 
-__all__ = ["MoeHybridParallelPlugin", "known_plugins"]
+__all__ = ["MoeHybridParallelPlugin"]
 
 
 @recipe
@@ -77,9 +69,3 @@ def experts_are_spread(plan: Plan) -> Plan:
             "HybridParallelPlugin."
         )
     return plan
-
-
-def known_plugins() -> Sequence[type[Plugin]]:
-    """Return every plugin, for the documents and their test."""
-    plugins = (TorchDDPPlugin, LowLevelZeroPlugin, TorchFSDPPlugin, GeminiPlugin, HybridParallelPlugin)
-    return (*plugins, MoeHybridParallelPlugin)

@@ -12,7 +12,7 @@ from torch import nn
 from shardlib._plan import Row, rows_by_name
 from shardlib.engine import OptimizerWrapper, plan_of
 from shardlib.engine.apply import names_here
-from shardlib.errors import ShardingError
+from shardlib.errors import InputError, ShardingError
 
 __all__ = ["BoostedOptimizer", "Carried"]
 
@@ -47,6 +47,7 @@ class BoostedOptimizer(OptimizerWrapper):
         self.max_norm, self.norm_type = max_norm, norm_type
         self.handlers: list[Callable[[], None]] = []
         self._scaled_losses = False
+        self._norm: tuple[float, torch.Tensor] | None = None  # its order, and the norm before clipping
 
     def __repr__(self) -> str:
         return f"BoostedOptimizer({self.inner!r})"
@@ -74,7 +75,31 @@ class BoostedOptimizer(OptimizerWrapper):
 
         Returns the norm before.
         """
-        return self.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        norm = self.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        self._norm = (float(norm_type), norm)
+        return norm
+
+    def get_grad_norm(self, norm_type: float | None = None) -> float | None:
+        """Return the norm of gradients before they were last clipped, by `max_norm` or `clip_grad_by_norm`.
+
+        It was computed then, so that any rank may ask alone. None before the first clipping: without one no norm is
+        computed, and `shardlib.get_grad_norm(model)` computes it, on all ranks together.
+
+        Args:
+            norm_type: the order of the norm, as it was for clipping; None is that one.
+
+        Raises:
+            InputError: gradients were clipped by another norm.
+        """
+        if self._norm is None:
+            return None
+        order, norm = self._norm
+        if norm_type not in (None, order):
+            raise InputError(
+                f"get_grad_norm(norm_type={norm_type}) was asked for, and gradients were clipped by the norm of order "
+                f"{order}. Ask for that one, or call shardlib.get_grad_norm(model, {norm_type}) on all ranks."
+            )
+        return norm.item()
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp every element of every gradient to [-clip_value, clip_value]."""
@@ -94,7 +119,7 @@ class BoostedOptimizer(OptimizerWrapper):
             )
         self._handle()
         if self.max_norm > 0:
-            self.clip_grad_norm_(self.max_norm, self.norm_type)
+            self.clip_grad_by_norm(self.max_norm, self.norm_type)
         super()._step()
 
     def _handle(self) -> None:

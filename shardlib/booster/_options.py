@@ -5,13 +5,71 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, NoReturn, TypeVar, dataclass_transform
 
+from shardlib.booster._logger import get_dist_logger
 from shardlib.errors import PlanError, nearest, refuse
 
-__all__ = ["Options", "keyword", "recipe", "refused", "refused_keywords"]
+__all__ = [
+    "REFUSED_ARGUMENTS",
+    "REFUSED_METHODS",
+    "Options",
+    "keyword",
+    "met",
+    "recipe",
+    "refuse_argument",
+    "refuse_method",
+    "refused",
+    "refused_keywords",
+    "say_once",
+]
 
 T = TypeVar("T", bound=type)
+
+
+_QUANTIZED = (
+    "weights that bitsandbytes has packed have no dims that a layout could split, and only its GPU kernels multiply "
+    'with them. Keep frozen weights small by precision="bf16" and by stage 3 of ZeRO.'
+)
+_UNSHARDED = "files always have unsharded tensors."
+
+REFUSED_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+    "save_model": {
+        "gather_dtensor": _UNSHARDED,
+        "prefix": "one file has the name that you give; a prefix goes with shard=True.",
+    },
+    "save_optimizer": {
+        "gather_dtensor": _UNSHARDED,
+        "prefix": "only load_optimizer reads these files; choose another folder.",
+    },
+    "enable_lora": {"bnb_quantization_config": _QUANTIZED, "quantize": _QUANTIZED},
+}
+"""The arguments without a meaning here, by method of a booster, each with the reason."""
+
+
+REFUSED_METHODS: Mapping[str, str] = {
+    "MixedPrecision.configure": "a model is sharded together with its precision; call "
+    "Booster(mixed_precision=...).boost(model, optimizer, criterion).",
+}
+"""The methods without a meaning here, each with the reason."""
+
+
+def refuse_method(name: str) -> NoReturn:
+    """Refuse a call of `REFUSED_METHODS`.
+
+    Raises:
+        PlanError: always.
+    """
+    raise PlanError(f"{name} is not offered: {REFUSED_METHODS[name]}")
+
+
+def refuse_argument(method: str, name: str, value: Any, default: Any) -> None:
+    """Refuse another value than the default for an argument of `REFUSED_ARGUMENTS`.
+
+    Raises:
+        PlanError: another value.
+    """
+    refuse(method, name, value, default, REFUSED_ARGUMENTS[method][name])
 
 
 def keyword(*, default: Any) -> Any:
@@ -24,6 +82,17 @@ def refused(reason: str, *, default: Any) -> Any:
     return field(default=default, kw_only=True, metadata={"refused": reason})
 
 
+def met(how: str, *, default: Any) -> Any:
+    """Return the field of a request for speed that is met without it: another value than its default is said once."""
+    return field(default=default, kw_only=True, metadata={"met": how})
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Log a sentence on the first rank, once in a process."""
+    get_dist_logger().info(text, ranks=[0])
+
+
 class Options:
     """A set of keywords, which prints as the call that makes it."""
 
@@ -32,7 +101,7 @@ class Options:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field, keyword, refused))
+@dataclass_transform(frozen_default=True, field_specifiers=(field, keyword, met, refused))
 def recipe(cls: T) -> T:
     """Decorate a class as a frozen dataclass whose keywords are checked when it is made.
 
@@ -54,6 +123,8 @@ def recipe(cls: T) -> T:
         for f in fields(made):
             if reason := f.metadata.get("refused"):
                 refuse(cls.__name__, f.name, getattr(self, f.name), f.default, reason)
+            if (how := f.metadata.get("met")) and getattr(self, f.name) != f.default:
+                say_once(f"{cls.__name__}({f.name}={getattr(self, f.name)!r}): {how}")
 
     made.__init__ = init
     return made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -9,24 +11,36 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib import layouts
-from shardlib._mesh import MeshShape
+from shardlib._mesh import MeshShape, default_device_type, mesh
 from shardlib._plan import as_rules
 from shardlib.booster._data import DataLoader, prepared
-from shardlib.booster._options import Options, keyword, recipe, refused
+from shardlib.booster._options import Options, keyword, met, recipe, refused
 from shardlib.booster._precision import Transforms, precision_of, scale_of
+from shardlib.booster._recompute import GradientCheckpointConfig, recomputed_by
+from shardlib.booster._stages import PipelineStageManager
+from shardlib.engine.groups import group_over
 from shardlib.errors import MeshError, PlanError, nearest
 from shardlib.rules import Balanced, Rules, tensor_mode
 from shardlib.transforms import LossScale, Transform, fit, fsdp, hsdp, offload, pipeline, replicate, zero
 
-__all__ = ["GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ = [
+    "DPPluginBase",
+    "GeminiPlugin",
+    "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
+    "Plugin",
+    "TorchDDPPlugin",
+    "TorchFSDPPlugin",
+]
 
 _SENT = 'gradients travel in the dtype that they have, or in communication_dtype="bfloat16".'
 _OVERLAPS = "gradients are reduced while backward runs, always."
 _KERNELS = (
-    "kernels are the model's: torch chooses that of scaled_dot_product_attention, and blocks that a model axis splits "
-    "are compiled."
+    "torch chooses the kernel of scaled_dot_product_attention and of norms, with or without this keyword, and blocks "
+    'that a model axis splits are compiled. A model of transformers calls it unless it has attn_implementation="eager".'
 )
 _CHUNKS = "parameters travel by units, the model's repeated blocks, and nothing is packed into chunks."
 
@@ -61,6 +75,61 @@ class Plugin(Options):
     def bucket_mb(self) -> float | None:
         """Return the bucket size of one collective in MiB."""
         return None
+
+    @property
+    def dp_size(self) -> int:
+        """The number of ranks, or groups of them, that train on different examples."""
+        return self._shape().data_ranks
+
+    @property
+    def tp_size(self) -> int:
+        """The number of ranks that split a layer."""
+        return math.prod(self._shape()[axis] for axis in self._tensor_axes_here())
+
+    @property
+    def pp_size(self) -> int:
+        """The number of ranks along the pipeline axis."""
+        return math.prod(self._shape()[axis] for axis in self._shape().pipeline_axes)
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The ranks that train on different examples and are equal in all else. The first of these groups that is asked
+        for before `boost` makes the mesh: every rank asks."""
+        return group_over(self._shape().data_axes, self.device_mesh())
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks that split a layer; this rank alone, if none do."""
+        return group_over(self._tensor_axes_here(), self.device_mesh())
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """The ranks that have the stages of one pipeline; this rank alone, if there are none."""
+        return group_over(self._shape().pipeline_axes, self.device_mesh())
+
+    @property
+    def stage_manager(self) -> PipelineStageManager | None:
+        """This rank's place in a pipeline; None without one."""
+        return PipelineStageManager(self._shape(), _of_job("RANK", 0)) if self.pp_size > 1 else None
+
+    def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """Return the mesh over the running ranks. Collective where it is made, which is once in a job."""
+        made: dict[Any, DeviceMesh] = vars(self).setdefault("_device_meshes", {})
+        device_type = device_type or next((kind for _, kind in made), default_device_type())
+        if (dist.group.WORLD, device_type) not in made:
+            created = mesh(self.mesh_shape(), device_type=device_type)
+            made.clear()
+            made[dist.group.WORLD, device_type] = created
+        return made[dist.group.WORLD, device_type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_device_meshes"}
+
+    def _shape(self) -> MeshShape:
+        return self.mesh_shape().resolve(_of_job("WORLD_SIZE", 1))
+
+    def _tensor_axes_here(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self._shape().model_axes if axis not in ("sp", "cp"))
 
     def control_precision(self) -> bool:
         """Return whether the plugin has a `precision` of its own."""
@@ -137,8 +206,15 @@ class OneProcess(Plugin):
         return MeshShape(dp=1)
 
 
+class DPPluginBase(Plugin):
+    """The base of plugins whose ranks are for data: without a `mesh_shape` of its own, all of them on one axis."""
+
+    def mesh_shape(self) -> MeshShape:
+        return MeshShape(dp=-1)
+
+
 @recipe
-class TorchDDPPlugin(Plugin):
+class TorchDDPPlugin(DPPluginBase):
     """Data parallel: every rank holds the full model, gradients are averaged.
 
     BatchNorm uses the statistics of all data ranks' examples (SyncBN), in every plugin.
@@ -156,9 +232,6 @@ class TorchDDPPlugin(Plugin):
     gradient_as_bucket_view: bool = refused("large gradients are always reduced in place.", default=False)
     static_graph: bool = refused("no backward pass is assumed to be like another.", default=False)
     fp8_communication: bool = refused("gradients travel in the dtype that they have.", default=False)
-
-    def mesh_shape(self) -> MeshShape:
-        return MeshShape(dp=-1)
 
     def bucket_mb(self) -> float | None:
         return self.bucket_cap_mb
@@ -204,7 +277,7 @@ class _WithPrecision(Plugin):
 
 
 @recipe
-class LowLevelZeroPlugin(_WithPrecision):
+class LowLevelZeroPlugin(_WithPrecision, DPPluginBase):
     """ZeRO: `zero(1)` or `zero(2)`, over all data ranks or over groups of them.
 
     >>> LowLevelZeroPlugin(stage=2, precision="bf16", cpu_offload=True).transforms(nn.Linear(2, 2))
@@ -247,7 +320,7 @@ def _zero_axis(copies: int) -> str | None:
 
 
 @recipe
-class TorchFSDPPlugin(Plugin):
+class TorchFSDPPlugin(DPPluginBase):
     """FSDP: `fsdp()`, or the transform of the sharding strategy.
 
         FULL_SHARD, None     fsdp(reshard_after_forward=True)
@@ -279,7 +352,7 @@ class TorchFSDPPlugin(Plugin):
 
     def mesh_shape(self) -> MeshShape:
         if not self._strategy().startswith(("HYBRID", "_HYBRID")):
-            return MeshShape(dp=-1)
+            return super().mesh_shape()
         return MeshShape(replicate=-1, fsdp=_of_job("LOCAL_WORLD_SIZE", 1) if not dist.is_initialized() else _node())
 
     def transforms(self, model: nn.Module) -> Transforms:
@@ -324,7 +397,7 @@ def _node() -> int:
 
 
 @recipe
-class GeminiPlugin(_WithPrecision):
+class GeminiPlugin(_WithPrecision, DPPluginBase):
     """ZeRO with offloading: stage 3 for the largest parameters, stage 2 for the rest.
 
         shard_param_frac     fraction of the parameters' bytes that is stored sharded: 1 is stage 3, 0 is stage 2
@@ -362,11 +435,11 @@ class GeminiPlugin(_WithPrecision):
     gpu_margin_mem_ratio: float = refused("the fractions say what is where.", default=0.0)
     tp_size: int = 1
     extra_dp_size: int = 1
-    enable_all_optimization: bool = refused(_KERNELS, default=False)
-    enable_fused_normalization: bool = refused(_KERNELS, default=False)
-    enable_flash_attention: bool = refused(_KERNELS, default=False)
+    enable_all_optimization: bool = met(_KERNELS, default=False)
+    enable_fused_normalization: bool = met(_KERNELS, default=False)
+    enable_flash_attention: bool = met(_KERNELS, default=False)
     enable_sequence_parallelism: bool = False
-    enable_jit_fused: bool = refused(_KERNELS, default=False)
+    enable_jit_fused: bool = met(_KERNELS, default=False)
     enable_async_reduce: bool = refused(_OVERLAPS, default=True)
 
     def mesh_shape(self) -> MeshShape:
@@ -467,10 +540,10 @@ class HybridParallelPlugin(_WithPrecision):
     pp_size: int = 1
     sp_size: int | None = None
     zero_stage: int = 0
-    enable_all_optimization: bool = refused(_KERNELS, default=False)
-    enable_fused_normalization: bool = refused(_KERNELS, default=False)
-    enable_flash_attention: bool = refused(_KERNELS, default=False)
-    enable_jit_fused: bool = refused(_KERNELS, default=False)
+    enable_all_optimization: bool = met(_KERNELS, default=False)
+    enable_fused_normalization: bool = met(_KERNELS, default=False)
+    enable_flash_attention: bool = met(_KERNELS, default=False)
+    enable_jit_fused: bool = met(_KERNELS, default=False)
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: str | None = None
     parallel_output: bool = True  # outputs are unsharded in either case
@@ -493,7 +566,7 @@ class HybridParallelPlugin(_WithPrecision):
     num_model_chunks: int = 1
     scheduler_nodes: Any = refused("the order of a schedule follows from its name.", default=None)
     num_layers_per_stage: Sequence[int] | None = None
-    gradient_checkpoint_config: Any = refused("call model.gradient_checkpointing_enable() before boost.", default=None)
+    gradient_checkpoint_config: GradientCheckpointConfig | None = None
     enable_metadata_cache: bool = refused("shapes of messages are known before the first one is sent.", default=True)
     make_vocab_size_divisible_by: int = refused("a vocabulary of any size is split, unevenly if need be.", default=64)
     dp_outside: bool = True
@@ -587,13 +660,22 @@ class HybridParallelPlugin(_WithPrecision):
         divide = (zero(self.zero_stage, overlap=self.overlap_allgather),) if self.zero_stage else ()
         away = (offload("state"),) if self.cpu_offload else ()
         brought = () if self.tensor_mode is None else tensor_mode(self.tensor_mode).transforms
+        again = () if (config := self.gradient_checkpoint_config) is None else (recomputed_by(config),)
         return (
             *brought,
             *divide,
             *self.precision_transforms(model, self.communication_dtype),
             *away,
+            *again,
             *self._schedule(),
         )
+
+    @property
+    def stage_manager(self) -> PipelineStageManager | None:
+        manager = super().stage_manager
+        if manager is None:
+            return None
+        return dataclasses.replace(manager, num_model_chunks=self.num_model_chunks, use_zbv=self.pp_style == "zbv")
 
     def _schedule(self) -> Transforms:
         """Return the transforms that schedule a pipeline.
@@ -603,11 +685,9 @@ class HybridParallelPlugin(_WithPrecision):
                 microbatches.
         """
         given = [name for name in ("num_microbatches", "microbatch_size") if getattr(self, name) is not None]
-        if self.pp_size == 1:
-            if given or self.num_model_chunks != 1 or self.num_layers_per_stage is not None:
-                raise PlanError(
-                    f"{self}: microbatches, chunks and layers per stage are a pipeline's, and pp_size is 1."
-                )
+        if self.pp_size == 1:  # scripts give microbatches in either case: a batch is not cut then
+            if self.num_model_chunks != 1 or self.num_layers_per_stage is not None:
+                raise PlanError(f"{self}: chunks and layers per stage are a pipeline's, and pp_size is 1.")
             return ()
         chunks = {"1f1b": lambda n: n == 1, "gpipe": lambda n: n == 1, "zbv": lambda n: n == 2}
         chunks |= {"interleaved": lambda n: n > 1, "interleaved-zb": lambda n: n > 1}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from shardlib._plan import Plan
-from shardlib.booster._options import Options, recipe, refused
+from shardlib.booster._options import Options, recipe, refuse_method, refused
 from shardlib.errors import PlanError, nearest
 from shardlib.transforms import LossScale, precision
 
@@ -21,6 +21,7 @@ __all__ = [
     "FP16TorchMixedPrecision",
     "MixedPrecision",
     "Transforms",
+    "known_precisions",
     "loss_scale",
     "mixed_precision_of",
     "precision_of",
@@ -36,6 +37,10 @@ class MixedPrecision(Options):
     def transforms(self, model: nn.Module) -> Transforms:
         """Return the transforms of a model's plan."""
         raise NotImplementedError
+
+    def configure(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise a `PlanError`, with the call that is meant."""
+        refuse_method("MixedPrecision.configure")
 
 
 @recipe
@@ -161,6 +166,11 @@ _BY_NAME: Mapping[str, type[MixedPrecision]] = {
     "fp16_naive": FP16NaiveMixedPrecision,
     "fp16_apex": FP16ApexMixedPrecision,
 }
+
+
+def known_precisions() -> Sequence[type[MixedPrecision]]:
+    """Return every class of a mixed precision."""
+    return tuple(_BY_NAME.values())
 
 
 def mixed_precision_of(given: Any) -> MixedPrecision | None:

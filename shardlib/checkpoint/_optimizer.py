@@ -26,6 +26,9 @@ __all__ = ["Known", "describe", "groups_for", "joined", "known", "make_state", "
 # How a machine computes the update, which is not part of it: another run may choose otherwise.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
 _NO_OPTIONS = {"params", "param_names"}
+# Classes with the same state. Which of their updates is meant, these options say; a class without one has it True.
+_ADAMS = {"Adam", "AdamW", "CPUAdam", "FusedAdam", "HybridAdam"}
+_UPDATE_OF_ADAM = ("bias_correction", "decoupled_weight_decay")
 
 
 @dataclass(frozen=True)
@@ -181,16 +184,17 @@ def groups_for(
     optimizer: torch.optim.Optimizer, of: Known, saved: Mapping[str, Any], aliases: Mapping[str, str], get: Get
 ) -> list[dict[str, Any]]:
     """Return the saved options for each group of the optimizer. Groups may be divided differently, if options are the
-    same.
+    same. Of Adam's classes one may take what another has saved, if both make the same update.
 
     Raises:
         CheckpointError: another kind of optimizer, unknown parameters, options that differ within a group, or options
             of other types than the optimizer's own.
     """
-    if saved["class"] != _class_of(optimizer):
+    before, here = saved["class"], _class_of(optimizer)
+    if before != here and not {before, here} <= _ADAMS:
         raise CheckpointError(
-            f"The checkpoint holds the state of {saved['class']}, and is loaded into {_class_of(optimizer)}. Use "
-            "the same optimizer, or load the model alone."
+            f"The checkpoint holds the state of {before}, and is loaded into {here}. Use the same optimizer, or load "
+            "the model alone."
         )
     options = [decode(group["options"], get) for group in saved["groups"]]
     at = {name: g for g, group in enumerate(saved["groups"]) for name in group["params"]}
@@ -201,8 +205,26 @@ def groups_for(
         raise CheckpointError(_other_parameters(missing, sorted(unknown), at))
     found = [_one_of(g, [options[at[name]] for name in names]) for g, names in enumerate(wanted)]
     for g, group in enumerate(optimizer.param_groups):
+        if before != here:
+            found[g] = _of_the_same_update(g, found[g], group, f"saved by {before} and loaded into {here}")
         _check_options(g, found[g], group)
     return found
+
+
+def _of_the_same_update(g: int, saved: Mapping[str, Any], group: Mapping[str, Any], how: str) -> dict[str, Any]:
+    """Return the options that one of Adam's classes takes from another.
+
+    Raises:
+        CheckpointError: the two make another update of the same state.
+    """
+    for key in _UPDATE_OF_ADAM:
+        told, now = saved.get(key, True), group.get(key, True)
+        if told != now and (key == "bias_correction" or saved.get("weight_decay")):
+            raise CheckpointError(
+                f"Group {g} of the optimizer, {how}, has {key}={told!r} in the checkpoint and {now!r} here: the update "
+                "would be another one. Build the optimizer with the same, or load the model alone."
+            )
+    return {key: value for key, value in saved.items() if key not in _UPDATE_OF_ADAM}
 
 
 def _names_of(group: dict[str, Any], of: Known) -> list[str]:

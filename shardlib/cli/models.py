@@ -129,6 +129,8 @@ def _imported(spec: str, name: str, folder: str) -> ModuleType:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(f'"{spec}": importing "{name}" failed: {error}.') from error
         raise UsageError(f'"{spec}": there is no module "{name}" and no such file. A model is {FORMS}.') from error
+    except ShardlibError:
+        raise
     except ValueError as error:
         raise UsageError(f'"{spec}" names no model. A model is {FORMS}.') from error
 

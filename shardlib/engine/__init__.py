@@ -10,6 +10,7 @@ from shardlib.engine.lazy import LazyInitContext
 from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_, get_grad_norm
 from shardlib.engine.optimizer import register_elementwise, register_per_tensor
 from shardlib.engine.pipeline.pipe import Pipe
+from shardlib.engine.pipeline.profile import balance_by_size, balance_by_time
 from shardlib.engine.pipeline.step import PipelineStep, pipeline_step
 from shardlib.engine.recording import record_collectives
 from shardlib.engine.reduction import reduce_gradients_by
@@ -23,6 +24,8 @@ __all__ = [
     "Pipe",
     "PipelineStep",
     "apply_plan",
+    "balance_by_size",
+    "balance_by_time",
     "clip_grad_norm_",
     "clip_grad_value_",
     "exact_random",

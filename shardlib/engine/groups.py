@@ -11,7 +11,7 @@ from shardlib._mesh import MeshLike, MeshShape, rank_groups
 from shardlib.engine import _torch
 from shardlib.errors import MeshError
 
-__all__ = ["AxisGroup", "axis_groups"]
+__all__ = ["AxisGroup", "axis_groups", "group_over"]
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,17 @@ def _open(found: list[list[int]]) -> tuple[AxisGroup, ...]:
         if group is not None:
             member_of.append(AxisGroup(tuple(ranks), ranks.index(rank), group))
     return tuple(member_of)
+
+
+def group_over(axes: tuple[str, ...], mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of the ranks that differ on these axes of a mesh only; without axes, of this rank alone.
+
+    Over several axes it is made when it is asked for first, by all ranks together.
+    """
+    if axes:
+        return _torch.flattened(mesh, axes).get_group()
+    key, rank = ("", ()), dist.get_rank()
+    if (dist.group.WORLD, key) not in _opened:
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        _opened[dist.group.WORLD, key] = (AxisGroup((rank,), 0, alone),)
+    return _opened[dist.group.WORLD, key][0].group

@@ -21,7 +21,7 @@ from shardlib.engine import _torch, ops
 from shardlib.engine._torch import TorchDispatchMode, is_traceable_wrapper_subclass, pytree
 from shardlib.engine.flops import operations_of
 
-__all__ = ["Recording", "record_collectives"]
+__all__ = ["LiveBytes", "Recording", "record_collectives"]
 
 # The kinds of the ops of torch.ops.c10d, _c10d_functional and _dtensor. Ops that are not listed move no data.
 _KINDS = {
@@ -60,7 +60,7 @@ class Recording:
         self.collectives: list[Recorded] = []
         self.gathered: list[Gathered] = []
         self.flops = 0
-        self.live = _LiveBytes()
+        self.live = LiveBytes()
         for tensor in (*model.parameters(), *model.buffers()):
             self.live.add(_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach())
         self.start_bytes = self.live.now
@@ -182,7 +182,7 @@ class _Modules:
         return min(around, key=lambda item: item[0])[1] if around else ""
 
 
-class _LiveBytes:
+class LiveBytes:
     """A counter of the bytes of all added storages that are still alive."""
 
     def __init__(self) -> None:

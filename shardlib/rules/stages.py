@@ -24,7 +24,7 @@ from torch import nn
 from shardlib.errors import RuleError, nearest
 from shardlib.rules.patterns import NameIndex, compile_pattern
 
-__all__ = ["Balanced", "By", "Stage", "StagesLike", "Weigh", "read_stages", "resolve_stages"]
+__all__ = ["Balanced", "By", "Stage", "StagesLike", "Weigh", "partition", "read_stages", "resolve_stages"]
 
 By = Literal["params", "flops", "time"]
 
@@ -273,7 +273,7 @@ def _balanced(given: Balanced, model: nn.Module, ranks: int, weigh: Weigh | None
             f"apart, and {count} stages are wanted. Use fewer ranks, or name the stages: "
             'stages="embed, blocks.0-3 | ...".'
         )
-    runs = _partition(_weights(given, model, [units[a:b] for a, b in pairwise((0, *ends))], weigh), count)
+    runs = partition(_weights(given, model, [units[a:b] for a, b in pairwise((0, *ends))], weigh), count)
     return tuple(
         Stage(tuple(name for name, _ in units[a:b]), _directly(model, units, a, b))
         for a, b in pairwise((0, *(ends[run - 1] for run in runs)))
@@ -376,13 +376,13 @@ def _directly(model: nn.Module, units: list[tuple[str, nn.Module]], start: int, 
     return tuple(found)
 
 
-def _partition(weights: Sequence[float], count: int) -> list[int]:
+def partition(weights: Sequence[float], count: int) -> list[int]:
     """Return the ends of runs such that the heaviest run is as light as possible.
 
     best[k][i] is the least that the heaviest of k runs of the first i weights can be: the minimum over j < i of
     max(best[k-1][j], weights[j] + ... + weights[i-1]).
 
-    >>> _partition([5, 1, 1, 5], 2)
+    >>> partition([5, 1, 1, 5], 2)
     [2, 4]
     """
     n = len(weights)

@@ -60,6 +60,8 @@ def parse(text: str) -> Transform:
             raise ValueError("too long")
         tree = ast.parse(text.strip(), mode="eval").body
         return _transform(tree, text)
+    except PlanError:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise _unread(text, f"it is not an expression ({error})") from error
 

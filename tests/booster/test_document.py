@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+from collections.abc import Iterator
 
 import pytest
 
 from shardlib import booster
-from shardlib.booster._moe import known_plugins
-from shardlib.booster._options import refused_keywords
+from shardlib.booster._options import Options, refused_keywords
+from shardlib.booster._refusals import refusals
+from tests.house import source
 from tests.house.source import ROOT
 
 PAGE = (ROOT / "docs" / "boosters.md").read_text()
 
 
-@pytest.mark.parametrize("plugin", known_plugins())
-def test_the_refused_keywords_of_a_plugin_stand_on_its_line(plugin):
-    line = re.search(rf"^\| `{plugin.__name__}` \| (.*) \|$", PAGE, re.MULTILINE)
-    assert line is not None
-    assert line[1].replace("`", "").split(", ") == sorted(refused_keywords(plugin))
+def _code(words: tuple[str, ...]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def test_the_table_of_refusals_has_all_of_them_with_their_reasons():
+    section = PAGE.partition("### Keywords that are refused\n")[2].partition("\n### ")[0]
+    written = [line for line in section.splitlines() if line.startswith("| `")]
+    assert written == [f"| {_code(names)} | {_code(owners)} | {reason} |" for names, owners, reason in refusals()]
+
+
+def _kinds(base: type[Options] = Options) -> Iterator[type[Options]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+def test_nothing_is_refused_beside_the_table():
+    """Every class with keywords is listed, and `refuse` is called only with what the table is made of."""
+    listed = {owner for _, owners, _ in refusals() for owner in owners}
+    public = [kind for kind in _kinds() if kind.__name__ in booster.__all__ and refused_keywords(kind)]
+    assert public and {kind.__name__ for kind in public} <= listed
+    calling = {
+        module
+        for module, tree in source.modules().items()
+        if module.startswith("shardlib.booster.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "refuse"
+    }
+    assert calling == {"shardlib.booster._options"}
 
 
 @pytest.mark.parametrize("name", booster.__all__)

@@ -177,7 +177,10 @@ def run(name: str, folder: str, first: int, last: int) -> dict[str, torch.Tensor
     plain = build(LLAMA, "sdpa")
     if first:
         plain = plain.double()  # adapters are loaded in its dtype
-        model = booster.enable_lora(plain, pretrained_dir=f"{folder}/adapter")
+        with pytest.raises(PlanError, match=r"lora_config with r=5, and the adapters in .* have 4"):
+            booster.enable_lora(plain, f"{folder}/adapter", config(LLAMA, r=5))
+        said = config(LLAMA, target_modules=set(LAYERS[LLAMA]))  # a LoRA configuration beside the folder says the same
+        model = booster.enable_lora(plain, f"{folder}/adapter", said)
     else:
         model = booster.enable_lora(plain, lora_config=config(LLAMA))
     model = model.double()
@@ -289,7 +292,7 @@ def _refusals(folder: str) -> None:
         booster.enable_lora(build(LLAMA), lora_config=lora, quantize=True)
     with pytest.raises(PlanError, match="neither"):
         booster.enable_lora(build(LLAMA))
-    with pytest.raises(PlanError, match="both"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
         booster.enable_lora(build(LLAMA), folder, lora)
     with pytest.raises(PlanError, match=r"give a peft\.LoraConfig"):
         booster.enable_lora(build(LLAMA), lora_config={"r": 4})

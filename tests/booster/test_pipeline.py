@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardlib as sl
-from shardlib.booster import Booster, HybridParallelPlugin, TorchDDPPlugin
+from shardlib.booster import Booster, HybridParallelPlugin, PipelineGradientCheckpointConfig, TorchDDPPlugin
 from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.testing.models import Tokens, Transformer, rules_for
 from tests.families.transformer_models import build, text
@@ -56,10 +56,19 @@ def warm_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+FIRST = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0])
+
 PLUGINS: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b": (2, {"pp_size": 2, "num_microbatches": 4}),
     "rows": (4, {"pp_size": 2, "microbatch_size": 3, "zero_stage": 1, "dp_outside": False}),
     "layers": (4, {"pp_size": 2, "num_microbatches": 2, "num_layers_per_stage": [1, 3], "zero_stage": 2}),
+    "recomputed": (
+        2,
+        {
+            "pp_size": 2,
+            "gradient_checkpoint_config": PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0]),
+        },
+    ),
     "interleaved": (4, {"pp_size": 2, "tp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2}),
     "zbv": (2, {"pp_size": 2, "pp_style": "zbv", "num_model_chunks": 2}),
     "weighed": (2, {"pp_size": 2, "custom_policy": rules_for(gpt()).with_stages(sl.Balanced(by="flops"))}),
@@ -77,6 +86,7 @@ def trained(name: str) -> tuple[list[float], dict[str, torch.Tensor], list[bool]
     warm_up(model, optimizer)
     example = Tokens(ROWS, 5, VOCAB)(0) if name == "weighed" else None
     model, optimizer, _, _, _ = booster.boost(model, optimizer, criterion, example=example)
+    assert sl.plan_of(model).step.recompute == (("^blocks.0",) if name == "recomputed" else ())
     shape = sl.plan_of(model).mesh
     index, count = shape.data_place(shape.coordinate(dist.get_rank()))
     data = iter([Tokens(ROWS, 5, VOCAB)(step).chunk(count)[index] for step in range(STEPS)])

@@ -7,10 +7,11 @@ al., "GPipe", 2019).
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,7 +19,8 @@ from torch.utils import checkpoint as recompute
 
 from shardlib.engine._torch import pytree
 from shardlib.engine.pipeline.batch import joined, microbatch_sizes, rows, split
-from shardlib.errors import PlanError, nearest
+from shardlib.engine.pipeline.deferred import DeferredStatistics
+from shardlib.errors import DeviceCountError, InputTypeError, PlanError, nearest
 
 __all__ = ["Pipe"]
 
@@ -28,25 +30,28 @@ KEPT = ("always", "except_last", "never")
 class Pipe(nn.Module):
     """A sequential in partitions, each on a device of this process, through which a batch runs in chunks.
 
-    It computes the outputs, gradients and buffers of the sequential, except for the statistics of BatchNorm, which are
-    those of chunks. For any model over the ranks of a mesh, use `shard_model` with stages.
+    It computes the outputs, gradients and buffers of the sequential, except that BatchNorm normalizes each chunk by
+    itself. Each chunk updates its running statistics, or with `deferred_batch_norm` the whole batch does. For any model
+    over the ranks of a mesh, use `shard_model` with stages.
 
     Args:
         module: the sequential; its layers are moved to the devices.
-        balance: the number of layers of each partition.
+        balance: the number of layers of each partition; `balance_by_time` and `balance_by_size` find one.
         devices: at least one for each partition; by default all accelerators, or the CPU for each if there is none.
         chunks: the number of chunks of a batch; fewer for a batch of fewer rows.
         checkpoint: the chunks whose activations are recomputed in backward: "always" all, "except_last" all but the
             last, "never" none.
+        deferred_batch_norm: update running statistics of BatchNorm once, with all chunks' examples.
 
     Attributes:
         partitions: the partitions, as sequentials whose layers keep their names.
         devices: the device of each partition.
 
     Raises:
-        PlanError: the module is not a sequential, the balance does not add up to its number of layers, there are too
-            few devices, partitions on different devices have a tensor in common, or `checkpoint` is not one of the
-            three.
+        InputTypeError: the module is not a sequential.
+        PlanError: the balance does not add up to its number of layers, partitions on different devices have a
+            tensor in common, or `checkpoint` is not one of the three.
+        DeviceCountError: there are too few devices.
 
     >>> model = Pipe(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), balance=[2, 1], chunks=3)
     >>> model(torch.ones(5, 4)).shape, [name for name, _ in model.named_parameters()][-1]
@@ -56,37 +61,40 @@ class Pipe(nn.Module):
     def __init__(
         self,
         module: nn.Sequential,
-        balance: Iterable[int],
+        balance: Iterable[int] | None = None,
         *,
         devices: Sequence[Any] | None = None,
         chunks: int = 1,
         checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.balance, self.chunks, self.checkpoint = list(balance), chunks, checkpoint
+        if balance is None:
+            raise PlanError("Pipe was given no balance; balance_by_time and balance_by_size find one.")
+        self.balance, self.chunks, self.checkpoint = list(balance), chunks, str(checkpoint)
         self._check(module)
+        self.chunks = int(chunks)
         self.devices = _devices(devices, len(self.balance))
         names = [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
         layers = zip(names, module, strict=True)  # a layer that stands there twice has two names
-        self.partitions = nn.ModuleList(
-            nn.Sequential(OrderedDict(itertools.islice(layers, count))) for count in self.balance
-        )
+        self.partitions = nn.ModuleList(nn.Sequential(OrderedDict(islice(layers, count))) for count in self.balance)
         self._refuse_shared()
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
+        self._statistics = DeferredStatistics(self) if deferred_batch_norm else None
 
     def _check(self, module: Any) -> None:
         if not isinstance(module, nn.Sequential):
-            raise PlanError(
+            raise InputTypeError(
                 f"Pipe was given a {type(module).__name__}; give an nn.Sequential. Any other model runs in stages over "
                 "the ranks of a mesh: shard_model with Rules(..., stages=...)."
             )
         if any(type(count) is not int or count < 1 for count in self.balance) or sum(self.balance) != len(module):
             raise PlanError(
                 f"Pipe was given balance={self.balance} for a sequential of {len(module)} layers; give numbers from 1 "
-                f"up that add up to {len(module)}."
+                f"up that add up to {len(module)}, or let balance_by_time or balance_by_size find them."
             )
-        if type(self.chunks) is not int or self.chunks < 1:
+        if not isinstance(self.chunks, int | float) or self.chunks < 1 or self.chunks % 1:
             raise PlanError(f"Pipe was given chunks={self.chunks!r}; give a number from 1 up.")
         if self.checkpoint not in KEPT:
             listed = ", ".join(f'"{each}"' for each in KEPT)
@@ -120,8 +128,48 @@ class Pipe(nn.Module):
     def __getitem__(self, index: int) -> nn.Module:
         return list(self)[index]
 
+    def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        """Convert to a dtype, as any module does.
+
+        Raises:
+            InputTypeError: a device, or a tensor for its device: each partition stays on its own.
+        """
+        for given in (*args, *(value for name, value in kwargs.items() if name in ("device", "tensor"))):
+            if isinstance(given, str | int | torch.device | torch.Tensor) and not isinstance(given, bool):
+                self._refuse_move(given)
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Raise an `InputTypeError`, as `to(device)` does."""
+        self._refuse_move("cuda" if device is None else device)
+
+    def cpu(self) -> NoReturn:
+        """Raise an `InputTypeError`, as `to(device)` does."""
+        self._refuse_move("cpu")
+
+    def _refuse_move(self, device: Any) -> NoReturn:
+        device = device.device if isinstance(device, torch.Tensor) else device
+        raise InputTypeError(
+            f"Pipe was to be moved to {device}; its partitions are on {', '.join(map(str, self.devices)) or 'none'}. "
+            "Give devices= when it is built."
+        )
+
     def forward(self, batch: Any) -> Any:
-        """Return the output of the sequential, on the last device."""
+        """Return the output of the sequential, on the last device.
+
+        Raises:
+            InputTypeError: a batch without a tensor.
+        """
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(batch)):
+            raise InputTypeError(
+                f"Pipe was called with a {type(batch).__name__}; give a tensor, or tensors in a tuple."
+            )
+        if not self.balance:
+            return batch
+        with nullcontext() if self._statistics is None else self._statistics.over_chunks():
+            return self._in_chunks(batch)
+
+    def _in_chunks(self, batch: Any) -> Any:
         count = min(self.chunks, rows(batch))
         sizes = microbatch_sizes(rows(batch), count)
         values = split(batch, sizes)
@@ -146,7 +194,7 @@ def _devices(given: Sequence[Any] | None, count: int) -> list[torch.device]:
         kind, there = ("cpu", count) if found is None else (found.type, torch.accelerator.device_count())
         given = ["cpu"] * count if kind == "cpu" else [f"{kind}:{index}" for index in range(there)]
     if len(given) < count:
-        raise PlanError(
+        raise DeviceCountError(
             f"Pipe has {count} partitions and {len(given)} device{'s' * (len(given) != 1)}. Give each partition one, "
             'such as devices=["cuda:0", "cuda:1"]; one may be named several times.'
         )

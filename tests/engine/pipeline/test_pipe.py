@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from shardlib.errors import PlanError
+from shardlib.errors import InputError, PlanError, ShardlibError
 
 TOLERANCE = 1e-12  # of float64; sums over chunks are made in another order
 
@@ -65,21 +65,139 @@ def tied() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "kinds", "said"),
     [
-        (lambda: sl.Pipe(nn.Linear(2, 2), [1]), "Pipe was given a Linear; give an nn.Sequential."),  # type: ignore[arg-type]
-        (lambda: sl.Pipe(sequential(), [2, 2]), "balance=[2, 2] for a sequential of 5 layers"),
-        (lambda: sl.Pipe(sequential(), [3, 2], devices=["cpu"]), "Pipe has 2 partitions and 1 device."),
+        (lambda: sl.Pipe(nn.Linear(2, 2), [1]), (InputError, TypeError), "given a Linear; give an nn.Sequential."),  # type: ignore[arg-type]
+        (lambda: sl.Pipe(sequential()), (PlanError, ValueError), "no balance; balance_by_time"),
+        (lambda: sl.Pipe(sequential(), [2, 2]), (PlanError, ValueError), "balance=[2, 2] for a sequential of 5 layers"),
+        (lambda: sl.Pipe(sequential(), [3, 2], devices=["cpu"]), (PlanError, IndexError), "2 partitions and 1 device."),
+        (lambda: sl.Pipe(sequential(), [3, 2], chunks=0), (PlanError, ValueError), "chunks=0; give a number from 1 up"),
+        (lambda: sl.Pipe(sequential(), [3, 2], checkpoint="nevr"), (PlanError, ValueError), 'Did you mean "never"?'),
+        (lambda: sl.Pipe(nn.Sequential(), [])(42), (InputError, TypeError), "called with a int; give a tensor"),
+        (lambda: sl.Pipe(sequential(), [5]).cpu(), (InputError, TypeError), "are on cpu. Give devices="),
+        (lambda: sl.Pipe(sequential(), [5]).to(0), (InputError, TypeError), "was to be moved to 0"),
+        (lambda: sl.Pipe(sequential(), [5]).to(tensor=torch.ones(1)), (InputError, TypeError), "moved to cpu"),
+        (lambda: sl.balance_by_time(6, sequential(), torch.ones(1, 4)), (InputError, ValueError), "from 1 to 5"),
+        (lambda: sl.balance_by_size(1, nn.ReLU(), torch.ones(1)), (InputError, TypeError), "given a ReLU"),  # type: ignore[arg-type]
         (
             lambda: sl.Pipe(tied(), [3, 2], devices=["cpu", "meta"]),
+            (PlanError, ValueError),
             'Pipe: "4.bias" on meta is the same tensor as "0.bias" on cpu, and a tensor is on one device. Give both '
             "layers to partitions of one device, or copy one: copy.deepcopy(layer).",
         ),
-        (lambda: sl.Pipe(sequential(), [3, 2], chunks=0), "chunks=0; give a number from 1 up"),
-        (lambda: sl.Pipe(sequential(), [3, 2], checkpoint="nevr"), 'Did you mean "never"?'),
     ],
 )
-def test_what_is_refused(call, said):
-    with pytest.raises(PlanError) as caught:
+def test_what_is_refused(call, kinds, said):
+    with pytest.raises(ShardlibError) as caught:
         call()
-    assert said in str(caught.value)
+    assert all(isinstance(caught.value, kind) for kind in kinds) and said in str(caught.value)
+
+
+def test_partitions_on_one_device_may_share_a_tensor():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    assert sl.Pipe(net, [1, 1], devices=["cpu", "cpu"])(torch.ones(3, 2)).shape == (3, 2)
+
+
+def test_what_fairscale_takes_is_taken():
+    net = sequential()
+    pipe = sl.Pipe(net, (2, 3), chunks=2.0)  # type: ignore[arg-type]
+    assert pipe.chunks == 2 and type(pipe.chunks) is int
+    assert pipe.float().to(torch.double).to(dtype=torch.float)[0].weight.dtype == torch.float32
+    x = torch.ones(3)
+    assert sl.Pipe(nn.Sequential(), [])(x) is x
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_deferred_statistics_of_batchnorm_are_those_of_the_whole_batch(checkpoint: str, momentum: float | None):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(3, momentum=momentum).double()
+    pipe = sl.Pipe(nn.Sequential(copy.deepcopy(norm)), [1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    copied = copy.deepcopy(pipe)
+    for step in range(2):
+        x = torch.randn(5, 3, 4, 4, dtype=torch.float64) + 10 * torch.arange(5.0).view(5, 1, 1, 1) + step
+        norm(x)
+        for each in (pipe, copied):
+            output = each(x)
+            output.square().sum().backward()
+            by_chunk = [nn.functional.batch_norm(part, None, None, training=True) for part in x.split([2, 2, 1])]
+            assert torch.allclose(output, torch.cat(by_chunk), rtol=TOLERANCE, atol=TOLERANCE)
+    for each in (pipe, copied):
+        for name, want in norm.named_buffers():
+            assert torch.allclose(getattr(each[0], name), want, rtol=TOLERANCE, atol=TOLERANCE), name
+        assert each[0].track_running_stats
+        assert torch.allclose(each.eval()(x), norm.eval()(x), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+CLOCK = [0.0]
+
+
+class Works(nn.Module):
+    """A layer that takes its time, by `CLOCK`, in forward; the first time that it is called, more."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.calls = seconds, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.training
+        self.calls += 1
+        CLOCK[0] += self.seconds * (5 if CLOCK[0] < 40 else 1)
+        return x + torch.rand_like(x)
+
+
+def test_a_balance_by_time_makes_the_slowest_partition_fast(monkeypatch):
+    monkeypatch.setattr("shardlib.engine.pipeline.profile.time.perf_counter", lambda: CLOCK[0])
+    net = nn.Sequential(*map(Works, (1, 2, 3, 4, 5, 6))).eval()
+    drawn = torch.random.get_rng_state()
+    assert sl.balance_by_time(2, net, torch.ones(2)) == [4, 2]
+    assert not any(layer.calls or layer.training for layer in net)
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    begun = CLOCK[0]
+    assert sl.balance_by_time(6, net, torch.ones(2), timeout=100) == [1] * 6 and CLOCK[0] - begun >= 100
+
+
+class Keeps(nn.Module):
+    """A layer whose forward leaves tensors for backward."""
+
+    def __init__(self, tensors: int, params: int = 0) -> None:
+        super().__init__()
+        self.tensors = tensors
+        self.weight = nn.Parameter(torch.ones(params))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.tensors):
+            x = x + torch.rand_like(x, requires_grad=True)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("tensors", "params", "scale", "balance"),
+    [
+        ([1, 2, 3, 4, 5, 6], [0] * 6, 2.0, [4, 2]),
+        ([6, 5, 4, 3, 2, 1], [0] * 6, 2.0, [2, 4]),
+        ([6, 5, 4, 3, 2, 1], [100, 200, 300, 400, 500, 600], 0.0, [2, 4]),
+        ([6, 5, 4, 3, 2, 1], [100, 200, 300, 400, 500, 600], 100.0, [4, 2]),
+    ],
+)
+def test_a_balance_by_size_counts_what_forward_keeps_and_parameters(tensors, params, scale, balance):
+    net = nn.Sequential(*map(Keeps, tensors, params))
+    sample = torch.ones(8, 25, requires_grad=True)
+    assert sl.balance_by_size(2, net, sample, chunks=4, param_scale=scale) == balance
+
+
+def test_layers_that_pass_tuples_are_measured():
+    class Twin(nn.Module):
+        def forward(self, x):
+            return x, x.detach()
+
+    class Add(nn.Module):
+        def forward(self, pair):
+            return pair[0] + pair[1]
+
+    net = nn.Sequential(nn.BatchNorm1d(4), Twin(), Add())
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    assert sum(sl.balance_by_time(2, net, torch.ones(3, 4), timeout=0)) == 3
+    assert sum(sl.balance_by_size(3, net, torch.ones(3, 4))) == 3
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
