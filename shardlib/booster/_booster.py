@@ -293,7 +293,8 @@ class Booster:
             checkpoint: a file; with `shard`, a folder, which is replaced as a whole.
             shard: write a folder as Hugging Face does, with an index and the model's `config.json`.
             gather_dtensor: True; files always have unsharded tensors, which are gathered one at a time.
-            prefix: with `shard`, a word in the names of files, which `from_pretrained(folder, variant=...)` takes.
+            prefix: with `shard`, a word in the names of files, which `from_pretrained(folder, variant=...)` takes. An
+                empty one is none.
             size_per_shard: megabytes of a file, with `shard`.
             use_safetensors: either; see above.
             use_async: copy the tensors, and write them while training continues. `wait()` of the result, the next save
@@ -303,6 +304,7 @@ class Booster:
             CheckpointError: the reason why it was not saved, on every rank. An earlier checkpoint is still there.
         """
         _check_saving(gather_dtensor)
+        prefix = prefix or None
         refuse(
             "save", "prefix", None if shard else prefix, None, "one file has the name that you give; with shard=True."
         )
@@ -354,7 +356,7 @@ class Booster:
             checkpoint: a folder, also without `shard`. Each rank writes its local shards.
             shard: limit files to `size_per_shard` megabytes.
             gather_dtensor: as in `save_model`.
-            prefix: None; only `load_optimizer` reads these files.
+            prefix: None or empty; only `load_optimizer` reads these files.
             size_per_shard: as in `save_model`.
             use_async: as in `save_model`.
 
@@ -362,7 +364,7 @@ class Booster:
             CheckpointError: the reason why it was not saved.
         """
         _check_saving(gather_dtensor)
-        refuse("save", "prefix", prefix, None, "only load_optimizer reads these files; choose another folder.")
+        refuse("save", "prefix", prefix or None, None, "only load_optimizer reads these files; choose another folder.")
         refuse_to_replace(checkpoint, "optimizer")
         return checkpoints.save(
             checkpoint,

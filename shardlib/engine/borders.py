@@ -154,12 +154,13 @@ class _LayOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: tuple[Placement, ...]) -> DTensor:  # type: ignore[override]
         ctx.set_materialize_grads(False)
+        ctx.mesh = x.device_mesh
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
         return _moved_locally(x, target)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:  # type: ignore[override]
-        return None if grad is None else moved(grad, ctx.placements), None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[DTensor | None, None]:  # type: ignore[override]
+        return None if grad is None else moved(_torch.as_replicated(grad, ctx.mesh), ctx.placements), None
 
 
 def moved(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:

@@ -148,10 +148,15 @@ def run_eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Blocks that are compiled by themselves stay so.
 
     Raises:
-        ShardingError: a transform of `torch.func` calls it.
+        ShardingError: a transform of `torch.func` calls it, or `torch.jit.trace`.
     """
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_run_with_warning, reason=_NO_GRAPH)(call, *args, **kwargs)
+    if torch.jit.is_tracing():
+        raise ShardingError(
+            "torch.jit.trace calls a model whose parameters are sharded, and TorchScript cannot hold them. Trace the "
+            "unsharded model, with the values of shardlib.full_state_dict(model)."
+        )
     if _torch.is_transformed():
         raise ShardingError(
             "A transform of torch.func, such as vmap, grad or jvp, calls a model whose parameters are sharded, and its "

@@ -43,8 +43,8 @@ def _refuse_change(
             raise ShardingError(
                 f'A conversion of a sharded {type(module).__name__} would make "{name}", which is '
                 f"{_described(before)}, {_change(before, after)}. Nothing was changed: buckets of gradients and the "
-                "optimizer's state are laid out for what it is. Move and cast a model before shard_model; or choose "
-                "dtypes with precision(), and what lies on the host with offload()."
+                "optimizer's state are laid out for what it is. Move and cast a model before shard_model or boost; or "
+                "choose dtypes with precision(), and what lies on the host with offload()."
             )
     return module
 

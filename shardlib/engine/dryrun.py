@@ -6,7 +6,6 @@ of a model of it.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,8 +155,7 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _fake_copy(model: nn.Module, device_type: str) -> nn.Module:
     """Return a copy of a module with fake tensors; no real tensor is copied."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): _fake(tensor, device_type) for tensor in tensors})
+    return _torch.copied_with(model, lambda tensor: _fake(tensor, device_type))
 
 
 def _fake(tensor: torch.Tensor, device_type: str) -> torch.Tensor:

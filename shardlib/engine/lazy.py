@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -361,17 +362,35 @@ class _Recorder:
 _TO_PYTHON = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 
 
-class _Reader(TorchFunctionMode):
-    """Intercepts methods that convert a tensor to Python or numpy values, which dispatch does not see."""
+class _Functions(TorchFunctionMode):
+    """Intercepts what dispatch does not see: conversions to Python or numpy values, and copies of a tensor."""
 
-    def __init__(self, tape: _Tape) -> None:
+    def __init__(self, tape: _Tape, copies: list[torch.Tensor]) -> None:
         super().__init__()
-        self.tape = tape
+        self.tape, self.copies = tape, copies
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TO_PYTHON and _torch.is_imagined(args[0]):
             args = (self.tape.read(args[0].detach()), *args[1:])
+        elif func is torch.Tensor.__deepcopy__ and _torch.is_imagined(args[0]):
+            self.copies.append(_copied_fake(*args))
+            return self.copies[-1]
         return func(*args, **(kwargs or {}))
+
+
+def _copied_fake(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Copy a fake tensor as `copy.deepcopy` copies one with values: a parameter without attributes, others with them.
+
+    torch would ask for its data pointer.
+    """
+    copied = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    else:
+        copied.requires_grad_(tensor.requires_grad)
+        vars(copied).update(copy.deepcopy(_own_attributes(tensor), memo))
+    memo[id(tensor)] = copied
+    return copied
 
 
 @dataclass(frozen=True)
@@ -392,6 +411,27 @@ _last: list[tuple[_Tape, torch.Tensor]] = []
 def is_recorded(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor on meta was created in a `LazyInitContext`."""
     return tensor in _recorded
+
+
+def _keep(tensor: torch.Tensor, known: _Recorded) -> None:
+    """Keep the record of a tensor on meta, and of the tensors that `copy.deepcopy` makes of it."""
+    _recorded[tensor] = known
+    tensor.__deepcopy__ = functools.partial(_copied, weakref.ref(tensor))  # type: ignore[method-assign]
+
+
+def _copied(this: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:
+    tensor = this()
+    assert tensor is not None, "who copies it holds it"
+    known, changed = _recorded[tensor], tensor._version
+    copier = vars(tensor).pop("__deepcopy__")
+    try:
+        with _torch.no_modes():  # in a later block too the copy is on meta, with the values of this one
+            copied = copy.deepcopy(tensor, memo)
+    finally:
+        tensor.__deepcopy__ = copier  # type: ignore[method-assign]
+    # What was written to since is refused as in the tensor itself.
+    _keep(copied, dataclasses.replace(known, version=copied._version + known.version - changed))
+    return copied
 
 
 def values_of(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -451,6 +491,7 @@ class LazyInitContext:
         self.default_device = torch.device(default_device or "cpu")
         self._stack = ExitStack()
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._copies: list[torch.Tensor] = []
 
     def __enter__(self) -> LazyInitContext:
         if LazyInitContext._inside is not None:
@@ -467,9 +508,10 @@ class LazyInitContext:
         with ExitStack() as stack:
             for watch in (_torch.watch_new_parameters, _torch.watch_new_buffers):
                 stack.callback(watch(note).remove)
+            stack.callback(_torch.watch_copies(modules.add))
             stack.enter_context(pretrained.read_later())
             stack.enter_context(_torch.recording_imagined(_Recorder(self._tape)))
-            stack.enter_context(_Reader(self._tape))
+            stack.enter_context(_Functions(self._tape, self._copies))
             self._stack = stack.pop_all()
         LazyInitContext._inside = self
         return self
@@ -477,14 +519,16 @@ class LazyInitContext:
     def __exit__(self, *exc: Any) -> None:
         LazyInitContext._inside = None
         self._stack.close()
+        copies, self._copies = self._copies, []
         if exc[0] is not None:
             return
-        for tensor, holders in _tensors_of(self._modules):
+        # A copy of a parametrized module comes about without a word, but its tensors are noted.
+        for tensor, holders in (*_tensors_of(self._modules), *((copied, []) for copied in copies)):
             if _torch.is_imagined(tensor):
                 view = self._tape.view_of(tensor)
                 empty = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta")
                 after = _replace(tensor, empty, holders)
-                _recorded[after] = _Recorded(self._tape, view, after._version, self.default_device)
+                _keep(after, _Recorded(self._tape, view, after._version, self.default_device))
         torch.rand(())  # lets a later block detect that the generator was seeded again
         _last[:] = [(self._tape, torch.get_rng_state())]
 
@@ -498,6 +542,7 @@ class LazyInitContext:
         for number, value in values_of({number: tensor for number, (tensor, _) in on_meta.items()}):
             tensor, holders = on_meta[number]
             device = _recorded.pop(tensor).device
+            vars(tensor).pop("__deepcopy__", None)
             _replace(tensor, value.to(device, tensor.dtype, copy=True), holders)
         if verbose:
             print(f"{type(module).__name__}: {len(on_meta)} tensors have their values.")
@@ -526,13 +571,18 @@ def _replace(tensor: torch.Tensor, other: torch.Tensor, holders: Holders) -> tor
     """
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)
-    vars(other).update({key: value for key, value in vars(tensor).items() if key not in _torch.fake_attributes()})
+    vars(other).update(_own_attributes(tensor))
     if not weakref.getweakrefs(tensor):
         torch.utils.swap_tensors(tensor, other)
         return tensor
     for module, key in holders:
         setattr(module, key, other)
     return other
+
+
+def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that users give a tensor."""
+    return {key: value for key, value in vars(tensor).items() if key not in _torch.fake_attributes()}
 
 
 def build_again(model: nn.Module) -> bool:
@@ -549,6 +599,5 @@ def build_again(model: nn.Module) -> bool:
     known = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta and name in known:
-            record = _recorded[known[name]]
-            _recorded[tensor] = dataclasses.replace(record, version=tensor._version)
+            _keep(tensor, dataclasses.replace(_recorded[known[name]], version=tensor._version))
     return True

@@ -180,6 +180,7 @@ def _sum(spec: DTensorSpec, placements: tuple[Placement, ...]) -> Move | None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, steps: _Steps) -> torch.Tensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.steps, ctx.has_bias = steps, bias is not None
         local_x, local_weight = _operands(x, weight, steps)
@@ -190,8 +191,11 @@ class _Linear(torch.autograd.Function):
         return _torch.wrap(y if local_bias is None else y.add_(local_bias), steps.y)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if given is None:
+            return None, None, None, None
         x, weight = ctx.saved_tensors
+        grad = _torch.as_replicated(given, x.device_mesh)  # autograd makes plain ones, as behind a packed sequence
         steps: _Steps = ctx.steps
         if torch.is_grad_enabled():
             return (*_differentiable(ctx, grad.redistribute(placements=steps.plan.grad_y), x, weight), None)

@@ -258,12 +258,24 @@ class ParamState:
         Collective over the data axes and model axes that split it.
         """
         if self.shard_spec is not None:
-            assert self.transport is not None
-            shard = local.to(self.device)
-            bucket = Bucket([self.shard_spec], self.transport, shard.dtype, shard.device, Workspace())
-            local = torch.empty(self.shard_spec.shape, dtype=shard.dtype, device=shard.device)
-            bucket.unpack(bucket.gather(shard.reshape(-1), [local]), [local])
+            local = self._gathered(local)
         return local if self.compute_spec is None else to_full_tensor(_torch.wrap(local, self.compute_spec))
+
+    def gather(self) -> torch.Tensor:
+        """Return the stored parameter as modules compute with it, in memory of its own.
+
+        Collective over the data axes that split it.
+        """
+        local = self._gathered(local_of(self.param), movements_of([self], "parameters, forward"))
+        return local if self.compute_spec is None else _torch.wrap(local, self.compute_spec)
+
+    def _gathered(self, local: torch.Tensor, carries: Iterable[Movement] = ()) -> torch.Tensor:
+        assert self.shard_spec is not None and self.transport is not None
+        shard = local.to(self.device)
+        bucket = Bucket([self.shard_spec], self.transport, shard.dtype, shard.device, Workspace())
+        full = torch.empty(self.shard_spec.shape, dtype=shard.dtype, device=shard.device)
+        bucket.unpack(bucket.gather(shard.reshape(-1), [full], carries), [full])
+        return full
 
     def lay_out(self, grad: torch.Tensor | None, *, keep_partial: Axes = ()) -> torch.Tensor:
         """Redistribute a full gradient to the compute layout, but for partial sums over axes in `keep_partial`."""

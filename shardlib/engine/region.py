@@ -212,10 +212,13 @@ class _WrapReplicated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
         return _torch.wrap(x.detach(), _torch.replicated_spec(x, mesh))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+        if grad is None:
+            return None, None
         if torch.is_grad_enabled() and isinstance(grad, DTensor):  # create_graph=True
             return _UnwrapDTensor.apply(grad, False, True), None
         return to_full_tensor(grad), None
@@ -228,12 +231,13 @@ class _UnwrapDTensor(torch.autograd.Function):
     tensor shares its memory it is a view, and torch refuses the write: on one device the values and gradients of the
     other tensor would change too, which autograd does not track through this function.
 
-    Module hooks may request the gradient of an output that is not used; autograd then passes plain zeros. Where a
-    module reads a sharded parameter of another module, DTensors occur outside of regions, and the gradient may be one.
+    Where a module reads a sharded parameter of another module, DTensors occur outside of regions, and the gradient may
+    be one.
     """
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, lazy: bool, shared: bool) -> torch.Tensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
         ctx.mesh = x.device_mesh
         ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
         if all(p.is_replicate() for p in x.placements):
@@ -244,7 +248,9 @@ class _UnwrapDTensor(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None
         if torch.is_grad_enabled():
             grad = grad if isinstance(grad, DTensor) else _WrapReplicated.apply(grad, ctx.mesh)
             return grad.redistribute(placements=ctx.placements), None, None

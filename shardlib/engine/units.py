@@ -9,6 +9,9 @@ gathered meanwhile. Tensors that autograd saved alias these buffers. Before the 
 therefore gathered into the same buffer again (Rajbhandari et al., "ZeRO", section 5.3; Zhao et al., "PyTorch FSDP",
 VLDB 2023, sections 3.3 and 4.2, whose schedule this is).
 
+A module may read a parameter of another unit, as a tied head reads an embedding's. It is gathered into memory of its
+own, which stays until backward has used it; its gradient joins that of the unit.
+
 Parameters outside of units (those of modules that contain units, and those tied across units) are gathered when the
 forward of the model begins, and stay unsharded until backward has ended.
 """
@@ -41,6 +44,11 @@ if TYPE_CHECKING:
 __all__ = ["Units", "make_units", "unshard_in_modules"]
 
 _ALIGNMENT = 64  # bytes; kernels are fastest there
+# Advice in errors.
+_KEEP_FULL = (
+    "keep it full between steps: zero(2), or only= patterns without it (of a plugin: zero_stage=2, "
+    'shard_param_frac=0, or sharding_strategy="NO_SHARD").'
+)
 
 
 @dataclass(eq=False)
@@ -72,7 +80,8 @@ class _Unit:
         stays_unsharded: whether the parameters stay unsharded until backward has ended.
         unsharded: the tensors that its modules compute with while the model runs, by the id of the parameter's state.
             All forwards of a unit share them, so that their gradients arrive together.
-        versions: how often each of them had been written to when it was made.
+        read: the copies that other modules than its own compute with while the model runs, by the same id.
+        versions: how often each of these tensors had been written to when it was made, by its own id.
         depth: the number of forwards of the unit's modules that are running.
         awaited: whether a backward pass will need the unit.
     """
@@ -84,6 +93,7 @@ class _Unit:
     buckets: list[UnshardBucket]
     stays_unsharded: bool
     unsharded: dict[int, torch.Tensor] = field(default_factory=dict)
+    read: dict[int, torch.Tensor] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
     depth: int = 0
     awaited: bool = False
@@ -100,8 +110,8 @@ class _Unit:
             assert self.buffer.holder is not None
             raise ShardingError(
                 f'"{self.name}" runs inside of "{self.buffer.holder.name}", whose unsharded parameters lie in the '
-                "buffer that both share. Keep one of them unsharded: fsdp(reshard_after_forward=False), or zero(3) "
-                f'with only= patterns that leave "{self.name}" out.'
+                "buffer that both share. Keep one of them unsharded until backward: "
+                f'fsdp(reshard_after_forward=False); or, of "{self.name}", {_KEEP_FULL}'
             )
         if self.buffer.holder is not None:
             self.buffer.holder.wait_for_unshard()  # its all-gather writes into this buffer
@@ -122,18 +132,44 @@ class _Unit:
             self.buffer.holder = None
 
     def use_unsharded(self, reducer: weakref.ref[GradientReducer], *, in_step: bool) -> None:
-        """Put unsharded tensors into the modules; during a step of a pipeline, the same ones for all microbatches."""
+        """Put unsharded tensors into the modules."""
+        self._make_unsharded(reducer, in_step=in_step)
+        for owner, key, param_state, _ in self.owners:
+            owner[key] = self.unsharded[id(param_state)]
+
+    def _make_unsharded(self, reducer: weakref.ref[GradientReducer], *, in_step: bool) -> None:
+        """Make the unsharded tensors; during a step of a pipeline, the same ones for all microbatches."""
         if in_step:
             self.unsharded = {id(one): one.step_leaf() for one in self.param_states}
         needs_grad = torch.is_grad_enabled() and any(
             param_state.param.requires_grad for param_state in self.param_states
         )
         if not self.unsharded or (needs_grad and not any(tensor.requires_grad for tensor in self.unsharded.values())):
-            self.unsharded = _unsharded(self.param_states, reducer)
-            tensors = {key: tensor for key, tensor in self.unsharded.items() if not tensor.is_inference()}
-            self.versions = {key: tensor._version for key, tensor in tensors.items()}
-        for owner, key, param_state, _ in self.owners:
-            owner[key] = self.unsharded[id(param_state)]
+            self.unsharded, self.read, self.versions = _unsharded(self.param_states, reducer), {}, {}
+            self._note_versions(self.unsharded)
+
+    def _note_versions(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        noted = [tensor for tensor in tensors.values() if not tensor.is_inference()]
+        self.versions |= {id(tensor): tensor._version for tensor in noted}
+
+    def read_apart(
+        self, param_state: ParamState, reducer: weakref.ref[GradientReducer], *, in_step: bool
+    ) -> torch.Tensor:
+        """Return a copy of a parameter that a module of another unit reads; gather it, where it is the first time.
+
+        The buffer is left alone: it may be that of the module that reads.
+        """
+        self._make_unsharded(reducer, in_step=in_step)
+        source, found = self.unsharded[id(param_state)], self.read.get(id(param_state))
+        needs_grad = source.requires_grad and torch.is_grad_enabled()
+        if found is None or (needs_grad and not found.requires_grad):
+            with torch.no_grad():
+                found = param_state.gather()
+            if needs_grad:
+                found = _Read.apply(source, [found])
+            self.read[id(param_state)] = found
+            self._note_versions({id(param_state): found})
+        return found
 
     def refuse_replaced(self) -> None:
         """Raise if a module holds another tensor than the parameter that was sharded."""
@@ -142,8 +178,7 @@ class _Unit:
                 raise ShardingError(
                     f'"{param_state.name}" is stored in shards, and another tensor stands in its place since '
                     "(assigned, tied, parametrized, or given to torch.func.functional_call). Replace it before "
-                    "shard_model; copy values into it by load_state_dict; or do not shard it between steps: zero(2), "
-                    "or only= patterns without it."
+                    f"shard_model; copy values into it by load_state_dict; or {_KEEP_FULL}"
                 )
 
     def use_sentinels(self) -> None:
@@ -158,18 +193,18 @@ class _Unit:
                 owner[key] = param_state.param
         written = [one.name for one in self.param_states if self._is_written(one)]
         self.versions = {}
-        self.unsharded = {}  # these tensors hold an autograd graph, and the garbage collector sees no cycle through it
+        self.unsharded, self.read = {}, {}  # they hold an autograd graph, and no cycle through it is ever collected
         if written:
             raise ShardingError(
                 f'"{written[0]}" is stored in shards and was written to while its unit "{self.name}" was unsharded, in '
                 "forward: the write is lost when the unit is resharded. Write to it outside of forward, as after "
-                "the optimizer's step; or do not shard it between steps: zero(2), or only= patterns without it."
+                f"the optimizer's step; or {_KEEP_FULL}"
             )
 
     def _is_written(self, param_state: ParamState) -> bool:
         """Tell whether somebody has written to an unsharded tensor since it was gathered."""
-        tensor, version = self.unsharded.get(id(param_state)), self.versions.get(id(param_state))
-        return tensor is not None and version is not None and tensor._version != version
+        made = [tensors[id(param_state)] for tensors in (self.unsharded, self.read) if id(param_state) in tensors]
+        return any(tensor._version != self.versions[id(tensor)] for tensor in made if id(tensor) in self.versions)
 
     def _holds(self, tensor: torch.Tensor, param_state: ParamState) -> bool:
         return tensor is self.unsharded.get(id(param_state))
@@ -210,8 +245,8 @@ class _Unshard(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise ShardingError(
                 f'A backward pass with create_graph=True reached "{ctx.param_states[0].name}", which is stored in '
-                "shards: its second derivatives cannot be computed. Do not shard it between steps: zero(2), or only= "
-                "patterns without it. Gradients of gradients of inputs can be computed at every stage."
+                f"shards: its second derivatives cannot be computed. To compute them, {_KEEP_FULL} Gradients of "
+                "gradients of inputs can be computed at every stage."
             )
         for one, version in zip(ctx.param_states, ctx.versions, strict=True):
             if one.param._version != version:
@@ -238,6 +273,18 @@ class _Unshard(torch.autograd.Function):
         return (None, None, None, *results)
 
 
+class _Read(torch.autograd.Function):
+    """Let the gradient of a copy of an unsharded tensor join the tensor's own, whose values are not there."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, copy: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return copy[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
 class Units:
     """The units of a model, by module name; decides which of them are unsharded, and which one is prefetched."""
 
@@ -248,6 +295,10 @@ class Units:
         self._order: RunOrder[_Unit] = RunOrder()
         self._inside = 0  # forwards of the whole model that are running
         self._in_step = False
+        this = weakref.ref(self)
+        for unit in self._each:
+            for *_, param_state, sentinel in unit.owners:
+                sentinel.read = functools.partial(_read_apart, this, weakref.ref(unit), param_state)  # type: ignore[attr-defined]
 
     def set_reducer(self, reducer: GradientReducer) -> None:
         """Set the reducer of the gradients of all parameters."""
@@ -339,6 +390,11 @@ class Units:
         elif unit.depth == 0 and not unit.stays_unsharded:
             unit.use_sentinels()
 
+    def read_apart(self, unit: _Unit, param_state: ParamState) -> torch.Tensor:
+        """Return a parameter of a unit that does not run, for a module that reads it."""
+        assert self._reducer is not None
+        return unit.read_apart(param_state, self._reducer, in_step=self._in_step)
+
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: _Unit) -> None:
@@ -399,6 +455,12 @@ class Units:
             return
         if following.buffer is not unit.buffer and not following.buffer.busy:
             following.begin_unshard()
+
+
+def _read_apart(units: weakref.ref[Units], unit: weakref.ref[_Unit], param_state: ParamState) -> torch.Tensor:
+    live_units, live_unit = units(), unit()
+    assert live_units is not None and live_unit is not None, "who reads runs inside of the model"
+    return live_units.read_apart(live_unit, param_state)
 
 
 def _before_backward(units: weakref.ref[Units], unit: weakref.ref[_Unit]) -> Callable[[torch.Tensor], None]:
@@ -511,14 +573,15 @@ def _owners_of(model: nn.Module, stored: list[ParamState]) -> dict[int, list[tup
 
 
 class _Sentinel(torch.Tensor):
-    """Raises when a sharded parameter is read outside of its module.
+    """Stands in place of a parameter while the model runs but the parameter's unit does not.
 
-    It stands in place of a parameter while the model runs but the parameter's unit does not. Shape and dtype can be
-    read. The stored parameter must not stand there: in an op with tensors that differ between ranks, it would silently
-    give wrong numbers.
+    Shape and dtype can be read without anything being sent; for any other op the parameter is gathered. The stored
+    parameter must not stand there: in an op with tensors that differ between ranks, it would silently give wrong
+    numbers.
     """
 
     parameter: str
+    read: Callable[[], torch.Tensor]
 
     @staticmethod
     def of(param_state: ParamState) -> torch.Tensor:
@@ -535,14 +598,21 @@ class _Sentinel(torch.Tensor):
         of_property = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
         if (name in _METADATA or func in _METADATA) and of_property not in _TENSOR_PROPERTIES:
             return _torch.call_below_subclass(func, *args, **(kwargs or {}))
-        sentinels = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Sentinel)]
-        raise ShardingError(
-            f'"{sentinels[0].parameter}" is stored in shards and was read while its own module was not running, by '
-            f"{of_property or name or func}. Leave it unsharded: give zero(3) or fsdp() only= patterns without it."
-        )
+        if of_property == "data" or name in _OF_A_LEAF:
+            sentinel = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Sentinel))
+            raise ShardingError(
+                f'"{sentinel.parameter}" is stored in shards, and {of_property or name} was asked of it while its own '
+                "module was not running, when a copy stands for it that others only read. Do so outside of forward, "
+                f"or {_KEEP_FULL}"
+            )
+        args, kwargs = pytree.tree_map_only(_Sentinel, lambda sentinel: sentinel.read(), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 _METADATA = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride", "__len__"}
+# What changes a parameter or looks at its gradient: a copy would change, or has a part of the gradient.
+_OF_A_LEAF = {"__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+_OF_A_LEAF |= {"backward", "grad"}
 # Properties that return tensors, whose values would be read.
 _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 

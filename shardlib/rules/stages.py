@@ -266,36 +266,55 @@ def _balanced(given: Balanced, model: nn.Module, ranks: int, weigh: Weigh | None
     units = [(name, unit) for name, unit in every if any(True for _ in unit.parameters())]
     if given.counts:
         return _by_counts(given, units, blocks)
-    count = ranks * given.per_rank
-    if len(units) < count:
+    count, ends = ranks * given.per_rank, _ends(units, blocks)
+    if len(ends) < count:
         raise RuleError(
-            f"stages={given!r}: this {type(model).__name__} has {len(units)} modules with parameters that can stand "
+            f"stages={given!r}: this {type(model).__name__} has {len(ends)} modules with parameters that can stand "
             f"apart, and {count} stages are wanted. Use fewer ranks, or name the stages: "
             'stages="embed, blocks.0-3 | ...".'
         )
-    runs = _partition(_weights(given, model, units, weigh), count)
+    runs = _partition(_weights(given, model, [units[a:b] for a, b in pairwise((0, *ends))], weigh), count)
     return tuple(
-        Stage(tuple(name for name, _ in units[a:b]), _directly(model, units, a, b)) for a, b in pairwise((0, *runs))
+        Stage(tuple(name for name, _ in units[a:b]), _directly(model, units, a, b))
+        for a, b in pairwise((0, *(ends[run - 1] for run in runs)))
     )
 
 
+def _ends(units: Sequence[tuple[str, nn.Module]], blocks: Sequence[str]) -> list[int]:
+    """Return the numbers of units after which a stage may end.
+
+    A module may be there only to name a weight that its neighbour reads, as `shared` of T5: it runs nowhere, and stays
+    with the module that does. Blocks with common weights all run.
+    """
+    held = [{id(param) for param in unit.parameters()} for _, unit in units]
+    aliases = [
+        (before <= after or after <= before) and not {name, following} <= {*blocks}
+        for (before, after), ((name, _), (following, _)) in zip(pairwise(held), pairwise(units), strict=True)
+    ]
+    return [number + 1 for number, stays in enumerate([*aliases, False]) if not stays]
+
+
 def _weights(
-    given: Balanced, model: nn.Module, units: Sequence[tuple[str, nn.Module]], weigh: Weigh | None
+    given: Balanced, model: nn.Module, groups: Sequence[Sequence[tuple[str, nn.Module]]], weigh: Weigh | None
 ) -> Sequence[float]:
+    """Return the weight of each group of modules that stay together."""
     if given.by == "params":
-        return [sum(param.numel() for param in unit.parameters()) for _, unit in units]
+        params = [{id(param): param for _, unit in group for param in unit.parameters()} for group in groups]
+        return [sum(param.numel() for param in each.values()) for each in params]
     if weigh is None:
         raise RuleError(
             f"stages={given!r} weighs modules by running them, and no example was given. Give the batch of one data "
             'rank as example=, to plan or shard_model; or use Balanced(by="params").'
         )
-    found = weigh(model, [name for name, _ in units], given.by)
-    if not any(found):
+    names = [name for group in groups for name, _ in group]
+    found = iter(weigh(model, names, given.by))
+    weights = [sum(next(found) for _ in group) for group in groups]
+    if not any(weights):
         raise RuleError(
             f"stages={given!r}: none of the modules that can stand apart computes anything on the example "
-            f'({", ".join(name for name, _ in units[:3])}, ...). Use Balanced(by="params"), or name the stages.'
+            f'({", ".join(names[:3])}, ...). Use Balanced(by="params"), or name the stages.'
         )
-    return found
+    return weights
 
 
 def _by_counts(given: Balanced, units: list[tuple[str, nn.Module]], blocks: list[str]) -> tuple[Stage, ...]:

@@ -14,6 +14,7 @@ import shardlib as sl
 from shardlib.booster import Booster, HybridParallelPlugin, TorchDDPPlugin
 from shardlib.errors import InputError, PlanError, ShardingError
 from shardlib.testing.models import Tokens, Transformer, rules_for
+from tests.families.transformer_models import build, text
 
 STEPS, ROWS, VOCAB = 2, 8, 7
 TOLERANCE = 1e-10  # of float64; sums in another order differ by some 1e-15
@@ -98,6 +99,46 @@ def test_a_pipeline_trains_the_numbers_of_one_device(ranks, name: str):
         assert state.keys() == weights.keys()
         assert all(torch.allclose(state[key], weights[key], rtol=0, atol=TOLERANCE) for key in weights)
     assert any(all(outputs) for *_, outputs in found) and not all(all(outputs) for *_, outputs in found)
+
+
+def squares(output: Any, _batch: Any) -> torch.Tensor:
+    return output.last_hidden_state.float().square().mean()
+
+
+def headless() -> nn.Module:
+    torch.manual_seed(0)
+    return build("LlamaModel", "sdpa", num_hidden_layers=4)
+
+
+def trained_headless(options: dict[str, Any]) -> tuple[list[float], Any]:
+    plugin = HybridParallelPlugin(**{"tp_size": 1, **options}, pp_size=2, num_microbatches=2, precision="fp16")
+    booster, model = Booster(plugin=plugin), headless()
+    model, optimizer, _, _, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2), squares)
+    losses = []
+    for step in range(STEPS):
+        done = booster.execute_pipeline(iter([text(step)[1]]), model, squares, optimizer, return_outputs=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(done["loss"].item())
+    return losses, None if done["outputs"] is None else done["outputs"].last_hidden_state.shape
+
+
+def test_a_model_without_a_head_in_half_precision(ranks):
+    """Its last stage returns all dims, of a split sequence too."""
+    model, losses = headless(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        loss = squares(model(**text(step)[1]), None)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[1] != pytest.approx(losses[0], rel=1e-2)
+    for options in ({"zero_stage": 1}, {"tp_size": 2, "enable_sequence_parallelism": True}):
+        found = ranks(4).run(trained_headless, options)
+        # A square of a number rounded to 2**-11 is off by twice that; other roundings average out.
+        assert all(mine == pytest.approx(losses, rel=2**-10) for mine, _ in found)
+        assert [shape for _, shape in found if shape is not None] == [(4, 10, 32)] * 2
 
 
 def refused() -> list[str]:

@@ -28,7 +28,11 @@ from tests.booster.training import Run, Trained, adamw, gpt, plainly
 
 def train(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> list[Trained]:
     plugin, make = made(name, **({"precision": "fp32"} if name in OWN else {})), maker(name)
-    first = Run(plugin, dtype, make=make).train(steps=1)
+    run = Run(plugin, dtype, make=make)
+    assert run.model.to("cpu").to(dtype).cpu() is run.model  # where it is already, as scripts call it after boost
+    with pytest.raises(ShardingError, match="Move and cast a model before shard_model or boost"):
+        run.model.half()
+    first = run.train(steps=1)
     return [first, Run(plugin, dtype, make=make).train(steps=2, clip=0.5, accumulate=2)]
 
 

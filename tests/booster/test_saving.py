@@ -128,6 +128,10 @@ def _refusals(folder: str) -> None:
     booster.save_model(run.model, f"{folder}/ema", shard=True, prefix="ema").wait()
     assert os.path.exists(f"{folder}/ema/model.ema.safetensors")
     booster.load_model(run.model, f"{folder}/ema")
+    booster.save_model(run.model, f"{folder}/plain", True, True, "", 10)
+    booster.save_optimizer(run.optimizer, f"{folder}/state", True, True, "", 10)
+    booster.save_model(run.model, f"{folder}/alone", prefix="")
+    assert os.path.exists(f"{folder}/plain/model.safetensors") and os.path.isfile(f"{folder}/alone")
     with pytest.raises(ShardingError, match="the one that boost returned"):
         booster.save_optimizer(run.optimizer.unwrap(), f"{folder}/optimizer")
     if dist.get_rank() == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -87,6 +88,43 @@ def test_every_bit_is_that_of_the_model_built_at_once(name: str, exactly: bool):
         assert torch.equal(lazy.recurrent(x)[0], at_once.recurrent(x)[0])
 
 
+def _copied_inside() -> nn.Module:
+    model = Everything()
+    copies = copy.deepcopy(model), copy.deepcopy(model.split), copy.copy(model.first)
+    return nn.ModuleList([model, *copies, nn.Linear(2, 2)])
+
+
+def _copied_later() -> nn.Module:
+    model = _lazily(Everything)
+    return nn.ModuleList([model, copy.deepcopy(model), _lazily(lambda: copy.deepcopy(model))])
+
+
+@pytest.mark.parametrize("make", [lambda: _lazily(_copied_inside), _copied_later], ids=["inside", "later"])
+def test_copies_have_the_values_of_what_they_copy(make: Callable[[], nn.Module]):
+    """And copying harms no memory: the copied mode of a fake buffer would free references twice."""
+    torch.manual_seed(3)
+    at_once = Everything()
+    torch.manual_seed(3)
+    lazy = make()
+    assert all(tensor.is_meta for tensor in _tensors(lazy).values())
+    gc.collect()
+    sl.LazyInitContext.materialize(lazy)
+    want = _tensors(at_once)
+    for one, prefix in zip(lazy, ["", "", "split." if len(lazy) > 3 else "", "first."], strict=False):
+        got = _tensors(one)
+        assert all(torch.equal(got[key], want[prefix + key]) for key in got) and got
+    assert lazy[1].tied.weight is lazy[1].first.weight is not lazy[0].first.weight
+
+
+def test_copies_of_what_was_written_without_memory_are_no_values():
+    lazy = _lazily(lambda: nn.Linear(2, 2))
+    kept = copy.deepcopy(lazy)
+    nn.init.zeros_(lazy.bias)
+    with pytest.raises(ShardingError, match="was written to after the LazyInitContext that it was made in"):
+        sl.LazyInitContext.materialize(copy.deepcopy(lazy))
+    assert not sl.LazyInitContext.materialize(kept).bias.is_meta
+
+
 def test_one_block_goes_on_with_the_numbers_after_those_of_the_last():
     torch.manual_seed(1)
     want = [nn.Linear(3, 3).weight for _ in range(2)]
@@ -170,13 +208,15 @@ def test_ranks_get_their_shards(ranks, transform, rng):
     ranks(4).run(_sharded, transform, rng)
 
 
-def _boosted(plugin: Any, lazily: bool) -> None:
+def _boosted(plugin: Any, lazily: str) -> None:
     make = lambda: transformers.LlamaForCausalLM(small("LlamaForCausalLM"))  # noqa: E731
     torch.manual_seed(4)
     reference = make()
     torch.manual_seed(4)
-    with sl.LazyInitContext() if lazily else torch.device("meta"):
-        model = make()
+    with torch.device("meta") if lazily == "not" else sl.LazyInitContext():
+        model = copy.deepcopy(make()) if lazily == "copied inside" else make()
+    if lazily == "copied":
+        model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     other = torch.optim.AdamW(reference.parameters(), lr=0.01)
     booster = Booster(plugin=plugin)
@@ -196,7 +236,7 @@ def _boosted(plugin: Any, lazily: bool) -> None:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("lazily", [True, False])
+@pytest.mark.parametrize("lazily", ["lazily", "copied inside", "copied", "not"])
 @pytest.mark.parametrize(
     "plugin",
     [
@@ -207,7 +247,7 @@ def _boosted(plugin: Any, lazily: bool) -> None:
     ],
     ids=lambda plugin: type(plugin).__name__,
 )
-def test_boosted_models_train_from_the_values_of_the_seed(ranks, plugin, lazily):
+def test_boosted_models_train_from_the_values_of_the_seed(ranks, plugin, lazily: str):
     ranks(2).run(_boosted, plugin, lazily)
 
 

@@ -382,8 +382,8 @@ def test_a_conversion_that_would_change_a_sharded_model(ranks, mesh: str, transf
         assert said[0] == (
             'A conversion of a sharded MLP would make "scale", which is torch.float64 on cpu, torch.float16 on '
             "cpu. Nothing was changed: buckets of gradients and the optimizer's state are laid out for what it is. "
-            "Move and cast a model before shard_model; or choose dtypes with precision(), and what lies on the host "
-            "with offload()."
+            "Move and cast a model before shard_model or boost; or choose dtypes with precision(), and what lies on "
+            "the host with offload()."
         )
         assert '"scale", which is torch.float64 on cpu, torch.float32 on meta' in said[1]
         assert 'sharded Linear would make "weight", which is torch.float64 on cpu, torch.bfloat16 on cpu' in said[2]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -47,46 +49,97 @@ def test_units_run_in_any_order(transform, order: tuple[int, ...], bucket_mb: fl
     )
 
 
-def test_a_layer_that_is_kept_may_be_read_by_others_after_it():
+@pytest.mark.parametrize(
+    ("transform", "bucket_mb"), [(sl.fsdp(), 25), (sl.zero(3), 25), (sl.zero(3), 1e-4)], ids=["kept", "one", "apart"]
+)
+def test_a_layer_may_be_read_by_others_after_it(transform, bucket_mb: float):
     model = functools.partial(Shuffled, (0, 1), True)
-    assert_equivalent(model, ROWS, mesh="dp=2", rules={"**": None}, transforms=(sl.fsdp(),), steps=2)
+    assert_equivalent(model, ROWS, "dp=2", {"**": None}, transforms=(transform,), steps=2, bucket_mb=bucket_mb)
 
 
-def test_a_resharded_one_may_not_be(ranks):
-    def said() -> str:
-        model = sl.shard_model(Shuffled((0, 1), True), "dp=2", {"**": None}, transforms=(sl.zero(3),))
-        with pytest.raises(ShardingError) as raised:
-            model(ROWS(0).float())
-        return str(raised.value)
+class Reading(nn.Module):
+    """A block that reads the weight of another one, which lies in any buffer."""
 
-    assert all(
-        text.startswith('"first.weight" is stored in shards and was read while its own module was not running')
-        for text in ranks(2).run(said)
-    )
+    def __init__(self, others: nn.ModuleList) -> None:
+        super().__init__()
+        self.own = nn.Linear(6, 6)
+        self.__dict__["others"] = others
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((self.own(x) @ other.weight.T for other in self.others), x)
 
 
-class Turned(nn.Module):
-    """Takes a tensor that is a property of another layer's weight."""
+class Read(nn.Module):
+    """Weights that a block reads before and after their own modules run; one of them never runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last, self.how = nn.Linear(6, 6), nn.Linear(6, 6), ""
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.blocks = nn.ModuleList(Reading(self.layers) for _ in range(2))
+        self.last = nn.MultiheadAttention(6, 2, batch_first=True)  # reads the weight of its own out_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.layers[1](self.layers[0](x)))
+        x = self.layers[0](self.layers[2](self.blocks[1](x))).unsqueeze(1)
+        return self.last(x, x, x)[0]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "transforms"),
+    [
+        ("dp=2", (sl.zero(3),)),
+        ("dp=2", (sl.fsdp(), sl.accumulate(2))),
+        ("fsdp=2,tp=2", (sl.fsdp("fsdp"),)),
+        ("dp=2,pp=2", (sl.zero(3), sl.pipeline("1f1b", 2))),
+    ],
+    ids=str,
+)
+def test_a_layer_may_be_read_before_it_runs_again(mesh: str, transforms: tuple[Any, ...]):
+    """Its gradient is of all its uses, whichever unit is in its buffer when it is read."""
+    stages = "layers, blocks | last" if "pp" in mesh else None
+    rules = sl.Rules({"layers.*": "colwise"} if "tp" in mesh else {}, unmatched="replicate", stages=stages)
+    assert_equivalent(Read, ROWS, mesh, rules, transforms=transforms, steps=2, bucket_mb=1e-4)
+
+
+class Asking(nn.Module):
+    """Asks something of another layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.ask: Callable[[torch.Tensor], Any] = torch.Tensor.size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.first.weight.shape == (6, 6) and self.first.weight.device.type == "cpu"
-        return self.last(self.first(x)) @ getattr(self.first.weight, self.how)
+        x = self.last(self.first(x))
+        self.ask(self.first.weight)
+        return x
 
 
-def test_nor_may_a_property_of_it_that_is_a_tensor(ranks):
+REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "data": lambda weight: weight.data,
+    "__set__": lambda weight: setattr(weight, "requires_grad", False),
+    "register_hook": lambda weight: weight.register_hook(print),
+    "grad": lambda weight: torch.autograd.grad(weight.sum(), weight),
+}
+
+
+def test_what_a_copy_cannot_do_for_it_is_refused(ranks):
     def said() -> list[str]:
-        model = sl.shard_model(Turned(), "dp=2", {"**": None}, transforms=(sl.zero(3),), bucket_mb=1e-4)
+        model = sl.shard_model(Asking(), "dp=2", {"**": None}, transforms=(sl.zero(3),), bucket_mb=1e-4)
         texts = []
-        for model.how in ("T", "mT", "data"):
-            with pytest.raises(
-                ShardingError, match=rf'"first.weight" is stored in shards .*, by {model.how}\.'
-            ) as raised:
+        for model.ask in (*REFUSED.values(), lambda weight: weight.detach().mul_(2)):
+            with pytest.raises(ShardingError) as raised:
                 model(ROWS(0).float())
             texts.append(str(raised.value))
         return texts
 
-    assert all(len(texts) == 3 for texts in ranks(2).run(said))
+    for *texts, written in ranks(2).run(said):
+        for what, text in zip(REFUSED, texts, strict=True):
+            assert text == (
+                f'"first.weight" is stored in shards, and {what} was asked of it while its own module was not running, '
+                "when a copy stands for it that others only read. Do so outside of forward, or keep it full between "
+                "steps: zero(2), or only= patterns without it (of a plugin: zero_stage=2, shard_param_frac=0, or "
+                'sharding_strategy="NO_SHARD").'
+            )
+        assert written.startswith('"first.weight" is stored in shards and was written to while its unit "first" was')

@@ -15,24 +15,9 @@ from torch import nn
 import shardlib as sl
 from shardlib.testing import assert_equivalent
 from tests.engine.whole import gradients
-from tests.families.transformer_models import MIXTURE, transformers
+from tests.families.transformer_models import FAMILIES, MIXTURE, transformers
 
 _ROWS, _SEQ = 8, 6
-_LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4}
-_GROUPS = {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
-# Five experts on two ranks: the first has one more than the second.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Mixtral": {"num_local_experts": 5, "router_aux_loss_coef": 0.5},
-    "Qwen2Moe": {
-        "num_experts": 4,
-        "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 12,
-        "mlp_only_layers": [0],
-    },
-    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4, "norm_topk_prob": True},
-    "DeepseekV2": {**_LATENT, **_GROUPS, "moe_intermediate_size": 8, "q_lora_rank": None},
-    "DeepseekV3": {**_LATENT, **_GROUPS, "moe_intermediate_size": 8, "q_lora_rank": 8},
-}
 
 
 @dataclass(frozen=True)
@@ -211,3 +196,30 @@ def test_each_class_that_a_file_is_for_finds_it_and_fits_it(file: str):
         assert str(rows["layers.1.mlp.experts.gate_up_proj"].compute) == "expert@ep (gate_up ff@tp) embed", entry
         assert str(rows["layers.1.mlp.experts.down_proj"].compute) == "expert@ep embed ff@tp", entry
         assert rows["layers.1.mlp.gate.weight"].stored.axes == frozenset(), entry
+
+
+# The smallest product that the kernel takes: its rows are multiples of 16 bytes.
+_STAGED = Case("Mixtral", "pp=2,ep=2", experts="grouped_mm", settings={"num_local_experts": 4})
+
+
+def _staged(dtype: torch.dtype) -> tuple[float, float]:
+    """The loss of two stages in a dtype, and that of one device in float32."""
+    torch.manual_seed(0)
+    alone = _STAGED.make_model()
+    rules = sl.layouts.load("mixtral").with_stages(sl.Balanced())
+    model = sl.shard_model(copy.deepcopy(alone).to(dtype), _STAGED.mesh, rules, transforms=[sl.pipeline("1f1b", 2)])
+    mine = batch(0)["input_ids"].chunk(2)[dist.get_rank() % 2]
+    done = sl.pipeline_step(model, {"input_ids": mine}, lambda output, _: output.logits.float().square().mean())
+    assert all(param.grad is not None and param.grad.isfinite().all() for param in model.parameters())
+    return done.loss.item(), alone(**batch(0)).logits.square().mean().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_stages_with_grouped_products_in_every_dtype_of_the_kernel(ranks, dtype: torch.dtype):
+    """The shape function of PyTorch, by which stages learn what the others send, takes bfloat16 alone."""
+    for got, want in ranks(4).run(_staged, dtype):
+        assert got == pytest.approx(want, rel=2**-7 if dtype is torch.float16 else 1e-5)
+    rules = sl.layouts.load("mixtral").with_stages(sl.Balanced())
+    model = _STAGED.make_model().to(dtype)
+    found = sl.plan(model, _STAGED.mesh, rules, transforms=[sl.pipeline("1f1b", 2)], example=batch(0))
+    assert found.report is not None

@@ -17,7 +17,7 @@ import_torchvision()  # transformers imports it by the way
 
 import transformers  # noqa: E402
 
-__all__ = ["MIXTURE", "SETTINGS", "VOCABULARY", "build", "images", "small", "text", "transformers"]
+__all__ = ["FAMILIES", "MIXTURE", "SETTINGS", "VOCABULARY", "build", "images", "small", "text", "transformers"]
 
 VOCABULARY = 67
 _SEQ = 10
@@ -53,6 +53,21 @@ MIXTURE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 32,
     "use_cache": False,
+}
+_LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4}
+_GROUPS = {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+# Of each family of mixtures, besides. Five experts on two ranks: the first has one more than the second.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 5, "router_aux_loss_coef": 0.5},
+    "Qwen2Moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 12,
+        "mlp_only_layers": [0],
+    },
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4, "norm_topk_prob": True},
+    "DeepseekV2": {**_LATENT, **_GROUPS, "moe_intermediate_size": 8, "q_lora_rank": None},
+    "DeepseekV3": {**_LATENT, **_GROUPS, "moe_intermediate_size": 8, "q_lora_rank": 8},
 }
 _KIN = "Cohere Cohere2 Ernie4_5 Exaone4 Gemma Granite Helium HunYuanDenseV1 Ministral Qwen3 SmolLM3"
 # What the names of a family's classes begin with -> settings of its configuration.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from shardlib import layouts
 from shardlib._mesh import mesh
 from shardlib._plan import DryRun
 from shardlib.engine import ops
+from shardlib.engine._torch import fake_tensors
 from shardlib.engine.apply import shard_model
 from shardlib.engine.dryrun import plan, run_step
 from shardlib.engine.recording import record_collectives
@@ -167,3 +169,13 @@ def test_other_errors_say_that_they_happened_in_a_dry_run():
         plan(mlp(), "dp=2", {"0": "replicate", "2": "replicate"}, example=torch.ones(2, 5))
     assert raised.value.__notes__ == ["This happened in a dry run on dp=2: fake tensors, rank 0 of imagined ranks."]
     assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # torch copies so (2.13.0)
+def test_a_copied_tensor_belongs_to_the_same_mode():
+    """A copy of the mode would free its references to storages once more, and the process would crash later."""
+    with fake_tensors():
+        x = torch.ones(3)
+        x.note = "kept"
+        copied = copy.deepcopy(x)
+        assert copied.fake_mode is x.fake_mode and copied.note == "kept"

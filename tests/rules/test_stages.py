@@ -96,6 +96,35 @@ def test_parameters_beside_blocks_go_with_the_first_module_beside_them():
     )
 
 
+class Named(nn.Module):
+    """An encoder whose embedding has a name beside it too, as in T5, and blocks with common weights."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.shared, self.embed = nn.Embedding(words, 2), nn.Embedding(words, 2)
+        self.embed.weight = self.shared.weight
+        block = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        for each in self.blocks:
+            each.weight, each.bias = block.weight, block.bias
+
+
+def test_a_name_of_a_neighbours_weight_stays_with_the_neighbour():
+    """The weight counts once: 4 words are 8 numbers, beside 4 blocks of 6. Blocks with common weights stand apart."""
+    assert modules(sl.Balanced(), Named(100), 2) == ["shared embed", "blocks.0 blocks.1 blocks.2 blocks.3"]
+    assert modules(sl.Balanced(), Named(4), 2) == ["shared embed blocks.0", "blocks.1 blocks.2 blocks.3"]
+    assert modules(sl.Balanced(), Named(4), 5) == ["shared embed", *(f"blocks.{i}" for i in range(4))]
+    ran: list[str] = []
+
+    def weigh(_model: nn.Module, names: Sequence[str], _by: str) -> list[int]:
+        ran.extend(names)
+        return [9 * (name == "embed") for name in names]
+
+    stages = resolve_stages(sl.Balanced(by="flops"), Named(4), 2, weigh)
+    assert stages[0].modules == ("shared", "embed") and ran[:2] == ["shared", "embed"]
+    assert "has 5 modules with parameters" in refusal(lambda: resolve_stages(sl.Balanced(), Named(4), 6))
+
+
 def test_counts_may_leave_a_stage_without_blocks_and_need_no_neighbours():
     lists = nn.ModuleDict({"a": nn.Linear(1, 1), "blocks": nn.ModuleList(nn.Linear(1, 1) for _ in range(3))})
     assert modules(sl.Balanced([0, 3]), lists, 2) == ["a", "blocks.0 blocks.1 blocks.2"]

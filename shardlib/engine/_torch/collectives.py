@@ -170,19 +170,34 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
 def joined(local: torch.Tensor, mesh: DeviceMesh, axis: int, now: Any, shape: Sequence[int]) -> torch.Tensor:
     """Join what the ranks of one mesh axis hold: their shards side by side, or their sum.
 
-    `shape` is that of the result. A fused split has to be even.
+    `shape` is that of the result.
     """
     if isinstance(now, Partial):
-        found = now._reduce_value(local, mesh, axis)
-    elif isinstance(now, Shard | _StridedShard):
-        found = Shard(now.dim)._to_replicate_tensor(local.contiguous(), mesh, axis, shape)
-    else:
+        return _arrived(now._reduce_value(local, mesh, axis))
+    if isinstance(now, Shard):
+        return _arrived(Shard(now.dim)._to_replicate_tensor(local.contiguous(), mesh, axis, shape))
+    if not isinstance(now, _StridedShard):
         return local
-    found = _arrived(found)
-    if isinstance(now, _StridedShard):
-        turns = found.unflatten(now.dim, (mesh.size(axis), int(now.split_factor), -1))
-        found = turns.transpose(now.dim, now.dim + 1).flatten(now.dim, now.dim + 2)
-    return found
+    dim, pieces, ranks = now.dim, int(now.split_factor), mesh.size(axis)
+    if shape[dim] % (pieces * ranks) == 0:  # a plain split of each piece
+        cut = local.unflatten(dim, (pieces, -1))
+        whole = (*shape[:dim], pieces, shape[dim] // pieces, *shape[dim + 1 :])
+        return joined(cut, mesh, axis, Shard(dim + 1), whole).flatten(dim, dim + 1)
+    held = [_rows_held(shape[dim], pieces, ranks, rank, local.device) for rank in range(ranks)]
+    most = len(held[0])
+    filled = torch.cat(
+        [local, local.new_zeros((*local.shape[:dim], most - local.shape[dim], *local.shape[dim + 1 :]))], dim
+    )
+    found = joined(filled, mesh, axis, Shard(dim), (*shape[:dim], most * ranks, *shape[dim + 1 :]))
+    at = torch.cat([torch.arange(len(rows), device=local.device) + rank * most for rank, rows in enumerate(held)])
+    return found.index_select(dim, at[torch.cat(held).argsort()])
+
+
+def _rows_held(size: int, pieces: int, ranks: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Return the indices of a dim of this size that a rank holds in a fused split: its chunk of each piece."""
+    cut = torch.arange(size, device=device).split(max(-(-size // pieces), 1))
+    chunks = [-(-len(piece) // ranks) for piece in cut]
+    return torch.cat([piece[chunk * rank : chunk * (rank + 1)] for piece, chunk in zip(cut, chunks, strict=True)])
 
 
 def sum_scattered(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int) -> torch.Tensor:
@@ -200,12 +215,15 @@ def part(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, want: Any) -> torch.
         return want._partition_value(tensor, mesh, axis)
     if not isinstance(want, Shard | _StridedShard):
         return tensor
-    factor = int(want.split_factor) if isinstance(want, _StridedShard) else 1
-    turns = tensor.unflatten(want.dim, (factor, -1)) if factor > 1 else tensor.unsqueeze(want.dim)
-    size = turns.shape[want.dim + 1]
-    chunk = -(-size // mesh.size(axis))
-    start = min(chunk * mesh.get_local_rank(axis), size)
-    return turns.narrow(want.dim + 1, start, min(chunk, size - start)).clone().flatten(want.dim, want.dim + 1)
+    dim, ranks, rank = want.dim, mesh.size(axis), mesh.get_local_rank(axis)
+    pieces = int(want.split_factor) if isinstance(want, _StridedShard) else 1
+    if tensor.shape[dim] % pieces:
+        return tensor.index_select(dim, _rows_held(tensor.shape[dim], pieces, ranks, rank, tensor.device))
+    size = tensor.shape[dim] // pieces
+    chunk = -(-size // ranks)
+    start = min(chunk * rank, size)
+    cut = tensor.unflatten(dim, (pieces, size))
+    return cut.narrow(dim + 1, start, min(chunk, size - start)).clone().flatten(dim, dim + 1)
 
 
 def intercept_redistribution(ours: Callable[..., Any]) -> Callable[[], None]:

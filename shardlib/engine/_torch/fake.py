@@ -83,6 +83,7 @@ __all__ = [
     "fake_tensors",
     "fake_world",
     "give_fused_splits_real_offsets",
+    "grouped_product_shape",
     "has_values",
     "imagined_in",
     "imagining",
@@ -108,7 +109,48 @@ _WORLD_TABLES = (
 _FIRST_FAKE_GROUP = 1_000_000_000
 
 
-class _Remembering(FakeTensorMode):
+class _Mode(FakeTensorMode):
+    """The mode of fake tensors, without two mistakes of torch's own."""
+
+    def __deepcopy__(self, memo: Any) -> _Mode:
+        """Return the mode itself, to which the copy of a tensor belongs too.
+
+        `copy.deepcopy` copies the attributes of a buffer, and the mode is one. A copied mode would have copies of weak
+        references to storages, each of which frees the reference (2.13.0): the process crashes later.
+        """
+        return self
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped_product(*args, **(kwargs or {}))
+        return super().dispatch(func, types, args, kwargs or {})
+
+
+def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
+    """Return the fake output of `_grouped_mm`, whose shape function takes bfloat16 alone (2.13.0); the kernel does not.
+
+    Raises:
+        RuntimeError: the kernel does not take the dtype either.
+    """
+    if a.dtype not in _GROUPED:
+        raise RuntimeError(f"Expected mat_a to be Float32, BFloat16 or Float16 matrix, got {a.dtype}")
+    groups = a.shape[:1] if offs is None else offs.shape
+    return a.new_empty(grouped_product_shape(a.shape, b.shape, groups), dtype=out_dtype)
+
+
+_GROUPED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def grouped_product_shape(a: Sequence[int], b: Sequence[int], groups: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the product of two matrices, or lists of them, in groups of rows, columns or summands.
+
+    >>> grouped_product_shape((8, 3), (2, 3, 5), (2,)), grouped_product_shape((5, 8), (8, 3), (2,))
+    ((8, 5), (2, 5, 3))
+    """
+    return (*(groups if len(a) == len(b) else ()), a[-2], b[-1])
+
+
+class _Remembering(_Mode):
     """Returns the same tensor again where an op is called with the same ones.
 
     Each op of fake tensors (2.13.0) costs as much as a small block computes, and every microbatch goes the same way.
@@ -217,7 +259,7 @@ def _call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tuple(leaves)
 
 
-class _DryMode(FakeTensorMode):
+class _DryMode(_Mode):
     """The mode of a dry run."""
 
 
@@ -302,7 +344,7 @@ def recording_imagined(record: Callable[[Any, Any, Any], Any]) -> AbstractContex
     The context keeps no weak references to the tensors, so that others can be swapped into their places.
     """
     stack = ExitStack()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # each call's own tensors: what is recorded is told apart by them
+    mode = _Mode(allow_non_fake_inputs=True)  # each call's own tensors: what is recorded is told apart by them
     memo = mode.fake_tensor_converter.tensor_memo
 
     class Recording(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import types
@@ -60,6 +61,7 @@ __all__ = [
     "call_eagerly",
     "check_input_dim",
     "compiled_call",
+    "copied_with",
     "find_weights_again",
     "forget_global_hooks",
     "go_around",
@@ -68,6 +70,7 @@ __all__ = [
     "own_tensors",
     "replace_conversion",
     "set_compiled_call",
+    "watch_copies",
     "watch_new_buffers",
     "watch_new_modules",
     "watch_new_parameters",
@@ -84,9 +87,36 @@ watch_new_modules = torch.nn.modules.module.register_module_module_registration_
 watch_new_buffers = torch.nn.modules.module.register_module_buffer_registration_hook
 
 
+def watch_copies(hook: Callable[[torch.nn.Module], None]) -> Callable[[], None]:
+    """Call `hook` with each module that a copy or a pickle makes, which registers nothing; return the undo."""
+    restore = torch.nn.Module.__setstate__
+
+    def note(module: torch.nn.Module, state: Any) -> None:
+        restore(module, state)
+        hook(module)
+
+    torch.nn.Module.__setstate__ = note  # type: ignore[method-assign]
+
+    def undo() -> None:
+        torch.nn.Module.__setstate__ = restore  # type: ignore[method-assign]
+
+    return undo
+
+
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the dicts that hold a module's own parameters and buffers."""
     return module._parameters, module._buffers
+
+
+def copied_with(module: torch.nn.Module, new: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a deep copy of a module that has `new(tensor)` in the place of each tensor, of which none is copied.
+
+    Its tensors are parameters, buffers, and what autograd computed and an attribute holds, which torch does not copy:
+    `weight` of `torch.nn.utils.weight_norm` and of `prune`.
+    """
+    attributes = [x for each in module.modules() for x in vars(each).values() if isinstance(x, torch.Tensor)]
+    tensors = [*module.parameters(), *module.buffers(), *(x for x in attributes if not x.is_leaf)]
+    return copy.deepcopy(module, {id(tensor): new(tensor) for tensor in tensors})
 
 
 def find_weights_again(module: torch.nn.Module) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "DTensorSpec",
     "TensorMeta",
     "_StridedShard",
+    "as_replicated",
     "intercept_data",
     "intercept_reads",
     "local_of",
@@ -144,6 +145,11 @@ def replicated_spec(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
     return _replicated_spec(mesh, tensor.shape, tensor.stride(), tensor.dtype)
 
 
+def as_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a DTensor itself, and a plain tensor, the same on all ranks of `mesh`, as a replicated one."""
+    return tensor if isinstance(tensor, DTensor) else wrap(tensor, replicated_spec(tensor, mesh))
+
+
 @cached_by_mesh
 def _spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     stride = torch.empty(shape, device="meta").stride()
@@ -185,11 +191,19 @@ def local_shape_and_offset(
     assert coordinate is not None
     for index, n, placement in zip(coordinate, mesh.shape, placements, strict=True):
         if isinstance(placement, Shard | _StridedShard):
-            dim, size = placement.dim, local[placement.dim]
-            chunk = -(-size // n)
-            start = min(chunk * index, size)
-            local[dim], offset[dim] = min(chunk, size - start), offset[dim] + start
+            dim, pieces = placement.dim, int(getattr(placement, "split_factor", 1))
+            piece = max(-(-local[dim] // pieces), 1)
+            count, rest = divmod(local[dim], piece)
+            start, size = _chunk(piece, n, index)
+            local[dim], offset[dim] = count * size + _chunk(rest, n, index)[1], offset[dim] + start
     return tuple(local), tuple(offset)
+
+
+def _chunk(size: int, n: int, index: int) -> tuple[int, int]:
+    """Return where a chunk of `torch.chunk` begins, and its size, which may be zero."""
+    chunk = -(-size // n)
+    start = min(chunk * index, size)
+    return start, min(chunk, size - start)
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -157,7 +157,8 @@ def _in_stored_memory(rank_plan: RankPlan, row: Row, local: torch.Tensor) -> tor
 
 def _as_parameter(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
     parameter = nn.Parameter(value, requires_grad=like.requires_grad)
-    parameter.__dict__.update(like.__dict__)
+    # Copies of a tensor that was made in a LazyInitContext, and of no other, know where its values are.
+    parameter.__dict__.update({key: value for key, value in like.__dict__.items() if key != "__deepcopy__"})
     return parameter
 
 

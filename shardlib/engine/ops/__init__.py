@@ -72,8 +72,7 @@ def enable(mesh: DeviceMesh, *, stored: bool = False) -> None:
     Args:
         mesh: the mesh.
         stored: DTensors on it are parameters, gradients and state in shards over data axes. A plain tensor beside them
-            may be an activation of this rank's examples, and is refused where it looks like one. On several axes
-            torch's own rules stay, apart from reads of single values.
+            may be an activation of this rank's examples, and is refused where it looks like one.
     """
     known = _STORED if stored else _MESHES
     if mesh in known:
@@ -112,7 +111,7 @@ def enabled(mesh: DeviceMesh) -> bool:
 
 def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any) -> Any:
     """Redistribute correctly where PyTorch is wrong: fused splits on several axes, or axes in another order."""
-    if source.mesh in _MESHES and is_fused_beside_others(source, target.placements):
+    if source.mesh in _MESHES | _STORED and is_fused_beside_others(source, target.placements):
         return redistributed(local, source, target.placements)
     return original(local, source, target, **options)
 
@@ -141,11 +140,8 @@ def _install() -> None:
             if (result := written_whole(op, args, kwargs)) is not NotImplemented:
                 return result
             refuse_local_tensors(op, args)
-        if mesh in _MESHES or (mesh in _STORED and mesh.ndim == 1):
+        if mesh in _MESHES or mesh in _STORED:
             return policy(op, args, kwargs, info)
-        # No rule knows splits of one dim over data and model axes.
-        if mesh in _STORED and op is torch.ops.aten._local_scalar_dense.default:
-            return op(args[0].full_tensor())
         if op in handlers:
             return handlers[op](op, args, kwargs)
         return original(op, args, kwargs, info, try_cache)

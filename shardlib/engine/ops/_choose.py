@@ -136,20 +136,22 @@ def _holds(row: Row, call: Call, *, empty: bool) -> bool:
         return False
     metas = (*call.inputs, *call.outputs)
     splits = [(m, p) for m, p in zip(metas, (*row.ins, *row.outs), strict=True) if is_split(p) and m is not None]
-    if any(p.dim >= m.ndim or not _is_expressible(m, p, call.size) for m, p in splits):
+    found = {_cuts(m, now) for m, now in zip(call.inputs, call.current, strict=True) if is_split(now)}
+    if any(p.dim >= m.ndim or not (_cuts(m, p) in found or _is_expressible(m, p, call.size)) for m, p in splits):
         return False
     sizes = [m.shape[p.dim] for m, p in splits]
     fused = any(isinstance(p, _StridedShard) for _, p in splits)
     equal = bool(sizes) and all(size == sizes[0] for size in sizes)
     if any(p.dim in m.ragged for m, p in splits):
         # Uneven shards are split again: they align as long as all operands were split in the same way.
-        same = all(p.dim in m.ragged for m, p in splits)
-        return empty and same and equal and row.parallel and not fused
-    if row.parallel and not fused and equal:
-        return sizes[0] > 0 and (empty or _nowhere_empty(sizes[0], call.size))
-    return all(
-        m.shape[p.dim] % (call.size * getattr(p, "split_factor", 1)) == 0 and m.shape[p.dim] > 0 for m, p in splits
-    ) and (not (row.parallel and fused) or equal)
+        same = all(p.dim in m.ragged for m, p in splits) and (not fused or len({_cuts(m, p) for m, p in splits}) == 1)
+        return empty and same and equal and row.parallel
+    factors = {_factor(p) for _, p in splits}
+    if row.parallel and equal and len(factors) == 1:
+        [factor] = factors
+        return sizes[0] > 0 and (empty or (sizes[0] % factor == 0 and _nowhere_empty(sizes[0] // factor, call.size)))
+    even = all(m.shape[p.dim] % (call.size * _factor(p)) == 0 and m.shape[p.dim] > 0 for m, p in splits)
+    return even and (equal or not (row.parallel and fused))
 
 
 def _is_expressible(meta: Meta, placement: Shard | _StridedShard, size: int) -> bool:
@@ -227,8 +229,18 @@ def _after(call: Call, row: Row, size: int) -> Call:
 def _shrunk(meta: Meta, placement: Any, size: int) -> Meta:
     if not is_split(placement):
         return meta
-    shape, dim = list(meta.shape), placement.dim
-    ragged = (*meta.ragged, dim) if shape[dim] % size else meta.ragged
-    shape[dim] = -(-shape[dim] // size)
-    factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+    shape, dim, factor = list(meta.shape), placement.dim, _factor(placement)
+    ragged = (*meta.ragged, dim) if shape[dim] % (factor * size) else meta.ragged
+    piece = max(-(-shape[dim] // factor), 1)
+    count, rest = divmod(shape[dim], piece)
+    shape[dim] = count * -(-piece // size) + -(-rest // size)
     return Meta(tuple(shape), meta.dtype, ragged, (*meta.cut, (dim, factor)))
+
+
+def _cuts(meta: Meta, placement: Shard | _StridedShard) -> tuple[int, ...]:
+    """Return the split factors of the dim that a placement splits, by earlier axes and by this one."""
+    return (*(factor for dim, factor in meta.cut if dim == placement.dim), _factor(placement))
+
+
+def _factor(placement: Any) -> int:
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1

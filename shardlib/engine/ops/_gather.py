@@ -39,7 +39,12 @@ def _compute_replicated(operands: Operands, fulls: Sequence[torch.Tensor]) -> An
     for i in operands.written:
         _write_back(operands, i, fulls[i])
     wrapped = pytree.tree_map_only(torch.Tensor, lambda t: _wrap_replicated(t, operands), result)
+    if operands.op is _PACK:
+        wrapped = wrapped[0], result[1]
     return with_aliases(operands, wrapped, moved=not operands.all_replicated)
+
+
+_PACK = torch.ops.aten._pack_padded_sequence.default  # recurrent layers read its batch sizes by their address
 
 
 def _wrap_replicated(tensor: torch.Tensor, operands: Operands) -> DTensor:

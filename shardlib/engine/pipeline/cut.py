@@ -7,8 +7,6 @@ weight.
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,9 +35,10 @@ class Place:
         stages: all stages.
         own: the numbers of this rank's stages.
         everywhere: named modules without parameters: any stage that has their inputs may call them.
+        same: for each name of a module that has several, all its names.
     """
 
-    def __init__(self, plan: Plan, index: int) -> None:
+    def __init__(self, plan: Plan, index: int, model: nn.Module) -> None:
         self.ranks, self.index, self.stages = plan.mesh.only(plan.mesh.pipeline_axes).world_size, index, plan.stages
         self.schedule = plan.step.schedule or default_schedule(self.ranks, len(self.stages))
         named = {name for row in plan.rows if row.kind == "parameter" for name in row.tied}
@@ -50,6 +49,7 @@ class Place:
             if not any(name.startswith(f"{module}.") for name in named)
         )
         self.own = tuple(stage for stage in range(len(self.stages)) if self.rank_of(stage) == index)
+        self.same = {name: names for names, _ in _modules(model) if len(names) > 1 for name in names}
 
     @property
     def splits_backward(self) -> bool:
@@ -68,10 +68,13 @@ class Place:
     def keeps(self, name: str, names: Sequence[str]) -> bool:
         """Tell whether this rank keeps the tensor under one of its names.
 
-        A name that no stage holds is kept with the other names of the tensor.
+        A name that no stage holds is kept with the other names of the tensor. A module that is kept under one of its
+        names is kept under all.
         """
-        named = [stage for stage in self.stages if stage.holds(name)]
-        if any(name.startswith(f"{module}.") for module in self.everywhere):
+        module, _, key = name.rpartition(".")
+        same = [f"{each}.{key}" for each in self.same.get(module, ())] or [name]
+        named = [stage for stage in self.stages if any(map(stage.holds, same))]
+        if any(one.startswith(f"{module}.") for module in self.everywhere for one in same):
             return True
         if named:
             return any(self.stages[own] in named for own in self.own)
@@ -102,7 +105,10 @@ def of_stages(plan: Plan, place: Place, shape: MeshShape) -> Plan:
     """
     _refuse(plan, place)
     own = [place.stages[i] for i in place.own]
-    inside = functools.partial(_inside, own)
+
+    def inside(module: str) -> bool:
+        return any(_inside(own, name) for name in place.same.get(module, (module,)))
+
     return plan.replace(
         mesh=shape,
         rows=tuple(row for each in plan.rows if (row := _own_row(each, place)) is not None),
@@ -155,9 +161,8 @@ def fake_copy(model: nn.Module, mode: Any, device: torch.device, dtypes: Any) ->
         device: the device of the fake tensors.
         dtypes: compute dtypes by parameter name, where they differ from the parameter's.
     """
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    memo = {id(tensor): _fake(tensor, mode, device, dtypes.get(name)) for name, tensor in named.items()}
-    return copy.deepcopy(model, memo)
+    names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
+    return _torch.copied_with(model, lambda x: _fake(x, mode, device, dtypes.get(names.get(id(x)))))
 
 
 def _fake(tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -7,6 +7,7 @@ al., "GPipe", 2019).
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -44,7 +45,8 @@ class Pipe(nn.Module):
 
     Raises:
         PlanError: the module is not a sequential, the balance does not add up to its number of layers, there are too
-            few devices, or `checkpoint` is not one of the three.
+            few devices, partitions on different devices have a tensor in common, or `checkpoint` is not one of the
+            three.
 
     >>> model = Pipe(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), balance=[2, 1], chunks=3)
     >>> model(torch.ones(5, 4)).shape, [name for name, _ in model.named_parameters()][-1]
@@ -64,11 +66,14 @@ class Pipe(nn.Module):
         self.balance, self.chunks, self.checkpoint = list(balance), chunks, checkpoint
         self._check(module)
         self.devices = _devices(devices, len(self.balance))
-        layers = iter(module.named_children())
+        names = [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
+        layers = zip(names, module, strict=True)  # a layer that stands there twice has two names
         self.partitions = nn.ModuleList(
-            nn.Sequential(OrderedDict(next(layers) for _ in range(count))).to(device)
-            for count, device in zip(self.balance, self.devices, strict=False)
+            nn.Sequential(OrderedDict(itertools.islice(layers, count))) for count in self.balance
         )
+        self._refuse_shared()
+        for partition, device in zip(self.partitions, self.devices, strict=True):
+            partition.to(device)
 
     def _check(self, module: Any) -> None:
         if not isinstance(module, nn.Sequential):
@@ -89,12 +94,28 @@ class Pipe(nn.Module):
                 f'Pipe was given checkpoint="{self.checkpoint}"; give one of {listed}.{nearest(self.checkpoint, KEPT)}'
             )
 
+    def _refuse_shared(self) -> None:
+        first: dict[torch.Tensor, tuple[str, torch.device]] = {}
+        for partition, device in zip(self.partitions, self.devices, strict=True):
+            every = (
+                *partition.named_parameters(remove_duplicate=False),
+                *partition.named_buffers(remove_duplicate=False),
+            )
+            for name, tensor in every:
+                other, there = first.setdefault(tensor, (name, device))
+                if there != device:
+                    raise PlanError(
+                        f'Pipe: "{name}" on {device} is the same tensor as "{other}" on {there}, and a tensor is on '
+                        "one device. Give both layers to partitions of one device, or copy one: copy.deepcopy(layer)."
+                    )
+
     def __len__(self) -> int:
         return sum(self.balance)
 
     def __iter__(self) -> Iterator[nn.Module]:
         for partition in self.partitions:
-            yield from partition.children()
+            assert isinstance(partition, nn.Sequential)
+            yield from partition
 
     def __getitem__(self, index: int) -> nn.Module:
         return list(self)[index]

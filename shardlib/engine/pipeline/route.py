@@ -14,7 +14,6 @@ and receive.
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -322,9 +321,24 @@ class Route:
             ) from error
         raise PlanError(
             f"Stage {stage} ({', '.join(self.stages[stage].modules[:3])}, ...) is given nothing by the stages before "
-            f"it: no call of its modules in the forward of {self._name} takes what they make. Name the stages in the "
-            "order in which their modules run."
+            f"it: no call of its modules in the forward of {self._name} takes what they make. {self._advice(stage)}"
         )
+
+    def _advice(self, stage: int) -> str:
+        """Say what to do about a stage that is given nothing."""
+        earlier = {
+            id(self.skeleton.get_submodule(name)): (name, number)
+            for number, before in enumerate(self.stages[:stage])
+            for name in before.modules
+        }
+        for name in self.stages[stage].modules:
+            if found := earlier.get(id(self.skeleton.get_submodule(name))):
+                return (
+                    f'"{name}" is the same module as "{found[0]}" on stage {found[1]}, and a stage calls the modules '
+                    "that it has by itself. Put both on one stage; or make two modules with the same parameters, "
+                    "which stages train as one: other = copy.deepcopy(module); other.weight = module.weight."
+                )
+        return "Name the stages in the order in which their modules run."
 
     def _search(self, one: _Pass, number: int, name: str, args: Any, kwargs: Any) -> Any:
         if _torch.is_checkpointing():
@@ -387,8 +401,7 @@ def without_fakes(output: Any) -> Any:
 
 def _tried(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return the output of a module for zeros, in a temporary copy whose parameters are zeros."""
-    tensors = [*module.parameters(), *module.buffers()]
-    real = copy.deepcopy(module, {id(tensor): _as_kind(_zeros(tensor), tensor) for tensor in tensors})
+    real = _torch.copied_with(module, lambda tensor: _as_kind(_zeros(tensor), tensor))
     args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
     with torch.random.fork_rng(devices=()):
         return real(*args, **kwargs)

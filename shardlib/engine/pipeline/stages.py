@@ -152,7 +152,7 @@ class PipelineBuild:
         self.plan, self.mesh = plan, mesh_with_stages(mesh)
         self.shape = MeshShape.of(self.mesh)
         self.axis = plan.mesh.pipeline_axes[0]
-        self.place = Place(plan, self.mesh.get_local_rank(self.axis))
+        self.place = Place(plan, self.mesh.get_local_rank(self.axis), model)
         of_stage = MeshShape({name: size for name, size in self.shape.items() if name != self.axis})
         self.stage_plan = of_stages(plan, self.place, of_stage)
         self.stage_mesh = self.mesh[tuple(name for name in self.shape.names if name != self.axis)]
@@ -263,11 +263,28 @@ class PipelineBuild:
         return own_group
 
     def _drop_foreign(
-        self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_unused: Any
+        self,
+        model: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
-        """Drop the entries of other stages, so that a state dict of the whole model can be loaded."""
-        on_this_rank = set(model.state_dict(keep_vars=True))
-        for row in self.plan.rows:
-            for name in row.tied:
-                if name not in on_this_rank:
-                    state.pop(prefix + name, None)
+        """Drop the entries of other stages, so that a state dict of the whole model can be loaded.
+
+        What torch would say of them is said here: a load raises on all stages or on none.
+        """
+        here = set(model.state_dict(keep_vars=True))
+        foreign = {name: row for row in self.plan.rows for name in row.tied if name not in here}
+        given = {name: state.pop(prefix + name) for name in foreign if prefix + name in state}
+        if given:  # a stage's own state dict has none of them
+            missing += [prefix + n for n, row in foreign.items() if row.kind == "parameter" and n not in given]
+        errors += [
+            f"size mismatch for {prefix}{name}: its shape is {tuple(value.shape)} in the state dict and "
+            f"{tuple(foreign[name].global_shape)} in the model, in another stage."
+            for name, value in given.items()
+            if isinstance(value, torch.Tensor) and tuple(value.shape) != tuple(foreign[name].global_shape)
+        ]

@@ -7,7 +7,6 @@ parameters are zeros.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -171,8 +170,7 @@ def _seconds(model: nn.Module, names: Sequence[str], example: Any, device: torch
 
 def _measured(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> float:
     """Return the seconds of the fastest forward and backward of a single module."""
-    tensors = [*module.parameters(), *module.buffers()]
-    real = copy.deepcopy(module, {id(tensor): _zeros(tensor, device) for tensor in tensors})
+    real = _torch.copied_with(module, lambda tensor: _zeros(tensor, device))
     with torch.enable_grad(), torch.random.fork_rng():
         return min([_once(real, args, kwargs, device) for _ in range(1 + _REPEATS)][1:])
 

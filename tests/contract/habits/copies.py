@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from tests.contract.declare import OTHER_STAGE, OWN_STATE, broken, everywhere, own_part, refused, refused_in_pipelines
+from tests.contract.declare import OTHER_STAGE, OWN_STATE, everywhere, own_part, refused, refused_in_pipelines
 from tests.contract.harness import Net, Run
 
 
@@ -229,7 +229,6 @@ def load_another_dtype(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("pp", "ranks wait in all_gather over pp", alone=True)
 def load_missing_keys(run: Run, model: Any):
     """Catch the error for a missing key, and train on."""
     state = _other_state()
@@ -241,7 +240,6 @@ def load_missing_keys(run: Run, model: Any):
     return False
 
 
-@broken("pp", "ranks wait in all_gather over pp", alone=True)
 def load_a_wrong_shape(run: Run, model: Any):
     """Catch the error for a wrong shape, and train on."""
     state = run.model().state_dict() | {"head.weight": torch.zeros(3, 8)}

@@ -38,7 +38,6 @@ def assign_data(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("compiled, fsdp x tp", "differs, [0][0] on rank 0: off by 0.098")
 def assign_data_between_steps(run: Run, model: Any):
     """Give every `p.data` a new tensor between two steps of one optimizer."""
     optimizer = run.optimizer(model)
@@ -76,7 +75,6 @@ def fill_weights(run: Run, model: Any):
 
 
 @everywhere
-@broken("fsdp x tp", "NotImplementedError: Operator aten.fill_.Tensor does not have a sharding ...")
 def write_rows_by_index(run: Run, model: Any):
     """Write into some rows and columns of weights by index."""
     with torch.no_grad():
@@ -89,7 +87,6 @@ def write_rows_by_index(run: Run, model: Any):
 
 
 @everywhere
-@broken("fsdp x tp", "differs, [0][0] on rank 0: off by 0.0085")
 def write_into_views(run: Run, model: Any):
     """Write into rows, columns, slices and other views of weights."""
     weight = model.blocks[0].up.weight
@@ -106,7 +103,6 @@ def write_into_views(run: Run, model: Any):
 
 
 @everywhere
-@broken("fsdp x tp", "RuntimeError: aten.index_put_.default: in-place operations that require ...")
 def write_by_mask(run: Run, model: Any):
     """Set negative weights to zero by a mask."""
     with torch.no_grad():
@@ -133,7 +129,6 @@ def clamp_weights_after_each_step(run: Run, model: Any):
     return losses, run.weights(model)
 
 
-@broken("fsdp x tp", "RuntimeError: aten.copy_.default got mixed torch.Tensor and DTensor")
 def copy_from_another_model(run: Run, model: Any):
     """Copy weights of a plain model into the sharded one by `copy_`."""
     torch.manual_seed(5)
@@ -144,7 +139,6 @@ def copy_from_another_model(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("fsdp x tp, compiled", "RuntimeError: aten.copy_.default got mixed torch.Tensor and DTensor")
 def copy_into_data_from_another_model(run: Run, model: Any):
     """Copy weights of a plain model by `p.data.copy_(q.data)`."""
     other = dict(run.model().named_parameters())
@@ -153,7 +147,6 @@ def copy_into_data_from_another_model(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("compiled, fsdp x tp", "differs, [0][0] on rank 0: off by 0.55")
 def assign_plain_data(run: Run, model: Any):
     """Give every `p.data` the whole tensor of a plain model."""
     other = dict(run.model().named_parameters())
@@ -167,7 +160,6 @@ def parameters_to_vector(run: Run, model: Any):
     return run.stages(nn.utils.parameters_to_vector(model.parameters()))
 
 
-@broken("fsdp x tp", "differs, [0][0] on rank 0: off by 0.26")
 def vector_to_parameters(run: Run, model: Any):
     """Write a flat vector into the weights by `vector_to_parameters`, and train."""
     vector = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -175,7 +167,6 @@ def vector_to_parameters(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("fsdp x tp", "differs, [0][0] on rank 0: off by 0.27")
 def vector_to_parameters_after_a_forward(run: Run, model: Any):
     """Write a flat vector into the weights after a step, and train on."""
     optimizer = run.optimizer(model)
@@ -185,7 +176,6 @@ def vector_to_parameters_after_a_forward(run: Run, model: Any):
     return run.trained(model, optimizer, 1, start=1)
 
 
-@broken("fsdp x tp, compiled", "differs, [0][0] on rank 0: off by 0.0081")
 def swap_data_of_two_parameters(run: Run, model: Any):
     """Swap the data of two parameters of one shape."""
     a, b = model.blocks[0].norm, model.blocks[0].down
@@ -290,7 +280,6 @@ def apply_random_init_before(run: Run):
     return run.trained(run.shard(model))
 
 
-@broken("fsdp x tp", "DTensor has torch's own rules on several axes, under which each rank draws its shard by itself")
 @own_part("pp", "a rank draws the random numbers of its own stages")
 def apply_random_init_after(run: Run, model: Any):
     """Initialise by `model.apply` with random numbers after sharding; all ranks draw alike."""
@@ -299,7 +288,6 @@ def apply_random_init_after(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("fsdp x tp", "DTensor has torch's own rules on several axes, under which each rank draws its shard by itself")
 @own_part("pp", "a rank draws the random numbers of its own stages")
 def reset_parameters(run: Run, model: Any):
     """Call `reset_parameters` of every module after sharding."""
@@ -310,7 +298,6 @@ def reset_parameters(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("fsdp x tp", "DTensor has torch's own rules on several axes, under which each rank draws its shard by itself")
 def orthogonal_init(run: Run, model: Any):
     """Initialise a weight by `nn.init.orthogonal_` after sharding."""
     torch.manual_seed(1)
@@ -318,7 +305,6 @@ def orthogonal_init(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("fsdp x tp", "DTensor has torch's own rules on several axes, under which each rank draws its shard by itself")
 def identity_init(run: Run, model: Any):
     """Initialise a weight by `nn.init.eye_` after sharding."""
     nn.init.eye_(model.blocks[0].up.weight)
@@ -665,7 +651,6 @@ def weight_norm_after(run: Run, model: Any):
     return run.trained(model)
 
 
-@broken("pp", "RuntimeError: Only Tensors created explicitly by the user (graph leaves) ...")
 def old_weight_norm_before(run: Run):
     """Apply the old `nn.utils.weight_norm`, that hooks a module, before sharding."""
     model = run.model()
@@ -692,7 +677,6 @@ def spectral_norm_before(run: Run):
 
 @refused("zero(3), fsdp x tp", "another tensor stands in its place since")
 @refused("pp", "gets another place, and ")
-@broken("compiled", "RuntimeError: Cannot swap t1 because it has weakref associated with it")
 def spectral_norm_after(run: Run, model: Any):
     """Apply `parametrizations.spectral_norm` after sharding."""
     torch.manual_seed(1)
@@ -709,7 +693,6 @@ def old_spectral_norm_before(run: Run):
     return run.trained(run.shard(model, {"down": "rowwise"}))
 
 
-@broken("pp", "RuntimeError: Only Tensors created explicitly by the user (graph leaves) ...")
 def prune_before(run: Run):
     """Prune a layer by `prune.l1_unstructured` before sharding."""
     model = run.model()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import shardlib as sl
 from shardlib.engine import ops
+from shardlib.engine._torch import local_of, spec, wrap
 from shardlib.engine.ops import _dispatch
 from shardlib.engine.ops._operands import in_order
+from shardlib.testing.simulate import cut
 
 
 def _lying(shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
@@ -44,3 +47,48 @@ def test_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch):
         rows = distribute_tensor(torch.ones(size, 2), mesh, [Replicate()])
         assert (rows + rows).full_tensor().equal(torch.full((size, 2), 2.0))
         assert 0 < len(_dispatch._DECISIONS) <= 3
+
+
+_DATA_INSIDE, _FUSED = "rows@(tp,dp) _", "(qkv rows@(tp,dp)) _"
+
+
+def _two_axes_of_one_dim(size: int, text: str) -> list[str]:
+    """Return what differs from the full tensor in a DTensor that two axes split along one dim."""
+    mesh, layout = sl.mesh("dp=2,tp=2"), sl.Layout.parse(text, sizes={"qkv": 3} if "qkv" in text else None)
+    ops.enable(mesh)
+    full = torch.arange(2.0 * size).view(size, 2)
+    local = cut(full, layout, "dp=2,tp=2")[torch.distributed.get_rank()]
+
+    def new() -> torch.Tensor:
+        placements = tuple(layout.placements("dp=2,tp=2"))
+        return wrap(local.clone(), spec(mesh, placements, full.shape, full.dtype))
+
+    wrong, x = [], new()
+    with ops.record() as gathered:
+        doubled = x * 2 + x
+    if gathered or not local_of(doubled).equal(local * 3):
+        wrong.append(f"x * 2 + x: {gathered}")
+    if not x.full_tensor().equal(full):
+        wrong.append("full_tensor()")
+    if not x.redistribute(placements=[Replicate()] * 2).redistribute(placements=x.placements).to_local().equal(local):
+        wrong.append("there and back")
+    for a in range(size):
+        for b in range(a + 1, size + 1):
+            if not x[a:b].full_tensor().equal(full[a:b]):
+                wrong.append(f"x[{a}:{b}]")
+    for write in (lambda y: y[1:4].zero_(), lambda y: y[-1].mul_(3), lambda y: y.view(-1)[:4].add_(1)):
+        ours, theirs = new(), full.clone()
+        write(ours)
+        write(theirs)
+        if not ours.full_tensor().equal(theirs):
+            wrong.append(f"write {write.__code__.co_consts}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [*itertools.product((5, 7, 8, 10), (_DATA_INSIDE, "rows@(dp,tp) _")), (12, _FUSED)],
+)
+def test_two_axes_may_split_one_dim_unevenly(ranks: Callable, size: int, text: str):
+    """As data axes split the rows that a model axis has left. A slice counts global rows on each axis."""
+    assert ranks(4).run(_two_axes_of_one_dim, size, text) == [[]] * 4

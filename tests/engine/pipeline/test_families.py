@@ -1,4 +1,4 @@
-"""Models of transformers, unchanged, on stages."""
+"""Models of transformers and torchvision, unchanged, on stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.testing import assert_equivalent
-from tests.families.transformer_models import build, images, text, transformers
+from tests.families.transformer_models import FAMILIES, MIXTURE, build, images, text, transformers
+from tests.torchvision_on_cpu import import_torchvision
 
 _T5 = {"vocab_size": 67, "d_model": 20, "d_kv": 3, "d_ff": 18, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 _T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "decoder_start_token_id": 0}
@@ -20,8 +21,8 @@ _MIXTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_expe
 _MIXTRAL |= {"max_position_embeddings": 32}
 
 
-def t5() -> nn.Module:
-    return _large(transformers.T5ForConditionalGeneration(transformers.T5Config(**_T5)))
+def t5(name: str = "T5ForConditionalGeneration", **settings: Any) -> nn.Module:
+    return _large(getattr(transformers, name)(transformers.T5Config(**_T5 | settings)))
 
 
 def mixtral() -> nn.Module:
@@ -38,6 +39,10 @@ def _large(model: nn.Module) -> nn.Module:
 
 def padded(step: int) -> Any:
     return text(step, padding="right", use_cache=False)
+
+
+def padded_alone(step: int) -> Any:
+    return text(step, padding="right")
 
 
 def pairs(step: int) -> Any:
@@ -106,3 +111,69 @@ def test_with_tensor_parallel_rules_of_its_layout_file(name: str):
     factory = small(name)
     rules = sl.layouts.for_model(factory()).with_stages(sl.Balanced([1, 1]))
     assert_equivalent(factory, padded, "pp=2,tp=2", rules, steps=2, loss=logits)
+
+
+def mixture(name: str) -> nn.Module:
+    model = getattr(transformers, f"{name}Model")
+    config = model.config_class(**{**MIXTURE, **FAMILIES[name]})
+    return _large(model._from_config(config, experts_implementation="eager"))
+
+
+def resnet() -> nn.Module:
+    models = import_torchvision().models
+    model = models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=3)
+    model.fc = nn.Identity()
+    return model.eval()  # in training, statistics are those of a microbatch
+
+
+def few_words(step: int) -> Any:
+    args, kwargs = text(step)
+    return args, {"input_ids": kwargs["input_ids"] % MIXTURE["vocab_size"]}
+
+
+def pictures(step: int) -> torch.Tensor:
+    return torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+
+
+def features(model: nn.Module, batch: Any) -> torch.Tensor:
+    output = model(batch) if isinstance(batch, torch.Tensor) else model(*batch[0], **batch[1]).last_hidden_state
+    weight = torch.linspace(0.5, 1.5, output[0].numel(), dtype=output.dtype).view(output.shape[1:])
+    return (output.square() * weight + output.sin()).mean()
+
+
+# A model without a head for every layout file; that of examples/gpt.py always has one.
+HEADLESS = {
+    "bert": (small("BertModel"), padded_alone, sl.Balanced()),
+    "deepseek": (functools.partial(mixture, "DeepseekV3"), few_words, sl.Balanced()),
+    "gpt2": (small("GPT2Model"), padded, sl.Balanced()),
+    "llama": (small("LlamaModel"), padded, sl.Balanced()),
+    "mixtral": (functools.partial(mixture, "Mixtral"), few_words, sl.Balanced()),
+    "qwen_moe": (functools.partial(mixture, "Qwen3Moe"), few_words, sl.Balanced()),
+    "resnet": (resnet, pictures, "conv1, bn1, layer1, layer2, layer3 | layer4"),
+    "t5": (functools.partial(t5, "T5Model"), pairs, "encoder | decoder"),
+    # The vocabulary outweighs the blocks, and `shared` is only a name of what encoder.embed_tokens reads.
+    "t5 encoder": (functools.partial(t5, "T5EncoderModel", vocab_size=300), padded_alone, sl.Balanced()),
+    "vit": (small("ViTModel"), images, sl.Balanced()),
+}
+
+
+def test_every_family_has_a_model_without_a_head():
+    assert {*(name.partition(" ")[0] for name in HEADLESS), "example_gpt"} == {*sl.layouts.available()}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("name", HEADLESS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_family_without_a_head(name: str, stage: int):
+    factory, batch, stages = HEADLESS[name]
+    transforms = (sl.pipeline("1f1b", 2), *([sl.zero(stage)] if stage else []))
+    rules = sl.Rules({"**": None}, stages=stages)
+    assert_equivalent(factory, batch, "dp=2,pp=2", rules, transforms=transforms, steps=2, loss=features)
+
+
+@pytest.mark.parametrize("mode", ["sequence", pytest.param("ulysses", marks=pytest.mark.deep)])
+def test_a_split_sequence_without_a_head(mode: str):
+    factory, batch, _ = HEADLESS["llama"]
+    rules = sl.layouts.for_model(factory(), mode).with_stages(sl.Balanced())
+    mesh = "pp=2,tp=2" if mode == "sequence" else "pp=2,sp=2"
+    assert_equivalent(factory, batch, mesh, rules, transforms=(sl.pipeline("1f1b", 2),), steps=2, loss=features)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardlib as sl
+from shardlib.errors import PlanError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Tokens, Transformer, rules_for
 from shardlib.testing.strategies import ModelFactory
@@ -119,6 +120,56 @@ def test_a_sequential(stages: Any):
     """The Tanh between stages is on either side."""
     rules = sl.Rules({"**": None}, stages=stages)
     assert_equivalent(sequential, rows, "pp=2", rules, transforms=(sl.pipeline("1f1b", 3),), steps=2)
+
+
+def twice() -> torch.nn.Module:
+    """One layer stands in two places, with others beside it."""
+    layer = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6, affine=False))
+    return torch.nn.Sequential(layer, torch.nn.Tanh(), layer, torch.nn.Linear(6, 5))
+
+
+class Halves(torch.nn.Module):
+    """Both halves have the same embedding, and read the batch by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embed = torch.nn.Embedding(7, 6)
+        self.a, self.b = (torch.nn.ModuleDict({"embed": embed, "block": torch.nn.Linear(6, 6)}) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.a["block"](self.a["embed"](ids)).tanh()
+        return self.b["block"](self.b["embed"](ids) + x)
+
+
+@pytest.mark.parametrize("transform", [sl.zero(1), sl.zero(3)], ids=str)
+def test_a_module_that_stages_have_in_common(transform: Any):
+    rules = sl.Rules({"**": None}, stages="a.embed, a.block | b.block, b.embed")
+    assert_equivalent(Halves, Tokens(8, 4, 7), "dp=2,pp=2", rules, transforms=(transform,), steps=2)
+
+
+@pytest.mark.parametrize("transforms", [(), (sl.zero(3),)], ids=str)
+def test_a_module_that_runs_twice_on_a_stage(transforms: Any):
+    rules = sl.Rules({"**": None}, stages="0-2 | 3")
+    mesh = "dp=2,pp=2" if transforms else "pp=2"
+    transforms = (sl.pipeline("1f1b", 1), *transforms)
+    assert_equivalent(twice, lambda step: rows(step)[:6], mesh, rules, transforms=transforms, steps=2)
+
+
+def _on_two_stages() -> str:
+    model = sl.shard_model(twice(), "pp=2", sl.Rules({"**": None}, stages="0-1 | 2-3"))
+    with pytest.raises(PlanError) as raised:
+        sl.pipeline_step(model, rows(0), lambda output, _: output.mean(), microbatches=2)
+    return str(raised.value)
+
+
+def test_a_module_on_two_stages_is_refused(ranks):
+    for said in ranks(2).run(_on_two_stages):
+        assert said == (
+            "Stage 1 (2, 3, ...) is given nothing by the stages before it: no call of its modules in the forward of "
+            'Sequential takes what they make. "2" is the same module as "0" on stage 0, and a stage calls the modules '
+            "that it has by itself. Put both on one stage; or make two modules with the same parameters, which stages "
+            "train as one: other = copy.deepcopy(module); other.weight = module.weight."
+        )
 
 
 class Headless(torch.nn.Module):

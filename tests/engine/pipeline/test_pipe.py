@@ -46,12 +46,35 @@ def test_every_partition_computes_each_chunk_once_and_again_where_asked():
     assert sorted(seen) == sorted([3, 3, 2] * 2 + [3, 3] * 2)  # the last chunk is kept
 
 
+@pytest.mark.parametrize("balance", [[1, 3], [2, 2], [4]])
+def test_a_layer_may_stand_in_it_twice(balance: list[int]):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 4).double(), torch.randn(6, 4, dtype=torch.float64)
+    plain = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh())
+    want = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+    model = sl.Pipe(plain, balance, chunks=2)
+    assert [*model] == [*plain] and len({id(param) for param in model.parameters()}) == 2
+    got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    assert all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in zip(got, want, strict=True))
+
+
+def tied() -> nn.Sequential:
+    net = sequential()
+    net[4].bias = net[0].bias
+    return net
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: sl.Pipe(nn.Linear(2, 2), [1]), "Pipe was given a Linear; give an nn.Sequential."),  # type: ignore[arg-type]
         (lambda: sl.Pipe(sequential(), [2, 2]), "balance=[2, 2] for a sequential of 5 layers"),
         (lambda: sl.Pipe(sequential(), [3, 2], devices=["cpu"]), "Pipe has 2 partitions and 1 device."),
+        (
+            lambda: sl.Pipe(tied(), [3, 2], devices=["cpu", "meta"]),
+            'Pipe: "4.bias" on meta is the same tensor as "0.bias" on cpu, and a tensor is on one device. Give both '
+            "layers to partitions of one device, or copy one: copy.deepcopy(layer).",
+        ),
         (lambda: sl.Pipe(sequential(), [3, 2], chunks=0), "chunks=0; give a number from 1 up"),
         (lambda: sl.Pipe(sequential(), [3, 2], checkpoint="nevr"), 'Did you mean "never"?'),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement, Shard
 
-from shardlib.engine._torch import TensorMeta, moved, schema_of
+from shardlib.engine._torch import TensorMeta, grouped_product_shape, moved, schema_of
 from shardlib.engine.ops._choose import is_split
 from shardlib.engine.ops._products import products
 from shardlib.engine.ops._rows import Call, Meta, P, R, Row, S, aten, row, rule
@@ -118,8 +118,7 @@ def _contiguous_unless_bf16(values: Mapping[str, Any]) -> TensorMeta | None:
     a, b = (values[name].tensor_meta for name in ("self", "mat2"))
     if a.dtype == torch.bfloat16 or values["offs"] is None or values["out_dtype"] is not None:
         return None
-    batch = values["offs"].tensor_meta.shape if len(a.shape) == len(b.shape) else ()
-    shape = (*batch, a.shape[-2], b.shape[-1])
+    shape = grouped_product_shape(a.shape, b.shape, values["offs"].tensor_meta.shape)
     return TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), a.dtype)
 
 

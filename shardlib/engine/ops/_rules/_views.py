@@ -264,14 +264,13 @@ def _range(given: Sequence[Any], size: int) -> tuple[int, int]:
 
 @rule(aten("slice.Tensor"), aten("slice_copy.Tensor"), localize=_local_part, empty=True)
 def slice_(call: Call) -> Iterable[Row]:
-    dim, size = call.dim(), call.inputs[0].shape[call.dim()]
-    taken = _range((call["start"], call["end"]), size)
-    if call["step"] == 1:
-        if taken == (0, size):
-            yield row([S(dim)], [S(dim)])
-        yield from _parts(call, dim, [taken])
-    else:
-        yield from (r for r in _parts(call, dim, [(0, 0)]) if r.ins[0] != call.current[0] or r.parallel)
+    dim, x, output = call.dim(), call.inputs[0], call.outputs[0]
+    assert output is not None
+    start, end = _range((call["start"], call["end"]), x.shape[dim])
+    if call["step"] == 1 and output.shape[dim] == x.shape[dim]:
+        yield row([S(dim)], [S(dim)])
+    pieces = call["step"] == 1 and dim not in dict(x.cut)  # start and end count global indices
+    yield from _parts(call, dim, [(start, end) if pieces else (0, 0)])
 
 
 def _local_split(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
