@@ -1,7 +1,9 @@
-"""`shardlib plan | check | explain | init`: plans and layout files, without processes or values; `run`: start ranks.
+"""`shardlib plan | check | explain | init`: plans and layout files; `run`: start ranks; `migrate`: rewrite scripts.
 
-Exit codes: 0 fine, 1 the layout does not do what was asked of it, 2 what was typed names nothing. `run` ends as the
-first host that fails does.
+Plans need no processes and no values.
+
+Exit codes: 0 fine, 1 the layout does not do what was asked of it, or a script has lines left to rewrite, 2 what was
+typed names nothing. `run` ends as the first host that fails does.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from shardlib.cli import commands, environment, run
+from shardlib.cli import commands, environment, migrate, run
 from shardlib.cli.models import FORMS, UsageError
 from shardlib.errors import MeshError, ShardlibError
 from shardlib.layouts import SuggestedLayoutWarning
@@ -57,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardlib", description=__doc__.splitlines()[0] if __doc__ else None)
     versions = f"shardlib {environment.version('shardlib')}, torch {environment.version('torch')}"
     parser.add_argument("--version", action="version", version=versions)
-    subparsers = parser.add_subparsers(required=True, metavar="{plan,check,explain,init,run}")
+    subparsers = parser.add_subparsers(required=True, metavar="{plan,check,explain,init,run,migrate}")
     _add_plan(_command(subparsers, "plan", commands.plan, "how every tensor of a model lies on a mesh"))
     _add_check(
         _command(subparsers, "check", commands.check, "does a layout file fit a model? -i: what is installed?", "?")
@@ -65,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(_command(subparsers, "explain", commands.explain, "which rule decides about a tensor or module"))
     _add_init(_command(subparsers, "init", commands.init, "write a first layout file for a model"))
     _add_run(subparsers)
+    _add_migrate(subparsers)
     return parser
 
 
@@ -107,6 +110,13 @@ def _add_run(subparsers: Any) -> None:
     parser = subparsers.add_parser("run", help=summary, description=summary, allow_abbrev=False)
     run.add_options(parser)
     parser.set_defaults(run=run.run, json=False)
+
+
+def _add_migrate(subparsers: Any) -> None:
+    summary = "rewrite the imports of scripts for ColossalAI and fairscale, and list what is left"
+    parser = subparsers.add_parser("migrate", help=summary, description=summary)
+    migrate.add_options(parser)
+    parser.set_defaults(run=migrate.migrate)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
