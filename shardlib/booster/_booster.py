@@ -93,7 +93,7 @@ class Booster(GeneralCheckpointIO):
 
     @property
     def checkpoint_io(self) -> GeneralCheckpointIO:
-        """What saves and loads: the booster itself."""
+        """The booster itself, which saves and loads."""
         return self
 
     def boost(

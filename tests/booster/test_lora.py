@@ -44,7 +44,7 @@ TOLERANCE = 1e-10
 def config(model: str, **options: Any) -> Any:
     """Adapters whose second factor is not zero, so that both have gradients from the first step on."""
     kinds = {"target_modules": LAYERS[model], "fan_in_fan_out": model == GPT2, "init_lora_weights": False}
-    return peft.LoraConfig(r=4, lora_alpha=8, **{**kinds, **options})
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 8, **kinds, **options})
 
 
 def adapted(model: str = LLAMA, **options: Any) -> nn.Module:
