@@ -1122,8 +1122,7 @@ def checkpoint_a_sequence(run: Run):
     return run.trained(run.shard(Sequence().double()))
 
 
-@refused("tp, zero(3), fsdp x tp", "torch.jit.trace calls a model whose parameters are sharded")
-@refused_in_pipelines
+@refused("tp, zero(3), fsdp x tp, pp", "torch.jit.trace calls a model whose parameters are sharded")
 def scripted_by_trace(run: Run, model: Any):
     """Trace the evaluated model by `torch.jit.trace`."""
     with torch.no_grad():
