@@ -2,7 +2,8 @@
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by `torch.utils.checkpoint`. The wrapper is the
 outermost one around a module's call: a recomputed module passes its regions, its compiled graph and its unit as in
-forward, so that parameters stored in shards are unsharded before. Names, hooks and state dicts do not change.
+forward. Units that it is a part of are unsharded again (`units.py`), as they are for the model's own checkpointing.
+Names, hooks and state dicts do not change.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlib.engine.units import Units
 from shardlib.errors import PlanError, nearest
 from shardlib.rules.patterns import compile_pattern
 
@@ -42,18 +42,12 @@ def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str
     return tuple(name for name in names if any(pattern.matches(name) for pattern in compiled.values()))
 
 
-def recompute(names: Sequence[str], units: Units | None = None) -> dict[str, Callable[..., Any]]:
-    """Return the wrappers of modules that are recomputed in backward, by name.
-
-    `units` are given if parameters are stored in shards. A recomputed part of a unit needs the parameters of its unit,
-    and any recomputed module needs those that belong to no unit.
-    """
-    return {name: functools.partial(_call, name, units) for name in names}
+def recompute(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """Return the wrappers of modules that are recomputed in backward, by name."""
+    return dict.fromkeys(names, _call)
 
 
-def _call(name: str, units: Units | None, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if units is not None:
-        inner = functools.partial(units.call_again, name, inner)
+def _call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     return checkpoint(functools.partial(inner, **kwargs), *args, use_reentrant=False)

@@ -404,19 +404,19 @@ class Units:
         self._unshard(unit)
         self._prefetch(self._order.after_backward_of(unit), unit)
 
-    def call_again(self, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a module again in backward (activation checkpointing) with its unit unsharded; in forward, call it."""
-        if _torch.backward_id() == -1:
-            return inner(*args, **kwargs)
-        names = dict.fromkeys(("", unit_of([name], self.units)))
-        needed = [self.units[n] for n in names if n in self.units]
-        for unit in needed:
+    def call_again(self, units: Sequence[_Unit], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run in backward a function that ran inside of the forward of these units, with them unsharded."""
+        for unit in units:
             self._begin_compute(unit)
         try:
-            return inner(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
-            for unit in needed:
+            for unit in units:
                 self._end_compute(unit)
+
+    def running(self) -> list[_Unit]:
+        """Return the units whose forward is running."""
+        return [unit for unit in self._each if unit.depth]
 
     def reshard_all(self) -> None:
         """Reshard all units, apart from those that stay unsharded during a step of a pipeline."""
@@ -455,6 +455,29 @@ class Units:
             return
         if following.buffer is not unit.buffer and not following.buffer.busy:
             following.begin_unshard()
+
+
+_LIVE: weakref.WeakValueDictionary[int, Units] = weakref.WeakValueDictionary()  # in an order that ranks agree on
+
+
+def _unsharded_again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for activation checkpointing to call, in forward and again in backward.
+
+    In forward it is called inside of the forwards of some units, whose parameters it may read; in backward it is called
+    alone, where models of transformers checkpoint the forward of a block, and not its call.
+    """
+    for units in list(_LIVE.values()):
+        if running := units.running():
+            function = functools.partial(_call_checkpointed, units, running, function)
+    return function
+
+
+def _call_checkpointed(
+    units: Units, running: Sequence[_Unit], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if _torch.backward_id() == -1:
+        return function(*args, **kwargs)
+    return units.call_again(running, function, *args, **kwargs)
 
 
 def _read_apart(units: weakref.ref[Units], unit: weakref.ref[_Unit], param_state: ParamState) -> torch.Tensor:
@@ -533,7 +556,10 @@ def make_units(
             stays_unsharded=not resharded[names[0]],
         )
         made |= dict.fromkeys(names, joint)
-    return Units(made)
+    all_units = Units(made)
+    _torch.rebind_checkpointed(_unsharded_again)
+    _LIVE[id(all_units)] = all_units
+    return all_units
 
 
 def _param_states_of(groups: Mapping[str, list[ParamState]], names: Iterable[str]) -> list[ParamState]:

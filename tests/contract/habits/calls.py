@@ -21,7 +21,7 @@ from tests.contract.declare import (
     refused,
     refused_in_pipelines,
 )
-from tests.contract.harness import Net, Run
+from tests.contract.harness import Block, Net, Run
 
 F = nn.functional
 
@@ -1096,6 +1096,33 @@ def checkpoint_blocks_reentrant(run: Run):
     model = _Checkpointed().double()
     model.reentrant = True
     return run.trained(run.shard(model))
+
+
+class _CheckpointsItself(Block):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+def _checkpointing_itself(reentrant: bool) -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks = nn.ModuleList(_CheckpointsItself() for _ in range(2))
+    for block in model.blocks:
+        block.reentrant = reentrant
+    return model.double()
+
+
+@everywhere
+def checkpoint_inside_blocks(run: Run):
+    """Recompute what blocks do inside of their forward, by `checkpoint(use_reentrant=False)`."""
+    return run.trained(run.shard(_checkpointing_itself(reentrant=False)))
+
+
+def checkpoint_inside_blocks_reentrant(run: Run):
+    """Recompute what blocks do inside of their forward, by `checkpoint(use_reentrant=True)`."""
+    return run.trained(run.shard(_checkpointing_itself(reentrant=True)))
 
 
 @everywhere
