@@ -49,6 +49,14 @@ _CHUNKS = "parameters travel by units, the model's repeated blocks, and nothing 
 _SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all": "ulysses", "ring_attn": "ring"}
 
 
+class _GroupsOfRanks:
+    """The one question that scripts put to ColossalAI's mesh. `device_mesh()` answers all others."""
+
+    def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
+        """Return the ranks of a group, in its order."""
+        return dist.get_process_group_ranks(group)
+
+
 class Plugin(Options):
     """A way to train: a mesh, rules and transforms. Your own is a subclass that overrides `mesh_shape`, and the methods
     that differ."""
@@ -106,6 +114,11 @@ class Plugin(Options):
     def pp_group(self) -> dist.ProcessGroup:
         """The ranks that have the stages of one pipeline; this rank alone, if there are none."""
         return group_over(self._shape().pipeline_axes, self.device_mesh())
+
+    @property
+    def pg_mesh(self) -> _GroupsOfRanks:
+        """The ranks of a group, as scripts ask for them: `plugin.pg_mesh.get_ranks_in_group(plugin.pp_group)`."""
+        return _GroupsOfRanks()
 
     @property
     def stage_manager(self) -> PipelineStageManager | None:
@@ -425,7 +438,7 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     warmup_non_model_data_ratio: float = refused("nothing is warmed up; the fractions say what is where.", default=0.8)
     steady_cuda_cap_ratio: float = 0.9
     memory_budget: float | None = None
-    pin_memory: bool = refused("host memory of an accelerator is pinned, always.", default=False)
+    pin_memory: bool = False  # always so
     force_outputs_fp32: bool = False  # always so
     strict_ddp_mode: bool = False
     search_range_m: float = refused(_CHUNKS, default=32)
@@ -612,7 +625,10 @@ class HybridParallelPlugin(_WithPrecision):
         """
         way, own_axis = self.sequence_parallelism_mode, (self.sp_size or 1) > 1
         if not self.enable_sequence_parallelism:
-            if way is not None or (own_axis and self.custom_policy is None):
+            said = (
+                way is not None and self.sp_size != 1
+            )  # scripts give a way in either case; 1 says that nothing is split
+            if said or (own_axis and self.custom_policy is None):
                 raise PlanError(f"{self}: the sequence is split with enable_sequence_parallelism=True.")
             return None
         way = way or ("all_to_all" if own_axis else "split_gather")

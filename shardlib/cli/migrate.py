@@ -43,7 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def migrate(options: argparse.Namespace) -> int:
     """Print what changes in scripts, or write them, and list what is left to do; return 1 if something is."""
-    files = [_read(path) for path in dict.fromkeys(path for given in options.paths for path in _scripts(given))]
+    paths = [path for given in options.paths for path in _scripts(given)]
+    files = [_read(path) for path in {path.resolve(): path for path in paths}.values()]  # each once, behind links
     if options.write:
         for file in files:
             if file.changes:
@@ -71,7 +72,7 @@ def _scripts(given: str) -> Iterator[Path]:
         for folder, folders, names in os.walk(path):
             folders[:] = sorted(name for name in folders if _is_searched(Path(folder, name)))
             for name in sorted(names):
-                if name.endswith(".py"):
+                if name.endswith(".py") and Path(folder, name).is_file():  # and no link that leads nowhere
                     found = True
                     yield Path(folder, name)
         if not found:

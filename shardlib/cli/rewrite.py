@@ -149,8 +149,7 @@ class _Script:
                     module = alias.name if alias.asname else alias.name.partition(".")[0]
                     yield self._module(node, _Part(alias, alias.asname or module, module))
                 elif alias.asname in _ROOTS and _is_ours(alias.name):  # rewritten before: what was left still is
-                    uses = self._module(node, _Part(alias, alias.asname, alias.asname)).uses
-                    self.called |= {use.node: (alias.name, use.name) for use in uses}
+                    self._module(node, _Part(alias, alias.asname, alias.asname))
             elif node.module and node.level == 0 and _is_theirs(node.module):
                 yield self._name(node, _Part(alias, alias.asname or alias.name, node.module))
 
@@ -291,8 +290,11 @@ class _Script:
 
     def _note_calls(self, imports: Iterable[ast.Import | ast.ImportFrom]) -> None:
         """Note the keywords that a plugin refuses, and imports by a function."""
+        modules: dict[str, str] = {}
         for ours in imports:
-            if isinstance(ours, ast.ImportFrom) and ours.module and _is_ours(ours.module):
+            if isinstance(ours, ast.Import):
+                modules |= {alias.asname or alias.name: alias.name for alias in ours.names if _is_ours(alias.name)}
+            elif ours.module and _is_ours(ours.module):
                 self.called |= {alias.asname or alias.name: (ours.module, alias.name) for alias in ours.names}
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.Call):
@@ -300,6 +302,8 @@ class _Script:
             function = node.func.id if isinstance(node.func, ast.Name) else node.func
             if function in self.called:
                 self._note_keywords(node, *self.called[function])
+            elif isinstance(function, ast.Attribute) and (module := modules.get(ast.unparse(function.value))):
+                self._note_keywords(node, module, function.attr)
             last = function if isinstance(function, str) else getattr(function, "attr", "")
             if last in ("import_module", "__import__") and node.args and _is_theirs(_constant(node.args[0])):
                 self._left(

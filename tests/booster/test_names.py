@@ -74,7 +74,7 @@ def _sizes_and_groups(name: str) -> tuple[Any, Any, Any]:
     stages = None if manager is None else (manager.is_first_stage(), manager.is_last_stage(), manager.get_next_rank())
     sizes = (plugin.dp_size, plugin.tp_size, plugin.pp_size)
     assert pickle.loads(pickle.dumps(plugin)).dp_size == plugin.dp_size
-    return sizes, tuple(map(dist.get_process_group_ranks, groups)), stages
+    return sizes, tuple(map(plugin.pg_mesh.get_ranks_in_group, groups)), stages
 
 
 @pytest.mark.parametrize("name", ON_FOUR)
@@ -293,6 +293,10 @@ def test_a_request_for_speed_changes_nothing_and_is_said_once(said, kind, name):
     assert repr(asked.transforms(model)) == repr(plain.transforms(model)) and asked.mesh_shape() == plain.mesh_shape()
     (message,) = said()
     assert message.startswith(f"{kind.__name__}({name}=True): torch chooses the kernel")
+
+
+def test_host_memory_may_be_asked_to_be_pinned():
+    assert GeminiPlugin(pin_memory=True).transforms(gpt()) == GeminiPlugin().transforms(gpt())
 
 
 def test_microbatches_are_not_used_without_stages():

@@ -114,3 +114,10 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: 
         plugin.rules(llama())
     with pytest.raises(PlanError, match="give tp_size above 1"):
         GeminiPlugin(**SPLIT).rules(llama())
+
+
+def test_a_way_to_split_is_not_used_where_nothing_is_split():
+    """Scripts give `sp_size=1` and a way to split by default."""
+    plugin = HybridParallelPlugin(2, 1, sp_size=1, sequence_parallelism_mode="all_to_all")
+    plain = HybridParallelPlugin(2, 1)
+    assert plugin.mesh_shape() == plain.mesh_shape() and repr(plugin.rules(llama())) == repr(plain.rules(llama()))

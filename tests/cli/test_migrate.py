@@ -142,6 +142,21 @@ def test_what_cannot_be_read_is_said(
     assert said in capsys.readouterr().err
 
 
+def test_a_folder_is_searched_for_files_and_each_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("train.py", ".git/hook.py", "env/lib/seen.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("import colossalai\ncolossalai.launch()\n")
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    (tmp_path / "same.py").symlink_to("train.py")
+    (tmp_path / "gone.py").symlink_to("nowhere.py")
+    (tmp_path / "train.py").chmod(0o750)
+    assert main(["migrate", str(tmp_path), "--write"]) == 0
+    assert capsys.readouterr().err.endswith('train.py" was written.\n')
+    assert (tmp_path / "train.py").read_text() == "import shardlib.booster as colossalai\ncolossalai.launch()\n"
+    assert (tmp_path / "train.py").stat().st_mode & 0o777 == 0o750 and (tmp_path / "same.py").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", ".git", "env", "same.py", "gone.py"}
+
+
 def test_the_document_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
     text = (ROOT / "docs/migrating.md").read_text()
     shown = text.split("    $ shardlib migrate train.py\n")[1].split("\n\n")[0]
