@@ -438,7 +438,7 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     warmup_non_model_data_ratio: float = refused("nothing is warmed up; the fractions say what is where.", default=0.8)
     steady_cuda_cap_ratio: float = 0.9
     memory_budget: float | None = None
-    pin_memory: bool = False  # always so
+    pin_memory: bool = False  # always so, where there is an accelerator
     force_outputs_fp32: bool = False  # always so
     strict_ddp_mode: bool = False
     search_range_m: float = refused(_CHUNKS, default=32)

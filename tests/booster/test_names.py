@@ -295,8 +295,9 @@ def test_a_request_for_speed_changes_nothing_and_is_said_once(said, kind, name):
     assert message.startswith(f"{kind.__name__}({name}=True): torch chooses the kernel")
 
 
-def test_host_memory_may_be_asked_to_be_pinned():
-    assert GeminiPlugin(pin_memory=True).transforms(gpt()) == GeminiPlugin().transforms(gpt())
+def test_host_memory_is_pinned_whether_asked_or_not():
+    plain, asked = (GeminiPlugin(offload_optim_frac=1.0, pin_memory=pin) for pin in (False, True))
+    assert repr(asked.transforms(gpt())) == repr(plain.transforms(gpt()))
 
 
 def test_microbatches_are_not_used_without_stages():
