@@ -625,10 +625,8 @@ class HybridParallelPlugin(_WithPrecision):
         """
         way, own_axis = self.sequence_parallelism_mode, (self.sp_size or 1) > 1
         if not self.enable_sequence_parallelism:
-            said = (
-                way is not None and self.sp_size != 1
-            )  # scripts give a way in either case; 1 says that nothing is split
-            if said or (own_axis and self.custom_policy is None):
+            # Scripts give a way in either case; sp_size=1 says that nothing is split.
+            if (way is not None and self.sp_size != 1) or (own_axis and self.custom_policy is None):
                 raise PlanError(f"{self}: the sequence is split with enable_sequence_parallelism=True.")
             return None
         way = way or ("all_to_all" if own_axis else "split_gather")
