@@ -22,12 +22,12 @@ __all__ = [
     "broken",
     "everywhere",
     "habits_of",
-    "lost",
     "modules",
     "noticed",
     "own_part",
     "refused",
     "refused_in_pipelines",
+    "refused_on_some_ranks",
 ]
 
 # Reasons of `own_part`.
@@ -80,8 +80,8 @@ def refused(kinds: str, message: str) -> Callable[[Any], Any]:
     return _declare(kinds, Verdict("refused", message))
 
 
-def lost(kinds: str, message: str) -> Callable[[Any], Any]:
-    """Declare that ranks wait for each other in vain, until the mesh's timeout, and shardlib says so then."""
+def refused_on_some_ranks(kinds: str, message: str) -> Callable[[Any], Any]:
+    """Declare that shardlib refuses the habit on some ranks; others raise another error, go on, or wait for them."""
     return _declare(kinds, Verdict("refused", message, alone=True))
 
 

@@ -20,6 +20,7 @@ from tests.contract.declare import (
     own_part,
     refused,
     refused_in_pipelines,
+    refused_on_some_ranks,
 )
 from tests.contract.harness import Block, Net, Run
 
@@ -907,7 +908,7 @@ def shard_under_no_grad(run: Run):
 
 
 @noticed("tp, zero(3), fsdp x tp", "Ranks do different things:")
-@refused_in_pipelines
+@refused_on_some_ranks("pp", "Call shardlib.pipeline_step")
 def evaluate_on_one_rank(run: Run, model: Any):
     """Evaluate on the first rank only."""
     optimizer = run.optimizer(model)

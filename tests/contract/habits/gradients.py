@@ -15,10 +15,10 @@ from tests.contract.declare import (
     as_microbatches,
     broken,
     everywhere,
-    lost,
     own_part,
     refused,
     refused_in_pipelines,
+    refused_on_some_ranks,
 )
 from tests.contract.harness import Run
 
@@ -521,7 +521,7 @@ def autograd_grad_assigned(run: Run, model: Any):
 
 
 @as_ddp("replicate, zero(1), zero(2)", "what autograd.grad returns of a part that is called alone is not reduced")
-@lost("pp", " is on stage 0, and not on this rank")
+@refused_on_some_ranks("pp", " is on stage 0, and not on this rank")
 def autograd_grad_unused(run: Run, model: Any):
     """Take gradients by `autograd.grad(allow_unused=True)` where some are unused."""
     loss = model.stem(run.batch()).square().mean()
@@ -730,7 +730,7 @@ def detach_in_the_middle(run: Run, model: Any):
     return run.gradients(model)
 
 
-@lost("pp", " is on stage 0, and not on this rank")
+@refused_on_some_ranks("pp", " is on stage 0, and not on this rank")
 def no_gradient_for_the_last_layer(run: Run, model: Any):
     """Take a loss of a part of the model; the rest has no gradient."""
     model.blocks[0](model.stem(run.batch())).square().mean().backward()
@@ -746,7 +746,7 @@ def undefined_gradient(run: Run, model: Any):
     return run.gradients(model)
 
 
-@lost("pp", " is on stage 0, and not on this rank")
+@refused_on_some_ranks("pp", " is on stage 0, and not on this rank")
 def undefined_gradient_alone(run: Run, model: Any):
     """Go back through `torch.linalg.norm(p, 0)` and through nothing else of this parameter."""
     loss = run.loss(lambda x: model.stem(x)) + torch.linalg.norm(model.head.bias, 0)
@@ -831,7 +831,7 @@ def exception_in_backward(run: Run, model: Any):
     return raised, run.trained(model)
 
 
-@refused_in_pipelines
+@refused_on_some_ranks("pp", "Call shardlib.pipeline_step")
 def exception_in_a_gradient_hook(run: Run, model: Any):
     """Catch an exception of a parameter's hook, clear gradients, and train on."""
     handle = model.blocks[0].up.weight.register_hook(_raise)

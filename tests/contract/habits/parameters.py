@@ -17,6 +17,7 @@ from tests.contract.declare import (
     own_part,
     refused,
     refused_in_pipelines,
+    refused_on_some_ranks,
 )
 from tests.contract.harness import Block, Run
 
@@ -461,7 +462,7 @@ def tie_before_sharding(run: Run):
     return run.trained(run.shard(model))
 
 
-@refused("pp", "gets another place, and ")
+@refused_on_some_ranks("pp", "gets another place, and ")
 @refused("zero(3), fsdp x tp", "and another tensor stands in its place")
 def tie_after_sharding(run: Run, model: Any):
     """Tie two weights after sharding."""
@@ -628,7 +629,7 @@ def parametrize_before(run: Run):
 
 
 @everywhere
-@refused("pp", "gets another place, and ")
+@refused_on_some_ranks("pp", "gets another place, and ")
 @refused("zero(3), fsdp x tp", "another tensor stands in its place since")
 def parametrize_after(run: Run, model: Any):
     """Register a parametrization after sharding."""
@@ -644,7 +645,8 @@ def weight_norm_before(run: Run):
     return run.trained(run.shard(model, {"down": "rowwise"}))
 
 
-@refused("replicate, zero(1), zero(2), zero(3), fsdp x tp, pp", "is a new parameter, and ")
+@refused("replicate, zero(1), zero(2), zero(3), fsdp x tp", "is a new parameter, and ")
+@refused_on_some_ranks("pp", "is a new parameter, and ")
 def weight_norm_after(run: Run, model: Any):
     """Apply `parametrizations.weight_norm` after sharding."""
     parametrizations.weight_norm(model.blocks[0].up)
@@ -658,7 +660,8 @@ def old_weight_norm_before(run: Run):
     return run.trained(run.shard(model, {"down": "rowwise"}))
 
 
-@refused("replicate, zero(1), zero(2), zero(3), fsdp x tp, pp", "is a new parameter, and ")
+@refused("replicate, zero(1), zero(2), zero(3), fsdp x tp", "is a new parameter, and ")
+@refused_on_some_ranks("pp", "is a new parameter, and ")
 @broken("compiled", "RuntimeError: During the backward, we encountered a tensor subclass where we ...")
 def old_weight_norm_after(run: Run, model: Any):
     """Apply the old `nn.utils.weight_norm` after sharding."""
@@ -676,7 +679,7 @@ def spectral_norm_before(run: Run):
 
 
 @refused("zero(3), fsdp x tp", "another tensor stands in its place since")
-@refused("pp", "gets another place, and ")
+@refused_on_some_ranks("pp", "gets another place, and ")
 def spectral_norm_after(run: Run, model: Any):
     """Apply `parametrizations.spectral_norm` after sharding."""
     torch.manual_seed(1)
@@ -701,7 +704,7 @@ def prune_before(run: Run):
 
 
 @refused("zero(3), fsdp x tp", "another tensor stands in its place since")
-@refused("pp", "gets another place, and ")
+@refused_on_some_ranks("pp", "gets another place, and ")
 @broken("compiled", "RuntimeError: During the backward, we encountered a tensor subclass where we ...")
 def prune_after(run: Run, model: Any):
     """Prune a layer by `prune.l1_unstructured` after sharding."""
