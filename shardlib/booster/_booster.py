@@ -301,8 +301,7 @@ def _begin_with_first_rank(model: nn.Module, device_type: str) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     tensors = {name: tensor for name, tensor in agree.named_tensors(model).items() if not tensor.is_meta}
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, [(name, t.shape, t.dtype, agree.fingerprint(t)) for name, t in tensors.items()])
+    reports = agree.exchange([(name, t.shape, t.dtype, agree.fingerprint(t)) for name, t in tensors.items()])
     if any([entry[:3] for entry in each] != [entry[:3] for entry in reports[0]] for each in reports):
         return  # other models: shard_model says which tensors differ
     for i, tensor in enumerate(tensors.values()):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlib.booster._options import refuse_argument
-from shardlib.engine import full_state_dict
+from shardlib.engine import agree, full_state_dict
 from shardlib.engine.sharded import is_sharded
 from shardlib.errors import CheckpointError, PlanError, ShardingError
 
@@ -105,9 +105,7 @@ def save_lora(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
         except Exception as error:  # whatever it is, the other ranks are waiting
             problem = f'The adapters were not saved to "{checkpoint}": {error}'
     if dist.is_initialized():
-        gathered = [problem]
-        dist.broadcast_object_list(gathered, 0)
-        problem = gathered[0]
+        problem = agree.exchange(problem)[0]
     if problem is not None:
         raise CheckpointError(problem)
 
@@ -129,9 +127,7 @@ def _on_any_rank(names: set[str]) -> set[str]:
     """Return the union of the ranks' names; a stage of a pipeline has only its own."""
     if not dist.is_initialized():
         return names
-    gathered: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(gathered, names)
-    return set().union(*gathered)
+    return set().union(*agree.exchange(names))
 
 
 def _write(model: Any, unsharded: dict[str, Any], folder: Path) -> None:

@@ -6,8 +6,10 @@ and the error shows them side by side.
 
 from __future__ import annotations
 
+import io
+import pickle
 import zlib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,15 +164,49 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
     """Return every rank's value, or None if all are equal, which takes one short exchange."""
     if group is None or dist.get_world_size(group) == 1:
         return None
-    marks = exchange(zlib.crc32(repr(value).encode()), group)
-    return None if len(set(marks)) == 1 else exchange(value, group)
+    marks = _all_gather(torch.tensor(zlib.crc32(repr(value).encode())), group)
+    return None if all(torch.equal(mark, marks[0]) for mark in marks) else exchange(value, group)
 
 
-def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value, in the order of ranks. Collective over the group, by default over the job."""
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, value, group=group)
-    return every
+def exchange(value: Any, group: dist.ProcessGroup | None = None, classes: Sequence[type] = ()) -> list[Any]:
+    """Return every rank's value, in the order of ranks. Collective over the group, by default over the job.
+
+    Values are read as checkpoints are with `torch.load(weights_only=True)`: no bytes that reach a back end's socket are
+    run as code.
+
+    Args:
+        value: tensors, numbers, strings, dtypes and containers of them.
+        group: the ranks.
+        classes: further classes of which values are.
+
+    Raises:
+        ShardingError: a rank has sent something else.
+    """
+    written = io.BytesIO()
+    torch.save(value, written)
+    sent = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
+    sizes = [int(size) for size in _all_gather(torch.tensor(sent.numel()), group)]
+    padded = nn.functional.pad(sent, (0, max(sizes) - sent.numel()))
+    every = zip(_all_gather(padded, group), sizes, strict=True)
+    return [_read(rank, data[:size], classes) for rank, (data, size) in enumerate(every)]
+
+
+def _read(rank: int, data: torch.Tensor, classes: Sequence[type]) -> Any:
+    try:
+        with torch.serialization.safe_globals(list(classes)):
+            return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        said = str(error).splitlines()[0]
+        raise ShardingError(f"Rank {rank} of the group sent what no rank sends, and it was not read: {said}") from error
+
+
+def _all_gather(sent: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, of equal shapes, on the CPU, whichever device the back end sends from."""
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    moved = sent.to("cpu" if "cpu" in devices else devices[0])
+    every = [torch.empty_like(moved) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, moved, group=group)
+    return [tensor.cpu() for tensor in every]
 
 
 def _shown(tensor: torch.Tensor) -> str:

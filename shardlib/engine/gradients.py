@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib.engine import _torch
+from shardlib.engine import _torch, agree
 from shardlib.engine.executor import Executor
 from shardlib.engine.executor.bucket import in_batches
 from shardlib.engine.executor.reduce import (
@@ -505,7 +505,7 @@ class GradientReducer:
         """Lay buckets out in the order in which this backward pass made gradients, the same on all ranks."""
         arrived = list(self._arrived.items())
         if self.data_axes:
-            arrived = _of_first_rank(arrived, self.executor.group(tuple(self.mesh.mesh_dim_names or ())))
+            arrived = agree.exchange(arrived, self.executor.group(tuple(self.mesh.mesh_dim_names or ())))[0]
         for i, partial in arrived:
             self._slots[i].param_state.expect_gradient(partial)
         self._lay_out(dict.fromkeys([*(i for i, _ in arrived), *reversed(range(len(self._slots)))]))
@@ -696,10 +696,3 @@ def _summands(grad: torch.Tensor) -> int:
         return 1
     placements = zip(grad.device_mesh.shape, grad.placements, strict=True)
     return math.prod(size for size, placement in placements if placement.is_partial())
-
-
-def _of_first_rank(order: list[tuple[int, Axes]], group: dist.ProcessGroup) -> list[tuple[int, Axes]]:
-    """Return the order of the first rank of the mesh, on every rank."""
-    box = [order]
-    dist.broadcast_object_list(box, group_src=0, group=group)
-    return box[0]

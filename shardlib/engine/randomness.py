@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardlib.engine import _torch
+from shardlib.engine import _torch, agree
 
 __all__ = ["agree_on_random_state", "share_random_state"]
 
@@ -31,6 +31,4 @@ def agree_on_random_state(model_group: dist.ProcessGroup | None, data_index: int
 def share_random_state(group: dist.ProcessGroup | None) -> None:
     """Give all ranks of a group the generator state of its first rank."""
     if group is not None:
-        box = [torch.get_rng_state()]
-        dist.broadcast_object_list(box, group_src=0, group=group)
-        torch.set_rng_state(box[0])
+        torch.set_rng_state(agree.exchange(torch.get_rng_state(), group)[0])

@@ -225,7 +225,8 @@ class _Notes:
 
     def exchanged(self) -> Measured:
         """Exchange measurements, so that every rank has the largest distances and the disagreements of replicas."""
-        every = agree.exchange((self.measured, self.means, self.prints, self.batches, self.references))
+        mine = (self.measured, self.means, self.prints, self.batches, self.references)
+        every = agree.exchange(mine, classes=[Measured])
         ranks, means, prints, batches, references = map(list, zip(*every, strict=True))
         _batches_agree(batches)
         _references_agree(references)

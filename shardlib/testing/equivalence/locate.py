@@ -265,7 +265,7 @@ def _everywhere(
     errors: dict[Where, float], limit: float
 ) -> tuple[dict[Where, tuple[float, list[int]]], frozenset[Where]]:
     """Return the errors above the limit on any rank, each with its maximum and ranks, and the values judged on all."""
-    every = agree.exchange(errors)
+    every = agree.exchange(errors, classes=[Where])
     found: dict[Where, tuple[float, list[int]]] = {}
     for rank, of_rank in enumerate(every):
         for where, error in of_rank.items():

@@ -1,0 +1,71 @@
+"""What ranks send each other is data: all of it arrives, and nothing of it is run."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardlib.engine import agree
+from shardlib.errors import ShardingError
+from tests.house.source import modules
+
+
+class _RunsWhenRead:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def _value(rank: int) -> dict[Any, Any]:
+    return {
+        ("weight", rank): float("inf"),
+        3: {"of": "a set", "sizes": torch.Size([2, rank])},
+        "dtype": torch.bfloat16,
+        "nothing": [None, (True, -(2**62))],
+        "long": "é" * (1 + 1000 * rank),
+        "names": {"a", "b"},
+    }
+
+
+def _exchange() -> list[Any]:
+    rank = torch.distributed.get_rank()
+    (*values, last) = agree.exchange(_value(rank)), agree.exchange(torch.full((2,), rank)[1:])
+    return [*values, [int(tensor) for tensor in last]]
+
+
+def test_values_of_all_ranks_arrive_in_their_order(ranks):
+    for values, tensors in ranks(3).run(_exchange):
+        assert values == [_value(rank) for rank in range(3)] and tensors == [0, 1, 2]
+
+
+def _read_what_runs(path: str) -> str:
+    value = _RunsWhenRead(path) if torch.distributed.get_rank() == 1 else "text"
+    try:
+        return str(agree.exchange(value))
+    except ShardingError as error:
+        return str(error)
+
+
+def test_code_that_a_rank_sends_is_not_run(ranks, tmp_path: Path):
+    for said in ranks(2).run(_read_what_runs, str(tmp_path / "made")):
+        assert said.startswith("Rank 1 of the group sent what no rank sends, and it was not read: ")
+    assert not (tmp_path / "made").exists()
+
+
+def test_no_module_sends_pickles_that_are_run():
+    """Torch's collectives of objects unpickle what they receive, from a socket that others may reach."""
+    found = [
+        f"{module}:{node.lineno}: {name}"
+        for module, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute | ast.Name)
+        and (name := node.attr if isinstance(node, ast.Attribute) else node.id).endswith(("_object", "_object_list"))
+        and name.startswith(("all_gather", "broadcast", "gather", "scatter", "send", "recv"))
+    ]
+    assert not found, "exchange values by shardlib.engine.agree.exchange:\n" + "\n".join(found)
