@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlib._again import is_again
 from shardlib._same_mesh import ranks_ask_for, tell_of
+from shardlib._store import store_of
 from shardlib.errors import MeshError, nearest
 
 __all__ = ["AxisKind", "MeshShape", "default_device_type", "device_here", "mesh", "rank_groups", "register_axis"]
@@ -455,9 +457,19 @@ def _ensure_process_group(device_type: str, timeout: timedelta | None = None) ->
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo" if device_type == "cpu" else None
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, **_store(timeout))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _store(timeout: timedelta | None) -> dict[str, Any]:
+    """Return the arguments of a group that meets where the environment says; none where torchrun has the store."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, world, host, port = (os.environ.get(name, "") for name in names)
+    if dist.is_torchelastic_launched() or not (host and world.isdigit() and port.isdigit() and rank.isdigit()):
+        return {}
+    store = store_of(host, int(port), int(rank), int(world), timeout or default_pg_timeout)
+    return {"store": store, "rank": int(rank), "world_size": int(world)}
 
 
 def _parse(text: str) -> list[tuple[str, int]]:

@@ -9,7 +9,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["listening_store"]
+__all__ = ["listening_store", "store_of"]
+
+
+def store_of(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """Return a job's store, which rank 0 keeps at this address; wait until all ranks have come.
+
+    Raises:
+        OSError: the port is taken.
+        DistError: the ranks did not come.
+    """
+    if rank == 0:
+        return listening_store(host, port, world_size, timeout=timeout, wait_for_workers=True)
+    return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
 
 
 def listening_store(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from shardlib._store import listening_store
+from shardlib._store import store_of
 from shardlib.booster.config import Config
 from shardlib.errors import LaunchError, nearest
 
@@ -410,19 +410,13 @@ def _meet(asked: Launched, limit: timedelta | None) -> None:
                 timeout=limit,
             )
             return
-        store = _store(asked, limit or default_pg_timeout)
+        store = store_of(asked.host, asked.port, asked.rank, asked.world_size, limit or default_pg_timeout)
         dist.init_process_group(asked.backend, store=store, rank=asked.rank, world_size=asked.world_size, timeout=limit)
     except (dist.DistError, OSError) as fault:
         raise LaunchError(
             f"Rank {asked.rank} of {asked.world_size} did not meet the others at {_address(asked)}: {fault}\nIs rank 0 "
             "started, and on that host? Do all ranks name the same host, port and world_size? Is the port free there?"
         ) from fault
-
-
-def _store(asked: Launched, patience: timedelta) -> dist.Store:
-    if asked.rank == 0:
-        return listening_store(asked.host, asked.port, asked.world_size, timeout=patience, wait_for_workers=True)
-    return dist.TCPStore(asked.host, asked.port, asked.world_size, is_master=False, timeout=patience)
 
 
 def _is_the_agents(asked: Launched) -> bool:

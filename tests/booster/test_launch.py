@@ -8,12 +8,14 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+import shardlib as sl
 from shardlib._store import listening_store
 from shardlib.booster import Launched, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from shardlib.errors import LaunchError
@@ -107,18 +109,27 @@ def test_ranks_meet_and_draw_alike(ranks, port: int, way: Callable[..., Launched
         assert (job.config.mine, total, backend, drawn) == (3, 3, "gloo", expected)
 
 
-def _listening(host: str, port: int) -> set[str]:
+def _by_mesh(rank: int, size: int, host: str, port: int) -> None:
+    given = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": host, "MASTER_PORT": port}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in given.items()}):
+        sl.mesh(f"dp={size}")
+
+
+def _listening(host: str, port: int, way: Callable[..., Any]) -> set[str]:
     rank, size = _alone()
-    launch(rank, size, host, port, verbose=False)
+    way(rank, size, host, port)
     dist.barrier()
     found = listening.addresses(port)
     dist.barrier()
     return found
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_a_job_of_this_machine_listens_for_no_other_machine(ranks, port: int, host: str):
-    for found in ranks(2).run(_listening, host, port):
+@pytest.mark.parametrize(
+    ("host", "way"),
+    [("127.0.0.1", _by_numbers), ("::1", _by_numbers), ("localhost", _by_numbers), ("127.0.0.1", _by_mesh)],
+)
+def test_a_job_of_this_machine_listens_for_no_other_machine(ranks, port: int, host: str, way: Callable[..., Any]):
+    for found in ranks(2).run(_listening, host, port, way):
         assert len(found) == 1 and found <= {"127.0.0.1", "::1"}
 
 
