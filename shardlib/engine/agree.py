@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.errors import CheckpointError, InputError, PlanError, ShardingError, by_rank
 
@@ -160,14 +161,16 @@ def _flat(tree: Any) -> list[tuple[Any, Any]]:
     return pytree.tree_flatten_with_path(tree)[0]
 
 
+@_torch.no_modes()
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
     """Return every rank's value, or None if all are equal, which takes one short exchange."""
     if group is None or dist.get_world_size(group) == 1:
         return None
-    marks = _all_gather(torch.tensor(zlib.crc32(repr(value).encode())), group)
+    marks = _all_gather(_number(zlib.crc32(repr(value).encode())), group)
     return None if all(torch.equal(mark, marks[0]) for mark in marks) else exchange(value, group)
 
 
+@_torch.no_modes()  # a dry run exchanges too, with itself
 def exchange(value: Any, group: dist.ProcessGroup | None = None, classes: Sequence[type] = ()) -> list[Any]:
     """Return every rank's value, in the order of ranks. Collective over the group, by default over the job.
 
@@ -185,7 +188,7 @@ def exchange(value: Any, group: dist.ProcessGroup | None = None, classes: Sequen
     written = io.BytesIO()
     torch.save(value, written)
     sent = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
-    sizes = [int(size) for size in _all_gather(torch.tensor(sent.numel()), group)]
+    sizes = [int(size) for size in _all_gather(_number(sent.numel()), group)]
     padded = nn.functional.pad(sent, (0, max(sizes) - sent.numel()))
     every = zip(_all_gather(padded, group), sizes, strict=True)
     return [_read(rank, data[:size], classes) for rank, (data, size) in enumerate(every)]
@@ -194,10 +197,14 @@ def exchange(value: Any, group: dist.ProcessGroup | None = None, classes: Sequen
 def _read(rank: int, data: torch.Tensor, classes: Sequence[type]) -> Any:
     try:
         with torch.serialization.safe_globals(list(classes)):
-            return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+            return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError) as error:
         said = str(error).splitlines()[0]
         raise ShardingError(f"Rank {rank} of the group sent what no rank sends, and it was not read: {said}") from error
+
+
+def _number(value: int) -> torch.Tensor:
+    return torch.tensor(value, device="cpu")  # in `torch.device("meta")` too
 
 
 def _all_gather(sent: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.engine import agree
 from shardlib.errors import ShardingError
@@ -35,8 +36,10 @@ def _value(rank: int) -> dict[Any, Any]:
 
 def _exchange() -> list[Any]:
     rank = torch.distributed.get_rank()
-    (*values, last) = agree.exchange(_value(rank)), agree.exchange(torch.full((2,), rank)[1:])
-    return [*values, [int(tensor) for tensor in last]]
+    last = torch.full((2,), rank)[1:]
+    with FakeTensorMode(), torch.device("meta"):
+        values, tensors = agree.exchange(_value(rank)), agree.exchange(last)
+    return [values, [int(tensor) for tensor in tensors]]
 
 
 def test_values_of_all_ranks_arrive_in_their_order(ranks):
