@@ -199,8 +199,9 @@ def _read(rank: int, data: torch.Tensor, classes: Sequence[type]) -> Any:
         with torch.serialization.safe_globals(list(classes)):
             return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError) as error:
-        said = str(error).splitlines()[0]
-        raise ShardingError(f"Rank {rank} of the group sent what no rank sends, and it was not read: {said}") from error
+        raise ShardingError(
+            f"Rank {rank} of the group sent what no rank of shardlib sends; it was not read."
+        ) from error
 
 
 def _number(value: int) -> torch.Tensor:

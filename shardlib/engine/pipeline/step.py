@@ -415,9 +415,8 @@ class _Step:
         """Return the error for the earliest failure of all ranks, the same on all ranks."""
         failure = run.failure
         report = None if failure is None else (failure.when, failure.action, failure.text)
-        reports = (
-            agree.exchange(report, self.step_context.everyone) if self.step_context.everyone is not None else [report]
-        )
+        everyone = self.step_context.everyone
+        reports = [report] if everyone is None else agree.exchange(report, everyone, classes=[Action])
         rank, (_, action, text) = min(
             ((r, t) for r, t in enumerate(reports) if t is not None), key=lambda each: each[1][0]
         )
