@@ -16,6 +16,7 @@ import shardlib
 from shardlib import testing
 from tests.house.source import ROOT
 from tests.main_on_ranks import run_script
+from tests.scripts import run_shell
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -28,20 +29,21 @@ def _title(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-_OF_ONE_PROCESS = ("docs/jax.md",)  # its meshes are of one process's devices: four ranks would run it four times
+_BY_TORCHRUN = {"docs/jax.md": 1}  # its meshes are of one process's devices: four ranks would run it four times
+_BY_PYTHON = ("docs/testing.md",)  # it starts ranks of its own
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_title)
-def test_python_blocks_are_a_script_that_torchrun_starts(
-    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_python_blocks_are_a_script(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """All blocks of a page, one after the other, as a reader runs them: no seed is set, and there is no group yet."""
     monkeypatch.chdir(tmp_path)  # where ranks run too: paths in the documents are relative
     blocks = _BLOCK.findall(document.read_text())
-    if blocks:
-        script = tmp_path / f"{document.stem}.py"
-        script.write_text("\n".join(blocks))
-        run_script(script, processes=1 if _title(document) in _OF_ONE_PROCESS else 4)
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(blocks))
+    if _title(document) in _BY_PYTHON:
+        run_shell("python train.py", tmp_path, library=ROOT)
+    elif blocks:
+        run_script(script, processes=_BY_TORCHRUN.get(_title(document), 4))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_title)
