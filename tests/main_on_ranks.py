@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from shardlib.testing import shared_pool
@@ -36,6 +37,7 @@ def run_script(script: Path, *options: str, processes: int) -> Printed:
 def _as_main(script: str, options: tuple[str, ...], port: int) -> Printed:
     import_torchvision()  # transformers imports it by the way
     dist.destroy_process_group()
+    torch.seed()  # as a new process: each rank draws its own numbers
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     before, out, err = sys.argv, io.StringIO(), io.StringIO()
     sys.argv = [script, *options]

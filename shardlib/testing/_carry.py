@@ -6,15 +6,16 @@ files that are not on `sys.path` - travels by value, with cloudpickle.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["dump", "dump_call", "load", "name_of", "why_not"]
+__all__ = ["dump", "dump_call", "load", "name_of", "why_not", "without_main"]
 
 try:
     import cloudpickle
@@ -39,6 +40,24 @@ def dump(value: Any, *, by_value_module: str = "") -> bytes:
         for module in pickler.by_value:
             cloudpickle.unregister_pickle_by_value(module)
     return buffer.getvalue()
+
+
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """Let a process that is started inside not run the script of this one again, as multiprocessing would.
+
+    So that a script needs no `if __name__ == "__main__":`. What of `__main__` the process needs travels by value, if
+    cloudpickle is there.
+    """
+    main = vars(sys.modules["__main__"])
+    kept: dict[str, Any] = {}
+    if cloudpickle is not None:
+        kept = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    main.update(dict.fromkeys(kept))
+    try:
+        yield
+    finally:
+        main.update(kept)
 
 
 def dump_call(

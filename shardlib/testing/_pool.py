@@ -326,7 +326,7 @@ def _start(rank: int) -> _Worker:
     their_stacks = Connection(os.dup(stacks.fileno()), readable=False)  # a Connection's descriptor can be sent
     arguments = (their_calls, their_questions, their_stacks, rank == 0)
     process = context.Process(target=serve, args=arguments, name=f"shardlib-rank-{rank}", daemon=True)  # type: ignore[attr-defined]
-    with _room_for_a_socket_name():
+    with _room_for_a_socket_name(), _carry.without_main():
         process.start()
     for end in (their_calls, their_questions, their_stacks):
         end.close()

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import shardlib
 from shardlib import testing
 from tests.house.source import ROOT
-from tests.torchvision_on_cpu import import_torchvision
+from tests.main_on_ranks import run_script
+from tests.scripts import run_shell
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -29,24 +29,21 @@ def _title(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-def _run(title: str, blocks: list[str]) -> None:
-    """All blocks of one document, one after the other, as one script."""
-    if any("import peft" in block or "from transformers import" in block for block in blocks):
-        import_torchvision()  # they import it by the way
-    scope: dict[str, Any] = {"__name__": "__main__"}
-    for number, block in enumerate(blocks, 1):
-        exec(compile(block, f"{title}, block {number}", "exec"), scope)
-
-
-_OF_ONE_PROCESS = ("docs/jax.md",)  # its meshes are of one process's devices: four ranks would run it four times
+_BY_TORCHRUN = {"docs/jax.md": 1}  # its meshes are of one process's devices: four ranks would run it four times
+_BY_PYTHON = ("docs/testing.md",)  # it starts ranks of its own
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_title)
-def test_python_blocks_run_on_four_ranks(document: Path, ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_python_blocks_are_a_script(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All blocks of a page, one after the other, as a reader runs them: no seed is set, and there is no group yet."""
     monkeypatch.chdir(tmp_path)  # where ranks run too: paths in the documents are relative
     blocks = _BLOCK.findall(document.read_text())
-    if blocks:
-        ranks(1 if _title(document) in _OF_ONE_PROCESS else 4).run(_run, _title(document), blocks)
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(blocks))
+    if _title(document) in _BY_PYTHON:
+        run_shell("python train.py", tmp_path, library=ROOT)
+    elif blocks:
+        run_script(script, processes=_BY_TORCHRUN.get(_title(document), 4))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_title)
@@ -86,7 +83,7 @@ def test_the_first_block_of_the_readme_is_a_script_for_one_process(monkeypatch: 
     """Here; on four ranks it ran above."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    _run("README.md", _BLOCK.findall((ROOT / "README.md").read_text())[:1])
+    exec(compile(_BLOCK.findall((ROOT / "README.md").read_text())[0], "README.md", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.deep
