@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from shardlib.errors import InputError, nearest
+from shardlib.errors import InputError, ShardlibError, nearest
 
 __all__ = ["DistributedLogger", "disable_existing_loggers", "get_dist_logger"]
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-_FORM = "%(name)s - %(levelname)s: %(message)s"
 
 
 class DistributedLogger:
@@ -27,6 +28,9 @@ class DistributedLogger:
     Args:
         name: the name of the logger.
     """
+
+    _error: type[ShardlibError] = InputError
+    _form = logging.Formatter("%(name)s - %(levelname)s: %(message)s")
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
@@ -43,9 +47,11 @@ class DistributedLogger:
 
     def set_level(self, level: str) -> None:
         """Drop messages below a level: "DEBUG", "INFO", "WARNING" or "ERROR"."""
-        self._logger.setLevel(_checked(level))
+        self._logger.setLevel(self._checked(level))
 
-    def log_to_file(self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
+    def log_to_file(
+        self, path: str | os.PathLike[str], mode: str = "a", level: str = "INFO", suffix: str | None = None
+    ) -> None:
         """Also write messages to a file of this rank.
 
         Args:
@@ -53,37 +59,54 @@ class DistributedLogger:
                 `rank_<rank>_<suffix>.log`.
             mode: "a" appends, "w" overwrites.
             level: the lowest level that is written.
-            suffix: a word in the file's name.
+            suffix: a word in the file's name; an empty one is none.
         """
-        folder, end = Path(path), "" if suffix is None else f"_{suffix}"
+        lowest, folder = self._checked(level), Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(folder / f"rank_{self.rank}{end}.log", mode)
-        handler.setLevel(_checked(level))
+        name = f"rank_{self.rank}_{suffix}.log" if suffix else f"rank_{self.rank}.log"
+        handler = logging.FileHandler(folder / name, mode, encoding="utf-8")
+        handler.setLevel(lowest)
         self._add(handler)
 
-    def debug(self, message: str, ranks: Iterable[int] | None = None) -> None:
-        """Log a message on some ranks, by default on all."""
+    def close(self) -> None:
+        """Close the files; messages go on to other handlers."""
+        for handler in [each for each in self._logger.handlers if isinstance(each, logging.FileHandler)]:
+            self._logger.removeHandler(handler)
+            handler.close()
+
+    def debug(self, message: Any, ranks: Iterable[int] | None = None) -> None:
+        """Log a message, of any type, on some ranks, by default on every rank that calls it."""
         self._log(logging.DEBUG, message, ranks)
 
-    def info(self, message: str, ranks: Iterable[int] | None = None) -> None:
-        """Log a message on some ranks, by default on all."""
+    def info(self, message: Any, ranks: Iterable[int] | None = None) -> None:
+        """Log a message as `debug` does, as information."""
         self._log(logging.INFO, message, ranks)
 
-    def warning(self, message: str, ranks: Iterable[int] | None = None) -> None:
-        """Log a message on some ranks, by default on all."""
+    def warning(self, message: Any, ranks: Iterable[int] | None = None) -> None:
+        """Log a message as `debug` does, as a warning."""
         self._log(logging.WARNING, message, ranks)
 
-    def error(self, message: str, ranks: Iterable[int] | None = None) -> None:
-        """Log a message on some ranks, by default on all."""
+    def error(self, message: Any, ranks: Iterable[int] | None = None) -> None:
+        """Log a message as `debug` does, as an error. Raises nothing."""
         self._log(logging.ERROR, message, ranks)
 
-    def _log(self, level: int, message: str, ranks: Iterable[int] | None) -> None:
+    def _log(self, level: int, message: Any, ranks: Iterable[int] | None) -> None:
         if ranks is None or self.rank in ranks:
-            self._logger.log(level, "%s", message, stacklevel=3)
+            self._logger.log(level, "%s", message, stacklevel=3, extra=self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what the form of a line names beside the message."""
+        return {}
 
     def _add(self, handler: logging.Handler) -> None:
-        handler.setFormatter(logging.Formatter(_FORM))
+        handler.setFormatter(self._form)
         self._logger.addHandler(handler)
+
+    def _checked(self, level: str) -> str:
+        if level not in _LEVELS:
+            listed = ", ".join(_LEVELS)
+            raise self._error(f"level={level!r} was given; give one of {listed}.{nearest(str(level), _LEVELS)}")
+        return level
 
 
 @functools.cache
@@ -110,9 +133,3 @@ def disable_existing_loggers(include: Iterable[str] | None = None, exclude: Iter
     for name in list(logging.Logger.manager.loggerDict):
         if name in named if named is not None else name not in kept:
             logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def _checked(level: str) -> str:
-    if level not in _LEVELS:
-        raise InputError(f"level={level!r} was given; give one of {', '.join(_LEVELS)}.{nearest(str(level), _LEVELS)}")
-    return level

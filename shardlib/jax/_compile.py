@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib import _plan
 from shardlib._plan import Phase, Plan, RulesLike, Transform
-from shardlib.engine._torch import pytree
+from shardlib.engine._torch import copied_with, pytree
 from shardlib.errors import InputError, PlanError, nearest
 from shardlib.jax import _lowerings
 from shardlib.jax._bits import to_numpy
@@ -115,8 +114,8 @@ def refuse_settings(plan: Plan) -> None:
 def structure_of(model: nn.Module, plan: Plan) -> nn.Module:
     """Copy the modules with tensors in their compute dtypes, without values."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    empty = {id(t): _without_values(t, plan[name].compute.dtype or t.dtype) for name, t in tensors.items()}
-    return copy.deepcopy(model, empty)
+    dtypes = {id(tensor): plan[name].compute.dtype for name, tensor in tensors.items()}
+    return copied_with(model, lambda t: _without_values(t, dtypes.get(id(t)) or t.dtype))
 
 
 def _without_values(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.engine._torch._private import private
 from shardlib.engine._torch.meshes import cached_by_mesh, forget_with_meshes
-from shardlib.engine._torch.tensor import DTensorSpec, _StridedShard
+from shardlib.engine._torch.tensor import DTensorSpec, _StridedShard, chunks_of, split_factor
 
 private(
     "torch._C._AutoDispatchBelowAutograd",
@@ -178,26 +178,24 @@ def joined(local: torch.Tensor, mesh: DeviceMesh, axis: int, now: Any, shape: Se
         return _arrived(Shard(now.dim)._to_replicate_tensor(local.contiguous(), mesh, axis, shape))
     if not isinstance(now, _StridedShard):
         return local
-    dim, pieces, ranks = now.dim, int(now.split_factor), mesh.size(axis)
+    dim, pieces, ranks = now.dim, split_factor(now), mesh.size(axis)
     if shape[dim] % (pieces * ranks) == 0:  # a plain split of each piece
-        cut = local.unflatten(dim, (pieces, -1))
+        cut = local.unflatten(dim, (pieces, local.shape[dim] // pieces))
         whole = (*shape[:dim], pieces, shape[dim] // pieces, *shape[dim + 1 :])
         return joined(cut, mesh, axis, Shard(dim + 1), whole).flatten(dim, dim + 1)
-    held = [_rows_held(shape[dim], pieces, ranks, rank, local.device) for rank in range(ranks)]
-    most = len(held[0])
-    filled = torch.cat(
-        [local, local.new_zeros((*local.shape[:dim], most - local.shape[dim], *local.shape[dim + 1 :]))], dim
-    )
-    found = joined(filled, mesh, axis, Shard(dim), (*shape[:dim], most * ranks, *shape[dim + 1 :]))
-    at = torch.cat([torch.arange(len(rows), device=local.device) + rank * most for rank, rows in enumerate(held)])
-    return found.index_select(dim, at[torch.cat(held).argsort()])
+    rows = [_local_rows(shape[dim], ranks, rank, pieces, local.device) for rank in range(ranks)]
+    longest = len(rows[0])
+    padding = local.new_zeros((*local.shape[:dim], longest - local.shape[dim], *local.shape[dim + 1 :]))
+    padded_shape = (*shape[:dim], longest * ranks, *shape[dim + 1 :])
+    padded = joined(torch.cat([local, padding], dim), mesh, axis, Shard(dim), padded_shape)
+    at = torch.cat([torch.arange(len(each), device=local.device) + rank * longest for rank, each in enumerate(rows)])
+    return padded.index_select(dim, at[torch.cat(rows).argsort()])
 
 
-def _rows_held(size: int, pieces: int, ranks: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the indices of a dim of this size that a rank holds in a fused split: its chunk of each piece."""
-    cut = torch.arange(size, device=device).split(max(-(-size // pieces), 1))
-    chunks = [-(-len(piece) // ranks) for piece in cut]
-    return torch.cat([piece[chunk * rank : chunk * (rank + 1)] for piece, chunk in zip(cut, chunks, strict=True)])
+def _local_rows(size: int, ranks: int, rank: int, pieces: int, device: torch.device) -> torch.Tensor:
+    """Return the indices of a dim of this global size that a rank has."""
+    chunks = chunks_of(size, ranks, rank, pieces)
+    return torch.cat([torch.arange(start, start + count, device=device) for start, count in chunks])
 
 
 def sum_scattered(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int) -> torch.Tensor:
@@ -216,14 +214,11 @@ def part(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, want: Any) -> torch.
     if not isinstance(want, Shard | _StridedShard):
         return tensor
     dim, ranks, rank = want.dim, mesh.size(axis), mesh.get_local_rank(axis)
-    pieces = int(want.split_factor) if isinstance(want, _StridedShard) else 1
-    if tensor.shape[dim] % pieces:
-        return tensor.index_select(dim, _rows_held(tensor.shape[dim], pieces, ranks, rank, tensor.device))
-    size = tensor.shape[dim] // pieces
-    chunk = -(-size // ranks)
-    start = min(chunk * rank, size)
-    cut = tensor.unflatten(dim, (pieces, size))
-    return cut.narrow(dim + 1, start, min(chunk, size - start)).clone().flatten(dim, dim + 1)
+    pieces, size = split_factor(want), tensor.shape[dim]
+    if size % pieces:
+        return tensor.index_select(dim, _local_rows(size, ranks, rank, pieces, tensor.device))
+    [(start, count)] = chunks_of(size // pieces, ranks, rank)
+    return tensor.unflatten(dim, (pieces, size // pieces)).narrow(dim + 1, start, count).clone().flatten(dim, dim + 1)
 
 
 def intercept_redistribution(ours: Callable[..., Any]) -> Callable[[], None]:

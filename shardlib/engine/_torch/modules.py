@@ -8,7 +8,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -81,6 +81,8 @@ __all__ = [
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+M = TypeVar("M", bound=torch.nn.Module)
+
 # Each takes a hook, which gets a module, a name, and the tensor or module that it takes in.
 watch_new_parameters = torch.nn.modules.module.register_module_parameter_registration_hook
 watch_new_modules = torch.nn.modules.module.register_module_module_registration_hook
@@ -108,7 +110,7 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
     return module._parameters, module._buffers
 
 
-def copied_with(module: torch.nn.Module, new: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def copied_with(module: M, new: Callable[[torch.Tensor], torch.Tensor]) -> M:
     """Return a deep copy of a module that has `new(tensor)` in the place of each tensor, of which none is copied.
 
     Its tensors are parameters, buffers, and what autograd computed and an attribute holds, which torch does not copy:

@@ -43,6 +43,7 @@ __all__ = [
     "TensorMeta",
     "_StridedShard",
     "as_replicated",
+    "chunks_of",
     "intercept_data",
     "intercept_reads",
     "local_of",
@@ -57,6 +58,7 @@ __all__ = [
     "spec",
     "spec_of",
     "spec_with",
+    "split_factor",
     "splits",
     "wrap",
 ]
@@ -191,19 +193,33 @@ def local_shape_and_offset(
     assert coordinate is not None
     for index, n, placement in zip(coordinate, mesh.shape, placements, strict=True):
         if isinstance(placement, Shard | _StridedShard):
-            dim, pieces = placement.dim, int(getattr(placement, "split_factor", 1))
-            piece = max(-(-local[dim] // pieces), 1)
-            count, rest = divmod(local[dim], piece)
-            start, size = _chunk(piece, n, index)
-            local[dim], offset[dim] = count * size + _chunk(rest, n, index)[1], offset[dim] + start
+            dim = placement.dim
+            chunks = chunks_of(local[dim], n, index, split_factor(placement))
+            local[dim], offset[dim] = sum(size for _, size in chunks), offset[dim] + chunks[0][0]
     return tuple(local), tuple(offset)
 
 
-def _chunk(size: int, n: int, index: int) -> tuple[int, int]:
-    """Return where a chunk of `torch.chunk` begins, and its size, which may be zero."""
-    chunk = -(-size // n)
-    start = min(chunk * index, size)
-    return start, min(chunk, size - start)
+def split_factor(placement: Any) -> int:
+    """Return the number of pieces that a placement splits one by one: one, but for a fused split."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
+def chunks_of(size: int, n: int, index: int, pieces: int = 1) -> list[tuple[int, int]]:
+    """Return where rank `index` of `n` has its chunks of a dim, and their sizes, which may be zero: one of each piece.
+
+    Pieces and chunks are those of `torch.chunk`.
+
+    >>> chunks_of(7, 2, 1), chunks_of(7, 2, 1, pieces=2)
+    ([(4, 3)], [(2, 2), (6, 1)])
+    """
+    piece, found = -(-size // pieces), []
+    for i in range(pieces):
+        first = min(piece * i, size)
+        whole = min(piece, size - first)
+        chunk = -(-whole // n)
+        start = min(chunk * index, whole)
+        found.append((first + start, min(chunk, whole - start)))
+    return found
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -7,14 +7,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from shardlib.engine import _torch
-from shardlib.engine._torch import _StridedShard
 
 __all__ = ["LocalElements", "holds_slices", "local_elements"]
 
@@ -116,7 +114,7 @@ def local_elements(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[P
     for index, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
         for dim in range(len(shape)):
             if _torch.splits(placement, dim):
-                runs[dim] = _cut(runs[dim], index, count, _factor(placement))
+                runs[dim] = _cut(runs[dim], index, count, _torch.split_factor(placement))
     return LocalElements(shape, tuple(runs))
 
 
@@ -132,22 +130,15 @@ def _indices(runs: Iterable[tuple[int, int]]) -> list[int]:
     return [index for run in runs for index in range(*run)]
 
 
-def _factor(placement: Any) -> int:
-    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-
-
 def _cut(runs: Runs, index: int, count: int, factor: int) -> Runs:
-    """Return one of `count` chunks of some runs; for a fused split, of each of `factor` equal pieces of them.
+    """Return one of `count` chunks of some runs; for a fused split, of each of `factor` pieces of them.
 
-    >>> _cut(((0, 12),), 1, 2, factor=3), _cut(((0, 7),), 2, 3, factor=1)
-    (((2, 4), (6, 8), (10, 12)), ((6, 7),))
+    >>> _cut(((0, 12),), 1, 2, factor=3), _cut(((0, 7),), 2, 3, factor=1), _cut(((0, 7),), 1, 2, factor=2)
+    (((2, 4), (6, 8), (10, 12)), ((6, 7),), ((2, 4), (6, 7)))
     """
     size = sum(stop - start for start, stop in runs)
-    piece = size // factor
-    chunk = -(-piece // count)
-    low = min(index * chunk, piece)
-    high = min(low + chunk, piece)
-    return tuple(run for i in range(factor) for run in _between(runs, i * piece + low, i * piece + high))
+    chunks = _torch.chunks_of(size, count, index, factor)
+    return tuple(run for start, length in chunks for run in _between(runs, start, start + length))
 
 
 def _between(runs: Runs, low: int, high: int) -> Iterator[tuple[int, int]]:

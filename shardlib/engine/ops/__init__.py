@@ -109,9 +109,13 @@ def enabled(mesh: DeviceMesh) -> bool:
     return mesh in _MESHES
 
 
+def _has_rules(mesh: DeviceMesh) -> bool:
+    return mesh in _MESHES or mesh in _STORED
+
+
 def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any) -> Any:
     """Redistribute correctly where PyTorch is wrong: fused splits on several axes, or axes in another order."""
-    if source.mesh in _MESHES | _STORED and is_fused_beside_others(source, target.placements):
+    if _has_rules(source.mesh) and is_fused_beside_others(source, target.placements):
         return redistributed(local, source, target.placements)
     return original(local, source, target, **options)
 
@@ -119,7 +123,7 @@ def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, targe
 def _assign_data(original: Any, tensor: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(tensor, DTensor):
         original(tensor, to_full_tensor(value) if isinstance(value, DTensor) else value)
-    elif tensor.device_mesh in _MESHES | _STORED:
+    elif _has_rules(tensor.device_mesh):
         assign_data(tensor, value)
     else:
         original(tensor, value)
@@ -140,7 +144,7 @@ def _install() -> None:
             if (result := written_whole(op, args, kwargs)) is not NotImplemented:
                 return result
             refuse_local_tensors(op, args)
-        if mesh in _MESHES or mesh in _STORED:
+        if _has_rules(mesh):
             return policy(op, args, kwargs, info)
         if op in handlers:
             return handlers[op](op, args, kwargs)

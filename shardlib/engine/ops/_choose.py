@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardlib.engine._torch import _StridedShard, schema_of
+from shardlib.engine._torch import _StridedShard, chunks_of, schema_of, split_factor
 from shardlib.engine.ops._rows import Call, Compute, Meta, Op, R, Row, Rule
 
 __all__ = ["Choice", "Pending", "choose", "is_split"]
@@ -146,11 +146,11 @@ def _holds(row: Row, call: Call, *, empty: bool) -> bool:
         # Uneven shards are split again: they align as long as all operands were split in the same way.
         same = all(p.dim in m.ragged for m, p in splits) and (not fused or len({_cuts(m, p) for m, p in splits}) == 1)
         return empty and same and equal and row.parallel
-    factors = {_factor(p) for _, p in splits}
+    factors = {split_factor(p) for _, p in splits}
     if row.parallel and equal and len(factors) == 1:
         [factor] = factors
         return sizes[0] > 0 and (empty or (sizes[0] % factor == 0 and _nowhere_empty(sizes[0] // factor, call.size)))
-    even = all(m.shape[p.dim] % (call.size * _factor(p)) == 0 and m.shape[p.dim] > 0 for m, p in splits)
+    even = all(m.shape[p.dim] % (call.size * split_factor(p)) == 0 and m.shape[p.dim] > 0 for m, p in splits)
     return even and (equal or not (row.parallel and fused))
 
 
@@ -229,18 +229,12 @@ def _after(call: Call, row: Row, size: int) -> Call:
 def _shrunk(meta: Meta, placement: Any, size: int) -> Meta:
     if not is_split(placement):
         return meta
-    shape, dim, factor = list(meta.shape), placement.dim, _factor(placement)
+    shape, dim, factor = list(meta.shape), placement.dim, split_factor(placement)
     ragged = (*meta.ragged, dim) if shape[dim] % (factor * size) else meta.ragged
-    piece = max(-(-shape[dim] // factor), 1)
-    count, rest = divmod(shape[dim], piece)
-    shape[dim] = count * -(-piece // size) + -(-rest // size)
+    shape[dim] = sum(count for _, count in chunks_of(shape[dim], size, 0, factor))
     return Meta(tuple(shape), meta.dtype, ragged, (*meta.cut, (dim, factor)))
 
 
 def _cuts(meta: Meta, placement: Shard | _StridedShard) -> tuple[int, ...]:
     """Return the split factors of the dim that a placement splits, by earlier axes and by this one."""
-    return (*(factor for dim, factor in meta.cut if dim == placement.dim), _factor(placement))
-
-
-def _factor(placement: Any) -> int:
-    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+    return (*(factor for dim, factor in meta.cut if dim == placement.dim), split_factor(placement))

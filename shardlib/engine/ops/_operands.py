@@ -29,6 +29,7 @@ from shardlib.engine._torch import (
     redistribute_local,
     schema_of,
     spec_of,
+    split_factor,
     sum_scattered,
 )
 from shardlib.engine.lost import naming_lost_ranks_in_backward
@@ -199,7 +200,7 @@ def _innermost(spec: DTensorSpec, want: Placements) -> int | None:
     split = [p for p in ends if isinstance(p, Shard | _StridedShard)]
     if len(split) != 1 or any(p.is_partial() and not p.is_partial("sum") for p in ends):
         return None
-    dim, factor = split[0].dim, getattr(split[0], "split_factor", 1)
+    dim, factor = split[0].dim, split_factor(split[0])
     others = [(i, n) for i, n in enumerate(spec.mesh.shape) if i != axis and getattr(want[i], "dim", None) == dim]
     later = math.prod(n for i, n in others if i > axis)
     even = meta_of(spec).shape[dim] % (spec.mesh.size(axis) * math.prod(n for _, n in others)) == 0

@@ -14,6 +14,7 @@ from torch import nn
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.pipeline.batch import microbatch_sizes, rows, split
+from shardlib.engine.pipeline.weigh import timed
 from shardlib.engine.recording import LiveBytes
 from shardlib.errors import InputError, InputTypeError
 from shardlib.rules.stages import partition
@@ -48,11 +49,15 @@ def balance_by_time(
     3
     """
     device = _checked("balance_by_time", partitions, module, device)
+
+    def seconds_of(layer: nn.Module, value: Any) -> tuple[float, Any]:
+        return timed(lambda: layer(value), device)
+
     best = [float("inf")] * len(module)
     begun, runs = time.perf_counter(), 0
     while runs < 2 or time.perf_counter() - begun < timeout:
         runs += 1
-        for index, seconds in enumerate(_each(module, sample, device, _seconds)):
+        for index, seconds in enumerate(_each(module, sample, device, seconds_of)):
             best[index] = min(best[index], seconds)
     return _balance(best, partitions)
 
@@ -68,7 +73,7 @@ def balance_by_size(
 ) -> list[int]:
     """Return a balance for `Pipe` whose largest partition is as small as possible.
 
-    A layer's size is the memory that is held after its forward on one chunk, its output and what backward needs, and
+    A layer's size is the memory that its forward on one chunk leaves allocated, its output and what backward needs, and
     that of its parameters, times `param_scale`. A copy of each layer runs once, in training mode. The module and the
     random state stay as they are.
 
@@ -93,9 +98,9 @@ def balance_by_size(
     """
     device = _checked("balance_by_size", partitions, module, device)
     chunk = split(input, microbatch_sizes(rows(input), chunks))[0]
-    held = _each(module, chunk, device, _bytes)
+    allocated = _each(module, chunk, device, _bytes)
     stored = [sum(param.nbytes for param in layer.parameters()) for layer in module]
-    return _balance([a + param_scale * b for a, b in zip(held, stored, strict=True)], partitions)
+    return _balance([a + param_scale * b for a, b in zip(allocated, stored, strict=True)], partitions)
 
 
 def _checked(call: str, partitions: int, module: Any, device: Any) -> torch.device:
@@ -134,21 +139,6 @@ def _cut(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
 
-def _seconds(layer: nn.Module, value: Any) -> tuple[float, Any]:
-    _await()
-    start = time.perf_counter()
-    output = layer(value)
-    made = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
-    torch.autograd.backward(made, [torch.zeros_like(each) for each in made])
-    _await()
-    return time.perf_counter() - start, output
-
-
-def _await() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
 def _bytes(layer: nn.Module, value: Any) -> tuple[float, Any]:
     with _Made() as made:
         output = layer(value)
@@ -156,7 +146,7 @@ def _bytes(layer: nn.Module, value: Any) -> tuple[float, Any]:
 
 
 class _Made(_torch.TorchDispatchMode):
-    """Counts the memory of what ops return, while it is held."""
+    """Counts the memory of what ops return, until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()

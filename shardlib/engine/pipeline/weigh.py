@@ -177,13 +177,18 @@ def _measured(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -
 
 def _once(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> float:
     given = pytree.tree_map_only(torch.Tensor, lambda tensor: _zeros(tensor, device, grad=True), (args, kwargs))
+    return timed(lambda: module(*given[0], **given[1]), device)[0]
+
+
+def timed(forward: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Return the seconds of a forward and its backward on a device, and the output of forward."""
     _await(device)
     start = time.perf_counter()
-    made = pytree.tree_leaves(module(*given[0], **given[1]))
-    outputs = [each for each in made if isinstance(each, torch.Tensor) and each.requires_grad]
-    torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+    output = forward()
+    made = [each for each in pytree.tree_leaves(output) if isinstance(each, torch.Tensor) and each.requires_grad]
+    torch.autograd.backward(made, [torch.zeros_like(each) for each in made])
     _await(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, output
 
 
 def _await(device: torch.device) -> None:

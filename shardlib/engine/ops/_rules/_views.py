@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardlib.engine._torch import _StridedShard
+from shardlib.engine._torch import _StridedShard, split_factor
 from shardlib.engine.ops._rows import ANY, Call, Local, Op, P, R, Row, S, aten, normal_dim, row, rule
 
 __all__: list[str] = []
@@ -25,10 +25,6 @@ __all__: list[str] = []
 def _split(dim: int, turns: int) -> Placement:
     """Return the placement whose (k, n, m) has k = turns."""
     return S(dim) if turns == 1 else _StridedShard(dim, split_factor=turns)
-
-
-def _turns(placement: Any) -> int:
-    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 def _is_split(placement: Any) -> TypeGuard[Shard | _StridedShard]:
@@ -65,10 +61,10 @@ def moved_by_view(old: Sequence[int], new: Sequence[int], now: Any, ranks: int) 
     if not new_dims:
         return None
     if len(old_dims) == len(new_dims) == 1:
-        return _split(new_dims[0], _turns(now))
-    if old[now.dim] % (ranks * _turns(now)):
+        return _split(new_dims[0], split_factor(now))
+    if old[now.dim] % (ranks * split_factor(now)):
         return None
-    turns = math.prod(old[d] for d in old_dims if d < now.dim) * _turns(now)
+    turns = math.prod(old[d] for d in old_dims if d < now.dim) * split_factor(now)
     for dim in new_dims:
         outer = math.prod(new[d] for d in new_dims if d < dim)
         if turns % outer == 0 and new[dim] % (turns // outer * ranks) == 0 and new[dim] > 1:
@@ -237,7 +233,7 @@ def _parts(call: Call, dim: int, ranges: Sequence[tuple[int, int]]) -> Iterator[
     yield row([P] * count, [P])
     now = call.current[0]
     if _is_split(now) and now.dim == dim:
-        group = call.inputs[0].shape[dim] // _turns(now)
+        group = call.inputs[0].shape[dim] // split_factor(now)
         aligned = [group > 0 and start % group == 0 and end % group == 0 and end > start for start, end in ranges]
         if group and all(aligned) and group % call.size == 0:
             outs = [_split(dim, (end - start) // group) for start, end in ranges]
@@ -324,9 +320,9 @@ def _fused_cat(call: Call, dim: int) -> Iterator[Row]:
     """Yield rows that join equally sharded pieces to a fused split, as when q, k and v are concatenated."""
     if not all(_is_split(now) and now.dim == dim for now in call.current):
         return
-    groups = {meta.shape[dim] / _turns(now) for meta, now in zip(call.inputs, call.current, strict=True)}
+    groups = {meta.shape[dim] / split_factor(now) for meta, now in zip(call.inputs, call.current, strict=True)}
     if len(groups) == 1 and next(iter(groups)) % call.size == 0:
-        turns = sum(_turns(now) for now in call.current)
+        turns = sum(split_factor(now) for now in call.current)
         yield row([_split(dim, turns)], call.current, parallel=False)
 
 
@@ -370,8 +366,8 @@ def slice_backward(call: Call) -> Iterable[Row]:
             yield row([S(other)], [S(other)])
     yield row([P], [P])
     start, end = _range((call["start"], call["end"]), output.shape[dim])
-    if _is_split(now) and now.dim == dim and call["step"] == 1 and grad.shape[dim] % _turns(now) == 0:
-        group = grad.shape[dim] // _turns(now)
+    if _is_split(now) and now.dim == dim and call["step"] == 1 and grad.shape[dim] % split_factor(now) == 0:
+        group = grad.shape[dim] // split_factor(now)
         if group and all(bound % group == 0 for bound in (start, end, output.shape[dim])) and group % call.size == 0:
             yield row([_split(dim, output.shape[dim] // group)], [now], parallel=False)
 
