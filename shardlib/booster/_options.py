@@ -1,4 +1,5 @@
-"""Keywords that users bring along: each one acts, or is refused with the reason and with how to say it here."""
+"""Keywords that users bring along: each one acts, or asks for speed or memory and changes no number, or is refused with
+the reason and with how to say it here."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ __all__ = [
     "Options",
     "keyword",
     "met",
+    "met_keywords",
     "recipe",
     "refuse_argument",
     "refuse_method",
@@ -83,7 +85,8 @@ def refused(reason: str, *, default: Any) -> Any:
 
 
 def met(how: str, *, default: Any) -> Any:
-    """Return the field of a request for speed that is met without it: another value than its default is said once."""
+    """Return the field of a request for speed or memory that changes no number here: another value than its default is
+    said once, with what is done instead."""
     return field(default=default, kw_only=True, metadata={"met": how})
 
 
@@ -133,3 +136,8 @@ def recipe(cls: T) -> T:
 def refused_keywords(cls: type) -> Mapping[str, str]:
     """Return the keywords of a class that have no meaning here, each with the reason."""
     return {f.name: f.metadata["refused"] for f in fields(cls) if "refused" in f.metadata}
+
+
+def met_keywords(cls: type) -> Mapping[str, str]:
+    """Return the requests for speed or memory of a class, each with what is done in either case."""
+    return {f.name: f.metadata["met"] for f in fields(cls) if "met" in f.metadata}

@@ -27,6 +27,7 @@ from shardlib.rules import Balanced, Rules, tensor_mode
 from shardlib.transforms import LossScale, Transform, fit, fsdp, hsdp, offload, pipeline, replicate, zero
 
 __all__ = [
+    "OVERLAPS",
     "DPPluginBase",
     "GeminiPlugin",
     "HybridParallelPlugin",
@@ -37,7 +38,8 @@ __all__ = [
 ]
 
 _SENT = 'gradients travel in the dtype that they have, or in communication_dtype="bfloat16".'
-_OVERLAPS = "gradients are reduced while backward runs, always."
+OVERLAPS = "gradients are reduced while backward runs, always."
+"""What is done in the place of the keywords about overlapping."""
 _KERNELS = (
     "torch chooses the kernel of scaled_dot_product_attention and of norms, with or without this keyword, and blocks "
     'that a model axis splits are compiled. A model of transformers calls it unless it has attn_implementation="eager".'
@@ -241,9 +243,9 @@ class TorchDDPPlugin(DPPluginBase):
     )
     bucket_cap_mb: float = 25
     find_unused_parameters: bool = False  # always found
-    check_reduction: bool = refused("a gradient that was not reduced is an error in step, always.", default=False)
-    gradient_as_bucket_view: bool = refused("large gradients are always reduced in place.", default=False)
-    static_graph: bool = refused("no backward pass is assumed to be like another.", default=False)
+    check_reduction: bool = met("a gradient that was not reduced is an error in step, always.", default=False)
+    gradient_as_bucket_view: bool = met("large gradients are always reduced in place.", default=False)
+    static_graph: bool = met("no backward pass is assumed to be like another.", default=False)
     fp8_communication: bool = refused("gradients travel in the dtype that they have.", default=False)
 
     def bucket_mb(self) -> float | None:
@@ -300,7 +302,7 @@ class LowLevelZeroPlugin(_WithPrecision, DPPluginBase):
     stage: int = 1
     reduce_bucket_size_in_m: float = 12
     communication_dtype: Any = None
-    overlap_communication: bool = refused(_OVERLAPS, default=True)
+    overlap_communication: bool = met(OVERLAPS, default=True)
     overlap_allgather: bool = False
     cpu_offload: bool = False
     cast_inputs: bool = refused(
@@ -351,10 +353,8 @@ class TorchFSDPPlugin(DPPluginBase):
     process_group: Any = refused("the mesh is that of all processes.", default=None)
     sharding_strategy: Any = None
     cpu_offload: Any = None
-    auto_wrap_policy: Any = refused(
-        "units are the model's repeated blocks, found without it: plan.units.", default=None
-    )
-    backward_prefetch: Any = refused("a unit is gathered while the one before it computes, always.", default=None)
+    auto_wrap_policy: Any = met("units are the model's repeated blocks, found without it: plan.units.", default=None)
+    backward_prefetch: Any = met("a unit is gathered while the one before it computes, always.", default=None)
     mixed_precision: Any = None
     ignored_modules: Any = refused(
         'write transforms: sl.fsdp(only=["blocks", "head"]) names what is sharded.', default=None
@@ -427,25 +427,25 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     fit(36000000000)
     """
 
-    chunk_config_dict: Any = refused(_CHUNKS, default=None)
-    chunk_init_device: Any = refused(_CHUNKS, default=None)
+    chunk_config_dict: Any = met(_CHUNKS, default=None)
+    chunk_init_device: Any = met(_CHUNKS, default=None)
     placement_policy: str = "static"
     enable_gradient_accumulation: bool = False  # always possible: booster.no_sync
-    max_prefetch: int = refused("the next unit is gathered while one computes, always.", default=0)
+    max_prefetch: int = met("the next unit is gathered while one computes, always.", default=0)
     shard_param_frac: float = 1.0
     offload_optim_frac: float = 0.0
     offload_param_frac: float = 0.0
-    warmup_non_model_data_ratio: float = refused("nothing is warmed up; the fractions say what is where.", default=0.8)
+    warmup_non_model_data_ratio: float = met("nothing is warmed up; the fractions say what is where.", default=0.8)
     steady_cuda_cap_ratio: float = 0.9
     memory_budget: float | None = None
     pin_memory: bool = False  # always so, where there is an accelerator
     force_outputs_fp32: bool = False  # always so
     strict_ddp_mode: bool = False
-    search_range_m: float = refused(_CHUNKS, default=32)
-    hidden_dim: Any = refused(_CHUNKS, default=None)
-    min_chunk_size_m: float = refused(_CHUNKS, default=32)
-    memstats: Any = refused("sl.plan_of(model).memory() counts; the fractions say what is where.", default=None)
-    gpu_margin_mem_ratio: float = refused("the fractions say what is where.", default=0.0)
+    search_range_m: float = met(_CHUNKS, default=32)
+    hidden_dim: Any = met(_CHUNKS, default=None)
+    min_chunk_size_m: float = met(_CHUNKS, default=32)
+    memstats: Any = met("sl.plan_of(model).memory() counts; the fractions say what is where.", default=None)
+    gpu_margin_mem_ratio: float = met("the fractions say what is where.", default=0.0)
     tp_size: int = 1
     extra_dp_size: int = 1
     enable_all_optimization: bool = met(_KERNELS, default=False)
@@ -453,7 +453,7 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     enable_flash_attention: bool = met(_KERNELS, default=False)
     enable_sequence_parallelism: bool = False
     enable_jit_fused: bool = met(_KERNELS, default=False)
-    enable_async_reduce: bool = refused(_OVERLAPS, default=True)
+    enable_async_reduce: bool = met(OVERLAPS, default=True)
 
     def mesh_shape(self) -> MeshShape:
         return _zero_mesh(self.extra_dp_size, **({"tp": self.tp_size} if self.tp_size != 1 else {}))
@@ -567,27 +567,27 @@ class HybridParallelPlugin(_WithPrecision):
     )
     ddp_bucket_cap_mb: float = 25
     find_unused_parameters: bool = False  # always found
-    check_reduction: bool = refused("a gradient that was not reduced is an error in step, always.", default=False)
-    gradient_as_bucket_view: bool = refused("large gradients are always reduced in place.", default=False)
-    static_graph: bool = refused("no backward pass is assumed to be like another.", default=False)
+    check_reduction: bool = met("a gradient that was not reduced is an error in step, always.", default=False)
+    gradient_as_bucket_view: bool = met("large gradients are always reduced in place.", default=False)
+    static_graph: bool = met("no backward pass is assumed to be like another.", default=False)
     zero_bucket_size_in_m: float = 12
     cpu_offload: bool = False
     communication_dtype: Any = None
-    overlap_communication: bool = refused(_OVERLAPS, default=True)
+    overlap_communication: bool = met(OVERLAPS, default=True)
     custom_policy: Any = None
     pp_style: str = "1f1b"
     num_model_chunks: int = 1
     scheduler_nodes: Any = refused("the order of a schedule follows from its name.", default=None)
     num_layers_per_stage: Sequence[int] | None = None
     gradient_checkpoint_config: GradientCheckpointConfig | None = None
-    enable_metadata_cache: bool = refused("shapes of messages are known before the first one is sent.", default=True)
-    make_vocab_size_divisible_by: int = refused("a vocabulary of any size is split, unevenly if need be.", default=64)
+    enable_metadata_cache: bool = met("shapes of messages are known before the first one is sent.", default=True)
+    make_vocab_size_divisible_by: int = met("a vocabulary of any size is split, unevenly if need be.", default=64)
     dp_outside: bool = True
-    overlap_p2p: bool = refused("messages travel while a rank computes, always.", default=True)
+    overlap_p2p: bool = met("messages travel while a rank computes, always.", default=True)
     overlap_allgather: bool = False
     tensor_mode: str | None = None
     tensor_sizes: Mapping[str, int] | None = None
-    inner_ring_size: Any = refused('"ring_attn" is one ring over all ranks of cp.', default=None)
+    inner_ring_size: Any = met('"ring_attn" is one ring over all ranks of cp.', default=None)
 
     def mesh_shape(self) -> MeshShape:
         for name, size in (("tp_size", self.tp_size), ("pp_size", self.pp_size), ("sp_size", self.sp_size or 1)):

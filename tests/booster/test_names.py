@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -36,7 +37,8 @@ from shardlib.booster import (
     get_current_device,
     get_dist_logger,
 )
-from shardlib.booster._options import say_once
+from shardlib.booster._options import met_keywords, say_once
+from shardlib.booster._refusals import known_options
 from shardlib.errors import CheckpointError, InputError, PlanError
 from shardlib.optim import HybridAdam
 from shardlib.testing.models import Tokens
@@ -281,18 +283,22 @@ def said(caplog):
     say_once.cache_clear()
 
 
-@pytest.mark.parametrize("kind", [HybridParallelPlugin, GeminiPlugin, MoeHybridParallelPlugin])
-@pytest.mark.parametrize(
-    "name", ["enable_flash_attention", "enable_fused_normalization", "enable_jit_fused", "enable_all_optimization"]
-)
-def test_a_request_for_speed_changes_nothing_and_is_said_once(said, kind, name):
-    plain = kind(**({"ep_size": 1} if kind is MoeHybridParallelPlugin else {}))
-    asked = kind(**({"ep_size": 1} if kind is MoeHybridParallelPlugin else {}), **{name: True})
-    kind(**({"ep_size": 1} if kind is MoeHybridParallelPlugin else {}), **{name: True})
+REQUESTS = [(kind, name) for kind in known_options() for name in met_keywords(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), REQUESTS, ids=lambda each: getattr(each, "__name__", each))
+def test_a_request_for_speed_or_memory_changes_nothing_and_is_said_once(said, kind, name):
+    (default,) = [option.default for option in fields(kind) if option.name == name]
+    needed = {"ep_size": 1} if kind is MoeHybridParallelPlugin else {}
+    value = not default if isinstance(default, bool) else 7
+    plain, asked, _ = kind(**needed), kind(**needed, **{name: value}), kind(**needed, **{name: value})
     model = gpt()
-    assert repr(asked.transforms(model)) == repr(plain.transforms(model)) and asked.mesh_shape() == plain.mesh_shape()
+    assert repr(asked.transforms(model)) == repr(plain.transforms(model))
+    if isinstance(plain, Plugin):
+        assert asked.mesh_shape() == plain.mesh_shape() and asked.bucket_mb() == plain.bucket_mb()
+        assert repr(asked.rules(model)) == repr(plain.rules(model))
     (message,) = said()
-    assert message.startswith(f"{kind.__name__}({name}=True): torch chooses the kernel")
+    assert message == f"{kind.__name__}({name}={value}): {met_keywords(kind)[name]}"
 
 
 def test_host_memory_is_pinned_whether_asked_or_not():

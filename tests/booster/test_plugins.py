@@ -201,11 +201,11 @@ def test_data_parallel_begins_with_rank_0_and_normalises_with_all_examples(ranks
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: TorchDDPPlugin(static_graph=True), ["static_graph=True", "no backward pass is assumed"]),
+        (lambda: TorchDDPPlugin(broadcast_buffers=False), ["broadcast_buffers=False", "the same on all ranks"]),
         (lambda: TorchDDPPlugin(bucket_cap_mbs=5), ["bucket_cap_mbs", 'Did you mean "bucket_cap_mb"?']),
         (lambda: LowLevelZeroPlugin(cast_inputs=False), ["cast_inputs=False", "inputs are cast"]),
         (lambda: LowLevelZeroPlugin(fp8_communication=True), ["fp8_communication", "communication_dtype"]),
-        (lambda: GeminiPlugin(search_range_m=64), ["search_range_m=64", "chunks", "give 32"]),
+        (lambda: HybridParallelPlugin(scheduler_nodes=[1]), ["scheduler_nodes=[1]", "its name", "give None"]),
         (lambda: GeminiPlugin(placement_policy="cuda").transforms(gpt()), ['"static"', "offload_optim_frac"]),
         (lambda: GeminiPlugin(offload_param_frac=1).transforms(gpt()), ["offload_optim_frac at least"]),
         (lambda: GeminiPlugin(tp_size=2, strict_ddp_mode=True).transforms(gpt()), ["strict_ddp_mode"]),
