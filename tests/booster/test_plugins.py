@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 
 import shardlib as sl
 from shardlib.booster import (
@@ -198,6 +199,14 @@ def test_data_parallel_begins_with_rank_0_and_normalises_with_all_examples(ranks
     assert [first[2], second[2]] == pytest.approx([half.sum().item() for half in out.chunk(2)], rel=1e-4, abs=1e-5)
 
 
+IN_FP16: list[tuple[Any, dict[str, Any]]] = [
+    (LowLevelZeroPlugin, {}),
+    (GeminiPlugin, {}),
+    (HybridParallelPlugin, {}),
+    (TorchFSDPPlugin, {"mixed_precision": MixedPrecision(param_dtype=torch.float16)}),
+]
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -213,6 +222,10 @@ def test_data_parallel_begins_with_rank_0_and_normalises_with_all_examples(ranks
         (lambda: TorchFSDPPlugin(sharding_strategy="FULLSHARD").mesh_shape(), ["FULL_SHARD", "Did you mean"]),
         (lambda: LowLevelZeroPlugin(precision="bf15").transforms(gpt()), ["'bf16'", "Did you mean"]),
         (lambda: LowLevelZeroPlugin(use_fp8=True).transforms(gpt()), ['precision="bf16"']),
+        *[
+            (lambda booster=booster: booster.boost(gpt(torch.bfloat16)), ["is bfloat16", "Build the model in float32"])
+            for booster in (Booster(mixed_precision="fp16"), *(Booster(plugin=kind(**fp16)) for kind, fp16 in IN_FP16))
+        ],
         (lambda: Booster(mixed_precision="fp16_torch"), ["fp16_naive", "FP16TorchMixedPrecision"]),
         (lambda: Booster(mixed_precision="bf16", plugin=GeminiPlugin()), ["precision of its own", "GeminiPlugin()"]),
         (lambda: Booster(plugin="gemini"), ["TorchDDPPlugin()"]),
