@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, TypeVar, dataclass_transform
 
 from shardlib.booster._logger import get_dist_logger
-from shardlib.errors import PlanError, nearest, refuse
+from shardlib.errors import InputError, PlanError, nearest, refuse
 
 __all__ = [
     "REFUSED_ARGUMENTS",
     "REFUSED_METHODS",
+    "NotThere",
     "Options",
     "keyword",
     "met",
@@ -94,6 +95,10 @@ def met(how: str, *, default: Any) -> Any:
 def say_once(text: str) -> None:
     """Log a sentence on the first rank, once in a process."""
     get_dist_logger().info(text, ranks=[0])
+
+
+class NotThere(InputError, AttributeError):
+    """An attribute that ColossalAI has and shardlib does not; `hasattr` sees that it is not there."""
 
 
 class Options:

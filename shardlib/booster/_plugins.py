@@ -17,7 +17,7 @@ from shardlib import layouts
 from shardlib._mesh import MeshShape, default_device_type, mesh
 from shardlib._plan import as_rules
 from shardlib.booster._data import DataLoader, prepared
-from shardlib.booster._options import Options, keyword, met, recipe, refused
+from shardlib.booster._options import NotThere, Options, keyword, met, recipe, refused
 from shardlib.booster._precision import Transforms, precision_of, scale_of
 from shardlib.booster._recompute import GradientCheckpointConfig, recomputed_by
 from shardlib.booster._stages import PipelineStageManager
@@ -49,6 +49,15 @@ _CHUNKS = "parameters travel by units, the model's repeated blocks, and nothing 
 
 # ColossalAI's ways to split a sequence, and the modes of rules that do it (docs/sequence.md).
 _SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all": "ulysses", "ring_attn": "ring"}
+
+
+# What scripts read of ColossalAI's plugins and is not here, each with what to write.
+_NOT_HERE = {
+    "shard_config": "rules say how a model lies on the mesh, and shardlib.plan_of(model) is what they came to. A loss "
+    "on whole logits is right as it is",
+    "sp_size": "only HybridParallelPlugin splits a sequence over ranks of its own",
+    "logger": "call get_dist_logger()",
+}
 
 
 class _GroupsOfRanks:
@@ -118,6 +127,18 @@ class Plugin(Options):
         return group_over(self._shape().pipeline_axes, self.device_mesh())
 
     @property
+    def sp_group(self) -> dist.ProcessGroup:
+        """The ranks that split a sequence: those of an axis of their own, else of tp, if its ranks split sequences;
+        this rank alone, if none do."""
+        return group_over(self._sequence_axes_here(), self.device_mesh())
+
+    @property
+    def mixed_dp_group(self) -> dist.ProcessGroup:
+        """The ranks over which gradients are summed: those that train on different examples, or on parts of a sequence
+        along an axis of its own."""
+        return group_over((*self._shape().data_axes, *self._own_sequence_axes()), self.device_mesh())
+
+    @property
     def pg_mesh(self) -> _GroupsOfRanks:
         """The ranks of a group, as scripts ask for them: `plugin.pg_mesh.get_ranks_in_group(plugin.pp_group)`."""
         return _GroupsOfRanks()
@@ -145,6 +166,18 @@ class Plugin(Options):
 
     def _tensor_axes_here(self) -> tuple[str, ...]:
         return tuple(axis for axis in self._shape().model_axes if axis not in ("sp", "cp"))
+
+    def _own_sequence_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self._shape().model_axes if axis in ("sp", "cp"))
+
+    def _sequence_axes_here(self) -> tuple[str, ...]:
+        along_tp = getattr(self, "enable_sequence_parallelism", False)
+        return self._own_sequence_axes() or (self._tensor_axes_here() if along_tp else ())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_HERE:
+            raise NotThere(f'{type(self).__name__} has no attribute "{name}": {_NOT_HERE[name]}.')
+        return object.__getattribute__(self, name)  # raises what it raised before
 
     def control_precision(self) -> bool:
         """Return whether the plugin has a `precision` of its own."""

@@ -76,7 +76,36 @@ def _sizes_and_groups(name: str) -> tuple[Any, Any, Any]:
     stages = None if manager is None else (manager.is_first_stage(), manager.is_last_stage(), manager.get_next_rank())
     sizes = (plugin.dp_size, plugin.tp_size, plugin.pp_size)
     assert pickle.loads(pickle.dumps(plugin)).dp_size == plugin.dp_size
+    mixed = plugin.mixed_dp_group
+    assert dist.get_process_group_ranks(mixed) == dist.get_process_group_ranks(groups[0])
+    assert dist.get_process_group_ranks(plugin.sp_group) == [dist.get_rank()]
     return sizes, tuple(map(plugin.pg_mesh.get_ranks_in_group, groups)), stages
+
+
+def _groups_of_sequences() -> list[tuple[list[int], ...]]:
+    split = {"enable_sequence_parallelism": True}
+    own = HybridParallelPlugin(1, 1, sp_size=2, **split), HybridParallelPlugin(1, 1, sp_size=2, **RING, **split)
+    plugins = [*own, HybridParallelPlugin(2, 1, **split), GeminiPlugin(tp_size=2, **split)]
+    groups = [(plugin.sp_group, plugin.mixed_dp_group, plugin.dp_group) for plugin in plugins]
+    return [tuple(map(dist.get_process_group_ranks, each)) for each in groups]
+
+
+RING = {"sequence_parallelism_mode": "ring_attn"}
+
+
+def test_groups_that_split_sequences_are_those_of_the_mesh(ranks):
+    own, along_tp = ([2, 3], [0, 1, 2, 3], [1, 3]), ([2, 3], [1, 3], [1, 3])
+    assert ranks(4).run(_groups_of_sequences)[3] == [own, own, along_tp, along_tp]
+
+
+def test_what_a_plugin_has_not_is_said():
+    plugin = HybridParallelPlugin(1, 1)
+    for name, said in (("shard_config", r"shardlib\.plan_of\(model\)"), ("logger", "get_dist_logger")):
+        assert not hasattr(plugin, name)
+        with pytest.raises(InputError, match=said):
+            getattr(plugin, name)
+    with pytest.raises(AttributeError, match="no attribute 'shard_confi'"):
+        _ = plugin.shard_confi
 
 
 @pytest.mark.parametrize("name", ON_FOUR)
@@ -183,6 +212,13 @@ def _boosted(folder: str) -> None:
             optimizer.get_grad_norm(norm_type=1.0)
     booster.backward(loss_of(model, mine), optimizer)
     assert optimizer.clip_grad_by_norm(1.0, norm_type=float("inf")).item() == optimizer.get_grad_norm()
+
+    measuring = Booster(plugin=LowLevelZeroPlugin(initial_scale=8, max_norm=float("inf")))
+    line = nn.Linear(2, 1)
+    line, steps, *_ = measuring.boost(line, torch.optim.SGD(line.parameters(), lr=1.0))
+    measuring.backward(line(torch.full((4, 2), 4.0)).mean(), steps)
+    steps.step()
+    assert steps.get_grad_norm() == pytest.approx((4.0**2 + 4.0**2 + 1) ** 0.5)
 
     io = booster.checkpoint_io
     assert isinstance(io, GeneralCheckpointIO)

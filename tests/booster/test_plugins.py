@@ -30,6 +30,7 @@ from tests.booster.training import Run, Trained, adamw, gpt, plainly
 def train(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> list[Trained]:
     plugin, make = made(name, **({"precision": "fp32"} if name in OWN else {})), maker(name)
     run = Run(plugin, dtype, make=make)
+    assert run.model.module is run.model and run.model.unwrap() is run.model
     assert run.model.to("cpu").to(dtype).cpu() is run.model  # where it is already, as scripts call it after boost
     with pytest.raises(ShardingError, match="Move and cast a model before shard_model or boost"):
         run.model.half()
