@@ -135,10 +135,11 @@ def try_all(checkout: Path, names: list[str]) -> int:
         make_models(work)
         print("| example | arguments | ran | left by `shardlib migrate` |\n|---|---|---|---|", flush=True)
         for name in names:
-            shutil.copytree(checkout / "examples", work / name)
-            example, left = EXAMPLES[name], rewritten(work / name, EXAMPLES[name])
+            examples = work / "scripts" / name  # beside the models, which are called alike
+            shutil.copytree(checkout / "examples", examples)
+            example, left = EXAMPLES[name], rewritten(examples, EXAMPLES[name])
             for case in example.cases:
-                said = run(work, work / name / example.script, f"{case} {example.always}".split())
+                said = run(work, examples / example.script, f"{case} {example.always}".split())
                 failed += bool(said)
                 print(f"| {example.script} | {case} | {said or 'yes'} | {left} |", flush=True)
     return failed
