@@ -11,14 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlib._mesh import default_device_type, device_here
+from shardlib.booster._options import NotThere
 from shardlib.booster.launch import launched
-from shardlib.errors import InputError
 
 __all__ = ["Accelerator", "get_accelerator", "get_current_device"]
-
-
-class _NotThere(InputError, AttributeError):
-    """A function that torch does not have for a kind of device; `hasattr` sees that it is not there."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Accelerator:
     def __getattr__(self, name: str) -> Any:
         module = torch.get_device_module(object.__getattribute__(self, "name"))
         if name.startswith("_") or not hasattr(module, name):
-            raise _NotThere(
+            raise NotThere(
                 f"get_accelerator().{name} is {module.__name__}.{name}, which torch does not have. Look at "
                 "get_accelerator().name first."
             )

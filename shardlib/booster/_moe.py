@@ -8,8 +8,8 @@ from torch import nn
 
 from shardlib._mesh import MeshShape
 from shardlib._plan import Plan, expert_rows
-from shardlib.booster._options import recipe, refused
-from shardlib.booster._plugins import HybridParallelPlugin
+from shardlib.booster._options import met, recipe, refused
+from shardlib.booster._plugins import OVERLAPS, HybridParallelPlugin
 from shardlib.booster._precision import Transforms
 from shardlib.errors import MeshError, PlanError
 from shardlib.transforms import capacity
@@ -32,7 +32,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
     moe_dp_outside: bool = True
     moe_tp_size: Any = refused("experts are split over the ranks of tp_size, as the rest of the model.", default=None)
     capacity_factor: float | None = None
-    overlap_communication: bool = False  # gradients are reduced while backward runs in either case
+    overlap_communication: bool = met(OVERLAPS, default=False)
 
     def mesh_shape(self) -> MeshShape:
         if isinstance(self.ep_size, bool) or not isinstance(self.ep_size, int) or self.ep_size < 1:

@@ -82,8 +82,10 @@ class BoostedOptimizer(OptimizerWrapper):
     def get_grad_norm(self, norm_type: float | None = None) -> float | None:
         """Return the norm of gradients before they were last clipped, by `max_norm` or `clip_grad_by_norm`.
 
-        It was computed then, so that any rank may ask alone. None before the first clipping: without one no norm is
-        computed, and `shardlib.get_grad_norm(model)` computes it, on all ranks together.
+        It was computed then, so that any rank may ask alone. It is that of unscaled gradients, where ColossalAI returns
+        the scaled ones'. None before the first clipping, as with ColossalAI's plugins other than `LowLevelZeroPlugin`:
+        without one no norm is computed. `max_norm=float("inf")` of a plugin computes it in each step and clips nothing;
+        `shardlib.get_grad_norm(model)` computes it once, on all ranks together.
 
         Args:
             norm_type: the order of the norm, as it was for clipping; None is that one.

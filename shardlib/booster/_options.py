@@ -1,4 +1,5 @@
-"""Keywords that users bring along: each one acts, or is refused with the reason and with how to say it here."""
+"""Keywords that users bring along: each one acts, or asks for speed or memory and changes no number, or is refused with
+the reason and with how to say it here."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, TypeVar, dataclass_transform
 
 from shardlib.booster._logger import get_dist_logger
-from shardlib.errors import PlanError, nearest, refuse
+from shardlib.errors import InputError, PlanError, nearest, refuse
 
 __all__ = [
     "REFUSED_ARGUMENTS",
     "REFUSED_METHODS",
+    "NotThere",
     "Options",
     "keyword",
     "met",
+    "met_keywords",
     "recipe",
     "refuse_argument",
     "refuse_method",
@@ -83,7 +86,8 @@ def refused(reason: str, *, default: Any) -> Any:
 
 
 def met(how: str, *, default: Any) -> Any:
-    """Return the field of a request for speed that is met without it: another value than its default is said once."""
+    """Return the field of a request for speed or memory that changes no number here: another value than its default is
+    said once, with what is done instead."""
     return field(default=default, kw_only=True, metadata={"met": how})
 
 
@@ -91,6 +95,10 @@ def met(how: str, *, default: Any) -> Any:
 def say_once(text: str) -> None:
     """Log a sentence on the first rank, once in a process."""
     get_dist_logger().info(text, ranks=[0])
+
+
+class NotThere(InputError, AttributeError):
+    """An attribute that ColossalAI has and shardlib does not; `hasattr` sees that it is not there."""
 
 
 class Options:
@@ -133,3 +141,8 @@ def recipe(cls: T) -> T:
 def refused_keywords(cls: type) -> Mapping[str, str]:
     """Return the keywords of a class that have no meaning here, each with the reason."""
     return {f.name: f.metadata["refused"] for f in fields(cls) if "refused" in f.metadata}
+
+
+def met_keywords(cls: type) -> Mapping[str, str]:
+    """Return the requests for speed or memory of a class, each with what is done in either case."""
+    return {f.name: f.metadata["met"] for f in fields(cls) if "met" in f.metadata}

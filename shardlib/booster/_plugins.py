@@ -17,7 +17,7 @@ from shardlib import layouts
 from shardlib._mesh import MeshShape, default_device_type, mesh
 from shardlib._plan import as_rules
 from shardlib.booster._data import DataLoader, prepared
-from shardlib.booster._options import Options, keyword, met, recipe, refused
+from shardlib.booster._options import NotThere, Options, keyword, met, recipe, refused
 from shardlib.booster._precision import Transforms, precision_of, scale_of
 from shardlib.booster._recompute import GradientCheckpointConfig, recomputed_by
 from shardlib.booster._stages import PipelineStageManager
@@ -27,6 +27,7 @@ from shardlib.rules import Balanced, Rules, tensor_mode
 from shardlib.transforms import LossScale, Transform, fit, fsdp, hsdp, offload, pipeline, replicate, zero
 
 __all__ = [
+    "OVERLAPS",
     "DPPluginBase",
     "GeminiPlugin",
     "HybridParallelPlugin",
@@ -37,7 +38,8 @@ __all__ = [
 ]
 
 _SENT = 'gradients travel in the dtype that they have, or in communication_dtype="bfloat16".'
-_OVERLAPS = "gradients are reduced while backward runs, always."
+OVERLAPS = "gradients are reduced while backward runs, always."
+"""What is done in the place of the keywords about overlapping."""
 _KERNELS = (
     "torch chooses the kernel of scaled_dot_product_attention and of norms, with or without this keyword, and blocks "
     'that a model axis splits are compiled. A model of transformers calls it unless it has attn_implementation="eager".'
@@ -47,6 +49,15 @@ _CHUNKS = "parameters travel by units, the model's repeated blocks, and nothing 
 
 # ColossalAI's ways to split a sequence, and the modes of rules that do it (docs/sequence.md).
 _SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all": "ulysses", "ring_attn": "ring"}
+
+
+# What scripts read of ColossalAI's plugins and is not here, each with what to write.
+_NOT_HERE = {
+    "shard_config": "rules say how a model lies on the mesh, and shardlib.plan_of(model) is what they came to. A loss "
+    "on whole logits is right as it is",
+    "sp_size": "only HybridParallelPlugin splits a sequence over ranks of its own",
+    "logger": "call get_dist_logger()",
+}
 
 
 class _GroupsOfRanks:
@@ -116,6 +127,18 @@ class Plugin(Options):
         return group_over(self._shape().pipeline_axes, self.device_mesh())
 
     @property
+    def sp_group(self) -> dist.ProcessGroup:
+        """The ranks that split a sequence: those of an axis of their own, else of tp, if its ranks split sequences;
+        this rank alone, if none do."""
+        return group_over(self._sequence_axes_here(), self.device_mesh())
+
+    @property
+    def mixed_dp_group(self) -> dist.ProcessGroup:
+        """The ranks over which gradients are summed: those that train on different examples, or on parts of a sequence
+        along an axis of its own."""
+        return group_over((*self._shape().data_axes, *self._own_sequence_axes()), self.device_mesh())
+
+    @property
     def pg_mesh(self) -> _GroupsOfRanks:
         """The ranks of a group, as scripts ask for them: `plugin.pg_mesh.get_ranks_in_group(plugin.pp_group)`."""
         return _GroupsOfRanks()
@@ -143,6 +166,18 @@ class Plugin(Options):
 
     def _tensor_axes_here(self) -> tuple[str, ...]:
         return tuple(axis for axis in self._shape().model_axes if axis not in ("sp", "cp"))
+
+    def _own_sequence_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self._shape().model_axes if axis in ("sp", "cp"))
+
+    def _sequence_axes_here(self) -> tuple[str, ...]:
+        along_tp = getattr(self, "enable_sequence_parallelism", False)
+        return self._own_sequence_axes() or (self._tensor_axes_here() if along_tp else ())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_HERE:
+            raise NotThere(f'{type(self).__name__} has no attribute "{name}": {_NOT_HERE[name]}.')
+        return object.__getattribute__(self, name)  # raises what it raised before
 
     def control_precision(self) -> bool:
         """Return whether the plugin has a `precision` of its own."""
@@ -241,9 +276,9 @@ class TorchDDPPlugin(DPPluginBase):
     )
     bucket_cap_mb: float = 25
     find_unused_parameters: bool = False  # always found
-    check_reduction: bool = refused("a gradient that was not reduced is an error in step, always.", default=False)
-    gradient_as_bucket_view: bool = refused("large gradients are always reduced in place.", default=False)
-    static_graph: bool = refused("no backward pass is assumed to be like another.", default=False)
+    check_reduction: bool = met("a gradient that was not reduced is an error in step, always.", default=False)
+    gradient_as_bucket_view: bool = met("large gradients are always reduced in place.", default=False)
+    static_graph: bool = met("no backward pass is assumed to be like another.", default=False)
     fp8_communication: bool = refused("gradients travel in the dtype that they have.", default=False)
 
     def bucket_mb(self) -> float | None:
@@ -300,7 +335,7 @@ class LowLevelZeroPlugin(_WithPrecision, DPPluginBase):
     stage: int = 1
     reduce_bucket_size_in_m: float = 12
     communication_dtype: Any = None
-    overlap_communication: bool = refused(_OVERLAPS, default=True)
+    overlap_communication: bool = met(OVERLAPS, default=True)
     overlap_allgather: bool = False
     cpu_offload: bool = False
     cast_inputs: bool = refused(
@@ -351,10 +386,8 @@ class TorchFSDPPlugin(DPPluginBase):
     process_group: Any = refused("the mesh is that of all processes.", default=None)
     sharding_strategy: Any = None
     cpu_offload: Any = None
-    auto_wrap_policy: Any = refused(
-        "units are the model's repeated blocks, found without it: plan.units.", default=None
-    )
-    backward_prefetch: Any = refused("a unit is gathered while the one before it computes, always.", default=None)
+    auto_wrap_policy: Any = met("units are the model's repeated blocks, found without it: plan.units.", default=None)
+    backward_prefetch: Any = met("a unit is gathered while the one before it computes, always.", default=None)
     mixed_precision: Any = None
     ignored_modules: Any = refused(
         'write transforms: sl.fsdp(only=["blocks", "head"]) names what is sharded.', default=None
@@ -427,25 +460,25 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     fit(36000000000)
     """
 
-    chunk_config_dict: Any = refused(_CHUNKS, default=None)
-    chunk_init_device: Any = refused(_CHUNKS, default=None)
+    chunk_config_dict: Any = met(_CHUNKS, default=None)
+    chunk_init_device: Any = met(_CHUNKS, default=None)
     placement_policy: str = "static"
     enable_gradient_accumulation: bool = False  # always possible: booster.no_sync
-    max_prefetch: int = refused("the next unit is gathered while one computes, always.", default=0)
+    max_prefetch: int = met("the next unit is gathered while one computes, always.", default=0)
     shard_param_frac: float = 1.0
     offload_optim_frac: float = 0.0
     offload_param_frac: float = 0.0
-    warmup_non_model_data_ratio: float = refused("nothing is warmed up; the fractions say what is where.", default=0.8)
+    warmup_non_model_data_ratio: float = met("nothing is warmed up; the fractions say what is where.", default=0.8)
     steady_cuda_cap_ratio: float = 0.9
     memory_budget: float | None = None
     pin_memory: bool = False  # always so, where there is an accelerator
     force_outputs_fp32: bool = False  # always so
     strict_ddp_mode: bool = False
-    search_range_m: float = refused(_CHUNKS, default=32)
-    hidden_dim: Any = refused(_CHUNKS, default=None)
-    min_chunk_size_m: float = refused(_CHUNKS, default=32)
-    memstats: Any = refused("sl.plan_of(model).memory() counts; the fractions say what is where.", default=None)
-    gpu_margin_mem_ratio: float = refused("the fractions say what is where.", default=0.0)
+    search_range_m: float = met(_CHUNKS, default=32)
+    hidden_dim: Any = met(_CHUNKS, default=None)
+    min_chunk_size_m: float = met(_CHUNKS, default=32)
+    memstats: Any = met("sl.plan_of(model).memory() counts; the fractions say what is where.", default=None)
+    gpu_margin_mem_ratio: float = met("the fractions say what is where.", default=0.0)
     tp_size: int = 1
     extra_dp_size: int = 1
     enable_all_optimization: bool = met(_KERNELS, default=False)
@@ -453,7 +486,7 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     enable_flash_attention: bool = met(_KERNELS, default=False)
     enable_sequence_parallelism: bool = False
     enable_jit_fused: bool = met(_KERNELS, default=False)
-    enable_async_reduce: bool = refused(_OVERLAPS, default=True)
+    enable_async_reduce: bool = met(OVERLAPS, default=True)
 
     def mesh_shape(self) -> MeshShape:
         return _zero_mesh(self.extra_dp_size, **({"tp": self.tp_size} if self.tp_size != 1 else {}))
@@ -567,27 +600,27 @@ class HybridParallelPlugin(_WithPrecision):
     )
     ddp_bucket_cap_mb: float = 25
     find_unused_parameters: bool = False  # always found
-    check_reduction: bool = refused("a gradient that was not reduced is an error in step, always.", default=False)
-    gradient_as_bucket_view: bool = refused("large gradients are always reduced in place.", default=False)
-    static_graph: bool = refused("no backward pass is assumed to be like another.", default=False)
+    check_reduction: bool = met("a gradient that was not reduced is an error in step, always.", default=False)
+    gradient_as_bucket_view: bool = met("large gradients are always reduced in place.", default=False)
+    static_graph: bool = met("no backward pass is assumed to be like another.", default=False)
     zero_bucket_size_in_m: float = 12
     cpu_offload: bool = False
     communication_dtype: Any = None
-    overlap_communication: bool = refused(_OVERLAPS, default=True)
+    overlap_communication: bool = met(OVERLAPS, default=True)
     custom_policy: Any = None
     pp_style: str = "1f1b"
     num_model_chunks: int = 1
     scheduler_nodes: Any = refused("the order of a schedule follows from its name.", default=None)
     num_layers_per_stage: Sequence[int] | None = None
     gradient_checkpoint_config: GradientCheckpointConfig | None = None
-    enable_metadata_cache: bool = refused("shapes of messages are known before the first one is sent.", default=True)
-    make_vocab_size_divisible_by: int = refused("a vocabulary of any size is split, unevenly if need be.", default=64)
+    enable_metadata_cache: bool = met("shapes of messages are known before the first one is sent.", default=True)
+    make_vocab_size_divisible_by: int = met("a vocabulary of any size is split, unevenly if need be.", default=64)
     dp_outside: bool = True
-    overlap_p2p: bool = refused("messages travel while a rank computes, always.", default=True)
+    overlap_p2p: bool = met("messages travel while a rank computes, always.", default=True)
     overlap_allgather: bool = False
     tensor_mode: str | None = None
     tensor_sizes: Mapping[str, int] | None = None
-    inner_ring_size: Any = refused('"ring_attn" is one ring over all ranks of cp.', default=None)
+    inner_ring_size: Any = met('"ring_attn" is one ring over all ranks of cp.', default=None)
 
     def mesh_shape(self) -> MeshShape:
         for name, size in (("tp_size", self.tp_size), ("pp_size", self.pp_size), ("sp_size", self.sp_size or 1)):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardlib._plan import Plan
-from shardlib.booster._options import Options, recipe, refuse_method, refused
+from shardlib.booster._options import Options, met, recipe, refuse_method, refused
 from shardlib.errors import PlanError, nearest
 from shardlib.transforms import LossScale, precision
 
@@ -119,7 +119,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
     loss_scale: float | str | None = None
     cast_model_outputs: Any = refused("outputs are float32; cast them yourself where you use them.", default=None)
     num_losses: int = refused("there is one loss scale; add the losses up before backward.", default=1)
-    verbosity: int = refused("nothing is logged.", default=1)
+    verbosity: int = met("nothing is logged.", default=1)
     min_loss_scale: float | None = None
     max_loss_scale: float = 2.0**24
 

@@ -13,10 +13,10 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -363,7 +363,7 @@ _TO_PYTHON = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__
 
 
 class _Functions(TorchFunctionMode):
-    """Intercepts what dispatch does not see: conversions to Python or numpy values, and copies of a tensor."""
+    """Intercepts what dispatch does not see: conversions to Python or numpy values, copies of a tensor, pickle."""
 
     def __init__(self, tape: _Tape, copies: list[torch.Tensor]) -> None:
         super().__init__()
@@ -375,6 +375,9 @@ class _Functions(TorchFunctionMode):
         elif func is torch.Tensor.__deepcopy__ and _torch.is_imagined(args[0]):
             self.copies.append(_copied_fake(*args))
             return self.copies[-1]
+        elif func is torch.Tensor.__reduce_ex__ and _torch.is_imagined(args[0]):
+            rebuild, *rest = func(*args, **(kwargs or {}))
+            return _NotPickled(rebuild), *rest
         return func(*args, **(kwargs or {}))
 
 
@@ -416,7 +419,25 @@ def is_recorded(tensor: torch.Tensor) -> bool:
 def _keep(tensor: torch.Tensor, known: _Recorded) -> None:
     """Keep the record of a tensor on meta, and of the tensors that `copy.deepcopy` makes of it."""
     _recorded[tensor] = known
-    tensor.__deepcopy__ = functools.partial(_copied, weakref.ref(tensor))  # type: ignore[method-assign]
+    tensor.__deepcopy__ = _NotPickled(functools.partial(_copied, weakref.ref(tensor)))  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _NotPickled:
+    """A function that copies a tensor without values. pickle takes it along with the tensor, and is refused."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __reduce__(self) -> NoReturn:
+        raise ShardingError(
+            "A tensor that was created in a LazyInitContext is pickled, by torch.save or to send it to another "
+            "process, and has no values yet. Shard or boost the model and call shardlib.save, or call "
+            "LazyInitContext.materialize(model) after the block and pickle it then. copy.deepcopy(model) copies it as "
+            "it is."
+        )
 
 
 def _copied(this: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:

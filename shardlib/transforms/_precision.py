@@ -58,7 +58,7 @@ def precision(
 
     Raises:
         PlanError: another name, arguments that contradict it; applied to a plan, if it has another precision, a model
-            of float64, a pattern that matches nothing.
+            of float64, a model of another low dtype than that of autocast, a pattern that matches nothing.
 
     >>> from torch import nn
     >>> import shardlib as sl
@@ -107,7 +107,7 @@ class Precision(Transform):
 
     def __call__(self, plan: Plan) -> Plan:
         refuse_another(plan, self)
-        _refuse_double(plan, self)
+        _refuse_others(plan, self)
         kept = chosen(plan, self.keep, self) if self.keep else set()
         changes = [row for row in plan.rows if _changes(row) and row.name not in kept]
         if self.low is not None and not changes:
@@ -164,13 +164,24 @@ def _dtype(given: torch.dtype | str | None, name: str) -> torch.dtype | None:
     return dtype
 
 
-def _refuse_double(plan: Plan, made: Precision) -> None:
-    double = [row.name for row in plan.rows if row.kind == "parameter" and row.dtype == torch.float64]
-    if double:
-        raise PlanError(
-            f"{made}: {double[0]} is float64 (and {len(double) - 1} more); precision is about models of float32. Build "
-            "the model in float32, or call model.float() first; in float64 leave precision out."
-        )
+def _refuse_others(plan: Plan, made: Precision) -> None:
+    """Refuse a model of float64, and one of another low dtype than autocast's, which torch computes with on no device
+    alike."""
+    autocast = made._step()["autocast"]
+    refused = {
+        torch.float64: "in float64 leave precision out",
+        torch.bfloat16: 'for a model of bfloat16 give "bf16"',
+        torch.float16: 'for a model of float16 give "fp16"',
+    }
+    for dtype, otherwise in refused.items():
+        if dtype != torch.float64 and autocast in (None, dtype):
+            continue
+        names = [row.name for row in plan.rows if row.kind == "parameter" and row.dtype == dtype]
+        if names:
+            raise PlanError(
+                f"{made}: {names[0]} is {str(dtype).removeprefix('torch.')} (and {len(names) - 1} more); precision is "
+                f"about models of float32. Build the model in float32, or call model.float() first; {otherwise}."
+            )
 
 
 def _changes(row: Row) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from shardlib import booster
 from shardlib.booster._options import Options, refused_keywords
-from shardlib.booster._refusals import refusals
+from shardlib.booster._refusals import refusals, requests
 from tests.house import source
 from tests.house.source import ROOT
 
@@ -23,10 +23,13 @@ def _code(words: tuple[str, ...]) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
 
-def test_the_table_of_refusals_has_all_of_them_with_their_reasons():
-    section = PAGE.partition("### Keywords that are refused\n")[2].partition("\n### ")[0]
+@pytest.mark.parametrize(
+    ("title", "rows"), [("Keywords that are refused", refusals()), ("Requests for speed or memory", requests())]
+)
+def test_the_tables_of_keywords_have_all_of_them_with_their_reasons(title, rows):
+    section = PAGE.partition(f"### {title}\n")[2].partition("\n### ")[0]
     written = [line for line in section.splitlines() if line.startswith("| `")]
-    assert written == [f"| {_code(names)} | {_code(owners)} | {reason} |" for names, owners, reason in refusals()]
+    assert written == [f"| {_code(names)} | {_code(owners)} | {reason} |" for names, owners, reason in rows]
 
 
 def _kinds(base: type[Options] = Options) -> Iterator[type[Options]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -36,7 +37,8 @@ from shardlib.booster import (
     get_current_device,
     get_dist_logger,
 )
-from shardlib.booster._options import say_once
+from shardlib.booster._options import met_keywords, say_once
+from shardlib.booster._refusals import known_options
 from shardlib.errors import CheckpointError, InputError, PlanError
 from shardlib.optim import HybridAdam
 from shardlib.testing.models import Tokens
@@ -74,7 +76,36 @@ def _sizes_and_groups(name: str) -> tuple[Any, Any, Any]:
     stages = None if manager is None else (manager.is_first_stage(), manager.is_last_stage(), manager.get_next_rank())
     sizes = (plugin.dp_size, plugin.tp_size, plugin.pp_size)
     assert pickle.loads(pickle.dumps(plugin)).dp_size == plugin.dp_size
+    mixed = plugin.mixed_dp_group
+    assert dist.get_process_group_ranks(mixed) == dist.get_process_group_ranks(groups[0])
+    assert dist.get_process_group_ranks(plugin.sp_group) == [dist.get_rank()]
     return sizes, tuple(map(plugin.pg_mesh.get_ranks_in_group, groups)), stages
+
+
+def _groups_of_sequences() -> list[tuple[list[int], ...]]:
+    split = {"enable_sequence_parallelism": True}
+    own = HybridParallelPlugin(1, 1, sp_size=2, **split), HybridParallelPlugin(1, 1, sp_size=2, **RING, **split)
+    plugins = [*own, HybridParallelPlugin(2, 1, **split), GeminiPlugin(tp_size=2, **split)]
+    groups = [(plugin.sp_group, plugin.mixed_dp_group, plugin.dp_group) for plugin in plugins]
+    return [tuple(map(dist.get_process_group_ranks, each)) for each in groups]
+
+
+RING = {"sequence_parallelism_mode": "ring_attn"}
+
+
+def test_groups_that_split_sequences_are_those_of_the_mesh(ranks):
+    own, along_tp = ([2, 3], [0, 1, 2, 3], [1, 3]), ([2, 3], [1, 3], [1, 3])
+    assert ranks(4).run(_groups_of_sequences)[3] == [own, own, along_tp, along_tp]
+
+
+def test_what_a_plugin_has_not_is_said():
+    plugin = HybridParallelPlugin(1, 1)
+    for name, said in (("shard_config", r"shardlib\.plan_of\(model\)"), ("logger", "get_dist_logger")):
+        assert not hasattr(plugin, name)
+        with pytest.raises(InputError, match=said):
+            getattr(plugin, name)
+    with pytest.raises(AttributeError, match="no attribute 'shard_confi'"):
+        _ = plugin.shard_confi
 
 
 @pytest.mark.parametrize("name", ON_FOUR)
@@ -182,6 +213,13 @@ def _boosted(folder: str) -> None:
     booster.backward(loss_of(model, mine), optimizer)
     assert optimizer.clip_grad_by_norm(1.0, norm_type=float("inf")).item() == optimizer.get_grad_norm()
 
+    measuring = Booster(plugin=LowLevelZeroPlugin(initial_scale=8, max_norm=float("inf")))
+    line = nn.Linear(2, 1)
+    line, steps, *_ = measuring.boost(line, torch.optim.SGD(line.parameters(), lr=1.0))
+    measuring.backward(line(torch.full((4, 2), 4.0)).mean(), steps)
+    steps.step()
+    assert steps.get_grad_norm() == pytest.approx((4.0**2 + 4.0**2 + 1) ** 0.5)
+
     io = booster.checkpoint_io
     assert isinstance(io, GeneralCheckpointIO)
     io.save_model(model, f"{folder}/model.pt", use_async=True)
@@ -281,18 +319,22 @@ def said(caplog):
     say_once.cache_clear()
 
 
-@pytest.mark.parametrize("kind", [HybridParallelPlugin, GeminiPlugin, MoeHybridParallelPlugin])
-@pytest.mark.parametrize(
-    "name", ["enable_flash_attention", "enable_fused_normalization", "enable_jit_fused", "enable_all_optimization"]
-)
-def test_a_request_for_speed_changes_nothing_and_is_said_once(said, kind, name):
-    plain = kind(**({"ep_size": 1} if kind is MoeHybridParallelPlugin else {}))
-    asked = kind(**({"ep_size": 1} if kind is MoeHybridParallelPlugin else {}), **{name: True})
-    kind(**({"ep_size": 1} if kind is MoeHybridParallelPlugin else {}), **{name: True})
+REQUESTS = [(kind, name) for kind in known_options() for name in met_keywords(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), REQUESTS, ids=lambda each: getattr(each, "__name__", each))
+def test_a_request_for_speed_or_memory_changes_nothing_and_is_said_once(said, kind, name):
+    (default,) = [option.default for option in fields(kind) if option.name == name]
+    needed = {"ep_size": 1} if kind is MoeHybridParallelPlugin else {}
+    value = not default if isinstance(default, bool) else 7
+    plain, asked, _ = kind(**needed), kind(**needed, **{name: value}), kind(**needed, **{name: value})
     model = gpt()
-    assert repr(asked.transforms(model)) == repr(plain.transforms(model)) and asked.mesh_shape() == plain.mesh_shape()
+    assert repr(asked.transforms(model)) == repr(plain.transforms(model))
+    if isinstance(plain, Plugin):
+        assert asked.mesh_shape() == plain.mesh_shape() and asked.bucket_mb() == plain.bucket_mb()
+        assert repr(asked.rules(model)) == repr(plain.rules(model))
     (message,) = said()
-    assert message.startswith(f"{kind.__name__}({name}=True): torch chooses the kernel")
+    assert message == f"{kind.__name__}({name}={value}): {met_keywords(kind)[name]}"
 
 
 def test_host_memory_is_pinned_whether_asked_or_not():

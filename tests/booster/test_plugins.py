@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 
 import shardlib as sl
 from shardlib.booster import (
@@ -29,6 +30,7 @@ from tests.booster.training import Run, Trained, adamw, gpt, plainly
 def train(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> list[Trained]:
     plugin, make = made(name, **({"precision": "fp32"} if name in OWN else {})), maker(name)
     run = Run(plugin, dtype, make=make)
+    assert run.model.module is run.model and run.model.unwrap() is run.model
     assert run.model.to("cpu").to(dtype).cpu() is run.model  # where it is already, as scripts call it after boost
     with pytest.raises(ShardingError, match="Move and cast a model before shard_model or boost"):
         run.model.half()
@@ -198,14 +200,22 @@ def test_data_parallel_begins_with_rank_0_and_normalises_with_all_examples(ranks
     assert [first[2], second[2]] == pytest.approx([half.sum().item() for half in out.chunk(2)], rel=1e-4, abs=1e-5)
 
 
+IN_FP16: list[tuple[Any, dict[str, Any]]] = [
+    (LowLevelZeroPlugin, {}),
+    (GeminiPlugin, {}),
+    (HybridParallelPlugin, {}),
+    (TorchFSDPPlugin, {"mixed_precision": MixedPrecision(param_dtype=torch.float16)}),
+]
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: TorchDDPPlugin(static_graph=True), ["static_graph=True", "no backward pass is assumed"]),
+        (lambda: TorchDDPPlugin(broadcast_buffers=False), ["broadcast_buffers=False", "the same on all ranks"]),
         (lambda: TorchDDPPlugin(bucket_cap_mbs=5), ["bucket_cap_mbs", 'Did you mean "bucket_cap_mb"?']),
         (lambda: LowLevelZeroPlugin(cast_inputs=False), ["cast_inputs=False", "inputs are cast"]),
         (lambda: LowLevelZeroPlugin(fp8_communication=True), ["fp8_communication", "communication_dtype"]),
-        (lambda: GeminiPlugin(search_range_m=64), ["search_range_m=64", "chunks", "give 32"]),
+        (lambda: HybridParallelPlugin(scheduler_nodes=[1]), ["scheduler_nodes=[1]", "its name", "give None"]),
         (lambda: GeminiPlugin(placement_policy="cuda").transforms(gpt()), ['"static"', "offload_optim_frac"]),
         (lambda: GeminiPlugin(offload_param_frac=1).transforms(gpt()), ["offload_optim_frac at least"]),
         (lambda: GeminiPlugin(tp_size=2, strict_ddp_mode=True).transforms(gpt()), ["strict_ddp_mode"]),
@@ -213,6 +223,10 @@ def test_data_parallel_begins_with_rank_0_and_normalises_with_all_examples(ranks
         (lambda: TorchFSDPPlugin(sharding_strategy="FULLSHARD").mesh_shape(), ["FULL_SHARD", "Did you mean"]),
         (lambda: LowLevelZeroPlugin(precision="bf15").transforms(gpt()), ["'bf16'", "Did you mean"]),
         (lambda: LowLevelZeroPlugin(use_fp8=True).transforms(gpt()), ['precision="bf16"']),
+        *[
+            (lambda booster=booster: booster.boost(gpt(torch.bfloat16)), ["is bfloat16", "Build the model in float32"])
+            for booster in (Booster(mixed_precision="fp16"), *(Booster(plugin=kind(**fp16)) for kind, fp16 in IN_FP16))
+        ],
         (lambda: Booster(mixed_precision="fp16_torch"), ["fp16_naive", "FP16TorchMixedPrecision"]),
         (lambda: Booster(mixed_precision="bf16", plugin=GeminiPlugin()), ["precision of its own", "GeminiPlugin()"]),
         (lambda: Booster(plugin="gemini"), ["TorchDDPPlugin()"]),

@@ -14,6 +14,7 @@ import pytest
 from shardlib.cli import main
 from shardlib.cli.rewrite import rewrite
 from tests.house.source import ROOT
+from tests.main_on_ranks import run_script
 
 SCRIPT = '''\
 """Fine-tune."""
@@ -82,6 +83,157 @@ def test_what_it_wrote_trains_and_other_lines_are_kept(ranks: Callable):
     assert rewrite(after.text).text == after.text
     (losses, world), other = ranks(2).run(_trained, after.text)
     assert world == 2 and losses == other[0] and losses[-1] < losses[0]
+
+
+FINE_TUNING = """\
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import colossalai
+from colossalai.accelerator import get_accelerator
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from colossalai.cluster import DistCoordinator
+from colossalai.logging import disable_existing_loggers, get_dist_logger
+from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
+from colossalai.nn.optimizer import HybridAdam
+
+EPOCHS, BATCH_SIZE = 3, 16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + nn.functional.gelu(self.linear(self.norm(x)))
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x, labels):
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def examples(count):
+    labels = torch.arange(count) % 4
+    noise = torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
+    return [{"x": x, "labels": y} for x, y in zip(nn.functional.one_hot(labels, 8) + 0.1 * noise, labels)]
+
+
+def plugin_of(name):
+    if name == "torch_ddp":
+        return TorchDDPPlugin(static_graph=True)
+    if name == "low_level_zero":
+        return LowLevelZeroPlugin(stage=2, precision="fp32", max_norm=1e6)
+    if name == "gemini":
+        return GeminiPlugin(precision="fp32", search_range_m=128, hidden_dim=8)
+    return HybridParallelPlugin(
+        tp_size=1, pp_size=2, num_microbatches=None, microbatch_size=4, enable_all_optimization=True, precision="fp32"
+    )
+
+
+def step(batches, model, criterion, optimizer, booster, train):
+    if isinstance(booster.plugin, HybridParallelPlugin) and booster.plugin.pp_size > 1:
+        loss = booster.execute_pipeline(batches, model, criterion, optimizer, return_loss=True)["loss"]
+    else:
+        batch = {name: value.to(get_accelerator().get_current_device()) for name, value in next(batches).items()}
+        loss = criterion(model(**batch), None)
+        if train:
+            booster.backward(loss, optimizer)
+    return loss.detach()
+
+
+def mean(losses):
+    total = torch.stack(losses).mean()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-p", "--plugin", choices=["torch_ddp", "low_level_zero", "gemini", "hybrid_parallel"])
+    parser.add_argument("-c", "--checkpoint")
+    args = parser.parse_args()
+    disable_existing_loggers()
+    colossalai.launch_from_torch(seed=42)
+    coordinator, logger = DistCoordinator(), get_dist_logger()
+    plugin = plugin_of(args.plugin)
+    booster = Booster(plugin=plugin)
+    of_rank = BATCH_SIZE // plugin.dp_size
+    train_dataloader = plugin.prepare_dataloader(examples(64), batch_size=of_rank, drop_last=True)
+    eval_dataloader = plugin.prepare_dataloader(examples(32), batch_size=of_rank, drop_last=True)
+
+    def boosted(seed):
+        torch.manual_seed(seed)
+        model = Classifier()
+        no_decay = [p for p in model.parameters() if p.ndim < 2]
+        decay = [p for p in model.parameters() if p.ndim > 1]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
+        optimizer = HybridAdam(groups, lr=4e-2, eps=1e-4)
+        scheduler = CosineAnnealingWarmupLR(optimizer, total_steps=EPOCHS * len(train_dataloader), warmup_steps=2)
+        return booster.boost(model, optimizer, lambda outputs, inputs: outputs["loss"], None, scheduler)
+
+    def evaluated(model, criterion):
+        model.eval()
+        with torch.no_grad():
+            batches = iter(eval_dataloader)
+            return mean([step(batches, model, criterion, None, booster, train=False) for _ in eval_dataloader])
+
+    model, optimizer, criterion, _, lr_scheduler = boosted(seed=1)
+    for epoch in range(EPOCHS):
+        model.train()
+        batches = iter(train_dataloader)
+        losses = []
+        for _ in range(len(train_dataloader)):
+            losses.append(step(batches, model, criterion, optimizer, booster, train=True))
+            optimizer.step()
+            optimizer.zero_grad()
+            lr_scheduler.step()
+        logger.info(f"epoch {epoch} done", ranks=[0])
+        loss, other = mean(losses), evaluated(model, criterion)
+        if coordinator.is_master():
+            print(f"epoch {epoch}: {loss} {other}")
+    booster.save_model(model, f"{args.checkpoint}/model", shard=True)
+    booster.save_optimizer(optimizer, f"{args.checkpoint}/optimizer", shard=True)
+    booster.save_lr_scheduler(lr_scheduler, f"{args.checkpoint}/lr_scheduler")
+    again, optimizer, criterion, _, lr_scheduler = boosted(seed=2)
+    before = evaluated(again, criterion)
+    booster.load_model(again, f"{args.checkpoint}/model")
+    booster.load_optimizer(optimizer, f"{args.checkpoint}/optimizer")
+    booster.load_lr_scheduler(lr_scheduler, f"{args.checkpoint}/lr_scheduler")
+    assert evaluated(again, criterion) == evaluated(model, criterion) < before
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_script_for_fine_tuning_is_rewritten_and_trains_alike_with_each_plugin(tmp_path: Path):
+    """On one device, too: batches are the same, so that losses are but for roundings."""
+    script = tmp_path / "finetune.py"
+    script.write_text(FINE_TUNING)
+    assert main(["migrate", str(script), "--write"]) == 0
+    runs = [("torch_ddp", 1), *((name, 2) for name in ("torch_ddp", "low_level_zero", "gemini", "hybrid_parallel"))]
+    printed = [run_script(script, "-p", name, "-c", str(tmp_path / f"{name}-{n}"), processes=n).out for name, n in runs]
+    losses = [[float(word) for line in out.splitlines() for word in line.split()[2:]] for out in printed]
+    alone = losses[0]
+    assert len(alone) == 6 and alone[4] < 0.7 * alone[0] and alone[5] < 0.7 * alone[1]
+    for each in losses[1:]:
+        assert each == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,8 @@ LEFT = {
         (2, "colossalai.booster", "It is imported by a call"),
     ),
     "a keyword that is refused": (
-        "from colossalai.booster.plugin import GeminiPlugin as G\nG(\n    hidden_dim=64,\n    memstats=None)\n",
-        (3, "GeminiPlugin(hidden_dim=)", "parameters travel by units"),
+        "from colossalai.booster.plugin import GeminiPlugin as G\nG(hidden_dim=64,\n    fp8_communication=True)\n",
+        (3, "GeminiPlugin(fp8_communication=)", "gradients travel"),
     ),
     "one that nobody has": (
         "import colossalai\ncolossalai.booster.GeminiPlugin(tp_siz=2)\n",
@@ -168,9 +168,9 @@ def test_what_is_left_is_said_once_and_again_after_rewriting(case: str):
 
 
 def test_a_keyword_whose_value_is_known_when_it_runs_is_only_noted():
-    source = "from colossalai.booster.plugin import GeminiPlugin\nGeminiPlugin(max_prefetch=args.prefetch)\n"
+    source = "from colossalai.booster.plugin import GeminiPlugin\nGeminiPlugin(fp8_communication=args.fp8)\n"
     (remark,) = _checked(source).remarks
-    assert not remark.left and remark.advice.startswith("A value other than 0 is refused: ")
+    assert not remark.left and remark.advice.startswith("A value other than False is refused: ")
 
 
 def test_other_scripts_are_left_alone():

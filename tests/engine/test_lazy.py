@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -312,6 +314,19 @@ def test_what_was_written_without_memory_is_no_value():
         '"1" was written to after the LazyInitContext that it was made in, when it had no memory. '
         "Initialise it inside, or after the model is sharded."
     )
+
+
+def test_what_has_no_values_is_copied_and_not_pickled():
+    with sl.LazyInitContext():
+        model, loose = nn.Linear(2, 2), torch.zeros(2)
+        for tensor in (model.weight, loose):
+            assert copy.copy(tensor).shape == tensor.shape
+            with pytest.raises(ShardingError, match=r"materialize\(model\) after the block and pickle it then"):
+                pickle.dumps(tensor)
+    with pytest.raises(ShardingError, match=r"and has no values yet\. Shard or boost the model"):
+        torch.save(model, io.BytesIO())
+    sl.LazyInitContext.materialize(model)
+    assert torch.equal(pickle.loads(pickle.dumps(model)).weight, model.weight)
 
 
 def test_exact_numbers_do_not_follow_decisions_of_others():

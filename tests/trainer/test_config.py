@@ -166,9 +166,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         'mean "ZeROGradientHandler"?',
     ),
     "ddp": (
-        {"torch_ddp": {"static_graph": True}},
-        "The config's torch_ddp: TorchDDPPlugin(static_graph=True): no backward pass is assumed to be like another. "
-        "(Leave it out, or give False.)",
+        {"torch_ddp": {"broadcast_buffers": False}},
+        "The config's torch_ddp: TorchDDPPlugin(broadcast_buffers=False): buffers are the same on all ranks: "
+        "BatchNorm's are of all examples. (Leave it out, or give True.)",
     ),
     "ddp and zero": (
         {"torch_ddp": {"bucket_cap_mb": 1}, "zero": {"stage": 1}},

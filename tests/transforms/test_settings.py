@@ -146,8 +146,8 @@ def test_all_of_fp8_goes_together():
     assert (made.step.fp8, made.step.fp8_history) == (("mlp",), 1)
 
 
-def _double() -> Plan:
-    return plan(nn.Linear(4, 4, dtype=torch.float64), "dp=2", {"weight": None, "bias": None})
+def _built_in(dtype: torch.dtype) -> Plan:
+    return plan(nn.Linear(4, 4, dtype=dtype), "dp=2", {"weight": None, "bias": None})
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,19 @@ def _double() -> Plan:
             'precision("fp16", scaler=1024.0): scaler is a float; give a LossScale, or nothing.',
         ),
         (
-            lambda: _double() | precision("bf16"),
+            lambda: _built_in(torch.float64) | precision("bf16"),
             'precision("bf16"): weight is float64 (and 1 more); precision is about models of float32. Build the model '
             "in float32, or call model.float() first; in float64 leave precision out.",
+        ),
+        (
+            lambda: _built_in(torch.bfloat16) | precision("fp16"),
+            'precision("fp16"): weight is bfloat16 (and 1 more); precision is about models of float32. Build the model '
+            'in float32, or call model.float() first; for a model of bfloat16 give "bf16".',
+        ),
+        (
+            lambda: _built_in(torch.float16) | precision("fp8", autocast=True),
+            'precision("fp8", autocast=True): weight is float16 (and 1 more); precision is about models of float32. '
+            'Build the model in float32, or call model.float() first; for a model of float16 give "fp16".',
         ),
         (
             lambda: laid_out() | precision("bf16") | precision("fp16"),
@@ -220,7 +230,7 @@ def _double() -> Plan:
         ),
         (lambda: accumulate(0), "accumulate(0): give a number of microbatches, from 1 up."),
         (
-            lambda: _double() | checkpoint_activations(),
+            lambda: _built_in(torch.float64) | checkpoint_activations(),
             'checkpoint_activations(): the model has no repeated blocks (a ModuleList of two or more) that "units" '
             'could mean. Name the modules, as in checkpoint_activations("layers.*").',
         ),
