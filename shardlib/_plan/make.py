@@ -30,7 +30,7 @@ def plan(
     mesh: MeshLike,
     rules: RulesLike | None = None,
     *,
-    transforms: Sequence[Transform] = (),
+    transforms: Transform | Sequence[Transform] = (),
     weigh: Weigh | None = None,
 ) -> Plan:
     """Plan the layout of every tensor of a model on a mesh, in each phase of a training step.
@@ -43,7 +43,7 @@ def plan(
         mesh: a `DeviceMesh`, or a shape such as "dp=8,tp=4".
         rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default what
             `layouts.for_model` finds.
-        transforms: functions from plan to plan, applied in order.
+        transforms: a function from plan to plan, or several, applied in order.
         weigh: measures the cost of modules, for stages that are balanced by it.
 
     Raises:
@@ -76,9 +76,12 @@ def plan(
         repeated=find_repeated(model),
         stages=stages,
     )
-    if callable(transforms):
-        raise PlanError(f"plan() was given transforms={transforms!r}; give a list of functions plan -> plan.")
-    for transform in transforms:
+    if isinstance(transforms, str):
+        raise PlanError(
+            f"transforms={transforms!r} was given; give functions plan -> plan, such as shardlib.zero(2). "
+            "shardlib.transforms.parse reads a text."
+        )
+    for transform in (transforms,) if callable(transforms) else transforms:
         made = made | transform
     return made
 

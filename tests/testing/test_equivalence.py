@@ -379,7 +379,6 @@ def test_low_precision_finds_mistakes_larger_than_its_rounding(ranks, dtype: tor
         ({"loss": 3}, InputError, "equivalent() was given loss=3; give a function (model, batch), or leave it out."),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, InputError, "optimizer=a SGD; give a function (params)"),
         ({"rules": None, "shard": lambda model: model}, InputError, "give a function (model, mesh)."),
-        ({"transforms": lambda plan: plan}, InputError, "give a list of functions plan -> plan."),
         ({"clip": "1"}, InputError, "equivalent() was given clip='1'; give a gradient norm above zero"),
         ({"seed": "a"}, InputError, "equivalent() was given seed='a'; give a whole number from 0 up."),
         ({"timeout": 0}, InputError, "equivalent() was given timeout=0; give seconds above zero."),

@@ -179,8 +179,9 @@ def test_without_data_ranks_nothing_changes_and_the_plan_says_so(mesh: str):
         ),
         (lambda: zero(1) | 3, "zero(1) | 3: give functions that take a Plan and return a Plan."),
         (
-            lambda: laid_out(transforms=zero(1)),
-            "plan() was given transforms=zero(1); give a list of functions plan -> plan.",
+            lambda: laid_out(transforms="zero(1)"),
+            "transforms='zero(1)' was given; give functions plan -> plan, such as shardlib.zero(2). "
+            "shardlib.transforms.parse reads a text.",
         ),
     ],
 )
@@ -188,6 +189,10 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object], message: str
     with pytest.raises(PlanError) as raised:
         make()
     assert str(raised.value) == message
+
+
+def test_one_transform_is_as_a_list_of_one():
+    assert laid_out(transforms=zero(1)) == laid_out(transforms=[zero(1)]) == laid_out() | zero(1)
 
 
 def test_a_pattern_that_cannot_be_read_is_refused_as_in_rules():

@@ -23,14 +23,15 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib import layouts
-from shardlib._mesh import MeshLike, MeshShape, device_here, mesh
+from shardlib._mesh import MeshLike, MeshShape, device_here
+from shardlib._mesh import mesh as make_mesh
 from shardlib._plan import Plan, plan
 from shardlib.engine import _torch, agree, exact, fp8, optimizer
 from shardlib.engine.apply.additions import refuse_additions
@@ -56,13 +57,15 @@ from shardlib.rules import Rules
 
 __all__ = ["Sharded", "apply_plan", "is_sharded", "names_here", "no_sync", "plan_of", "record_of", "shard_model"]
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def shard_model(
-    model: nn.Module,
-    mesh_: MeshLike,
+    model: M,
+    mesh: MeshLike,
     rules: Rules | Mapping[str, Any] | Plan | str | Path | None = None,
     *,
-    transforms: Sequence[Callable[[Plan], Plan]] = (),
+    transforms: Callable[[Plan], Plan] | Sequence[Callable[[Plan], Plan]] = (),
     init: Any = None,
     compile: str | None = "auto",
     check: Check = True,
@@ -70,7 +73,7 @@ def shard_model(
     global_batch_norm: bool = True,
     bucket_mb: float | None = None,
     example: Any = None,
-) -> nn.Module:
+) -> M:
     """Shard a model by rules, in place; the training loop does not change.
 
     Afterwards each data rank passes its own plain tensors (or nested structures of them) and gets plain tensors.
@@ -79,10 +82,10 @@ def shard_model(
 
     Args:
         model: a single-device model; on that device, on CPU, or on `meta`. Every rank passes the same model.
-        mesh_: "dp=2,tp=4", a `MeshShape`, or a `DeviceMesh` with named axes.
+        mesh: "dp=2,tp=4", a `MeshShape`, or a `DeviceMesh` with named axes.
         rules: `Rules`, a mapping from patterns to layouts, the name or path of a layout file, or a `Plan`; by default
             the layout that `layouts.for_model` finds for this class.
-        transforms: functions from plan to plan, applied in order.
+        transforms: a function from plan to plan, or several, applied in order.
         init: the source of the values of a model on `meta`: a safetensors file or folder, a mapping from names to full
             tensors, a function that initialises one module's own tensors, "reset_parameters", or several of these in
             order. None for a model that was built in a `LazyInitContext`. Each rank keeps only its local shards, and
@@ -125,7 +128,7 @@ def shard_model(
     check_backend(compile)
     check_choice(check)
     exact.check_mode(rng)
-    device_mesh = mesh(mesh_)
+    device_mesh = make_mesh(mesh)
     refuse_model(model)
     the_plan = _planned(model, device_mesh, rules, transforms, example)
     if bucket_mb is not None:
@@ -193,7 +196,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 @naming_lost_ranks("sharding")
 def apply_plan(
-    model: nn.Module,
+    model: M,
     plan_: Plan,
     device_mesh: DeviceMesh,
     *,
@@ -203,7 +206,7 @@ def apply_plan(
     rng: str = "fast",
     global_batch_norm: bool = True,
     values: Mapping[str, torch.Tensor] | None = None,
-) -> nn.Module:
+) -> M:
     """Carry out a plan on a model, in place; on an error the model is unchanged.
 
     For arguments see `shard_model`. `values` are this rank's local shards of a model on `meta`, by name: those of
@@ -300,9 +303,7 @@ def apply_plan(
     return model
 
 
-def _planned(
-    model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: Sequence[Any], example: Any = None
-) -> Plan:
+def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: Any, example: Any = None) -> Plan:
     weigh.refuse_idle_example(rules, example)
     if isinstance(rules, Plan):
         if rules.mesh != MeshShape.of(device_mesh):

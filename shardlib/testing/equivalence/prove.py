@@ -37,7 +37,7 @@ def equivalent(
     mesh: MeshLike,
     rules: Any = None,
     *,
-    transforms: Sequence[Callable[[Plan], Plan]] = (),
+    transforms: Callable[[Plan], Plan] | Sequence[Callable[[Plan], Plan]] = (),
     shard: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None,
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
@@ -116,8 +116,7 @@ def equivalent(
         >>> report = equivalent(mlp, lambda step: torch.randn(4, 8), "tp=2", rules)  # doctest: +SKIP
         >>> print(report)  # doctest: +SKIP
     """
-    if callable(transforms):
-        raise InputError(f"equivalent() was given transforms={transforms!r}; give a list of functions plan -> plan.")
+    each_transform = (transforms,) if callable(transforms) else tuple(transforms)
     if not timeout > 0:
         raise InputError(f"equivalent() was given timeout={timeout!r}; give seconds above zero.")
     if engine == "jax" and rng is not None:
@@ -126,7 +125,7 @@ def equivalent(
             "dropout too."
         )
     case = Case(
-        model, batch, _shape(mesh), rules, tuple(transforms), shard, loss, optimizer, split, steps, accumulate, no_sync,
+        model, batch, _shape(mesh), rules, each_transform, shard, loss, optimizer, split, steps, accumulate, no_sync,
         clip, dtype, "exact" if rng is None else rng, seed, before_step, options, engine,
     )  # fmt: skip
     world = case.mesh.world_size
