@@ -4,6 +4,7 @@
 # make coverage    which lines and branches of shardlib/ the tests run, on ranks and in scripts too
 # make test-torch VERSION=2.14.1    the tests on another version of torch, in an environment of its own (several GB)
 # make mutate    random mistakes in the pure rooms, which the tests of these rooms have to notice
+# make dist    wheel and sdist in dist/; make dist-test installs both into an empty environment and tries them
 # make bench   training steps, exact randomness and proofs, against what else there is
 #
 # Each needs nothing but Python >= 3.11: it makes .venv, fills it once, and again when pyproject.toml changes.
@@ -19,9 +20,10 @@ TORCHRUN := $(RUN) -m torch.distributed.run --standalone --nproc_per_node
 # worksteal: each process takes one half of the files, and with that half of what they import.
 PYTEST := $(RUN) -m pytest -n 2 --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
+DIST_PIP := $(PIP:$(BIN)%=.venv-dist/bin%)
 PEERS_PIP := $(PIP:$(BIN)%=.venv-peers/bin%)
 
-.PHONY: demo test test-deep coverage test-torch suite mutate bench format clean
+.PHONY: demo test test-deep coverage test-torch suite mutate dist dist-test bench format clean
 
 demo: $(VENV)/.core
 	$(TORCHRUN) 4 examples/demo.py --mesh dp=2,tp=2 $(ARGS)
@@ -50,6 +52,22 @@ suite: $(VENV)/.dev
 
 mutate: $(VENV)/.dev
 	$(RUN) tests/mutate.py $(ARGS)
+
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+
+# The wheel with all that it needs; then the sdist in its place. Extras have to resolve beside them.
+dist-test: dist
+	rm -rf .venv-dist
+	$(PYTHON) -m venv .venv-dist
+	$(DIST_PIP) torch==$$(sed -n 's/^torch==//p' $(CONSTRAINTS))
+	for built in dist/*.whl dist/*.tar.gz; do \
+		$(DIST_PIP) $$built && $(DIST_PIP) --no-deps --force-reinstall $$built && \
+		.venv-dist/bin/shardlib check -i && \
+		OMP_NUM_THREADS=1 .venv-dist/bin/torchrun --standalone --nproc_per_node 2 tests/installed.py || exit 1; \
+	done
+	$(DIST_PIP) --dry-run "$$(ls dist/*.whl)[testing,jax,hf,lora,tensorboard,orbax]"
 
 bench: $(VENV)/.dev .venv-peers/.peers
 	$(RUN) benchmarks/tensor_parallel.py $(ARGS)
