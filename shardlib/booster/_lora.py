@@ -105,7 +105,7 @@ def save_lora(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
         except Exception as error:  # whatever it is, the other ranks are waiting
             problem = f'The adapters were not saved to "{checkpoint}": {error}'
     if dist.is_initialized():
-        problem = agree.exchange(problem)[0]
+        problem = agree.of_first(problem)
     if problem is not None:
         raise CheckpointError(problem)
 

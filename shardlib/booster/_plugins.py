@@ -39,7 +39,6 @@ __all__ = [
 
 _SENT = 'gradients travel in the dtype that they have, or in communication_dtype="bfloat16".'
 OVERLAPS = "gradients are reduced while backward runs, always."
-"""What is done in the place of the keywords about overlapping."""
 _KERNELS = (
     "torch chooses the kernel of scaled_dot_product_attention and of norms, with or without this keyword, and blocks "
     'that a model axis splits are compiled. A model of transformers calls it unless it has attn_implementation="eager".'
@@ -48,6 +47,7 @@ _CHUNKS = "parameters travel by units, the model's repeated blocks, and nothing 
 
 
 # ColossalAI's ways to split a sequence, and the modes of rules that do it (docs/sequence.md).
+_SEQUENCE_AXES = ("sp", "cp")
 _SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all": "ulysses", "ring_attn": "ring"}
 
 
@@ -165,10 +165,10 @@ class Plugin(Options):
         return self.mesh_shape().resolve(_of_job("WORLD_SIZE", 1))
 
     def _tensor_axes_here(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self._shape().model_axes if axis not in ("sp", "cp"))
+        return tuple(axis for axis in self._shape().model_axes if axis not in _SEQUENCE_AXES)
 
     def _own_sequence_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self._shape().model_axes if axis in ("sp", "cp"))
+        return tuple(axis for axis in self._shape().model_axes if axis in _SEQUENCE_AXES)
 
     def _sequence_axes_here(self) -> tuple[str, ...]:
         along_tp = getattr(self, "enable_sequence_parallelism", False)

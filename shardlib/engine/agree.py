@@ -28,6 +28,7 @@ __all__ = [
     "exchange",
     "fingerprint",
     "named_tensors",
+    "of_first",
     "places_agree",
     "plans_agree",
     "weights_agree",
@@ -185,13 +186,26 @@ def exchange(value: Any, group: dist.ProcessGroup | None = None, classes: Sequen
     Raises:
         ShardingError: a rank has sent something else.
     """
-    written = io.BytesIO()
-    torch.save(value, written)
-    sent = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
+    sent = _written(value)
     sizes = [int(size) for size in _all_gather(_number(sent.numel()), group)]
     padded = nn.functional.pad(sent, (0, max(sizes) - sent.numel()))
     every = zip(_all_gather(padded, group), sizes, strict=True)
     return [_read(rank, data[:size], classes) for rank, (data, size) in enumerate(every)]
+
+
+@_torch.no_modes()
+def of_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the value of the first rank, on every rank; nothing of the other ranks travels. For the rest as
+    `exchange`."""
+    sent = _written(value)
+    size = int(_broadcast(_number(sent.numel()), group))
+    return _read(0, _broadcast(sent.new_zeros(size) if dist.get_rank(group) else sent, group), ())
+
+
+def _written(value: Any) -> torch.Tensor:
+    written = io.BytesIO()
+    torch.save(value, written)
+    return torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
 
 
 def _read(rank: int, data: torch.Tensor, classes: Sequence[type]) -> Any:
@@ -210,11 +224,22 @@ def _number(value: int) -> torch.Tensor:
 
 def _all_gather(sent: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Return the tensors of all ranks, of equal shapes, on the CPU, whichever device the back end sends from."""
-    devices = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    moved = sent.to("cpu" if "cpu" in devices else devices[0])
+    moved = sent.to(_device_of(group))
     every = [torch.empty_like(moved) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, moved, group=group)
     return [tensor.cpu() for tensor in every]
+
+
+def _broadcast(sent: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the first rank's tensor, of equal shapes, on the CPU, whichever device the back end sends from."""
+    moved = sent.to(_device_of(group))
+    dist.broadcast(moved, group=group, group_src=0)
+    return moved.cpu()
+
+
+def _device_of(group: dist.ProcessGroup | None) -> str:
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return "cpu" if "cpu" in devices else devices[0]
 
 
 def _shown(tensor: torch.Tensor) -> str:

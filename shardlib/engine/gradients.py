@@ -505,7 +505,7 @@ class GradientReducer:
         """Lay buckets out in the order in which this backward pass made gradients, the same on all ranks."""
         arrived = list(self._arrived.items())
         if self.data_axes:
-            arrived = agree.exchange(arrived, self.executor.group(tuple(self.mesh.mesh_dim_names or ())))[0]
+            arrived = agree.of_first(arrived, self.executor.group(tuple(self.mesh.mesh_dim_names or ())))
         for i, partial in arrived:
             self._slots[i].param_state.expect_gradient(partial)
         self._lay_out(dict.fromkeys([*(i for i, _ in arrived), *reversed(range(len(self._slots)))]))

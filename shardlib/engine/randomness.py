@@ -31,4 +31,4 @@ def agree_on_random_state(model_group: dist.ProcessGroup | None, data_index: int
 def share_random_state(group: dist.ProcessGroup | None) -> None:
     """Give all ranks of a group the generator state of its first rank."""
     if group is not None:
-        torch.set_rng_state(agree.exchange(torch.get_rng_state(), group)[0])
+        torch.set_rng_state(agree.of_first(torch.get_rng_state(), group))

@@ -39,6 +39,7 @@ def _exchange() -> list[Any]:
     last = torch.full((2,), rank)[1:]
     with FakeTensorMode(), torch.device("meta"):
         values, tensors = agree.exchange(_value(rank)), agree.exchange(last)
+        assert agree.of_first(_value(rank)) == _value(0)
     return [values, [int(tensor) for tensor in tensors]]
 
 

@@ -64,7 +64,7 @@ def measuring(example: Any, device: torch.device, mesh: DeviceMesh) -> Weigh | N
             except Exception as error:
                 failed = error
         text = f"{type(failed).__name__}: {failed}" if failed is not None else None
-        found, text = agree.exchange((seconds, text), everyone)[0]
+        found, text = agree.of_first((seconds, text), everyone)
         if text is not None:
             raise RuleError(f'Balanced(by="time"): rank 0 could not measure the modules, it raised {text}') from failed
         return found
