@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,13 @@ def plan(
         repeated=find_repeated(model),
         stages=stages,
     )
-    if isinstance(transforms, str):
+    each = (transforms,) if callable(transforms) else transforms
+    if isinstance(each, str) or not isinstance(each, Iterable):
         raise PlanError(
             f"transforms={transforms!r} was given; give functions plan -> plan, such as shardlib.zero(2). "
             "shardlib.transforms.parse reads a text."
         )
-    for transform in (transforms,) if callable(transforms) else transforms:
+    for transform in each:
         made = made | transform
     return made
 

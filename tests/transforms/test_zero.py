@@ -183,6 +183,11 @@ def test_without_data_ranks_nothing_changes_and_the_plan_says_so(mesh: str):
             "transforms='zero(1)' was given; give functions plan -> plan, such as shardlib.zero(2). "
             "shardlib.transforms.parse reads a text.",
         ),
+        (
+            lambda: laid_out(transforms=3),
+            "transforms=3 was given; give functions plan -> plan, such as shardlib.zero(2). "
+            "shardlib.transforms.parse reads a text.",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Callable[[], object], message: str):
