@@ -15,12 +15,17 @@ import pytest
 import shardlib
 from shardlib import testing
 from tests.house.source import ROOT
-from tests.main_on_ranks import run_script
-from tests.scripts import run_shell
+from tests.pages import follow, read_page
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 _LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+_FIRST = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_README = _FIRST.findall((ROOT / "README.md").read_text())[0]
 _NAMES = {name: getattr(shardlib, name) for name in shardlib.__all__}
 _OURS = {n: v for n, v in _NAMES.items() if getattr(v, "__module__", v.__name__).startswith("shardlib")}
 
@@ -29,21 +34,11 @@ def _title(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-_BY_TORCHRUN = {"docs/jax.md": 1}  # its meshes are of one process's devices: four ranks would run it four times
-_BY_PYTHON = ("docs/testing.md",)  # it starts ranks of its own
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=_title)
-def test_python_blocks_are_a_script(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """All blocks of a page, one after the other, as a reader runs them: no seed is set, and there is no group yet."""
-    monkeypatch.chdir(tmp_path)  # where ranks run too: paths in the documents are relative
-    blocks = _BLOCK.findall(document.read_text())
-    script = tmp_path / "train.py"
-    script.write_text("\n".join(blocks))
-    if _title(document) in _BY_PYTHON:
-        run_shell("python train.py", tmp_path, library=ROOT)
-    elif blocks:
-        run_script(script, processes=_BY_TORCHRUN.get(_title(document), 4))
+@pytest.mark.parametrize("document", [page for page in DOCUMENTS if read_page(page).shell], ids=_title)
+def test_a_page_does_what_it_says(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its files, then its lines, as a reader who has an empty folder: no seed is set, and there is no group yet."""
+    monkeypatch.chdir(tmp_path)
+    follow(read_page(document), tmp_path)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_title)
@@ -83,14 +78,14 @@ def test_the_first_block_of_the_readme_is_a_script_for_one_process(monkeypatch: 
     """Here; on four ranks it ran above."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    exec(compile(_BLOCK.findall((ROOT / "README.md").read_text())[0], "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(_README, "README.md", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("processes", [1, 4])
 def test_the_first_block_of_the_readme_is_a_script_that_python_and_torchrun_start(processes: int, tmp_path: Path):
     script = tmp_path / "train.py"
-    script.write_text(_BLOCK.findall((ROOT / "README.md").read_text())[0])
+    script.write_text(_README)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"] if processes == 4 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, *launcher, script], capture_output=True, text=True, env=environment)

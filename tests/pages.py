@@ -1,0 +1,102 @@
+"""Documents as their readers follow them: the files that a page shows, then its shell lines, in an empty folder.
+
+A page's Python blocks are one script, `train.py`; a block of any language with a title, as ```` ```python
+title="model.py" ````, is a part of the file of that name. A block of `sh` is lines to type, and a block of `text` right
+after it is what they print: each `...` there stands for anything. Where a page says nothing, four ranks run `train.py`.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+from collections import defaultdict
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+from shardlib.cli import main
+from tests.house.source import ROOT
+from tests.main_on_ranks import run_script
+from tests.scripts import run_shell
+
+_FENCED = re.compile(r"^```(\w*)(?: +title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_HERE = "plan", "check", "explain", "init", "migrate", "doctor"  # commands that start nothing: no process of their own
+_EXITS = re.compile(r"#.*exit code (\d+)")
+
+
+class Lines(NamedTuple):
+    """Shell lines, and what they print where the page shows it."""
+
+    lines: tuple[str, ...]
+    printed: str | None = None
+
+
+class Page(NamedTuple):
+    """What a reader of a page writes to files, and then types."""
+
+    files: dict[str, str]
+    shell: list[Lines]
+
+
+def read_page(document: Path) -> Page:
+    """Take a page apart."""
+    files: dict[str, list[str]] = defaultdict(list)
+    shell: list[Lines] = []
+    follows = False  # whether the block before was of shell lines
+    for language, title, body in _FENCED.findall(document.read_text()):
+        if title or language == "python":
+            files[title or "train.py"].append(body)
+        elif language == "sh":
+            shell.append(Lines(tuple(line.strip() for line in body.splitlines() if line.strip())))
+        elif language == "text" and follows:
+            shell[-1] = shell[-1]._replace(printed=body)
+        follows = language == "sh" and not title
+    if "train.py" in files and not any("train.py" in line for block in shell for line in block.lines):
+        shell.append(Lines(("torchrun --nproc_per_node 4 train.py",)))
+    return Page({name: "\n".join(bodies) for name, bodies in files.items()}, shell)
+
+
+def follow(page: Page, folder: Path) -> None:
+    """Write a page's files into a folder and type its lines there; what they print is what the page shows.
+
+    `folder` is where this process is, and its ranks with it.
+    """
+    for name, body in page.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(body)
+    for block in page.shell:
+        printed = "".join(_type(line, folder) for line in block.lines)
+        if block.printed is not None:
+            assert _shows(block.printed, printed), (
+                f"{block.lines} printed\n{printed}\nand the page shows\n{block.printed}"
+            )
+
+
+def _shows(shown: str, printed: str) -> bool:
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    return doctest.OutputChecker().check_output(f"...\n{shown}...\n", f"\n{printed}\n", flags)
+
+
+def _type(line: str, folder: Path) -> str:
+    """What a line prints. It ends well, or as its remark says: `# exit code 1`."""
+    expected = int(said[1]) if (said := _EXITS.search(line)) else 0
+    words = shlex.split(line, comments=True)
+    if words[0] == "torchrun":
+        return _torchrun(words[1:], folder)
+    if words[0] == "shardlib" and words[1] in _HERE and not {">", "|"} & set(words):
+        printed = StringIO()
+        with redirect_stdout(printed), redirect_stderr(printed):
+            code = main(words[1:])
+        assert code == expected, f"{line}: exit code {code}\n{printed.getvalue()}"
+        return printed.getvalue()
+    if expected:
+        line = f"code=0; {line.partition('#')[0]} 2>&1 || code=$?; test $code = {expected}"
+    return run_shell(line, folder, library=ROOT)
+
+
+def _torchrun(words: list[str], folder: Path) -> str:
+    assert words[0] == "--nproc_per_node", f"torchrun {shlex.join(words)}: the number of processes comes first here"
+    printed = run_script(folder / words[2], *words[3:], processes=int(words[1]))
+    return printed.out + printed.err
