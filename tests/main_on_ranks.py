@@ -8,6 +8,7 @@ import os
 import runpy
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,10 +42,23 @@ def _as_main(script: str, options: tuple[str, ...], port: int) -> Printed:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     before, out, err = sys.argv, io.StringIO(), io.StringIO()
     sys.argv = [script, *options]
-    sys.path.insert(0, str(Path(script).parent))
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with imports_of(Path(script).parent), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             runpy.run_path(script, run_name="__main__")
     finally:
         sys.argv = before
     return Printed(out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def imports_of(folder: Path) -> Iterator[None]:
+    """Import from a folder first, then forget what came from there: another may have modules of the same names."""
+    before = list(sys.path)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        for name, module in list(sys.modules.items()):
+            if Path(getattr(module, "__file__", None) or "/").parent == folder and name != "__main__":
+                del sys.modules[name]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from shardlib.cli import main
 from tests.house.source import ROOT
-from tests.main_on_ranks import run_script
+from tests.main_on_ranks import imports_of, run_script
 from tests.scripts import run_shell
 
 _FENCED = re.compile(r"^```(\w*)(?: +title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -87,7 +87,7 @@ def _type(line: str, folder: Path) -> str:
         return _torchrun(words[1:], folder)
     if words[0] == "shardlib" and words[1] in _HERE and not {">", "|"} & set(words):
         printed = StringIO()
-        with redirect_stdout(printed), redirect_stderr(printed):
+        with imports_of(folder), redirect_stdout(printed), redirect_stderr(printed):
             code = main(words[1:])
         assert code == expected, f"{line}: exit code {code}\n{printed.getvalue()}"
         return printed.getvalue()

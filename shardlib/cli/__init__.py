@@ -1,6 +1,6 @@
-"""`shardlib plan | check | explain | init`: plans and layout files; `run`: start ranks; `migrate`: rewrite scripts.
+"""`shardlib init | check | plan | explain | prove`: layout files, plans, proofs; `run` starts ranks; `migrate`.
 
-Plans need no processes and no values.
+Plans need neither processes nor values.
 
 Exit codes: 0 fine, 1 the layout does not do what was asked of it, or a script has lines left to rewrite, 2 what was
 typed names nothing. `run` ends as the first host that fails does.
@@ -24,6 +24,7 @@ __all__ = ["main"]
 
 _MODEL = f"the model: {FORMS}"
 _LAYOUT = "name or path of a layout file (by default the one for the model's class, or what its own tp_plan says)"
+_DTYPES = "float64", "float32", "bfloat16", "float16"
 _MODE = 'mode of the rules, such as "sequence"'
 
 
@@ -59,11 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardlib", description=__doc__.splitlines()[0] if __doc__ else None)
     versions = f"shardlib {environment.version('shardlib')}, torch {environment.version('torch')}"
     parser.add_argument("--version", action="version", version=versions)
-    subparsers = parser.add_subparsers(required=True, metavar="{plan,check,explain,init,run,migrate}")
+    subparsers = parser.add_subparsers(required=True, metavar="{init,check,plan,explain,prove,run,migrate}")
     _add_plan(_command(subparsers, "plan", commands.plan, "how every tensor of a model lies on a mesh"))
     _add_check(
         _command(subparsers, "check", commands.check, "does a layout file fit a model? -i: what is installed?", "?")
     )
+    _add_prove(_command(subparsers, "prove", commands.prove, "train sharded and on one device, and compare everything"))
     _add_explain(_command(subparsers, "explain", commands.explain, "which rule decides about a tensor or module"))
     _add_init(_command(subparsers, "init", commands.init, "write a first layout file for a model"))
     _add_run(subparsers)
@@ -81,31 +83,53 @@ def _command(
     return parser
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mesh", required=True, help='axes and sizes, as in "dp=2,tp=4"')
+def _add_layout(parser: argparse.ArgumentParser, mesh: str | None = None) -> None:
+    """Add what says how a model is sharded; without a default for the mesh, it must be given."""
+    default = "" if mesh is None else f' (default "{mesh}")'
+    parser.add_argument(
+        "--mesh", default=mesh, required=mesh is None, help=f'axes and sizes, as in "dp=2,tp=4"{default}'
+    )
     parser.add_argument("--layout", help=_LAYOUT)
     parser.add_argument("--mode", help=_MODE)
+
+
+def _add_training(parser: argparse.ArgumentParser, example: str) -> None:
+    """Add what says how it is trained."""
     parser.add_argument(
         "--example",
         action="append",
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="an input of one data rank, as in 2x128 or ids=2x128:int64 (the default dtype), once for each input: "
-        "dry-run a training step and report its collectives and memory",
+        f"{example}",
     )
     parser.add_argument(
         "--transform",
         action="append",
         metavar="CALL",
-        help='divide, move or narrow what ranks hold, as in --transform "zero(2) | offload()" or --transform fsdp; may '
+        help='shard, offload or use lower precision, as in --transform "zero(2) | offload()" or --transform fsdp; may '
         "be given several times, and is applied in order",
     )
+
+
+def _add_prove(parser: argparse.ArgumentParser) -> None:
+    _add_layout(parser)
+    _add_training(parser, "its batches are drawn for it; by default what a Hugging Face model takes")
+    parser.add_argument("--steps", type=int, default=2, help="training steps (default 2)")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default=_DTYPES[0], help="dtype of the model and its inputs (default float64)"
+    )
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_layout(parser)
+    _add_training(parser, "dry-run a training step and report its collectives and memory")
     parser.add_argument("--diff", metavar="FILE", help="show what changes from a plan that was written by --json")
     parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
     parser.add_argument("--all", action="store_true", help="a line for every tensor: do not fold repeated blocks")
 
 
 def _add_run(subparsers: Any) -> None:
-    summary = "run a script as many ranks, on this machine or on several"
+    summary = "launch a script on several ranks, on this machine or on several"
     # No abbreviations: --host is one of --hostfile.
     parser = subparsers.add_parser("run", help=summary, description=summary, allow_abbrev=False)
     run.add_options(parser)
@@ -126,9 +150,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="say what is installed, what torch sees and whether ranks can meet here; needs no model",
     )
-    parser.add_argument("--mesh", default="tp=2", help='axes and sizes (default "tp=2")')
-    parser.add_argument("--layout", help=_LAYOUT)
-    parser.add_argument("--mode", help=_MODE)
+    _add_layout(parser, "tp=2")
     parser.add_argument(
         "--jax",
         action="store_true",

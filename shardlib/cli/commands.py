@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
 from shardlib import layouts, rules
+from shardlib._mesh import MeshShape
 from shardlib._plan import Plan
 from shardlib._plan.text import plain
-from shardlib.cli import environment, on_jax
+from shardlib.cli import environment, inputs, on_jax
 from shardlib.cli.models import UsageError, load_model
 from shardlib.engine import dryrun
 from shardlib.errors import ShardlibError, nearest
-from shardlib.rules import Rules
+from shardlib.rules import Coverage, Rules
 from shardlib.transforms import Transform, parse
 
-__all__ = ["check", "explain", "init", "plan"]
-
-_EXAMPLE = re.compile(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?")
+__all__ = ["check", "explain", "init", "plan", "prove"]
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -33,7 +31,7 @@ def plan(options: argparse.Namespace) -> int:
     model = load_model(options.model)
     chosen = [_transform(text) for text in options.transform or ()]
     made = dryrun.plan(
-        model, options.mesh, _rules(options, model), transforms=chosen, example=_example(options.example)
+        model, options.mesh, _rules(options, model), transforms=chosen, example=inputs.read(options.example)
     )
     if options.html:
         made.html(options.html)
@@ -62,7 +60,7 @@ def check(options: argparse.Namespace) -> int:
     problems, remarks = _findings(options, model, chosen)
     typed = None
     if options.jax and not problems:
-        typed = on_jax.typed(model, options.mesh, chosen, _example(options.example))
+        typed = on_jax.typed(model, options.mesh, chosen, inputs.read(options.example))
     fits = not problems and (typed is None or typed.ok)
     covered = chosen.coverage(model)
     if options.json:
@@ -77,6 +75,7 @@ def check(options: argparse.Namespace) -> int:
         if typed is not None:
             print(f"\nOn JAX, {typed}")
         print(f"\n{'The layout fits' if fits else 'The layout does not fit'} {options.model} on {options.mesh}.")
+        print(_shares(covered))
     return 0 if fits else 1
 
 
@@ -88,6 +87,37 @@ def explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def prove(options: argparse.Namespace) -> int:
+    """Train a model sharded and on one device, on warm CPU processes, and print what differs."""
+    try:
+        from shardlib.testing import equivalent
+    except ImportError as error:
+        raise UsageError(f"`shardlib prove` needs {error.name}: pip install 'shardlib[testing]'.") from error
+    shape = MeshShape.of(options.mesh)
+    model = load_model(options.model)
+    if type(model).forward is nn.Module.forward:
+        raise UsageError(f'"{options.model}" names tensors without a forward to run; give a class or a function.')
+    example = inputs.read(options.example) or inputs.of_model(model, shape)
+    report = equivalent(
+        functools.partial(load_model, options.model, "cpu"),
+        functools.partial(inputs.drawn, inputs.of_all_ranks(example, shape.data_ranks), inputs.smallest_table(model)),
+        shape,
+        _rules(options, model),
+        transforms=[_transform(text) for text in options.transform or ()],
+        steps=options.steps,
+        dtype=getattr(torch, options.dtype),
+    )
+    if options.json:
+        worst = {kind: dataclasses.asdict(difference) for kind, difference in report.worst().items()}
+        gathered = list(report.gathered)
+        print(
+            json.dumps({"equivalent": report.ok, "worst": worst, "gathered": gathered, "report": str(report)}, indent=2)
+        )
+    else:
+        print(report)
+    return 0 if report else 1
+
+
 def init(options: argparse.Namespace) -> int:
     """Write a first layout file."""
     suggested = rules.suggest(load_model(options.model))
@@ -97,7 +127,8 @@ def init(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"file": options.output, "toml": text, "notes": dict(suggested.notes)}, indent=2))
     elif options.output:
-        print(f"Wrote {options.output}. Read the lines marked as guesses, then run: {_next(options)}")
+        print(f"Wrote {options.output}. Read the lines marked as guesses, then run:")
+        print("\n".join(f"  shardlib {command}" for command in _next(options)))
     else:
         print(text, end="")
     return 0
@@ -120,6 +151,15 @@ def _findings(options: argparse.Namespace, model: nn.Module, chosen: Rules) -> t
     if options.expect and (changes := _saved(options.expect).diff(made)):
         problems.append(f'The plan is not the one in "{options.expect}":\n{changes}')
     return problems, _remarks(made)
+
+
+def _shares(covered: Coverage) -> str:
+    """Say how much of a model is sharded, and which rule leaves most of the rest replicated."""
+    said = f"{covered.split_bytes / max(covered.bytes, 1):.0%} of its bytes are sharded over model axes"
+    rest = max(covered.rows, key=lambda row: row.bytes - row.split_bytes, default=None)
+    if rest is None or rest.bytes == rest.split_bytes:
+        return f"{said}."
+    return f"{said}; of the others, most are in {rest.rule or 'tensors without a rule'}."
 
 
 def _remarks(made: Plan) -> list[str]:
@@ -149,35 +189,6 @@ def _rules(options: argparse.Namespace, model: nn.Module) -> Rules:
             f"path of a file that ends in .toml.{nearest(options.layout, known)}"
         )
     return layouts.load(options.layout, options.mode)
-
-
-def _example(given: list[str] | None) -> Any:
-    """Return the example inputs that the options describe: all by position, or all by name."""
-    if not given:
-        return None
-    inputs = [_input(text) for text in given]
-    named = {name: tensor for name, tensor in inputs if name}
-    if named and len(named) < len(inputs):
-        raise UsageError(f"--example {', '.join(given)}: give a different name to every input, or a name to none.")
-    return named or tuple(tensor for _, tensor in inputs)
-
-
-def _input(text: str) -> tuple[str | None, torch.Tensor]:
-    match = _EXAMPLE.fullmatch(text)
-    if match is None:
-        raise UsageError(
-            f'--example "{text}" cannot be read; write a shape, and a name or dtype if needed, as in 2x128 or '
-            "pixels=2x3x224x224:float32."
-        )
-    name, sizes, dtype_name = match.groups()
-    dtype = getattr(torch, dtype_name or "int64", None)
-    if not isinstance(dtype, torch.dtype):
-        known = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
-        raise UsageError(
-            f'--example "{text}": "{dtype_name}" is not a dtype, as "int64" or "bfloat16" '
-            f"are.{nearest(dtype_name, known)}"
-        )
-    return name, torch.empty([int(size) for size in sizes.split("x")], dtype=dtype, device="meta")
 
 
 def _transform(text: str) -> Transform:
@@ -221,5 +232,6 @@ def _write_new(path: Path, text: str, *, force: bool) -> None:
         raise UsageError(f'"{path}" cannot be written: {error.strerror}.') from error
 
 
-def _next(options: argparse.Namespace) -> str:
-    return f"shardlib check {options.model} --layout {options.output}"
+def _next(options: argparse.Namespace) -> list[str]:
+    given = f"{options.model} --layout {options.output}"
+    return [f"check {given}", f"plan {given} --mesh dp=2,tp=2", f"prove {given} --mesh dp=2,tp=2 --example SHAPE"]

@@ -1,6 +1,7 @@
 """A model from what one can type: a factory or class in a module, a Hugging Face folder, a safetensors file.
 
-Nothing is loaded but names and shapes: models are built on `meta`.
+Names and shapes are enough for a plan: models are built on `meta`, unless another device is asked for. Values of files
+are never loaded.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ class UsageError(ShardlibError):
     """The command line names something that is not there."""
 
 
-def load_model(spec: str) -> nn.Module:
-    """Build the model that `spec` names, without values.
+def load_model(spec: str, device: str = "meta") -> nn.Module:
+    """Build the model that `spec` names, on `meta` or with the values that its own code draws.
 
     Raises:
         UsageError: nothing can be found or built there.
     """
     path = Path(spec)
     if path.exists():
-        return _from_path(path)
+        return _from_path(path, device)
     if spec.endswith((".json", ".safetensors")) or ("/" in spec and ".py:" not in spec):
         raise UsageError(f'There is no file or folder "{spec}". A model is {FORMS}.')
-    return _from_python(spec)
+    return _from_python(spec, device)
 
 
-def _from_path(path: Path) -> nn.Module:
+def _from_path(path: Path, device: str) -> nn.Module:
     if path.is_dir():
         found = [path / "config.json", *sorted(path.glob(f"*{_INDEX}")), *sorted(path.glob("*.safetensors"))]
         files = [file for file in found if file.is_file()]
@@ -59,11 +60,11 @@ def _from_path(path: Path) -> nn.Module:
     if path.suffix == ".safetensors":
         return _skeleton([path])
     if path.suffix == ".json":
-        return _from_config(path)
+        return _from_config(path, device)
     raise UsageError(f'File "{path}" is of no kind that names a model. A model is {FORMS}.')
 
 
-def _from_config(path: Path) -> nn.Module:
+def _from_config(path: Path, device: str) -> nn.Module:
     """Build the class that a Hugging Face config names, else the base model of its type."""
     transformers = _transformers(path)
     try:
@@ -74,7 +75,7 @@ def _from_config(path: Path) -> nn.Module:
         raise UsageError(f'"{path}" is not a Hugging Face configuration: {error}') from error
     classes = (getattr(transformers, name, None) for name in config.architectures or ())
     model_class = next((found for found in classes if found is not None), None)
-    with torch.device("meta"), _default_dtype(getattr(config, "dtype", None)):
+    with torch.device(device), _default_dtype(getattr(config, "dtype", None)):
         return model_class(config) if model_class else transformers.AutoModel.from_config(config)
 
 
@@ -88,8 +89,8 @@ def _transformers(path: Path) -> Any:
         ) from error
 
 
-def _from_python(spec: str) -> nn.Module:
-    made = _on_meta(spec, _callable(spec))
+def _from_python(spec: str, device: str) -> nn.Module:
+    made = _called(spec, _callable(spec), device)
     if not isinstance(made, nn.Module):
         raise UsageError(f'"{spec}" returned {type(made).__name__}; give something that returns a torch.nn.Module.')
     return made
@@ -135,8 +136,8 @@ def _imported(spec: str, name: str, folder: str) -> ModuleType:
         raise UsageError(f'"{spec}" names no model. A model is {FORMS}.') from error
 
 
-def _on_meta(spec: str, factory: Any) -> Any:
-    """Call a factory with `meta` as the default device; one that needs values is called again on the CPU."""
+def _called(spec: str, factory: Any, device: str) -> Any:
+    """Call a factory with a default device; one that needs values and got `meta` is called again on the CPU."""
     if isinstance(factory, nn.Module):
         return factory
     if not callable(factory):
@@ -144,9 +145,11 @@ def _on_meta(spec: str, factory: Any) -> Any:
     config_class = getattr(factory, "config_class", None)
     arguments = (config_class(),) if isinstance(factory, type) and config_class is not None else ()
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             return factory(*arguments)
     except (NotImplementedError, RuntimeError) as error:
+        if device != "meta":
+            raise
         print(f"{spec} cannot be built on meta ({_first_line(error)}); building it with values", file=sys.stderr)
         return factory(*arguments)
     except TypeError as error:

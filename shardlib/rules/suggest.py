@@ -1,4 +1,4 @@
-"""Suggestion of rules for a model without any: guessed from its modules, each guess marked as one.
+"""Suggestion of rules for a model without any: from its modules, with reasons; what needs a look is marked as a guess.
 
 Evidence is: usual names of attention and MLPs, pairs of linear layers that widen and narrow again, an output as wide as
 an embedding is long, tied weights, and attributes with the number of heads.
@@ -38,22 +38,22 @@ _NOT_TOKENS = re.compile(r"type|pos|segment|wpe|relative", re.IGNORECASE)
 
 
 def suggest(model: nn.Module) -> Rules:
-    """Propose rules for a model; `rules.notes` gives the guess and its reason by key.
+    """Propose rules for a model; `rules.notes` gives reasons by key, and marks as a guess what has to be looked at.
 
     Every parameter gets a rule; one that is not recognised is replicated. The model may be on `meta`.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     >>> print(suggest(mlp).to_toml())
-    description = "Suggested for Sequential from its modules; check every guess"
+    description = "Suggested for Sequential from its modules; check what is a guess"
     models = ["torch.Sequential"]
     <BLANKLINE>
     [axes]
     ff = "tp"
     <BLANKLINE>
     [params]
-    # guess: widens 8 to 32 and "2" narrows it again
+    # widens 8 to 32 and "2" narrows it again
     0 = "ff"
-    # guess: narrows what "0" widened
+    # narrows what "0" widened
     2 = "rowwise"
     <BLANKLINE>
     """
@@ -102,7 +102,11 @@ class _Draft:
 
     def set(self, name: str, value: str, note: str) -> None:
         if name not in self.entries:
-            self.entries[name], self.notes[name] = value, f"guess: {note}" if note else ""
+            self.entries[name], self.notes[name] = value, note
+
+    def guess(self, name: str, value: str, note: str) -> None:
+        """Set what names and shapes do not prove: whoever reads the layout has to look."""
+        self.set(name, value, f"guess: {note}")
 
     def groups(self) -> Iterable[list[_Linear]]:
         """Return the linear layers by block: by the element of a list of modules that contains them."""
@@ -157,11 +161,12 @@ class _Draft:
         if k is None or v is None:
             return
         heads = self._heads_of(q)
-        self.set(q.name, f"(heads {heads})" if heads else "colwise", _split_by(heads, "query"))
+        found = self.set if heads else self.guess
+        found(q.name, f"(heads {heads})" if heads else "colwise", _split_by(heads, "query"))
         for linear in (k, v):
             fewer = linear.outputs < q.outputs
             text = f"({'kv_heads' if fewer else 'heads'} {heads})" if heads else "colwise"
-            self.set(linear.name, text, _split_by(heads, "key and value" if fewer else "attention"))
+            found(linear.name, text, _split_by(heads, "key and value" if fewer else "attention"))
         self._output(q.outputs, v, group)
 
     def _fused_pair(self, q: _Linear, kv: _Linear, group: list[_Linear]) -> None:
@@ -170,7 +175,7 @@ class _Draft:
             return
         self.sizes["kv"] = 2
         self.set(q.name, f"(heads {heads})", _split_by(heads, "query"))
-        self.set(kv.name, f"(kv heads {heads})", "k and v lie one after the other; split by heads inside each")
+        self.guess(kv.name, f"(kv heads {heads})", "k and v lie one after the other; split by heads inside each")
         self._output(q.outputs, kv, group)
 
     def _heads_of(self, q: _Linear) -> str:
@@ -196,7 +201,7 @@ class _Draft:
             text, why = "replicate", "fused q, k and v; no attribute tells the number of heads for (qkv heads head)"
         if text.startswith("(qkv"):
             self.sizes["qkv"] = 3
-        self.set(linear.name, text, why)
+        self.guess(linear.name, text, why)
         if path:
             self._output(linear.outputs // 3, linear, group)
 
@@ -245,7 +250,9 @@ class _Draft:
             self.set(up.name, "ff", f'widens {up.inputs} to {up.outputs} and "{down.last}" narrows it again')
         else:
             self.sizes["gate_up"] = 2
-            self.set(up.name, "(gate_up ff)", f'twice as wide as "{down.last}" takes: two halves, one gating the other')
+            self.guess(
+                up.name, "(gate_up ff)", f'twice as wide as "{down.last}" takes: two halves, one gating the other'
+            )
 
     def experts(self) -> None:
         """Find raw three-dimensional parameters that widen and narrow, one slice per expert."""
@@ -261,8 +268,8 @@ class _Draft:
         if fused:
             self.sizes["gate_up"] = 2
         middle = "(gate_up ff)" if fused else "ff"
-        self.set(f"{module}.{up}", f"expert {middle} embed", "every expert widens; all are split in the same way")
-        self.set(f"{module}.{down}", "expert embed ff", "every expert narrows again")
+        self.guess(f"{module}.{up}", f"expert {middle} embed", "every expert widens; all are split in the same way")
+        self.guess(f"{module}.{down}", "expert embed ff", "every expert narrows again")
         self.activations[f"{module}.output"] = "replicate"
         self.notes[f"{module}.output"] = "guess: the sum of the experts is replicated here"
 
@@ -280,7 +287,8 @@ class _Draft:
             elif dims_of(module) is not None and module_name:
                 self.set(_folded(module_name), "replicate", "")
             else:
-                self.set(_folded(leaf.name), "replicate", "" if leaf.tensor.ndim < 2 else "not recognised")
+                replicate = self.set if leaf.tensor.ndim < 2 else self.guess
+                replicate(_folded(leaf.name), "replicate", "" if leaf.tensor.ndim < 2 else "not recognised")
 
     def _covered(self, name: str) -> bool:
         return _folded(name) in self.entries or _folded(self.index.owner(name)[0]) in self.entries
@@ -295,7 +303,7 @@ class _Draft:
             activations={keys[name]: value for name, value in self.activations.items()},
             axes={dim: axis for dim, axis in axes.items() if re.search(rf"\b{dim}\b", used)},
             sizes={name: size for name, size in self.sizes.items() if re.search(rf"\b{name}\b", used)},
-            description=f"Suggested for {model.__qualname__} from its modules; check every guess",
+            description=f"Suggested for {model.__qualname__} from its modules; check what is a guess",
             models=(f"{model.__module__.partition('.')[0]}.{model.__qualname__}",),
             notes={keys[name]: note for name, note in self.notes.items() if note},
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from gpt import GPT, GPTConfig
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def tiny() -> GPT:
@@ -19,6 +20,13 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).relu())
+
+
+class Wrong(MLP):
+    """Computes something else where it is sharded."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if isinstance(self.up.weight, DTensor) else 1)
 
 
 class ReadsValues(nn.Module):

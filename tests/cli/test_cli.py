@@ -107,7 +107,8 @@ def test_every_tensor_has_a_line_with_all(run: Run):
 def test_check_says_that_a_layout_fits(run: Run):
     code, out, _ = run("check", GPT, "--layout", "example_gpt")
     assert code == 0
-    assert out.splitlines()[-1] == f"The layout fits {GPT} on tp=2."
+    assert out.splitlines()[-2] == f"The layout fits {GPT} on tp=2."
+    assert out.splitlines()[-1] == "97% of its bytes are sharded over model axes; of the others, most are in position."
     code, out, _ = run("check", GPT, "--layout", "example_gpt", "--json")
     said = json.loads(out)
     assert (code, said["ok"], said["problems"]) == (0, True, [])
@@ -120,7 +121,7 @@ def test_check_fails_with_the_problem(run: Run, tmp_path: Path):
     assert code == 1
     assert 'problem: Rule "dwon"' in out
     assert 'Did you mean "down"?' in out
-    assert out.splitlines()[-1] == f"The layout does not fit {HERE}.MLP on tp=2."
+    assert out.splitlines()[-2] == f"The layout does not fit {HERE}.MLP on tp=2."
     code, out, _ = run("check", f"{HERE}.MLP", "--layout", tmp_path / "bad.toml", "--json")
     assert (code, json.loads(out)["ok"]) == (1, False)
 
@@ -166,9 +167,11 @@ def test_init_writes_a_layout_that_fits_and_marks_its_guesses(run: Run, tmp_path
     file = tmp_path / "first.toml"
     code, out, _ = run("init", GPT, "-o", file)
     assert code == 0
-    assert out == (f"Wrote {file}. Read the lines marked as guesses, then run: shardlib check {GPT} --layout {file}\n")
+    lines = out.splitlines()
+    assert lines[0] == f"Wrote {file}. Read the lines marked as guesses, then run:"
+    assert [line.split()[:2] for line in lines[1:]] == [["shardlib", command] for command in ("check", "plan", "prove")]
     text = file.read_text()
-    assert text.count("# guess") >= 4
+    assert text.count("# guess") == 1 and text.count("\n# ") >= 4
     assert "(qkv heads head)" in text
     assert run("check", GPT, "--layout", file)[0] == 0
     assert run("init", GPT)[1] == text
@@ -333,6 +336,35 @@ def test_what_cannot_be_done_is_said_without_a_traceback(run: Run, arguments: st
         assert err == f"shardlib: {message}\n"
 
 
+def test_prove_compares_training_with_one_device(run: Run, mlp_layout: Path):
+    code, out, err = run(
+        "prove", GPT, "--mesh", "tp=2", "--example", "2x16", "--transform", "accumulate(2)", "--steps", 1
+    )
+    assert (code, err) == (0, "")
+    assert out.startswith("equivalent to a single device: mesh tp=2, 1 steps, float64, ")
+    wrong = ("prove", f"{HERE}.Wrong", "--layout", mlp_layout, "--mesh", "tp=2", "--example", "x=2x16:float64")
+    code, out, err = run(*wrong)
+    assert (code, err) == (1, "")
+    assert out.startswith("NOT equivalent") and "First difference, step 0: the ou" in out
+    said = json.loads(run(*wrong, "--json")[1])
+    assert not said["equivalent"] and said["worst"]["output"]["error"] > 0.4
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (GPT, "GPT does not say what it takes. Give an --example of one data rank"),
+        ("weights.safetensors", '"weights.safetensors" names tensors without a forward to run'),
+    ],
+)
+def test_prove_says_what_it_needs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, message: str):
+    monkeypatch.chdir(tmp_path)
+    save_file({"weight": torch.zeros(2)}, tmp_path / "weights.safetensors")
+    code, out, err = run("prove", model, "--mesh", "tp=2")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"shardlib: {message}")
+
+
 def test_errors_are_json_too_when_asked(run: Run):
     code, out, err = run("plan", GPT, "--mesh", "tp=x", "--json")
     assert (code, err) == (2, "")
@@ -377,7 +409,7 @@ def test_it_runs_as_a_program_in_a_folder_with_the_user_s_own_model(tmp_path: Pa
     program = [sys.executable, "-m", "shardlib.cli", "check", "mine:model", "--layout", "mine.toml", "--mesh", "tp=4"]
     ended = subprocess.run(program, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.splitlines()[-1] == "The layout fits mine:model on tp=4."
+    assert ended.stdout.splitlines()[-2] == "The layout fits mine:model on tp=4."
 
 
 def test_plan_takes_transforms_as_they_print(run: Run):
@@ -423,5 +455,5 @@ def test_check_types_a_layout_for_jax_on_devices_that_are_not_there(run: Run, tm
     assert found["jax"]["findings"][0]["module"] == "blocks.0.mlp.down"
     code, _, err = run("check", GPT, "--jax")
     assert code == 2
-    assert "GPT does not say what it takes; give --jax an --example" in err
+    assert "GPT does not say what it takes. Give an --example" in err
     assert run("check", GPT, "--example", "1x16")[0] == 2
