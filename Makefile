@@ -5,6 +5,7 @@
 # make test-torch VERSION=2.14.1    the tests on another version of torch, in an environment of its own (several GB)
 # make mutate    random mistakes in the pure rooms, which the tests of these rooms have to notice
 # make dist    wheel and sdist in dist/; make dist-test installs both into an empty environment and tries them
+# make docs    the documentation site, in .cache/site
 # make bench   training steps, exact randomness and proofs, against what else there is
 #
 # Each needs nothing but Python >= 3.11: it makes .venv, fills it once, and again when pyproject.toml changes.
@@ -23,7 +24,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 DIST_PIP := $(PIP:$(BIN)%=.venv-dist/bin%)
 PEERS_PIP := $(PIP:$(BIN)%=.venv-peers/bin%)
 
-.PHONY: demo test test-deep coverage test-torch suite mutate dist dist-test bench format clean
+.PHONY: demo test test-deep coverage test-torch suite mutate docs dist dist-test bench format clean
 
 demo: $(VENV)/.core
 	$(TORCHRUN) 4 examples/demo.py --mesh dp=2,tp=2 $(ARGS)
@@ -52,6 +53,10 @@ suite: $(VENV)/.dev
 
 mutate: $(VENV)/.dev
 	$(RUN) tests/mutate.py $(ARGS)
+
+docs: $(VENV)/.dev
+	$(RUN) docs/_site/pictures.py
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
 
 dist: $(VENV)/.dev
 	rm -rf dist

@@ -30,6 +30,8 @@ _STYLE = """
 """.strip()
 _SIDE = 200.0  # pixels, of a picture's longer side
 _MOST_PIECES = 256  # a picture with more pieces than this shows nothing to the eye
+_MOST_NAMES = 3  # tensors in one caption
+_LETTER = 6.5, 14.0  # pixels that a letter of a label takes
 _Slices = tuple[slice, ...]
 
 
@@ -48,7 +50,7 @@ def body(plan: PlanTable) -> str:
         f"<p>{escape(text.memory_line(plan))}</p>",
         *(f"<p>{escape(note)}</p>" for note in plan.notes),
         *_pipeline(plan),
-        "<h2>How tensors lie on the mesh</h2>",
+        "<h2>Local shards</h2>",
         f'<div class="pictures">{"".join(_figures(groups, plan.mesh))}</div>',
         *(f"<h2>{escape(title)}</h2>\n{_table(columns, rows)}" for title, columns, rows in text.tables(plan)),
         f"<p>{escape(text.step_line(plan))}</p>",
@@ -63,9 +65,10 @@ def _pipeline(plan: PlanTable) -> Iterator[str]:
 
 
 def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape) -> str:
-    """Draw a tensor cut into the pieces that ranks hold, as SVG; at most two dims, preferring those that are split.
+    """Draw a tensor and the local shards of ranks as SVG; at most two dims, preferring those that are sharded.
 
-    Each colour is one piece; a fused dim shows its piece as several stripes.
+    Each colour is one local shard, labelled with its coordinate where there is room; of a fused dim it is several
+    stripes.
     """
     axes = {axis: size for axis, size in mesh.items() if axis in layout.axes and size > 1}
     dims = drawn_dims(layout, len(global_shape))
@@ -93,7 +96,8 @@ def _figures(groups: Iterable[Folded[Row]], mesh: MeshShape) -> Iterator[str]:
             shown.setdefault(key, []).append(group.title)
     for (shape, layouts), titles in shown.items():
         for phases, layout in _by_layout(layouts).items():
-            caption = f"<b>{escape(', '.join(titles))}</b><br><code>{escape(str(layout))}</code>"
+            more = f" and {len(titles) - _MOST_NAMES} more" if len(titles) > _MOST_NAMES else ""
+            caption = f"<b>{escape(', '.join(titles[:_MOST_NAMES]))}{more}</b><br><code>{escape(str(layout))}</code>"
             facts = escape(f"{', '.join(phases)}; global shape {tuple(shape)}{_replicated_on(layout, mesh)}")
             yield f"<figure>{picture(layout, shape, mesh)}<figcaption>{caption}<br>{facts}</figcaption></figure>"
 
@@ -134,7 +138,16 @@ def _piece(
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"/>'
         for (y, h), (x, w) in itertools.product(rows, columns)
     ]
-    return f'<g fill="{colour}" stroke="#fff" stroke-width=".5"><title>{name}</title>{"".join(rects)}</g>'
+    label = "".join(_label(name, x, y, w, h) for (y, h), (x, w) in itertools.product(rows, columns))
+    return f'<g fill="{colour}" stroke="#fff" stroke-width=".5"><title>{name}</title>{"".join(rects)}</g>{label}'
+
+
+def _label(name: str, x: float, y: float, width: float, height: float) -> str:
+    """Write which ranks hold a part, where there is room for it."""
+    if len(name) * _LETTER[0] > width or height < _LETTER[1]:
+        return ""
+    place = f'x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-size="11"'
+    return f'<text {place} font-family="sans-serif" fill="#1c2330">{name}</text>'
 
 
 def _scaled(slices: _Slices, size: int, pixels: float) -> list[tuple[float, float]]:
