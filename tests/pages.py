@@ -20,6 +20,7 @@ from shardlib.cli import main
 from tests.house.source import ROOT
 from tests.main_on_ranks import run_script
 from tests.scripts import run_shell
+from tests.torchvision_on_cpu import let_torchvision_in
 
 _FENCED = re.compile(r"^```(\w*)(?: +title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HERE = "plan", "check", "explain", "init", "migrate", "doctor"  # commands that start nothing: no process of their own
@@ -91,6 +92,7 @@ def _type(line: str, folder: Path) -> str:
     if words[0] == "torchrun":
         return _torchrun(words[1:], folder)
     if words[0] == "shardlib" and words[1] in _HERE and not {">", "|"} & set(words):
+        let_torchvision_in()  # transformers imports it by the way
         printed = StringIO()
         with redirect_stdout(printed), redirect_stderr(printed):
             code = main(words[1:])
