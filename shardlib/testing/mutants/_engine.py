@@ -287,7 +287,7 @@ def _half_gradient(original: Any) -> Any:
 
 ENGINE = (
     Mutant(
-        "norm gradient", "norm weights under the sequence split: their gradients are not summed over tp",
+        "norm gradient", "the gradients of norm weights are not summed over tp under sequence parallelism",
         "NVIDIA/Megatron-LM#1446; EleutherAI/gpt-neox#1257; NVIDIA/apex#1686", r".*(norm|proj|down).*",
         lambda: transformer("tp=2", sequence=True), replaced(params.ParamState, "lay_out", _relabelled),
     ),
@@ -307,27 +307,27 @@ ENGINE = (
         lambda: transformer("tp=2"), replaced(linear, "_steps", _changed_steps(grad_x=_as_replicated)),
     ),
     Mutant(
-        "region gradient", "what enters the sharded part is replicated, its gradient is taken as whole there too",
+        "region gradient", "the gradient of a region's replicated input is a partial sum, and is not summed",
         "pytorch/torchtitan#1805, #2416", r"head",
         lambda: transformer("tp=2"), replaced(region._WrapReplicated, "backward", _cut_gradient),
     ),
     Mutant(
-        "exit gradient", "the gradient that enters the sharded part is divided by the number of its ranks",
+        "exit gradient", "the gradient of a region's output is divided by the number of ranks",
         "meta-pytorch/torchtune#2641", r"head",
         lambda: transformer("tp=2"), replaced(region._UnwrapDTensor, "backward", _half_gradient),
     ),
     Mutant(
-        "vocabulary sum", "rows that other ranks looked up in a vocabulary-parallel embedding are not added",
+        "vocabulary sum", "the output of a vocabulary-parallel embedding is not summed over its ranks",
         "hpcaitech/ColossalAI#5110", r"embed",
         lambda: transformer("tp=2"), replaced(borders, "_moved_locally", _partial_taken_for_whole),
     ),
     Mutant(
-        "fused qkv", "q, k and v in one weight are cut like one dim",
+        "fused qkv", "a fused weight of q, k and v is sharded as one dim",
         "pytorch/pytorch#140069; tenstorrent/tt-metal#52818", r"blocks\.0\.attn\.qkv",
         lambda: transformer("tp=2"), replaced(shard, "local_shard", _fused_cut_as_plain),
     ),
     Mutant(
-        "axis order", "a dim that two axes split is cut by the inner one first",
+        "axis order", "a dim that two axes split is sharded over the inner axis first",
         "pytorch/pytorch#129206, #129229", r"(up|blocks\.0\.mlp\.up)",
         lambda: {
             "model": models.MLP, "batch": models.batch_for(models.MLP()), "mesh": "tp=2,sp=2",
@@ -341,7 +341,7 @@ ENGINE = (
         lambda: transformer("dp=2"), replaced(reduce.Averaging, "over", _sent_twice),
     ),
     Mutant(
-        "data reduction", "gradients never leave their rank",
+        "data reduction", "gradients are not reduced",
         "NVIDIA-NeMo/Automodel#1260", r"\(every module\)",
         lambda: transformer("dp=2"), replaced(schedule.Reductions, "_begin", _not_sent),
     ),
@@ -357,38 +357,38 @@ ENGINE = (
         lambda: transformer("tp=2", vocab=11), replaced(optimizer, "_local_view", _last_rank_not_updated),
     ),
     Mutant(
-        "moving average", "each accumulated pass averages what was there with what it adds",
+        "moving average", "each accumulated backward pass averages its gradient with the accumulated one",
         "pytorch/torchtitan#1732", r"\(every module\)",
         lambda: transformer("dp=2", accumulate=2), replaced(gradients.GradientReducer, "begin", _moving_average),
     ),
     Mutant(
-        "thawed parameter", "a parameter that begins to train later is in no bucket",
+        "thawed parameter", "a parameter that is unfrozen later is in no bucket",
         "Lightning-AI/pytorch-lightning#20340; NVIDIA/apex#46", r"blocks\.0\.mlp\.up",
         lambda: transformer("dp=2", before_step=_thaw, steps=3),
         replaced(gradients.GradientReducer, "notice_unfrozen", _blind_to_thawed),
     ),
     Mutant(
-        "frozen parameter", "sharding forgets that a parameter is frozen",
+        "frozen parameter", "sharding resets requires_grad of a frozen parameter",
         "facebookresearch/fairscale#721; pytorch/pytorch#105371", r"blocks\.0\.mlp\.up",
         lambda: {**transformer("tp=2"), "model": _frozen}, after_sharding(_train_frozen),
     ),
     Mutant(
-        "a part left out", "under ZeRO an owner adds up one rank's part too few",
+        "a part left out", "the reduce-scatter of ZeRO leaves out one rank's gradient",
         "NVIDIA-NeMo/Automodel#1260; deepspeedai/DeepSpeed#5583", r"\(every module\)",
         lambda: transformer("dp=4", transforms=(zero(2),)), replaced(bucket, "_scaled_sum", _one_part_left_out),
     ),
     Mutant(
-        "parts not gathered", "after the step each rank keeps its own part of the parameters new and the others' old",
+        "parts not gathered", "the updated shards are not gathered after the step",
         "facebookresearch/fairscale#601", r"\(every module\)",
         lambda: transformer("dp=2", transforms=(zero(1),)), replaced(schedule.Updates, "begin", _never_gathered),
     ),
     Mutant(
-        "batch statistics", "BatchNorm normalises with each rank's own examples",
+        "batch statistics", "BatchNorm normalizes with each rank's own examples",
         "pytorch/pytorch#62967", r"norm",
         lambda: _images("dp=2"), mistaken=lambda: _images("dp=2", global_batch_norm=False),
     ),
     Mutant(
-        "statistics gradient", "the gradient of BatchNorm's statistics stays on its rank",
+        "statistics gradient", "the gradient of BatchNorm's statistics is not summed over ranks",
         "pytorch/pytorch#36382, #64039", r"norm",
         lambda: _images("dp=2"), replaced(batchnorm._SumOverRanks, "backward", _own_gradient),
     ),
@@ -398,7 +398,7 @@ ENGINE = (
         lambda: _images("dp=2"), replaced(batchnorm, "_update_running", _biased_variance),
     ),
     Mutant(
-        "buffers not made", "buffers that no checkpoint holds are zero on all ranks but the first",
+        "buffers not made", "non-persistent buffers are zero on all ranks but the first",
         "huggingface/transformers#45902; pytorch/torchtitan#110", r"position",
         lambda: transformer("dp=2", position="rotary"), after_sharding(_zero_buffers),
     ),
@@ -408,22 +408,22 @@ ENGINE = (
         lambda: transformer("tp=2", steps=1), after_sharding(_drift),
     ),
     Mutant(
-        "layout not the plan's", "a weight that the plan splits is whole on every rank",
+        "layout not the plan's", "a weight that the plan shards is replicated",
         "pytorch/pytorch#157182", r"blocks\.0\.mlp\.up",
         lambda: transformer("tp=2"), after_sharding(_replicate_one),
     ),
     Mutant(
-        "moments lost", "the last rank's optimizer state of some weights begins anew each step",
+        "moments lost", "the last rank resets the optimizer state of some weights in each step",
         "areal-project/AReaL#1468; huggingface/transformers#48569", r"blocks\.0\.(mlp\.up|attn\..*)",
         lambda: transformer("tp=2"), replaced(optimizer, "_put_back", _moments_lost),
     ),
     Mutant(
-        "one mask for all", "all data ranks draw the same dropout mask for their different examples",
+        "one mask for all", "all data ranks draw the same dropout mask",
         "tenstorrent/tt-metal#55947; awslabs/slapo#21", r"blocks\.0\.(dropout1|attn)",
         lambda: transformer("dp=2", dropout=0.5), replaced(rank_plan.RankPlan, "place", _one_place),
     ),
     Mutant(
-        "a mask for each", "ranks of one tensor-parallel group draw different masks for what they all hold",
+        "a mask for each", "ranks of a tensor-parallel group draw different masks for a replicated activation",
         "ecmwf/anemoi-core#595; PaddlePaddle/PaddleFleetX#1005", r"blocks\.0\.(dropout1|attn)",
         lambda: transformer("tp=2", dropout=0.5, rng="fast"), after_sharding(_own_seed),
     ),

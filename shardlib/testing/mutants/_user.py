@@ -232,7 +232,7 @@ def _fully(shard: Any) -> Arguments:
 _MODEL = r""
 USER = (
     Mutant(
-        "rows by rank", "the sampler counts ranks, not data ranks: a tensor-parallel group sees different examples",
+        "rows by rank", "the sampler counts all ranks, so that a tensor-parallel group gets different examples",
         "huggingface/accelerate#3092; deepspeedai/DeepSpeed#7199", _MODEL,
         lambda: transformer("dp=2,tp=2"),
         mistaken=lambda: {**transformer("dp=2,tp=2"), "split": _by_rank, "check": False},
@@ -249,19 +249,19 @@ USER = (
         mistaken=lambda: {**transformer("dp=2"), "loss": _mean_over_tokens},
     ),
     Mutant(
-        "norm of own pieces", "the gradient norm leaves out what other ranks hold",
+        "norm of own pieces", "the gradient norm leaves out the other ranks' shards",
         "deepspeedai/DeepSpeed#5411", _MODEL,
         lambda: {**transformer("tp=2"), "clip": _clip},
         mistaken=lambda: {**transformer("tp=2"), "clip": _clip_own_pieces},
     ),
     Mutant(
-        "norm counted twice", "the gradient norm counts what every rank holds once a rank",
+        "norm counted twice", "the gradient norm counts a replicated gradient once for each rank",
         "meta-pytorch/torchtune#2420; NVIDIA/Megatron-LM#5916", _MODEL,
         lambda: {**transformer("tp=2"), "clip": _clip},
         mistaken=lambda: {**transformer("tp=2"), "clip": _clip_sum_of_all},
     ),
     Mutant(
-        "router by hand", "experts by hand: the gate's gradient is a partial sum, and taken for the whole",
+        "router by hand", "experts by hand: the gate's gradient is a partial sum, and is not summed",
         "pytorch/torchtitan#2416, #4054", r"experts",
         _experts, mistaken=lambda: _experts(router_is_summed=False),
     ),
@@ -271,7 +271,7 @@ USER = (
         _experts, mistaken=lambda: _experts(twice=True),
     ),
     Mutant(
-        "qkv by hand", "attention by hand: the fused weight is cut like one dim",
+        "qkv by hand", "attention by hand: the fused weight is sharded as one dim",
         "pytorch/pytorch#140069", r"blocks\.0\.attn",
         _attention, mistaken=lambda: _attention(fused=False),
     ),
