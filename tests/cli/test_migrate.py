@@ -307,15 +307,3 @@ def test_a_folder_is_searched_for_files_and_each_is_written_once(tmp_path: Path,
     assert (tmp_path / "train.py").read_text() == "import shardlib.booster as colossalai\ncolossalai.launch()\n"
     assert (tmp_path / "train.py").stat().st_mode & 0o777 == 0o750 and (tmp_path / "same.py").is_symlink()
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", ".git", "env", "same.py", "gone.py"}
-
-
-def test_the_document_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
-    text = (ROOT / "docs/migrating.md").read_text()
-    shown = text.split("    $ shardlib migrate train.py\n")[1].split("\n\n")[0]
-    lines = [line[4:] for line in shown.splitlines()]
-    script = [line[1:] for line in lines[3:] if line[0] in " -"]
-    (tmp_path / "train.py").write_text("\n".join(script) + "\n")
-    monkeypatch.chdir(tmp_path)
-    assert main(["migrate", "train.py"]) == 1
-    out, err = capfd.readouterr()
-    assert (out + err).splitlines() == lines
