@@ -86,10 +86,10 @@ def _shows(shown: str, printed: str) -> bool:
 
 
 def _type(line: str, folder: Path) -> str:
-    """What a line prints. It ends well, or as its remark says: `# exit code 1`."""
+    """What a line prints. It ends well, or as its remark says: `# exit code 1`. torchrun itself runs what ends badly."""
     expected = int(said[1]) if (said := _EXITS.search(line)) else 0
     words = shlex.split(line, comments=True)
-    if words[0] == "torchrun":
+    if words[0] == "torchrun" and not expected:
         return _torchrun(words[1:], folder)
     if words[0] == "shardlib" and words[1] in _HERE and not {">", "|"} & set(words):
         let_torchvision_in()  # transformers imports it by the way

@@ -47,14 +47,15 @@ def fresh_clone(folder: Path) -> Path:
 
 
 def run_shell(script: str, folder: Path, library: Path | None = None) -> str:
-    """Run lines in a folder of the repository, with this environment's commands first; what they print.
+    """Run lines in a folder of the repository, with this environment's commands and stand-ins for SLURM's; what they
+    print.
 
     `library`: the repository, for a folder elsewhere.
     torchrun looks for a free port here, since other tests run at the same time.
     """
     environment = {
         **os.environ,
-        "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), f"{library or folder}/tests/house/bin", os.environ["PATH"]]),
         "PYTHONPATH": f"{library or folder}/tests/at_start{os.pathsep}{library or folder}",
         "OMP_NUM_THREADS": "1",
         "PET_STANDALONE": "1",
