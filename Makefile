@@ -56,7 +56,7 @@ mutate: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(RUN) docs/_site/pictures.py
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 
 dist: $(VENV)/.dev
 	rm -rf dist

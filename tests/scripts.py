@@ -13,6 +13,7 @@ from tests.house.source import ROOT
 
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:^ {4}\S.*\n)+", re.MULTILINE)
+_STANDS_IN = ROOT / "tests/house/bin"  # for commands of SLURM
 _SHELLS = "sh", "bash", "shell", "console"
 
 
@@ -55,7 +56,7 @@ def run_shell(script: str, folder: Path, library: Path | None = None) -> str:
     """
     environment = {
         **os.environ,
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), f"{library or folder}/tests/house/bin", os.environ["PATH"]]),
+        "PATH": os.pathsep.join((sysconfig.get_path("scripts"), str(_STANDS_IN), os.environ["PATH"])),
         "PYTHONPATH": f"{library or folder}/tests/at_start{os.pathsep}{library or folder}",
         "OMP_NUM_THREADS": "1",
         "PET_STANDALONE": "1",

@@ -35,7 +35,7 @@ def _run(*command: str | Path, **environment: str) -> subprocess.CompletedProces
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` builds it: every warning is an error."""
     folder = tmp_path_factory.mktemp("site")
-    built = _run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", folder, NO_MKDOCS_2_WARNING="1")
+    built = _run(sys.executable, "-m", "mkdocs", "build", "--site-dir", folder, NO_MKDOCS_2_WARNING="1")
     assert built.returncode == 0, built.stderr
     return folder
 
