@@ -125,7 +125,7 @@ def _counts(habits: list[Habit]) -> str:
 
 
 def _text(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return text.replace("|", "\\|").replace("][", "]\\[").replace("\n", " ")
 
 
 if __name__ == "__main__":
