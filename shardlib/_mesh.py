@@ -354,8 +354,8 @@ class MeshShape:
         if -1 in self.sizes or known != world_size:
             raise MeshError(
                 f'Mesh "{self}" needs {"a multiple of " if -1 in self.sizes else ""}{known} processes, but '
-                f"{world_size} {'is' if world_size == 1 else 'are'} running. Start as many with `torchrun "
-                f"--nproc_per_node N`, or change an axis (one size may be -1 and is then inferred)."
+                f"{world_size} {'is' if world_size == 1 else 'are'} running. Start them with `torchrun "
+                f"--nproc_per_node {known}`, or change an axis (one size may be -1 and is then inferred)."
             )
         return self
 

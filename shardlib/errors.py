@@ -144,8 +144,9 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     >>> nearest("zzz", ["attn.qkv"])
     ''
     """
-    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
-    return f' Did you mean "{close[0]}"?' if close else ""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
+    return f' Did you mean "{by_lower[close[0]]}"?' if close else ""
 
 
 def refuse(

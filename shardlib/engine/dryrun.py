@@ -7,6 +7,7 @@ of a model of it.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ def _dry_run(model: nn.Module, plan: Plan, example: Any, device_type: str) -> tu
     _refuse_sharded(model)
     if has_pipeline(plan):
         return _of_stages(model, plan, example, device_type)
-    args, kwargs = _arguments(example)
+    args, kwargs = _arguments(model, example)
     with _fake_world(plan, device_type) as mesh:
         fake = _fake_copy(model, device_type)
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, device_type), (args, kwargs))
@@ -147,10 +148,28 @@ def run_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     return left
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of forward that an example is.
+
+    Raises:
+        PlanError: forward does not take them.
+    """
+    given: tuple[tuple[Any, ...], dict[str, Any]]
     if isinstance(example, Mapping):
-        return (), dict(example)
-    return (example, {}) if isinstance(example, tuple) else ((example,), {})
+        given = (), dict(example)
+    else:
+        given = (example, {}) if isinstance(example, tuple) else ((example,), {})
+    takes = inspect.signature(model.forward)
+    try:
+        takes.bind(*given[0], **given[1])
+    except TypeError as error:
+        count = len(given[0]) + len(given[1])
+        raise PlanError(
+            f"The example has {count} input{'' if count == 1 else 's'}, and {type(model).__name__}.forward takes {takes}: "
+            f"{error}. Give example= a tuple, or a mapping by name; on the command line, --example NAME=SHAPE once for "
+            "each input."
+        ) from None
+    return given
 
 
 def _fake_copy(model: nn.Module, device_type: str) -> nn.Module:

@@ -111,14 +111,16 @@ def readable_bytes(count: int) -> str:
 def summary(shapes: Mapping[str, tuple[int, ...]], *, limit: int = 12) -> str:
     """Format names and global shapes in one line, repeated blocks folded, at most `limit` of them.
 
-    >>> summary({"h.0.w": (4, 2), "h.1.w": (4, 2), "b": (4,)})
-    '"h.*.w" (4, 2) x2, "b" (4,)'
+    >>> summary({"h.0.w": (4, 2), "h.1.w": (4, 2), "2.b": (4,)})
+    '"h.*.w" (4, 2) x2, "2.b" (4,)'
     """
-    counts: dict[str, int] = {}
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in shapes.items():
-        line = f'"{folded(name)}" {tuple(shape)}'
-        counts[line] = counts.get(line, 0) + 1
-    lines = [f"{line} x{count}" if count > 1 else line for line, count in counts.items()]
+        alike.setdefault((folded(name), tuple(shape)), []).append(name)
+    lines = [
+        f'"{name}" {shape} x{len(names)}' if len(names) > 1 else f'"{names[0]}" {shape}'
+        for (name, shape), names in alike.items()
+    ]
     more = f", and {len(lines) - limit} more" if len(lines) > limit else ""
     return ", ".join(lines[:limit]) + more
 

@@ -41,7 +41,7 @@ def _wrong_world() -> str:
 
 def test_mesh_of_another_size_than_the_job(ranks):
     assert ranks(2).run(_wrong_world)[0] == (
-        'Mesh "dp=2,tp=2" needs 4 processes, but 2 are running. Start as many with `torchrun --nproc_per_node N`, or '
+        'Mesh "dp=2,tp=2" needs 4 processes, but 2 are running. Start them with `torchrun --nproc_per_node 4`, or '
         "change an axis (one size may be -1 and is then inferred)."
     )
 
