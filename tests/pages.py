@@ -85,7 +85,10 @@ def _shows(shown: str, printed: str) -> bool:
 
 
 def _type(line: str, folder: Path) -> str:
-    """What a line prints. It ends well, or as its remark says: `# exit code 1`. torchrun itself runs what ends badly."""
+    """What a line prints. It ends well, or as its remark says: `# exit code 1`.
+
+    Where it ends badly, its ranks are torchrun's own and not those of the pool.
+    """
     expected = int(said[1]) if (said := _EXITS.search(line)) else 0
     words = shlex.split(line, comments=True)
     if words[0] == "torchrun" and not expected:

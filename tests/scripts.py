@@ -53,9 +53,10 @@ def run_shell(script: str, folder: Path, library: Path | None = None) -> str:
     `library`: the repository, for a folder elsewhere.
     torchrun looks for a free port here, since other tests run at the same time.
     """
+    commands = sysconfig.get_path("scripts"), f"{library or folder}/tests/house/bin", os.environ["PATH"]
     environment = {
         **os.environ,
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), f"{library or folder}/tests/house/bin", os.environ["PATH"]]),
+        "PATH": os.pathsep.join(commands),
         "PYTHONPATH": f"{library or folder}/tests/at_start{os.pathsep}{library or folder}",
         "OMP_NUM_THREADS": "1",
         "PET_STANDALONE": "1",
