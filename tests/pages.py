@@ -20,7 +20,6 @@ from shardlib.cli import main
 from tests.house.source import ROOT
 from tests.main_on_ranks import run_script
 from tests.scripts import run_shell
-from tests.torchvision_on_cpu import let_torchvision_in
 
 _FENCED = re.compile(r"^```(\w*)(?: +title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HERE = "plan", "check", "explain", "init", "migrate", "doctor"  # commands that start nothing: no process of their own
@@ -88,14 +87,13 @@ def _shows(shown: str, printed: str) -> bool:
 def _type(line: str, folder: Path) -> str:
     """What a line prints. It ends well, or as its remark says: `# exit code 1`.
 
-    torchrun itself runs what ends badly.
+    Where it ends badly, its ranks are torchrun's own and not those of the pool.
     """
     expected = int(said[1]) if (said := _EXITS.search(line)) else 0
     words = shlex.split(line, comments=True)
     if words[0] == "torchrun" and not expected:
         return _torchrun(words[1:], folder)
     if words[0] == "shardlib" and words[1] in _HERE and not {">", "|"} & set(words):
-        let_torchvision_in()  # transformers imports it by the way
         printed = StringIO()
         with redirect_stdout(printed), redirect_stderr(printed):
             code = main(words[1:])
