@@ -39,7 +39,7 @@ _UNSHARDED = "files always have unsharded tensors."
 REFUSED_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "save_model": {
         "gather_dtensor": _UNSHARDED,
-        "prefix": "one file has the name that you give; a prefix goes with shard=True.",
+        "prefix": "one file has the name that you give; prefix needs shard=True.",
     },
     "save_optimizer": {
         "gather_dtensor": _UNSHARDED,

@@ -37,13 +37,13 @@ __all__ = [
     "TorchFSDPPlugin",
 ]
 
-_SENT = 'gradients travel in the dtype that they have, or in communication_dtype="bfloat16".'
-OVERLAPS = "gradients are reduced while backward runs, always."
+_SENT = 'gradients are sent in their own dtype, or in communication_dtype="bfloat16".'
+OVERLAPS = "gradients are always reduced while backward runs."
 _KERNELS = (
     "torch chooses the kernel of scaled_dot_product_attention and of norms, with or without this keyword, and blocks "
     'that a model axis splits are compiled. A model of transformers calls it unless it has attn_implementation="eager".'
 )
-_CHUNKS = "parameters travel by units, the model's repeated blocks, and nothing is packed into chunks."
+_CHUNKS = "parameters are gathered by units, the model's repeated blocks; there are no chunks."
 
 
 # ColossalAI's ways to split a sequence, and the modes of rules that do it (docs/sequence.md).
@@ -272,14 +272,14 @@ class TorchDDPPlugin(DPPluginBase):
     """
 
     broadcast_buffers: bool = refused(
-        "buffers are the same on all ranks: BatchNorm's are of all examples.", default=True
+        "buffers are equal on all ranks, because BatchNorm uses all examples.", default=True
     )
     bucket_cap_mb: float = 25
     find_unused_parameters: bool = False  # always found
-    check_reduction: bool = met("a gradient that was not reduced is an error in step, always.", default=False)
+    check_reduction: bool = met("step always raises for a gradient that was not reduced.", default=False)
     gradient_as_bucket_view: bool = met("large gradients are always reduced in place.", default=False)
-    static_graph: bool = met("no backward pass is assumed to be like another.", default=False)
-    fp8_communication: bool = refused("gradients travel in the dtype that they have.", default=False)
+    static_graph: bool = met("each backward pass may use other parameters.", default=False)
+    fp8_communication: bool = refused("gradients are sent in their own dtype.", default=False)
 
     def bucket_mb(self) -> float | None:
         return self.bucket_cap_mb
@@ -339,7 +339,7 @@ class LowLevelZeroPlugin(_WithPrecision, DPPluginBase):
     overlap_allgather: bool = False
     cpu_offload: bool = False
     cast_inputs: bool = refused(
-        "inputs are cast to what the model computes in; cast them back in your model.", default=True
+        "inputs are always cast to the model's compute dtype; cast them back in your model.", default=True
     )
     extra_dp_size: int = 1
 
@@ -383,16 +383,16 @@ class TorchFSDPPlugin(DPPluginBase):
 
     controls_precision: ClassVar[bool] = True
 
-    process_group: Any = refused("the mesh is that of all processes.", default=None)
+    process_group: Any = refused("the mesh always has all processes.", default=None)
     sharding_strategy: Any = None
     cpu_offload: Any = None
-    auto_wrap_policy: Any = met("units are the model's repeated blocks, found without it: plan.units.", default=None)
-    backward_prefetch: Any = met("a unit is gathered while the one before it computes, always.", default=None)
+    auto_wrap_policy: Any = met("units are the model's repeated blocks; plan.units lists them.", default=None)
+    backward_prefetch: Any = met("a unit is always gathered while the one before it computes.", default=None)
     mixed_precision: Any = None
     ignored_modules: Any = refused(
-        'write transforms: sl.fsdp(only=["blocks", "head"]) names what is sharded.', default=None
+        'name what is sharded, by the transform sl.fsdp(only=["blocks", "head"]).', default=None
     )
-    param_init_fn: Any = refused("give values before boost, or sl.shard_model(init=...).", default=None)
+    param_init_fn: Any = refused("initialize before boost, or by sl.shard_model(init=...).", default=None)
     sync_module_states: bool = False  # rank 0's count, always
     fp8_communication: bool = refused("set reduce_dtype of mixed_precision.", default=False)
 
@@ -464,11 +464,13 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     chunk_init_device: Any = met(_CHUNKS, default=None)
     placement_policy: str = "static"
     enable_gradient_accumulation: bool = False  # always possible: booster.no_sync
-    max_prefetch: int = met("the next unit is gathered while one computes, always.", default=0)
+    max_prefetch: int = met("the next unit is always gathered while one computes.", default=0)
     shard_param_frac: float = 1.0
     offload_optim_frac: float = 0.0
     offload_param_frac: float = 0.0
-    warmup_non_model_data_ratio: float = met("nothing is warmed up; the fractions say what is where.", default=0.8)
+    warmup_non_model_data_ratio: float = met(
+        "there is no warm-up; the fractions determine what is offloaded.", default=0.8
+    )
     steady_cuda_cap_ratio: float = 0.9
     memory_budget: float | None = None
     pin_memory: bool = False  # always so, where there is an accelerator
@@ -477,8 +479,10 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     search_range_m: float = met(_CHUNKS, default=32)
     hidden_dim: Any = met(_CHUNKS, default=None)
     min_chunk_size_m: float = met(_CHUNKS, default=32)
-    memstats: Any = met("sl.plan_of(model).memory() counts; the fractions say what is where.", default=None)
-    gpu_margin_mem_ratio: float = met("the fractions say what is where.", default=0.0)
+    memstats: Any = met(
+        "sl.plan_of(model).memory() computes it; the fractions determine what is offloaded.", default=None
+    )
+    gpu_margin_mem_ratio: float = met("the fractions determine what is offloaded.", default=0.0)
     tp_size: int = 1
     extra_dp_size: int = 1
     enable_all_optimization: bool = met(_KERNELS, default=False)
@@ -596,13 +600,13 @@ class HybridParallelPlugin(_WithPrecision):
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     broadcast_buffers: bool = refused(
-        "buffers are the same on all ranks: BatchNorm's are of all examples.", default=True
+        "buffers are equal on all ranks, because BatchNorm uses all examples.", default=True
     )
     ddp_bucket_cap_mb: float = 25
     find_unused_parameters: bool = False  # always found
-    check_reduction: bool = met("a gradient that was not reduced is an error in step, always.", default=False)
+    check_reduction: bool = met("step always raises for a gradient that was not reduced.", default=False)
     gradient_as_bucket_view: bool = met("large gradients are always reduced in place.", default=False)
-    static_graph: bool = met("no backward pass is assumed to be like another.", default=False)
+    static_graph: bool = met("each backward pass may use other parameters.", default=False)
     zero_bucket_size_in_m: float = 12
     cpu_offload: bool = False
     communication_dtype: Any = None
@@ -610,13 +614,13 @@ class HybridParallelPlugin(_WithPrecision):
     custom_policy: Any = None
     pp_style: str = "1f1b"
     num_model_chunks: int = 1
-    scheduler_nodes: Any = refused("the order of a schedule follows from its name.", default=None)
+    scheduler_nodes: Any = refused("pp_style determines the order of a schedule.", default=None)
     num_layers_per_stage: Sequence[int] | None = None
     gradient_checkpoint_config: GradientCheckpointConfig | None = None
     enable_metadata_cache: bool = met("shapes of messages are known before the first one is sent.", default=True)
-    make_vocab_size_divisible_by: int = met("a vocabulary of any size is split, unevenly if need be.", default=64)
+    make_vocab_size_divisible_by: int = met("a vocabulary of any size is sharded, unevenly if needed.", default=64)
     dp_outside: bool = True
-    overlap_p2p: bool = met("messages travel while a rank computes, always.", default=True)
+    overlap_p2p: bool = met("messages are always sent while a rank computes.", default=True)
     overlap_allgather: bool = False
     tensor_mode: str | None = None
     tensor_sizes: Mapping[str, int] | None = None

@@ -81,7 +81,7 @@ class FP8MixedPrecision(MixedPrecision):
 class FP16NaiveMixedPrecision(MixedPrecision):
     """float16 parameters but for BatchNorm's, with a copy of each in float32, and a dynamic loss scale."""
 
-    log_num_zeros_in_grad: bool = refused("gradients are not counted; look at p.grad before the step.", default=False)
+    log_num_zeros_in_grad: bool = refused("zeros are not counted; read p.grad before the step.", default=False)
     initial_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -108,12 +108,8 @@ class FP16ApexMixedPrecision(MixedPrecision):
     """
 
     opt_level: str = "O1"
-    cast_model_type: Any = refused(
-        'the level says it; write opt_level="O0" for float32, "O3" for float16.', default=None
-    )
-    patch_torch_functions: Any = refused(
-        'autocast does what "O1" patches functions for; the level says it.', default=None
-    )
+    cast_model_type: Any = refused('opt_level determines it: "O0" is float32, "O3" is float16.', default=None)
+    patch_torch_functions: Any = refused('autocast replaces the patches of "O1".', default=None)
     keep_batchnorm_fp32: bool | None = None
     master_weights: bool | None = None
     loss_scale: float | str | None = None

@@ -211,11 +211,11 @@ IN_FP16: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: TorchDDPPlugin(broadcast_buffers=False), ["broadcast_buffers=False", "the same on all ranks"]),
+        (lambda: TorchDDPPlugin(broadcast_buffers=False), ["broadcast_buffers=False", "equal on all ranks"]),
         (lambda: TorchDDPPlugin(bucket_cap_mbs=5), ["bucket_cap_mbs", 'Did you mean "bucket_cap_mb"?']),
-        (lambda: LowLevelZeroPlugin(cast_inputs=False), ["cast_inputs=False", "inputs are cast"]),
+        (lambda: LowLevelZeroPlugin(cast_inputs=False), ["cast_inputs=False", "inputs are always cast"]),
         (lambda: LowLevelZeroPlugin(fp8_communication=True), ["fp8_communication", "communication_dtype"]),
-        (lambda: HybridParallelPlugin(scheduler_nodes=[1]), ["scheduler_nodes=[1]", "its name", "give None"]),
+        (lambda: HybridParallelPlugin(scheduler_nodes=[1]), ["scheduler_nodes=[1]", "pp_style", "give None"]),
         (lambda: GeminiPlugin(placement_policy="cuda").transforms(gpt()), ['"static"', "offload_optim_frac"]),
         (lambda: GeminiPlugin(offload_param_frac=1).transforms(gpt()), ["offload_optim_frac at least"]),
         (lambda: GeminiPlugin(tp_size=2, strict_ddp_mode=True).transforms(gpt()), ["strict_ddp_mode"]),

@@ -123,7 +123,7 @@ def _refusals(folder: str) -> None:
         booster.save_model(run.model, f"{folder}/other", gather_dtensor=False)
     with pytest.raises(
         PlanError,
-        match=r"^save_model\(prefix='ema'\): one file has .*; a prefix goes with shard=True\.",
+        match=r"^save_model\(prefix='ema'\): one file has .*; prefix needs shard=True\.",
     ):
         booster.save_model(run.model, f"{folder}/other", prefix="ema")
     booster.save_model(run.model, f"{folder}/ema", shard=True, prefix="ema").wait()

@@ -167,8 +167,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ddp": (
         {"torch_ddp": {"broadcast_buffers": False}},
-        "The config's torch_ddp: TorchDDPPlugin(broadcast_buffers=False): buffers are the same on all ranks: "
-        "BatchNorm's are of all examples. (Leave it out, or give True.)",
+        "The config's torch_ddp: TorchDDPPlugin(broadcast_buffers=False): buffers are equal on all ranks, "
+        "because BatchNorm uses all examples. (Leave it out, or give True.)",
     ),
     "ddp and zero": (
         {"torch_ddp": {"bucket_cap_mb": 1}, "zero": {"stage": 1}},
