@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from shardlib.cli import main
 from tests.house.source import ROOT
-from tests.main_on_ranks import run_script
+from tests.main_on_ranks import imports_of, run_script
 from tests.scripts import run_shell
+from tests.torchvision_on_cpu import let_torchvision_in
 
 _FENCED = re.compile(r"^```(\w*)(?: +title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HERE = "plan", "check", "explain", "init", "migrate", "doctor"  # commands that start nothing: no process of their own
@@ -94,8 +95,9 @@ def _type(line: str, folder: Path) -> str:
     if words[0] == "torchrun" and not expected:
         return _torchrun(words[1:], folder)
     if words[0] == "shardlib" and words[1] in _HERE and not {">", "|"} & set(words):
+        let_torchvision_in()  # transformers imports it by the way
         printed = StringIO()
-        with redirect_stdout(printed), redirect_stderr(printed):
+        with imports_of(folder), redirect_stdout(printed), redirect_stderr(printed):
             code = main(words[1:])
         assert code == expected, f"{line}: exit code {code}\n{printed.getvalue()}"
         return printed.getvalue()

@@ -165,9 +165,9 @@ def _arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[st
     except TypeError as error:
         count = len(given[0]) + len(given[1])
         raise PlanError(
-            f"The example has {count} input{'' if count == 1 else 's'}, and {type(model).__name__}.forward takes {takes}: "
-            f"{error}. Give example= a tuple, or a mapping by name; on the command line, --example NAME=SHAPE once for "
-            "each input."
+            f"The example has {count} input{'' if count == 1 else 's'}, and {type(model).__name__}.forward takes "
+            f"{takes}: {error}. Give example= a tuple, or a mapping by name; on the command line, --example NAME=SHAPE "
+            "once for each input."
         ) from None
     return given
 
