@@ -173,7 +173,7 @@ def _idle_axes(mesh: MeshShape, rows: Sequence[Row], resolution: Resolution) -> 
     """Name the model axes that no tensor and no module boundary is sharded over."""
     layouts = [row.compute for row in rows] + [b.layout for b in resolution.borders.values() if b.layout is not None]
     used = {axis for layout in layouts for axis in layout.axes}
-    for axis in mesh.only(mesh.model_axes):
+    for axis in mesh.model_axes:
         if axis not in used and mesh[axis] > 1:
             yield f'Axis "{axis}" ({mesh[axis]} ranks) shards nothing: no rule of this model names it.'
 
