@@ -37,7 +37,7 @@ __all__ = [
     "TorchFSDPPlugin",
 ]
 
-_SENT = 'gradients are sent in their own dtype, or in communication_dtype="bfloat16".'
+_SENT = 'gradients travel in the dtype that they have, or in communication_dtype="bfloat16".'
 OVERLAPS = "gradients are always reduced while backward runs."
 _KERNELS = (
     "torch chooses the kernel of scaled_dot_product_attention and of norms, with or without this keyword, and blocks "
@@ -279,7 +279,7 @@ class TorchDDPPlugin(DPPluginBase):
     check_reduction: bool = met("step always raises for a gradient that was not reduced.", default=False)
     gradient_as_bucket_view: bool = met("large gradients are always reduced in place.", default=False)
     static_graph: bool = met("each backward pass may use other parameters.", default=False)
-    fp8_communication: bool = refused("gradients are sent in their own dtype.", default=False)
+    fp8_communication: bool = refused("gradients travel in the dtype that they have.", default=False)
 
     def bucket_mb(self) -> float | None:
         return self.bucket_cap_mb
