@@ -73,8 +73,8 @@ def test_repeated_blocks_are_folded_and_long_lists_cut() -> None:
 def test_a_module_without_parameters_of_its_own() -> None:
     assert refused({"blocks.*.mlp": "colwise"}) == (
         'Rule "blocks.*.mlp": "colwise" names module "blocks.0.mlp" (MLP), which has no parameters of its own; inside '
-        'it are "blocks.*.mlp.up.weight" (64, 16), "blocks.*.mlp.up.bias" (64,), "blocks.*.mlp.down.weight" (16, 64), '
-        '"blocks.*.mlp.down.bias" (16,). Name what is inside; "blocks.*.mlp.**" names all of it.'
+        'it are "blocks.0.mlp.up.weight" (64, 16), "blocks.0.mlp.up.bias" (64,), "blocks.0.mlp.down.weight" (16, 64), '
+        '"blocks.0.mlp.down.bias" (16,). Name what is inside; "blocks.*.mlp.**" names all of it.'
     )
 
 
