@@ -59,6 +59,12 @@ def imports_of(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
-        for name, module in list(sys.modules.items()):
-            if Path(getattr(module, "__file__", None) or "/").parent == folder and name != "__main__":
-                del sys.modules[name]
+        forget(folder)
+
+
+def forget(folder: Path) -> None:
+    """Forget the modules that were imported from a folder."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name != "__main__" and file is not None and Path(file).resolve().parent == folder.resolve():
+            del sys.modules[name]

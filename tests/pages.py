@@ -16,14 +16,16 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
+from shardlib import MeshShape
 from shardlib.cli import main
+from shardlib.testing import shared_pool
 from tests.house.source import ROOT
-from tests.main_on_ranks import imports_of, run_script
+from tests.main_on_ranks import forget, imports_of, run_script
 from tests.scripts import run_shell
 from tests.torchvision_on_cpu import let_torchvision_in
 
 _FENCED = re.compile(r"^```(\w*)(?: +title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_HERE = "plan", "check", "explain", "init", "migrate", "doctor"  # commands that start nothing: no process of their own
+_HERE = "plan", "check", "explain", "init", "migrate", "prove", "doctor"  # on this process, and the ranks that it has
 _EXITS = re.compile(r"#.*exit code (\d+)")
 
 
@@ -99,6 +101,8 @@ def _type(line: str, folder: Path) -> str:
         printed = StringIO()
         with imports_of(folder), redirect_stdout(printed), redirect_stderr(printed):
             code = main(words[1:])
+        if words[1] == "prove":
+            shared_pool(MeshShape(words[words.index("--mesh") + 1]).world_size).run(forget, folder)
         assert code == expected, f"{line}: exit code {code}\n{printed.getvalue()}"
         return printed.getvalue()
     if expected:

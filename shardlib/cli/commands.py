@@ -62,14 +62,14 @@ def check(options: argparse.Namespace) -> int:
     if options.jax and not problems:
         typed = on_jax.typed(model, options.mesh, chosen, inputs.read(options.example))
     fits = not problems and (typed is None or typed.ok)
-    covered = chosen.coverage(model)
+    covered = chosen.coverage(model, options.mesh)
     if options.json:
         rows = [dataclasses.asdict(row) for row in covered.rows]
         result = {"ok": fits, "problems": problems, "remarks": remarks, "coverage": rows}
         print(json.dumps(result | ({} if typed is None else {"jax": on_jax.as_json(typed)}), indent=2))
     else:
         print(covered)
-        for title, lines in (("remark", remarks), ("problem", problems)):
+        for title, lines in (("note", remarks), ("problem", problems)):
             for line in lines:
                 print(f"\n{title}: {line}")
         if typed is not None:
@@ -165,14 +165,14 @@ def _shares(covered: Coverage) -> str:
 def _remarks(made: Plan) -> list[str]:
     uneven = [row.name for row in made.rows if row.stored.uneven_dims(row.global_shape, made.mesh)]
     unruled = [row for row in made.rows if row.rule is None and row.kind == "parameter"]
-    remarks = []
+    remarks = list(made.notes)
     if uneven:
-        remarks.append(f"cut into pieces of different sizes: {len(uneven)} of {len(made.rows)}, such as {uneven[0]}.")
+        remarks.append(f"sharded unevenly: {len(uneven)} of {len(made.rows)} tensors, such as {uneven[0]}.")
     if unruled:
         size = sum(row.local_bytes(made.mesh) for row in unruled)
         remarks.append(
-            f"replicated for want of a rule: {len(unruled)} of {len(made.rows)}, such as {unruled[0].name}; {size:,} "
-            "bytes on each rank."
+            f"replicated, since no rule matches: {len(unruled)} of {len(made.rows)} tensors, such as {unruled[0].name}; "
+            f"{size:,} bytes on each rank."
         )
     return remarks
 

@@ -131,8 +131,8 @@ def test_check_remarks_on_uneven_pieces_and_on_parameters_without_a_rule(run: Ru
     code, out, _ = run("check", f"{HERE}:MLP", "--layout", tmp_path / "part.toml", "--json")
     assert code == 0
     assert json.loads(out)["remarks"] == [
-        "cut into pieces of different sizes: 2 of 4, such as up.weight.",
-        "replicated for want of a rule: 2 of 4, such as down.weight; 2,176 bytes on each rank.",
+        "sharded unevenly: 2 of 4 tensors, such as up.weight.",
+        "replicated, since no rule matches: 2 of 4 tensors, such as down.weight; 2,176 bytes on each rank.",
     ]
 
 
