@@ -26,7 +26,7 @@ def _check(version: str, *, stacklevel: int) -> None:
     if found > NEWEST:
         warnings.warn(
             f"torch {version} is installed; shardlib was tested with torch {oldest} to {newest}, and tries this one. "
-            f"Report what goes wrong with the output of `shardlib check -i`, or install a torch that was tested.",
+            f"Report what goes wrong with the output of `shardlib doctor`, or install a torch that was tested.",
             stacklevel=stacklevel,
         )
 

@@ -370,7 +370,7 @@ def _check_backend(name: str) -> None:
     if name == "nccl" and not torch.cuda.is_available():
         raise LaunchError(
             'backend "nccl" was asked for, and no CUDA device is seen here. Leave backend out: gloo is then used; or '
-            "run `shardlib check -i` to see what torch sees."
+            "run `shardlib doctor` to see what torch sees."
         )
 
 

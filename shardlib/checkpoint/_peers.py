@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardlib._log import timed
 from shardlib.errors import CheckpointError
 
 __all__ = ["Lost", "Peers", "peers"]
@@ -77,7 +78,8 @@ class Peers:
 
     def _attempt(self, phase: str, work: Callable[[], T]) -> tuple[T | None, Exception | None, str | None]:
         try:
-            return work(), None, None
+            with timed(f"{self.doing}: {phase}"):
+                return work(), None, None
         except Exception as error:
             return None, error, str(error) if isinstance(error, CheckpointError) else described(error)
 

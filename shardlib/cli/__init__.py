@@ -60,16 +60,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardlib", description=__doc__.splitlines()[0] if __doc__ else None)
     versions = f"shardlib {environment.version('shardlib')}, torch {environment.version('torch')}"
     parser.add_argument("--version", action="version", version=versions)
-    subparsers = parser.add_subparsers(required=True, metavar="{init,check,plan,explain,prove,run,migrate}")
+    subparsers = parser.add_subparsers(required=True, metavar="{init,check,plan,explain,prove,run,migrate,doctor}")
     _add_plan(_command(subparsers, "plan", commands.plan, "how every tensor of a model lies on a mesh"))
-    _add_check(
-        _command(subparsers, "check", commands.check, "does a layout file fit a model? -i: what is installed?", "?")
-    )
+    _add_check(_command(subparsers, "check", commands.check, "does a layout file fit a model?", "?"))
     _add_prove(_command(subparsers, "prove", commands.prove, "train sharded and on one device, and compare everything"))
     _add_explain(_command(subparsers, "explain", commands.explain, "which rule decides about a tensor or module"))
     _add_init(_command(subparsers, "init", commands.init, "write a first layout file for a model"))
     _add_run(subparsers)
     _add_migrate(subparsers)
+    _add_doctor(subparsers)
     return parser
 
 
@@ -136,6 +135,13 @@ def _add_run(subparsers: Any) -> None:
     parser.set_defaults(run=run.run, json=False)
 
 
+def _add_doctor(subparsers: Any) -> None:
+    summary = "say what is installed, what is missing for which feature, and what is known to be wrong with it"
+    parser = subparsers.add_parser("doctor", help=summary, description=summary)
+    parser.add_argument("--json", action="store_true", help="print JSON, errors too")
+    parser.set_defaults(run=commands.doctor)
+
+
 def _add_migrate(subparsers: Any) -> None:
     summary = "rewrite the imports of scripts for ColossalAI and fairscale, and list what is left"
     parser = subparsers.add_parser("migrate", help=summary, description=summary)
@@ -148,7 +154,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         "-i",
         "--installed",
         action="store_true",
-        help="say what is installed, what torch sees and whether ranks can meet here; needs no model",
+        help="the same as `shardlib doctor`",
     )
     _add_layout(parser, "tp=2")
     parser.add_argument(

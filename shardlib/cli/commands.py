@@ -23,7 +23,7 @@ from shardlib.errors import ShardlibError, nearest
 from shardlib.rules import Coverage, Rules
 from shardlib.transforms import Transform, parse
 
-__all__ = ["check", "explain", "init", "plan", "prove"]
+__all__ = ["check", "doctor", "explain", "init", "plan", "prove"]
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -50,7 +50,9 @@ def check(options: argparse.Namespace) -> int:
     With `-i`, say what is installed instead.
     """
     if options.installed:
-        return _print_environment(options)
+        if options.model or options.layout or options.expect or options.jax or options.example:
+            raise UsageError("`shardlib check -i` tells of this machine and takes nothing else but --json.")
+        return doctor(options)
     if options.model is None:
         raise UsageError("`shardlib check` needs a model to check; -i alone says what is installed.")
     model = load_model(options.model)
@@ -134,9 +136,8 @@ def init(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_environment(options: argparse.Namespace) -> int:
-    if options.model or options.layout or options.expect or options.jax or options.example:
-        raise UsageError("`shardlib check -i` tells of this machine and takes nothing else but --json.")
+def doctor(options: argparse.Namespace) -> int:
+    """Print what is installed, and what is wrong with it."""
     facts = environment.environment()
     print(json.dumps(facts, indent=2) if options.json else environment.text(facts))
     return 0
@@ -171,8 +172,8 @@ def _remarks(made: Plan) -> list[str]:
     if unruled:
         size = sum(row.local_bytes(made.mesh) for row in unruled)
         remarks.append(
-            f"replicated, since no rule matches: {len(unruled)} of {len(made.rows)} tensors, such as {unruled[0].name}; "
-            f"{size:,} bytes on each rank."
+            f"replicated, since no rule matches: {len(unruled)} of {len(made.rows)} tensors, such as "
+            f"{unruled[0].name}; {size:,} bytes on each rank."
         )
     return remarks
 

@@ -1,11 +1,13 @@
-"""`shardlib check -i`: what is installed, what torch sees, and whether ranks could meet here."""
+"""`shardlib doctor`: what is installed and what it is good for, what torch sees, and what is wrong with it."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import re
 import socket
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +15,20 @@ import torch
 import torch.distributed as dist
 
 from shardlib._store import listening_store
+from shardlib._supported import NEWEST
 
 __all__ = ["environment", "text", "version"]
 
+# What a user wants to do, and the extra that it needs.
+_FEATURES = {
+    "proofs and tests": "testing",
+    "models of transformers": "hf",
+    "LoRA": "lora",
+    "JAX": "jax",
+    "TensorBoard": "tensorboard",
+    "Orbax checkpoints": "orbax",
+}
+_PYTHON = (3, 11)  # tested
 _PACKAGES = ("shardlib", "transformers", "safetensors", "jax", "peft", "numpy")
 _HOSTS = ("127.0.0.1", "::1", "localhost")
 _MISSING = "not installed"
@@ -34,6 +47,7 @@ def environment() -> dict[str, Any]:
         "devices": _devices(),
         "backends": _backends(),
         "packages": {name: version(name) for name in _PACKAGES},
+        "features": {feature: _feature(extra) for feature, extra in _FEATURES.items()},
         "threads": {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
             "torch": torch.get_num_threads(),
@@ -42,6 +56,7 @@ def environment() -> dict[str, Any]:
         },
         "ranks_can_meet": {host: _meeting(host) for host in _HOSTS},
         "host": {"name": socket.gethostname(), "address": _address()},
+        "known": _known(),
     }
 
 
@@ -120,6 +135,34 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return _MISSING
+
+
+def _feature(extra: str) -> str:
+    """Say whether what an extra of this package requires is installed, and what to install if not."""
+    try:
+        required = importlib.metadata.requires("shardlib") or []
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown: shardlib runs from a folder and is not installed"
+    of_extra = [re.split(r"[^\w.-]", each)[0] for each in required if re.search(rf"extra == .{extra}\b", each)]
+    missing = [name for name in of_extra if version(name) == _MISSING]
+    return f"needs {', '.join(missing)}: pip install 'shardlib[{extra}]'" if missing else "ready"
+
+
+def _known() -> list[str]:
+    """List what is known to be wrong, or untested, with this combination."""
+    found = []
+    torch_version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if torch_version > NEWEST:
+        found.append(f"torch {torch.__version__} is newer than the versions that were tested.")
+    if sys.version_info[:2] != _PYTHON:
+        found.append(f"Python {platform.python_version()} is not tested; {'.'.join(map(str, _PYTHON))} is.")
+    if torch.accelerator.is_available():
+        found.append("Accelerators: the code is tested on CPUs over gloo; nothing has been measured on this device.")
+    if "OMP_NUM_THREADS" not in os.environ:
+        found.append("OMP_NUM_THREADS is not set: each rank on this machine takes all cores. torchrun sets 1.")
+    if platform.system() != "Linux":
+        found.append(f"{platform.system()} is not tested; Linux is.")
+    return found
 
 
 def _meeting(host: str) -> bool | str:

@@ -1,4 +1,4 @@
-"""`shardlib check -i`: what it says of this machine."""
+"""`shardlib doctor`, and `shardlib check -i` as ColossalAI's users type it: what it says of this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardlib.cli import environment, main
 
 def test_the_report_says_what_is_so(capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert main(["check", "-i", "--json"]) == 0
+    assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["python"] == platform.python_version()
     assert facts["torch"]["version"] == torch.__version__
@@ -45,8 +45,15 @@ def _refuse(*_where: object, **_how: object) -> None:
 def test_a_package_that_is_not_there_and_a_place_where_nobody_can_meet(monkeypatch):
     monkeypatch.setattr(environment, "_PACKAGES", ("no-such-package",))
     monkeypatch.setattr(dist, "TCPStore", _refuse)
+    monkeypatch.setattr(environment, "version", lambda name: "not installed" if name == "peft" else "1.0")
+    monkeypatch.setattr(environment, "_PYTHON", (3, 10))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     facts = environment.environment()
-    assert facts["packages"] == {"no-such-package": "not installed"}
+    assert facts["packages"] == {"no-such-package": "1.0"}
+    assert facts["features"]["LoRA"] == "needs peft: pip install 'shardlib[lora]'"
+    assert set(facts["features"].values()) == {facts["features"]["LoRA"], "ready"}
+    assert f"Python {platform.python_version()} is not tested; 3.10 is." in facts["known"]
+    assert any(text.startswith("OMP_NUM_THREADS is not set") for text in facts["known"])
     assert facts["ranks_can_meet"] == dict.fromkeys(("127.0.0.1", "::1", "localhost"), "no way in")
 
 

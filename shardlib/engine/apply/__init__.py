@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib import layouts
+from shardlib._log import timed
 from shardlib._mesh import MeshLike, MeshShape, device_here
 from shardlib._mesh import mesh as make_mesh
 from shardlib._plan import Plan, plan
@@ -130,19 +131,21 @@ def shard_model(
     exact.check_mode(rng)
     device_mesh = make_mesh(mesh)
     refuse_model(model)
-    the_plan = _planned(model, device_mesh, rules, transforms, example)
+    with timed(f"shard_model: plan of {type(model).__name__}"):
+        the_plan = _planned(model, device_mesh, rules, transforms, example)
     if bucket_mb is not None:
         the_plan = the_plan.replace(step=the_plan.step.replace(bucket_mb=bucket_mb))
-    return apply_plan(
-        model,
-        the_plan,
-        device_mesh,
-        init=init,
-        compile=compile,
-        check=check,
-        rng=rng,
-        global_batch_norm=global_batch_norm,
-    )
+    with timed(f"shard_model: {type(model).__name__} on {the_plan.mesh}"):
+        return apply_plan(
+            model,
+            the_plan,
+            device_mesh,
+            init=init,
+            compile=compile,
+            check=check,
+            rng=rng,
+            global_batch_norm=global_batch_norm,
+        )
 
 
 def plan_of(model: nn.Module) -> Plan:

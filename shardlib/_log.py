@@ -1,0 +1,66 @@
+"""Logging: everything goes to the logger "shardlib", and nowhere unless its user, or SHARDLIB_LOG, says so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardlib.errors import InputError, nearest
+
+__all__ = ["VARIABLE", "log", "set_up", "timed"]
+
+VARIABLE = "SHARDLIB_LOG"
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+log = logging.getLogger("shardlib")
+log.addHandler(logging.NullHandler())
+
+
+class _OfRank(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to stderr, each line with the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("[shardlib rank %(rank)s] %(message)s"))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = os.environ.get("RANK", "0")
+        return True
+
+
+def set_up(level: str | None) -> None:
+    """Write the messages of a level and above to stderr; None changes nothing.
+
+    Raises:
+        InputError: no such level.
+
+    >>> set_up("loud")
+    Traceback (most recent call last):
+    shardlib.errors.InputError: SHARDLIB_LOG="loud" is not a level. Give debug, info, warning or error.
+    """
+    if level is None:
+        return
+    if level.lower() not in _LEVELS:
+        raise InputError(
+            f'{VARIABLE}="{level}" is not a level. Give debug, info, warning or error.{nearest(level, _LEVELS)}'
+        )
+    log.setLevel(_LEVELS[level.lower()])
+    log.handlers = [each for each in log.handlers if not isinstance(each, _OfRank)] + [_OfRank()]
+
+
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Log that something begins, at level debug, and how long it took, at level info."""
+    if not log.isEnabledFor(logging.INFO):
+        yield
+        return
+    log.debug("%s ...", what)
+    start = time.perf_counter()
+    yield
+    log.info("%s took %.2f s", what, time.perf_counter() - start)
+
+
+set_up(os.environ.get(VARIABLE) or None)
