@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
-from shardlib.errors import CheckpointError, InputError, PlanError, ShardingError, by_rank
+from shardlib.errors import CheckpointError, InputError, PlanError, ShardingError, ShardlibError, by_rank
 
 __all__ = [
     "batches_agree",
@@ -93,6 +93,24 @@ def places_agree(place: str, group: dist.ProcessGroup | None) -> None:
             + "\nCall forward, backward and the optimizer's step equally often on every rank, on the same parts of the "
             "model, and set gradients to None on all ranks or on none."
         )
+
+
+def parts_agree(comparisons: Iterable[Callable[[], None]], group: dist.ProcessGroup | None) -> None:
+    """Run comparisons between parts of a group; if one of them finds a difference, raise it on every rank of the group.
+
+    Without that, ranks of parts that agree would go on to a collective with ranks that have raised.
+    """
+    mine: ShardlibError | None = None
+    for compare in comparisons:
+        try:
+            compare()
+        except (ShardingError, InputError) as error:
+            mine = mine or error
+    by_rank = _gather(None if mine is None else str(mine), group)
+    if mine is not None:
+        raise mine
+    if by_rank is not None:
+        raise ShardingError(next(text for text in by_rank if text is not None))
 
 
 def draws_agree(prints: Mapping[str, int], group: dist.ProcessGroup | None) -> None:

@@ -2,13 +2,14 @@
 
 Three times in a step, before forward, backward and the optimizer's step, ranks exchange a checksum of where they are;
 and before each collective of the data axes one of what it carries. Before a forward they also compare checksums of the
-batch and of the tensors that several of them hold whole. A difference raises on all of them.
+batch and of the tensors that several of them hold whole. A difference raises on all ranks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -81,11 +82,13 @@ class StepComparison:
         if not trains and self._evaluates_alone:
             return
         self._meet("forward" if trains else "forward without gradients")
+        comparisons: list[Callable[[], None]] = []
         if self._model_axes:
             group = self._executor.group(self._model_axes)
-            agree.batches_agree(args, kwargs, group, ", ".join(self._model_axes))
+            comparisons.append(partial(agree.batches_agree, args, kwargs, group, ", ".join(self._model_axes)))
         if trains:
-            self._compare_weights()
+            comparisons += self._of_weights()
+        agree.parts_agree(comparisons, self._everyone)
 
     def before_backward(self) -> None:
         """Compare ranks before a backward pass, as `before_forward` does."""
@@ -110,12 +113,14 @@ class StepComparison:
         self._begun[what] += 1
         agree.places_agree(f"before {what}, after {done or 'nothing'}", self._everyone)
 
-    def _compare_weights(self) -> None:
+    def _of_weights(self) -> Iterator[Callable[[], None]]:
+        """Iterate over comparisons of the tensors that ranks along some axes have in common."""
         if self._updates is not None:
             self._updates.wait()
         for axes in (self._data_axes, self._model_axes):
             if axes:
-                agree.weights_stay_equal(self._held_whole(axes), self._executor.group(axes), ", ".join(axes))
+                held, group = self._held_whole(axes), self._executor.group(axes)
+                yield partial(agree.weights_stay_equal, held, group, ", ".join(axes))
 
     def _held_whole(self, axes: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Return the tensors that ranks along some axes have in common, by name."""

@@ -98,6 +98,7 @@ def _goes_wrong(how: str, mesh: str, transforms: tuple[Any, ...]) -> str:
     [
         ("written", "dp=2", (), '1 of 5 differ, the first is "last.bias":\n  rank 0: float32 [4] '),
         ("written", "tp=2", (), '1 of 2 differ, the first is "last.bias":\n  rank 0: float32 [4] '),
+        ("written", "dp=2,tp=2", (), 'differ, the first is "last.bias":\n'),
         ("buffer", "dp=2", (sl.zero(3),), '1 of 1 differ, the first is "average":\n  rank 0: float32 [8] '),
         ("gradient", "dp=2", (sl.zero(3),), "  rank 1: before an optimizer step, without gradients of last.bias\n"),
         ("gradient", "dp=2", (), "  rank 0: before an optimizer step, without gradients of no parameter\n"),
