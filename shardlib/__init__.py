@@ -49,7 +49,7 @@ from shardlib.transforms import (
     zero,
 )
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = [
     "Balanced",
     "Checkpoints",

@@ -53,13 +53,15 @@ def _as_main(script: str, options: tuple[str, ...], port: int) -> Printed:
 @contextlib.contextmanager
 def imports_of(folder: Path) -> Iterator[None]:
     """Import from a folder first, then forget what came from there: another may have modules of the same names."""
-    before = list(sys.path)
+    path = list(sys.path)
+    named_alike = {file.stem: sys.modules.pop(file.stem, None) for file in folder.glob("*.py")}
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
-        sys.path[:] = before
+        sys.path[:] = path
         forget(folder)
+        sys.modules.update({name: module for name, module in named_alike.items() if module is not None})
 
 
 def forget(folder: Path) -> None:

@@ -100,7 +100,7 @@ def _callable(spec: str) -> Any:
     module_name, colon, attribute = spec.partition(":")
     if not colon:
         module_name, _, attribute = spec.rpartition(".")
-    folder = "" if not module_name.endswith(".py") else str(Path(module_name).parent)
+    folder = "" if not module_name.endswith(".py") else str(Path(module_name).parent.resolve())
     if folder:
         module_name = _stem(spec, Path(module_name))
     found: Any = _imported(spec, module_name, folder)
