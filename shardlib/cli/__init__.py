@@ -13,6 +13,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from shardlib.cli import commands, environment, migrate, run
@@ -60,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardlib", description=__doc__.splitlines()[0] if __doc__ else None)
     versions = f"shardlib {environment.version('shardlib')}, torch {environment.version('torch')}"
     parser.add_argument("--version", action="version", version=versions)
+    with suppress(ImportError):  # of an extra
+        import shtab
+
+        shtab.add_argument_to(parser, "--print-completion", help="print the completion script of a shell")
     subparsers = parser.add_subparsers(required=True, metavar="{init,check,plan,explain,prove,run,migrate,doctor}")
     _add_plan(_command(subparsers, "plan", commands.plan, "how every tensor of a model lies on a mesh"))
     _add_check(_command(subparsers, "check", commands.check, "does a layout file fit a model?", "?"))

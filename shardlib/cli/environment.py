@@ -27,6 +27,7 @@ _FEATURES = {
     "JAX": "jax",
     "TensorBoard": "tensorboard",
     "Orbax checkpoints": "orbax",
+    "shell completion": "completion",
 }
 _PYTHON = (3, 11)  # tested
 _PACKAGES = ("shardlib", "transformers", "safetensors", "jax", "peft", "numpy")

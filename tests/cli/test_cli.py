@@ -365,6 +365,14 @@ def test_prove_says_what_it_needs(run: Run, tmp_path: Path, monkeypatch: pytest.
     assert err.startswith(f"shardlib: {message}")
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_can_complete_commands_and_options(capsys: pytest.CaptureFixture[str], shell: str):
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", shell])
+    script = capsys.readouterr().out
+    assert ended.value.code == 0 and all(word in script for word in ("prove", "doctor", "--transform"))
+
+
 def test_errors_are_json_too_when_asked(run: Run):
     code, out, err = run("plan", GPT, "--mesh", "tp=x", "--json")
     assert (code, err) == (2, "")
