@@ -32,7 +32,7 @@ ROOMS = [
     ("booster",),
     ("trainer",),
     ("jax",),
-    ("functional",),
+    ("functional", "monitor"),
     ("testing", "cli"),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

@@ -1,0 +1,149 @@
+"""Progress, loss, throughput and memory of a plain training loop.
+
+Ranks compute together and rank 0 writes: a line to the terminal, a progress bar, TensorBoard.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib._mesh import MeshShape
+from shardlib.errors import InputError
+
+__all__ = ["Monitor"]
+
+
+class Monitor:
+    """Watches a training loop; call `step` on every rank, once after each step of the optimizer.
+
+    Losses are added up on the device and read every `every` steps, so that no step waits for them. These reports are
+    collective: the mean of each value over the data axes, the tokens of all data ranks a second, and the peak of memory
+    of the rank that used most (of its accelerator, or of the process on CPU).
+
+    Args:
+        mesh: the mesh of the model, as `shardlib.mesh` makes it.
+        steps: the number of steps of the loop, for the progress bar.
+        every: steps between reports.
+        tensorboard: a folder for TensorBoard, which needs the extra of that name; None writes none.
+        write: called on rank 0 with the step and its values; by default a line is printed beside the progress bar.
+
+    Raises:
+        InputError: `steps` or `every` is not positive; TensorBoard is not installed.
+
+    >>> import shardlib as sl
+    >>> def show(step, values):
+    ...     print(step, values["loss"])
+    >>> with Monitor(sl.mesh("dp=1"), steps=4, every=2, write=show) as monitor:
+    ...     for step in range(4):
+    ...         monitor.step(loss=torch.tensor(float(step)), tokens=8)
+    2 0.5
+    4 2.5
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        steps: int,
+        *,
+        every: int = 10,
+        tensorboard: str | Path | None = None,
+        write: Callable[[int, dict[str, float]], Any] | None = None,
+    ) -> None:
+        if steps < 1 or every < 1:
+            raise InputError(f"Monitor: steps={steps}, every={every} were given; give positive numbers.")
+        shape = MeshShape.of(mesh)
+        self._groups = [mesh[axis].get_group() for axis in shape.data_axes if shape[axis] > 1]
+        self._data_ranks = shape.data_ranks
+        self._device = torch.device(mesh.device_type)
+        self._is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._every, self._step = every, 0
+        self._board = _board(tensorboard) if tensorboard is not None and self._is_first else None
+        self._write = write or self._print
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        shown = self._is_first and write is None
+        self._bar = Progress(*columns, console=Console(file=sys.stdout), disable=not shown)
+        self._task = self._bar.add_task("train", total=steps)
+        self._begin()
+
+    def step(self, *, tokens: int = 0, **values: torch.Tensor | float) -> None:
+        """Count a step.
+
+        Args:
+            tokens: the tokens (or examples) of this data rank in this step.
+            values: numbers, or tensors of one element, such as loss= and grad_norm=: the same names in every step.
+        """
+        self._step += 1
+        self._tokens += tokens
+        for name, value in values.items():
+            value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            self._sums[name] = self._sums.get(name, 0.0) + full.to(self._device, torch.float64)
+        self._bar.advance(self._task)
+        if self._step % self._every == 0:
+            self._report()
+
+    def _begin(self) -> None:
+        self._sums: dict[str, Any] = {}
+        self._tokens, self._since = 0, time.perf_counter()
+
+    def _report(self) -> None:
+        seconds = time.perf_counter() - self._since
+        numbers = [*self._sums.values(), torch.tensor(float(self._tokens), dtype=torch.float64, device=self._device)]
+        total, most = torch.stack(numbers), torch.tensor(float(_peak_bytes()), device=self._device)
+        for group in self._groups:
+            dist.all_reduce(total, group=group)
+        if dist.is_initialized():
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        if self._is_first:
+            *sums, tokens = total.tolist()
+            values = {name: each / self._every / self._data_ranks for name, each in zip(self._sums, sums, strict=True)}
+            values["steps_per_second"] = self._every / seconds
+            if tokens:
+                values["tokens_per_second"] = tokens / seconds
+            values["peak_gib"] = most.item() / 2**30
+            for name, value in values.items() if self._board is not None else ():
+                self._board.add_scalar(name, value, self._step)
+            self._write(self._step, values)
+        self._begin()
+
+    def _print(self, step: int, values: dict[str, float]) -> None:
+        self._bar.console.print(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+        if self._board is not None:
+            self._board.close()
+
+
+def _board(folder: str | Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError("Monitor(tensorboard=...) needs pip install 'shardlib[tensorboard]'.") from error
+    return SummaryWriter(folder)
+
+
+def _peak_bytes() -> int:
+    """Return the most bytes that this rank's accelerator, or on CPU its process, has used so far."""
+    if torch.accelerator.is_available():
+        return int(torch.accelerator.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

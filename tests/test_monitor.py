@@ -1,0 +1,62 @@
+"""`Monitor`: what a loop reports, of all ranks together, written by the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardlib as sl
+from shardlib.errors import InputError
+from shardlib.monitor import Monitor
+
+
+def _watched(folder: str) -> list[tuple[int, dict[str, float]]]:
+    written: list[tuple[int, dict[str, float]]] = []
+    mesh = sl.mesh("dp=2,tp=2")
+    data = mesh["dp"].get_local_rank()
+    with Monitor(mesh, 4, every=2, tensorboard=folder, write=lambda *one: written.append(one)) as monitor:
+        for step in range(4):
+            monitor.step(loss=torch.tensor(10.0 * data + step), norm=float(step), tokens=3 + data)
+    return written
+
+
+def test_a_report_is_of_all_ranks(ranks, tmp_path: Path):
+    first, *others = ranks(4).run(_watched, str(tmp_path / "logs"))
+    assert others == [[], [], []]
+    assert [(step, values["loss"], values["norm"]) for step, values in first] == [(2, 5.5, 0.5), (4, 7.5, 2.5)]
+    for _, values in first:
+        assert values["tokens_per_second"] == pytest.approx(7 * values["steps_per_second"])  # 3 + 4 tokens a step
+        assert values["peak_gib"] > 0.01
+    assert len(list((tmp_path / "logs").iterdir())) == 1  # one rank writes
+
+
+def _sharded_norm() -> list[float]:
+    norms: list[float] = []
+    torch.manual_seed(0)
+    model = sl.shard_model(nn.Linear(4, 4), mesh := sl.mesh("tp=2"), {"**": "colwise"})
+    model(torch.ones(2, 4)).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with Monitor(mesh, 1, every=1, write=lambda step, values: norms.append(values["norm"])) as monitor:
+        monitor.step(norm=norm)
+    return norms or [float(norm) if dist.get_rank() else 0.0]
+
+
+def test_a_norm_of_sharded_gradients_is_the_global_one(ranks):
+    first, second = ranks(2).run(_sharded_norm)
+    assert first == pytest.approx(second)
+
+
+def test_a_line_is_printed_beside_the_bar(capsys: pytest.CaptureFixture[str]):
+    with Monitor(sl.mesh("dp=1"), steps=2, every=1) as monitor:
+        monitor.step(loss=1.5)
+    assert "step 1: loss 1.5, steps_per_second " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("numbers", [{"steps": 0}, {"steps": 2, "every": 0}])
+def test_numbers_are_positive(numbers: dict[str, int]):
+    with pytest.raises(InputError, match="give positive numbers"):
+        Monitor(sl.mesh("dp=1"), **numbers)
