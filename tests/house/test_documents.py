@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +36,17 @@ def _title(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("document", [page for page in DOCUMENTS if read_page(page).shell], ids=_title)
+# Pages that start several jobs of their own take a quarter of a minute each.
+_SLOW = "debug-hangs", "debug-numbers", "slurm", "ci"
+
+
+def _pages() -> Iterator[Any]:
+    for page in DOCUMENTS:
+        if read_page(page).shell:
+            yield pytest.param(page, id=_title(page), marks=[pytest.mark.deep] if page.stem in _SLOW else [])
+
+
+@pytest.mark.parametrize("document", _pages())
 def test_a_page_does_what_it_says(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its files, then its lines, as a reader who has an empty folder: no seed is set, and there is no group yet."""
     monkeypatch.chdir(tmp_path)
