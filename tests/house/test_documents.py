@@ -46,7 +46,7 @@ def _pages() -> Iterator[Any]:
             yield pytest.param(page, id=_title(page), marks=[pytest.mark.deep] if page.stem in _SLOW else [])
 
 
-@pytest.mark.parametrize("document", _pages())
+@pytest.mark.parametrize("document", list(_pages()))
 def test_a_page_does_what_it_says(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its files, then its lines, as a reader who has an empty folder: no seed is set, and there is no group yet."""
     monkeypatch.chdir(tmp_path)
