@@ -113,8 +113,9 @@ class Monitor:
             if tokens:
                 values["tokens_per_second"] = tokens / seconds
             values["peak_gib"] = most.item() / 2**30
-            for name, value in values.items() if self._board is not None else ():
-                self._board.add_scalar(name, value, self._step)
+            if self._board is not None:
+                for name, value in values.items():
+                    self._board.add_scalar(name, value, self._step)
             self._write(self._step, values)
         self._begin()
 
