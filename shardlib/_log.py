@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 from shardlib.errors import InputError, nearest
 
-__all__ = ["VARIABLE", "log", "set_up", "timed"]
+__all__ = ["log", "set_up", "timed"]
 
-VARIABLE = "SHARDLIB_LOG"
+_VARIABLE = "SHARDLIB_LOG"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 log = logging.getLogger("shardlib")
@@ -45,7 +45,7 @@ def set_up(level: str | None) -> None:
         return
     if level.lower() not in _LEVELS:
         raise InputError(
-            f'{VARIABLE}="{level}" is not a level. Give debug, info, warning or error.{nearest(level, _LEVELS)}'
+            f'{_VARIABLE}="{level}" is not a level. Give debug, info, warning or error.{nearest(level, _LEVELS)}'
         )
     log.setLevel(_LEVELS[level.lower()])
     log.handlers = [each for each in log.handlers if not isinstance(each, _OfRank)] + [_OfRank()]
@@ -63,4 +63,4 @@ def timed(what: str) -> Iterator[None]:
     log.info("%s took %.2f s", what, time.perf_counter() - start)
 
 
-set_up(os.environ.get(VARIABLE) or None)
+set_up(os.environ.get(_VARIABLE) or None)

@@ -9,14 +9,23 @@ import torch
 
 from shardlib.errors import VersionError
 
-__all__ = ["NEWEST", "OLDEST"]
+__all__ = ["NEWEST", "OLDEST", "release"]
 
 OLDEST = (2, 13)  # has what shardlib needs
 NEWEST = (2, 14)  # tested
 
 
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version.
+
+    >>> release("2.13.0+cpu")
+    (2, 13)
+    """
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 def _check(version: str, *, stacklevel: int) -> None:
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    found = release(version)
     oldest, newest = (".".join(map(str, known)) for known in (OLDEST, NEWEST))
     if found < OLDEST:
         raise VersionError(

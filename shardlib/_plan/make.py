@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from shardlib._plan.rows import Row
 from shardlib._plan.units import find_repeated, find_units, unit_of
 from shardlib._plan.value import Plan
 from shardlib.errors import PlanError
-from shardlib.rules import Resolution, Rules, Stage, TensorLayout
+from shardlib.rules import Rules, Stage, TensorLayout
 from shardlib.rules.stages import Weigh, read_stages, resolve_stages
 
 __all__ = ["RulesLike", "Transform", "as_rules", "plan"]
@@ -70,16 +70,17 @@ def plan(
         rows=rows,
         borders=tuple(resolution.borders.values()),
         rules=rule_set,
-        notes=(
-            *(() if stages else _notes(shape, blocks)),
-            *expert_notes(rows, shape),
-            *_idle_axes(shape, rows, resolution),
-        ),
+        notes=(*(() if stages else _notes(shape, blocks)), *expert_notes(rows, shape)),
         blocks=blocks,
         units=units,
         repeated=find_repeated(model),
         stages=stages,
     )
+    idle = [
+        f'Axis "{axis}" ({shape[axis]} ranks) shards nothing: no rule of this model names it.'
+        for axis in made.idle_axes
+    ]
+    made = made.replace(notes=(*made.notes, *idle))
     each = (transforms,) if callable(transforms) else transforms
     if isinstance(each, str) or not isinstance(each, Iterable):
         raise PlanError(
@@ -167,15 +168,6 @@ def _note(tensor: TensorLayout) -> str:
         "frozen" if tensor.kind == "parameter" and not tensor.requires_grad else "",
     ]
     return "; ".join(word for word in words if word)
-
-
-def _idle_axes(mesh: MeshShape, rows: Sequence[Row], resolution: Resolution) -> Iterator[str]:
-    """Name the model axes that no tensor and no module boundary is sharded over."""
-    layouts = [row.compute for row in rows] + [b.layout for b in resolution.borders.values() if b.layout is not None]
-    used = {axis for layout in layouts for axis in layout.axes}
-    for axis in mesh.model_axes:
-        if axis not in used and mesh[axis] > 1:
-            yield f'Axis "{axis}" ({mesh[axis]} ranks) shards nothing: no rule of this model names it.'
 
 
 def _notes(mesh: MeshShape, blocks: Blocks | None) -> tuple[str, ...]:

@@ -60,6 +60,13 @@ class PlanTable:
     def _by_name(self) -> dict[str, Row]:
         return {name: row for row in self.rows for name in row.tied}
 
+    @property
+    def idle_axes(self) -> tuple[str, ...]:
+        """Model axes of several ranks over which no tensor and no module boundary is sharded."""
+        layouts = [row.compute for row in self.rows] + [b.layout for b in self.borders if b.layout is not None]
+        used = {axis for layout in layouts for axis in layout.axes}
+        return tuple(axis for axis in self.mesh.model_axes if axis not in used and self.mesh[axis] > 1)
+
     def unit(self, row: Row) -> str:
         """Return the unit that a row is gathered with, or "" for none, as for a tensor that several units share."""
         return unit_of(row.tied, self._units)

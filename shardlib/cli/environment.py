@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib._store import listening_store
-from shardlib._supported import NEWEST
+from shardlib._supported import NEWEST, release
 
 __all__ = ["environment", "text", "version"]
 
@@ -152,8 +152,7 @@ def _feature(extra: str) -> str:
 def _known() -> list[str]:
     """List what is known to be wrong, or untested, with this combination."""
     found = []
-    torch_version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if torch_version > NEWEST:
+    if release(torch.__version__) > NEWEST:
         found.append(f"torch {torch.__version__} is newer than the versions that were tested.")
     if sys.version_info[:2] != _PYTHON:
         found.append(f"Python {platform.python_version()} is not tested; {'.'.join(map(str, _PYTHON))} is.")

@@ -154,22 +154,19 @@ def _arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[st
     Raises:
         PlanError: forward does not take them.
     """
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    if isinstance(example, Mapping):
-        given = (), dict(example)
-    else:
-        given = (example, {}) if isinstance(example, tuple) else ((example,), {})
+    kwargs = dict(example) if isinstance(example, Mapping) else {}
+    args = example if isinstance(example, tuple) else () if isinstance(example, Mapping) else (example,)
     takes = inspect.signature(model.forward)
     try:
-        takes.bind(*given[0], **given[1])
+        takes.bind(*args, **kwargs)
     except TypeError as error:
-        count = len(given[0]) + len(given[1])
+        count = len(args) + len(kwargs)
         raise PlanError(
             f"The example has {count} input{'' if count == 1 else 's'}, and {type(model).__name__}.forward takes "
             f"{takes}: {error}. Give example= a tuple, or a mapping by name; on the command line, --example NAME=SHAPE "
             "once for each input."
         ) from None
-    return given
+    return args, kwargs
 
 
 def _fake_copy(model: nn.Module, device_type: str) -> nn.Module:

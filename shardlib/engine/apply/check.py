@@ -131,15 +131,12 @@ def _refuse_what_ops_cut_otherwise(rank_plan: RankPlan, row: Row) -> None:
 
 def warn_of_idle_axes(rank_plan: RankPlan) -> None:
     """Warn of a model axis that splits no tensor: its ranks all compute the same."""
-    used = {axis for row in rank_plan.plan.rows for axis in row.compute.axes}
-    used |= {axis for border in rank_plan.plan.borders if border.layout is not None for axis in border.layout.axes}
-    for axis in rank_plan.model_axes:
-        if axis not in used:
-            warnings.warn(
-                f'No rule splits anything over the model axis "{axis}" of mesh "{rank_plan.shape}": its '
-                f"{rank_plan.shape[axis]} ranks compute the same. Name it in a rule, or make it a data axis.",
-                stacklevel=4,
-            )
+    for axis in rank_plan.plan.idle_axes:
+        warnings.warn(
+            f'No rule splits anything over the model axis "{axis}" of mesh "{rank_plan.shape}": its '
+            f"{rank_plan.shape[axis]} ranks compute the same. Name it in a rule, or make it a data axis.",
+            stacklevel=4,
+        )
 
 
 def ranks_agree(
