@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlib._again import is_again
 from shardlib._same_mesh import ranks_ask_for, tell_of
-from shardlib._store import store_of
+from shardlib._store import meeting, store_of
 from shardlib.errors import MeshError, nearest
 
 __all__ = ["AxisKind", "MeshShape", "default_device_type", "device_here", "mesh", "rank_groups", "register_axis"]
@@ -391,6 +391,7 @@ def mesh(
     Raises:
         MeshError: the sizes do not multiply to the number of processes; a timeout that is not positive; ranks that ask
             for different meshes.
+        LaunchError: the ranks did not meet: the port is taken, or some did not come in time.
 
     Example:
         >>> mesh("dp=1,tp=1").mesh_dim_names  # doctest: +SKIP
@@ -484,7 +485,8 @@ def _store(timeout: timedelta | None) -> dict[str, Any]:
     rank, world, host, port = (os.environ.get(name, "") for name in names)
     if dist.is_torchelastic_launched() or not (host and world.isdigit() and port.isdigit() and rank.isdigit()):
         return {}
-    store = store_of(host, int(port), int(rank), int(world), timeout or default_pg_timeout)
+    with meeting(host, int(port), int(rank), int(world)):
+        store = store_of(host, int(port), int(rank), int(world), timeout or default_pg_timeout)
     return {"store": store, "rank": int(rank), "world_size": int(world)}
 
 

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["listening_store", "store_of"]
+from shardlib.errors import LaunchError
+
+__all__ = ["address", "listening_store", "meeting", "store_of"]
+
+
+@contextlib.contextmanager
+def meeting(host: str, port: int, rank: int, world_size: int) -> Iterator[None]:
+    """Raise `LaunchError` if ranks do not meet at this address."""
+    try:
+        yield
+    except (dist.DistError, OSError) as fault:
+        raise LaunchError(
+            f"Rank {rank} of {world_size} did not meet the others at {address(host, port)}: {fault}\nIs rank 0 "
+            "started, and on that host? Do all ranks name the same host, port and world_size? Is the port free there?"
+        ) from fault
+
+
+def address(host: str, port: int) -> str:
+    """Return how an address is written.
+
+    >>> address("::1", 29500)
+    '[::1]:29500'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def store_of(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from shardlib._store import store_of
+from shardlib._store import address, meeting, store_of
 from shardlib.booster.config import Config
 from shardlib.errors import LaunchError, nearest
 
@@ -399,24 +399,13 @@ def _device(asked: Launched) -> torch.device:
 
 
 def _meet(asked: Launched, limit: timedelta | None) -> None:
-    try:
-        if _is_the_agents(asked):
-            # torchrun's agent listens there already; torch knows how to join it, also after a restart.
-            dist.init_process_group(
-                asked.backend,
-                init_method="env://",
-                rank=asked.rank,
-                world_size=asked.world_size,
-                timeout=limit,
-            )
-            return
-        store = store_of(asked.host, asked.port, asked.rank, asked.world_size, limit or default_pg_timeout)
-        dist.init_process_group(asked.backend, store=store, rank=asked.rank, world_size=asked.world_size, timeout=limit)
-    except (dist.DistError, OSError) as fault:
-        raise LaunchError(
-            f"Rank {asked.rank} of {asked.world_size} did not meet the others at {_address(asked)}: {fault}\nIs rank 0 "
-            "started, and on that host? Do all ranks name the same host, port and world_size? Is the port free there?"
-        ) from fault
+    # torchrun's agent listens there already; torch knows how to join it, also after a restart.
+    at: dict[str, Any] = {"init_method": "env://"}
+    with meeting(asked.host, asked.port, asked.rank, asked.world_size):
+        if not _is_the_agents(asked):
+            waits = limit or default_pg_timeout
+            at = {"store": store_of(asked.host, asked.port, asked.rank, asked.world_size, waits)}
+        dist.init_process_group(asked.backend, rank=asked.rank, world_size=asked.world_size, timeout=limit, **at)
 
 
 def _is_the_agents(asked: Launched) -> bool:
@@ -462,9 +451,9 @@ def _started(joined: Launched, *, verbose: bool) -> Launched:
     _JOINED[world] = joined
     if verbose and joined.rank == 0:
         ranks = "1 rank" if joined.world_size == 1 else f"{joined.world_size} ranks"
+        where = address(joined.host, joined.port)
         print(
-            f"shardlib: {ranks} met at {_address(joined)}, on {joined.device.type}, over {joined.backend}, seed "
-            f"{joined.seed}.",
+            f"shardlib: {ranks} met at {where}, on {joined.device.type}, over {joined.backend}, seed {joined.seed}.",
             file=sys.stderr,
         )
     return joined
@@ -475,7 +464,3 @@ def _seed(seed: int) -> None:
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _address(job: Launched) -> str:
-    return f"[{job.host}]:{job.port}" if ":" in job.host else f"{job.host}:{job.port}"

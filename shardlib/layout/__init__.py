@@ -3,9 +3,22 @@ specs."""
 
 from __future__ import annotations
 
+from torch.distributed.tensor import Replicate, Shard
+
 from shardlib.layout._dims import Dim, Factor
 from shardlib.layout._layout import Layout
 from shardlib.layout._shard_spec import ShardSpec, shard_spec
 from shardlib.layout._transition import Collective, cost, transition
 
-__all__ = ["Collective", "Dim", "Factor", "Layout", "ShardSpec", "cost", "shard_spec", "transition"]
+__all__ = [
+    "Collective",
+    "Dim",
+    "Factor",
+    "Layout",
+    "Replicate",
+    "Shard",
+    "ShardSpec",
+    "cost",
+    "shard_spec",
+    "transition",
+]

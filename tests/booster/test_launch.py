@@ -206,12 +206,17 @@ def test_ranks_that_do_not_come_are_waited_for_as_long_as_was_said(port: int):
     assert not dist.is_initialized()
 
 
-def test_a_port_that_is_taken_is_an_error_of_ours():
+def test_a_port_that_is_taken_is_an_error_of_ours(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        with pytest.raises(LaunchError, match=r"Rank 0 of 1 did not meet(.|\n)*Is the port free there\?"):
-            launch(0, 1, "127.0.0.1", taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        for joins in (lambda: launch(0, 1, "127.0.0.1", port), lambda: sl.mesh("dp=1")):
+            with pytest.raises(LaunchError, match=r"Rank 0 of 1 did not meet(.|\n)*Is the port free there\?"):
+                joins()
+    assert not dist.is_initialized()
 
 
 NUMBERS: dict[str, Any] = {"rank": 0, "world_size": 1, "host": "localhost", "port": 29500}
