@@ -98,6 +98,7 @@ torch.__version__ = TorchVersion("9.1.0")
 said = []
 warnings.showwarning = lambda message, category, file, line, *_: said.append(f"{file} {category.__name__} {message}")
 import shardlib
+everything = [getattr(shardlib, name) for name in shardlib.__all__]
 after = state()
 unwanted = {"jax", "optax", "transformers", "torchvision", "hypothesis", "pytest"}
 unwanted |= {"shardlib.jax", "shardlib.functional", "shardlib.testing", "shardlib.cli"}
@@ -124,6 +125,13 @@ def test_importing_shardlib_looks_at_torchs_version_changes_nothing_and_brings_n
     assert "Report what goes wrong" in warned
     assert after == before
     assert unwanted == [] and not with_hypothesis
+
+
+def test_import_shardlib_alone_waits_for_no_module_that_is_not_used_yet():
+    """DTensor, with sympy behind it, takes as long to import as torch."""
+    probe = "import sys, torch; before = set(sys.modules); import shardlib; print(*sorted(set(sys.modules) - before))"
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=source.ROOT)
+    assert run.stdout.split() == ["lazy_loader", "shardlib", "shardlib._supported", "shardlib.errors"], run.stderr
 
 
 def test_the_versions_of_torch_are_the_same_everywhere():

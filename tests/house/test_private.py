@@ -217,14 +217,15 @@ def test_what_is_imported_late_is_looked_for_at_the_first_use(use: Callable[[], 
 PROBE = """
 import torch
 del torch._C._current_graph_task_id
+import shardlib
 try:
-    import shardlib
+    shardlib.shard_model
 except ImportError as error:
     print(type(error).__name__, error)
 """
 
 
-def test_importing_shardlib_looks_for_private_names():
+def test_the_first_use_of_shardlib_looks_for_private_names():
     fresh = {"PATH": os.environ["PATH"]}
     run = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, cwd=source.ROOT, env=fresh)
     wanted = f"VersionError torch {torch.__version__} is installed and has no torch._C._current_graph_task_id, "
