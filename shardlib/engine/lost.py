@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib.engine import _torch, agree
+from shardlib.engine.transport import Transport
 from shardlib.errors import LostRankError
 
 __all__ = ["all_say", "leave", "meet", "naming_lost_ranks", "naming_lost_ranks_in_backward", "watch_forward"]
@@ -69,6 +70,8 @@ def naming_lost_ranks(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def named(*args: P.args, **kwargs: P.kwargs) -> R:
+            if _interrupted:
+                _interrupted.pop().compare(phase)
             try:
                 return function(*args, **kwargs)
             except Exception as error:
@@ -98,10 +101,69 @@ def naming_lost_ranks_in_backward(function: Callable[P, R]) -> Callable[P, R]:
     return named
 
 
-@naming_lost_ranks("forward")
-def watch_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a model, and raise `LostRankError` for ranks that are lost meanwhile. Hooks see no errors."""
-    return forward(*args, **kwargs)
+def watch_forward(ranks: Collection[int]) -> Callable[..., Any]:
+    """Return a wrapper of a model's forward that raises `LostRankError` for ranks that are lost meanwhile.
+
+    If the forward raises and the user goes on, the next phase of this rank finds out whether all ranks have raised at
+    the same place. Otherwise the collectives of this rank would meet those of an earlier forward on the other ranks.
+
+    Args:
+        ranks: the global ranks that take part in collectives of the forward.
+    """
+
+    @naming_lost_ranks("forward")
+    def watched(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = Transport.calls
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error:
+            job = _job_members()
+            if job is not None and len(ranks) > 1 and not _is_about_a_peer(error):
+                raised = f"{type(error).__name__}: {error}"
+                _interrupted[:] = [_Interrupted(job, ranks, raised, Transport.calls - before)]
+            raise
+
+    return watched
+
+
+@dataclass(frozen=True)
+class _Interrupted:
+    """A forward that raised on this rank.
+
+    Attributes:
+        job: the ranks that train together.
+        ranks: those of them that take part in its collectives.
+        raised: the exception.
+        calls: the number of collectives of parameters that this rank had begun in it.
+    """
+
+    job: _JobMembers
+    ranks: Collection[int]
+    raised: str
+    calls: int
+
+    def compare(self, phase: str) -> None:
+        """Wait up to ten seconds for the other ranks to come to a next phase after a forward that raised.
+
+        Raises:
+            LostRankError: some did not, or had begun another number of collectives.
+        """
+        if self.job is not _job_members():
+            return
+        self.job.interruptions += 1
+        if not all_say(f"interrupted/{self.job.interruptions}", str(self.calls), self.ranks):
+            leave()
+            rank, others = self.job.rank, ", ".join(str(rank) for rank in self.ranks if rank != self.job.rank)
+            message = (
+                f"Rank {rank} raised {self.raised} in a forward, and its script went on. Ranks {others} take part in "
+                "collectives of that forward, and did not raise at the same place: they have been told. End the ranks, "
+                "start the job again, and load the last checkpoint. Then let all ranks raise, or none: exchange before "
+                "the forward whether a batch can be used."
+            )
+            raise LostRankError(message, (rank,), phase)
+
+
+_interrupted: list[_Interrupted] = []  # at most one
 
 
 def _raise_if_lost(error: Exception, phase: str) -> None:
@@ -280,6 +342,7 @@ class _JobMembers:
         self.rank = dist.get_rank()
         self.members = {member.rank: member for member in members}
         self.ranks = sorted({*self.members, *ranks})
+        self.interruptions = 0  # forwards of this rank that raised, and after which it went on
         self._token = token
 
     def store(self) -> _StoreClient:

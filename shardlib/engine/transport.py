@@ -121,6 +121,7 @@ class Transport(ABC):
         takes_uneven: whether blocks may differ in size.
     """
 
+    calls: ClassVar[int] = 0  # of all transports of this process
     name: ClassVar[str]
     takes_uneven: ClassVar[bool]
 
@@ -133,7 +134,8 @@ class Transport(ABC):
         self.count = len(self.ranks)
 
     def note(self, kind: str, carries: Iterable[Movement]) -> None:
-        """Record a call, while calls are recorded; and let ranks compare it."""
+        """Count a call; record it, while calls are recorded; and let ranks compare it."""
+        Transport.calls += 1
         if self.compare is None and self.log is None:
             return
         carries = tuple(carries)

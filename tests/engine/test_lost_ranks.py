@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardlib as sl
-from shardlib import MeshShape, checkpoint
+from shardlib import MeshShape, checkpoint, testing
 from shardlib.checkpoint import _save
 from shardlib.engine import _torch, agree, lost
 from shardlib.engine.executor.bucket import Bucket
@@ -267,6 +268,37 @@ def test_a_rank_that_raised_is_named_with_what_it_raised(tmp_path: Path):
     (told,) = _lose(tmp_path, _case("dp=2,tp=1", 2), Fault("forward", how="raise")).values()
     assert told["ranks"] == [1] and told["seconds"] < _SECONDS
     assert "has ended, after it raised ZeroDivisionError: a mistake." in told["message"]
+
+
+def _forward_after_one_that_raised(model: nn.Module, where: tuple[int | None, ...]) -> str:
+    """Raise in front of a block, catch it, and call the model again; `where` has one block for each rank."""
+    block, x = where[dist.get_rank()], torch.ones(2, 4)
+    raising = model[block].register_forward_pre_hook(lambda *_: 1 // 0) if block is not None else None  # type: ignore[index]
+    try:
+        with contextlib.suppress(ZeroDivisionError):
+            model(x)
+        if raising is not None:
+            raising.remove()
+        return str(model(x).shape)
+    except LostRankError as error:
+        return str(error)
+
+
+def _forwards_that_raise(*cases: tuple[int | None, ...]) -> list[str]:
+    lost._AGREEMENT_TIMEOUT = 1.0
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    model = sl.shard_model(blocks, sl.mesh("dp=2", timeout=_CHOSEN), {"**": None}, transforms=[sl.zero(3)])
+    return [_forward_after_one_that_raised(model, where) for where in cases]
+
+
+@pytest.mark.parametrize("other", [None, 2])
+def test_a_rank_that_catches_what_its_forward_raised_goes_on_only_with_the_others(other: int | None):
+    with testing.ranks(2) as pool:
+        first, second = pool.run(_forwards_that_raise, (1, 1), (other, 0))
+    assert first[0] == second[0] == "torch.Size([2, 4])"  # all raised at the same place
+    assert second[1].startswith("Rank 1 raised ZeroDivisionError: ")
+    assert "script went on. Ranks 0 take part in collectives" in second[1]
+    assert "raised ZeroDivisionError" in first[1] and "while others waited for it" in first[1] or other is not None
 
 
 def test_a_rank_that_stands_still_is_named_when_the_chosen_time_is_over(tmp_path: Path):

@@ -78,7 +78,7 @@ def wrap_calls(
         unshard_in_modules(units) if units is not None else {},
         wait_in_modules(updates, runtime.deferred) if updates is not None else {},
         recompute(recomputed),
-        {"": watch_forward} if check else {},
+        {"": watch_forward(rank_plan.ranks_of_forward)} if check else {},
         {} if plain else dict.fromkeys(["", *(units.units if units is not None else ())], run_eagerly),
     )
     if not plain and _torch.compiled_call(model) is not None:

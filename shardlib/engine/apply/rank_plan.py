@@ -116,6 +116,14 @@ class RankPlan:
         """The mesh of the model axes, on which regions compute."""
         return self.mesh[self.model_axes] if self.model_axes else None
 
+    @cached_property
+    def ranks_of_forward(self) -> tuple[int, ...]:
+        """The global ranks that take part in the collectives of this rank's forward."""
+        unsharded = (one.collectives for one in self.plan.movements() if one.purpose == "parameters, forward")
+        over = {axis for steps in unsharded for step in steps for axis in step.axes} | set(self.compute_axes)
+        axes = tuple(axis for axis in self.shape.names if axis in over)
+        return tuple(self.mesh[axes].mesh.flatten().tolist()) if axes else (dist.get_rank(),)
+
     @property
     def root_mesh(self) -> DeviceMesh | None:
         """The mesh on which the whole model computes on DTensors; None if only some modules do, or none."""
