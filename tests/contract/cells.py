@@ -42,19 +42,20 @@ class Cells:
 
     def _parts(self, module: str, kind: str) -> dict[str, list[Part] | Finding]:
         if (module, kind) not in self.played:
-            names, noticed, alone = _divided(module, kind)
-            found = self._together(module, names, kind) | self._noticed(module, noticed, kind)
+            names, apart, noticed, alone = _divided(module, kind)
+            found = self._together(module, names, kind)
+            found |= self._each(module, apart, kind) | self._each(module, noticed, kind, check="always")
             with ThreadPoolExecutor(_AT_ONCE) as threads:  # they wait, most of the time
-                apart = threads.map(lambda name: self._on_ranks_of_its_own(module, name, kind), alone)
-                self.played[module, kind] = found | dict(zip(alone, apart, strict=True))
+                waiting = threads.map(lambda name: self._on_ranks_of_its_own(module, name, kind), alone)
+                self.played[module, kind] = found | dict(zip(alone, waiting, strict=True))
         return self.played[module, kind]
 
-    def _noticed(self, module: str, names: list[str], kind: str) -> dict[str, list[Part] | Finding]:
-        """Run habits with `check="always"`, one after the other."""
+    def _each(self, module: str, names: list[str], kind: str, check: Any = True) -> dict[str, list[Part] | Finding]:
+        """Run habits one after the other."""
         found: dict[str, list[Part] | Finding] = {}
         for name in names:
             try:
-                found |= self._play(module, [name], kind, _ALONE, check="always")
+                found |= self._play(module, [name], kind, _ALONE, check=check)
             except Apart as apart:
                 found[name] = apart.finding
         return found
@@ -96,16 +97,17 @@ class Cells:
         return {name: list(parts) for name, parts in zip(names, zip(*by_rank, strict=True), strict=True)}
 
 
-def _divided(module: str, kind: str) -> tuple[list[str], list[str], list[str]]:
-    """Return the habits that run together, those with `check="always"`, and those that end ranks and run alone."""
+def _divided(module: str, kind: str) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Return the habits that run together, by themselves, with `check="always"`, and on ranks of their own."""
     habits = [habit for habit in habits_of(module) if kind in habit.kinds or kind not in KINDS]
     for what, other in _OTHERS.items():
         if kind == other:
             habits = [habit for habit in habits if any(v.what == what for v in habit.declared.values())]
     verdicts = {habit.name: habit.verdict(kind) for habit in habits}
-    alone = [name for name, verdict in verdicts.items() if verdict.alone]
+    apart = [name for name, verdict in verdicts.items() if verdict.apart]
     noticed = [name for name, verdict in verdicts.items() if verdict.what == "noticed"]
-    return [name for name in verdicts if name not in (*alone, *noticed)], noticed, alone
+    alone = [name for name, verdict in verdicts.items() if verdict.alone]
+    return [name for name in verdicts if name not in (*apart, *noticed, *alone)], apart, noticed, alone
 
 
 def wrong(habit: Habit, kind: str, found: Finding) -> str:

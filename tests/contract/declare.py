@@ -53,7 +53,8 @@ class Verdict:
 
     what: str
     how: str = ""
-    alone: bool = False  # it is run alone: it ends ranks, or they wait for each other
+    apart: bool = False  # it is run by itself: some ranks raise, and others do not
+    alone: bool = False  # it is run on ranks of its own: it ends ranks, or they wait for each other
     until: str = ""  # the version of torch that mends it
 
 
@@ -80,9 +81,12 @@ def refused(kinds: str, message: str) -> Callable[[Any], Any]:
     return _declare(kinds, Verdict("refused", message))
 
 
-def refused_on_some_ranks(kinds: str, message: str) -> Callable[[Any], Any]:
-    """Declare that shardlib refuses the habit on some ranks; others raise another error, go on, or wait for them."""
-    return _declare(kinds, Verdict("refused", message, alone=True))
+def refused_on_some_ranks(kinds: str, message: str, *, alone: bool = False) -> Callable[[Any], Any]:
+    """Declare that shardlib refuses the habit on some ranks; others raise another error, or go on.
+
+    `alone`: others wait for them.
+    """
+    return _declare(kinds, Verdict("refused", message, apart=not alone, alone=alone))
 
 
 def noticed(kinds: str, message: str) -> Callable[[Any], Any]:
@@ -100,12 +104,12 @@ def as_microbatches(why: str) -> Callable[[Any], Any]:
     return _declare("pp", Verdict("microbatches", why))
 
 
-def own_part(kinds: str, why: str, *, alone: bool = False) -> Callable[[Any], Any]:
+def own_part(kinds: str, why: str, *, apart: bool = False, alone: bool = False) -> Callable[[Any], Any]:
     """Declare that each rank acts on the part of the model that it holds, and not on the model, with the reason.
 
-    `alone`: some ranks raise, and others do not.
+    `apart`: some ranks raise, and others do not. `alone`: others wait for them.
     """
-    return _declare(kinds, Verdict("own part", why, alone))
+    return _declare(kinds, Verdict("own part", why, apart, alone))
 
 
 def broken(kinds: str, what: str, *, alone: bool = False, until: str = "") -> Callable[[Any], Any]:
@@ -114,7 +118,7 @@ def broken(kinds: str, what: str, *, alone: bool = False, until: str = "") -> Ca
     `alone`: ranks end, wait for each other, or do different things, so that no other habit can be run beside this one.
     `until`: the version of torch that mends it.
     """
-    return _declare(kinds, Verdict("broken", what, alone, until))
+    return _declare(kinds, Verdict("broken", what, alone=alone, until=until))
 
 
 def everywhere(habit: Any) -> Any:

@@ -71,7 +71,7 @@ def call_modules_one_by_one(run: Run, model: Any):
 
 
 @everywhere
-@own_part("pp", OTHER_STAGE, alone=True)
+@own_part("pp", OTHER_STAGE, apart=True)
 def call_one_block(run: Run, model: Any):
     """Call one block alone, and train it."""
     optimizer = torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
@@ -84,7 +84,7 @@ def call_one_block(run: Run, model: Any):
 
 
 @everywhere
-@own_part("pp", OTHER_STAGE, alone=True)
+@own_part("pp", OTHER_STAGE, apart=True)
 @refused("zero(3), fsdp x tp", "that is stored in shards, and a plain tensor of shape")
 def call_one_layer(run: Run, model: Any):
     """Call one split layer alone."""
@@ -93,7 +93,7 @@ def call_one_layer(run: Run, model: Any):
     return run.rows(out), run.gradients(model)
 
 
-@own_part("pp", OTHER_STAGE, alone=True)
+@own_part("pp", OTHER_STAGE, apart=True)
 @refused("zero(3), fsdp x tp", "that is stored in shards, and a plain tensor of shape")
 def use_a_weight_directly(run: Run, model: Any):
     """Use a weight outside of its module, in `F.linear`."""
@@ -293,7 +293,7 @@ def fill_a_list(run: Run):
     return [run.rows(h) for h in hidden], run.gradients(model)
 
 
-@own_part("pp", OTHER_STAGE, alone=True)
+@own_part("pp", OTHER_STAGE)
 def fill_a_dict_of_the_model(run: Run):
     """Write activations into a dict of the model in forward."""
 
@@ -908,7 +908,7 @@ def shard_under_no_grad(run: Run):
 
 
 @noticed("tp, zero(3), fsdp x tp", "Ranks do different things:")
-@refused_on_some_ranks("pp", "Call shardlib.pipeline_step")
+@refused_on_some_ranks("pp", "Call shardlib.pipeline_step", alone=True)
 def evaluate_on_one_rank(run: Run, model: Any):
     """Evaluate on the first rank only."""
     optimizer = run.optimizer(model)

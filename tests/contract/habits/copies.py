@@ -54,7 +54,7 @@ def deepcopy_as_a_teacher(run: Run, model: Any):
     return run.weights(model), run.weights(teacher)
 
 
-@own_part("pp", OTHER_STAGE, alone=True)
+@own_part("pp", OTHER_STAGE)
 @refused("fsdp x tp", "was given DTensors on two meshes")
 @refused("zero(3)", "that is stored in shards, and a plain tensor of shape")
 def deepcopy_a_block(run: Run, model: Any):
@@ -64,7 +64,7 @@ def deepcopy_a_block(run: Run, model: Any):
         return run.rows(block(nn.functional.pad(run.batch(), (0, 2))))
 
 
-@own_part("pp", OTHER_STAGE, alone=True)
+@own_part("pp", OTHER_STAGE)
 def deepcopy_a_weight(run: Run, model: Any):
     """Copy one parameter by `deepcopy`."""
     return copy.deepcopy(model.blocks[0].up.weight).detach()

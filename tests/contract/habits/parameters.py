@@ -185,7 +185,7 @@ def swap_data_of_two_parameters(run: Run, model: Any):
     return run.trained(model)
 
 
-@own_part("pp", OTHER_STAGE, alone=True)
+@own_part("pp", OTHER_STAGE, apart=True)
 def read_single_elements(run: Run, model: Any):
     """Read single weights by index and `item()`."""
     return [model.blocks[0].up.weight[9, 3].item(), model.blocks[0].down.weight[3, 9].item()]
@@ -454,7 +454,7 @@ def alternate_frozen_halves(run: Run, model: Any):
 
 
 @everywhere
-@own_part("pp", "a stage names a parameter by the first of its own modules that has it", alone=True)
+@own_part("pp", "a stage names a parameter by the first of its own modules that has it")
 def tie_before_sharding(run: Run):
     """Tie two weights before sharding."""
     model = run.model()
@@ -462,7 +462,7 @@ def tie_before_sharding(run: Run):
     return run.trained(run.shard(model))
 
 
-@refused_on_some_ranks("pp", "gets another place, and ")
+@refused_on_some_ranks("pp", "gets another place, and ", alone=True)
 @refused("zero(3), fsdp x tp", "and another tensor stands in its place")
 def tie_after_sharding(run: Run, model: Any):
     """Tie two weights after sharding."""
