@@ -112,6 +112,7 @@ def compile_blocks(
         report.eager |= {name: reason for name in blocks if module == name or module.startswith(f"{name}.")}
     blocks = {name: block for name, block in blocks.items() if name not in report.eager}
     if blocks:
+        _torch.compile_again_for_new_hooks()
         _torch.give_fused_splits_real_offsets()
         _torch.keep_compiler_out_of("shardlib.engine.ops")
     compiler = _compiler(backend, data_rank) if blocks and backend is not None else backend

@@ -6,9 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch.torch_version import TorchVersion
-
 from shardlib import testing
 from tests.contract.declare import Habit, habits_of
 from tests.contract.harness import DDP, KINDS, MICRO, ONE, Apart, Finding, Part, compare, kind_of, play
@@ -115,8 +112,6 @@ def wrong(habit: Habit, kind: str, found: Finding) -> str:
     declared = habit.verdict(kind)
     if declared.what == "broken":
         # A rank that raised lets the others wait until they say that it is lost.
-        if declared.until and TorchVersion(torch.__version__) >= declared.until:
-            return "" if found.what == "same" else f"{habit.name} on {kind}: mended by this torch, found {found}"
         mended = found.what == "same" or (found.what == "refused" and "LostRankError" not in found.how)
         return f"{habit.name} on {kind}: declared as broken, and mended: {found}" if mended else ""
     if declared.what == "own part":

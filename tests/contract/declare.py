@@ -55,7 +55,6 @@ class Verdict:
     how: str = ""
     apart: bool = False  # it is run by itself: some ranks raise, and others do not
     alone: bool = False  # it is run on ranks of its own: it ends ranks, or they wait for each other
-    until: str = ""  # the version of torch that mends it
 
 
 @dataclass(frozen=True)
@@ -112,13 +111,12 @@ def own_part(kinds: str, why: str, *, apart: bool = False, alone: bool = False) 
     return _declare(kinds, Verdict("own part", why, apart, alone))
 
 
-def broken(kinds: str, what: str, *, alone: bool = False, until: str = "") -> Callable[[Any], Any]:
+def broken(kinds: str, what: str, *, alone: bool = False) -> Callable[[Any], Any]:
     """Declare a mistake that is known; once it is mended, the test fails until this declaration is gone.
 
     `alone`: ranks end, wait for each other, or do different things, so that no other habit can be run beside this one.
-    `until`: the version of torch that mends it.
     """
-    return _declare(kinds, Verdict("broken", what, alone=alone, until=until))
+    return _declare(kinds, Verdict("broken", what, alone=alone))
 
 
 def everywhere(habit: Any) -> Any:

@@ -37,11 +37,13 @@ _dynamo = private_when_used(
     "torch._dynamo.exc.TorchDynamoException",
     "torch._dynamo.exc.FailOnRecompileLimitHit",
     "torch._dynamo.error_on_graph_break",
+    "torch._dynamo.config.skip_nnmodule_hook_guards",
     why="to keep the compiler out of sharding decisions, and to run a block eagerly that it cannot compile",
     without="blocks cannot be compiled; pass compile=None to shard_model",
 )
 
 __all__ = [
+    "compile_again_for_new_hooks",
     "compile_errors",
     "compiler_is_off",
     "constant_in_graphs",
@@ -107,6 +109,12 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def compile_again_for_new_hooks() -> None:
+    """Let dynamo notice hooks that a module gets after its first call. Torch 2.13 runs the old graph, without them."""
+    _dynamo()
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
 def keep_compiler_out_of(package: str) -> None:

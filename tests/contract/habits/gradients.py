@@ -428,7 +428,6 @@ def full_backward_hook(run: Run, model: Any):
 
 @everywhere
 @refused_in_pipelines
-@broken("compiled", "differs, no rank has in, out", until="2.14")
 def full_backward_hook_of_a_split_layer(run: Run, model: Any):
     """Record what `register_full_backward_hook` of a linear layer is given."""
     seen: dict[str, Any] = {}
