@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardlib._again import is_again
 from shardlib._same_mesh import ranks_ask_for, tell_of
 from shardlib._store import store_of
-from shardlib.errors import MeshError, nearest
+from shardlib.errors import MeshError, nearest, short_traceback
 
 __all__ = ["AxisKind", "MeshShape", "default_device_type", "device_here", "mesh", "rank_groups", "register_axis"]
 
@@ -366,6 +366,7 @@ class MeshShape:
 MeshLike = str | Mapping[str, int] | MeshShape | DeviceMesh
 
 
+@short_traceback
 def mesh(
     spec: MeshLike | None = None,
     *,

@@ -87,7 +87,8 @@ class Peers:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 where = f" (on rank {rank})" if self.size > 1 else ""
-                raise CheckpointError(f"{_capital(self.doing)} failed{where}: {failure}") from mine
+                said = isinstance(mine, CheckpointError) and str(mine) == failure  # its traceback says no more
+                raise CheckpointError(f"{_capital(self.doing)} failed{where}: {failure}") from None if said else mine
 
 
 def described(error: Exception) -> str:

@@ -31,7 +31,7 @@ from shardlib.checkpoint._optimizer import describe, joined, known, optimizer_it
 from shardlib.checkpoint._peers import Peers, peers
 from shardlib.checkpoint._share import Source, agreed, file_groups, packed, sources, turns, written_by
 from shardlib.checkpoint._values import encode
-from shardlib.errors import CheckpointError, nearest
+from shardlib.errors import CheckpointError, nearest, short_traceback
 
 __all__ = ["Saving", "check_objects", "save", "shardlib_version", "wait_for_saving"]
 
@@ -98,6 +98,7 @@ def wait_for_saving() -> None:
         _last.pop().wait()
 
 
+@short_traceback
 def save(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,

@@ -1,0 +1,49 @@
+"""What a user sees of an error or a warning: the line of the call, and the message."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from shardlib.errors import ShardlibError
+
+
+def _shrink(plan: sl.Plan) -> sl.Plan:
+    return plan | sl.fsdp(axis="rows")
+
+
+def _forward() -> None:
+    sl.shard_model(nn.Linear(8, 8), "dp=1,tp=1", {"**": "colwise"})(torch.zeros(2, 8, device="meta"))
+
+
+_BAD_CALLS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "shard_model": (lambda: sl.shard_model(nn.Linear(8, 8), "tp=1", {"**": "colwize"}), ["<lambda>", "call"]),
+    "plan": (
+        lambda: sl.plan(nn.Linear(8, 8), "dp=2", {"**": None}, transforms=[_shrink]),
+        ["<lambda>", "call", "_shrink"],
+    ),
+    "mesh": (lambda: sl.mesh("dp=64"), ["<lambda>", "call"]),
+    "save": (lambda: sl.save("here", nn.Linear(8, 8), weights="all"), ["<lambda>", "call"]),
+    "load": (lambda: sl.load("nowhere", nn.Linear(8, 8)), ["<lambda>", "call"]),
+    "forward": (_forward, ["_forward", "_wrapped_call_impl", "named"]),
+}
+
+
+@pytest.mark.parametrize("name", _BAD_CALLS)
+def test_a_traceback_goes_from_the_users_lines_to_the_message(name: str, caplog: pytest.LogCaptureFixture):
+    """All frames are there at level debug; no second traceback says the same in either case."""
+    call, frames = _BAD_CALLS[name]
+    with pytest.raises(ShardlibError) as short:
+        call()
+    assert [each.name for each in traceback.extract_tb(short.value.__traceback__)][1:] == frames
+    with caplog.at_level(logging.DEBUG, logger="shardlib"), pytest.raises(ShardlibError) as full:
+        call()
+    assert len(traceback.extract_tb(full.value.__traceback__)) > len(frames) + 1
+    assert "".join(traceback.format_exception(short.value)).count("Traceback") == 1
