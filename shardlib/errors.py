@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import logging
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -31,6 +33,7 @@ __all__ = [
     "printable",
     "refuse",
     "short_traceback",
+    "warn",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -206,6 +209,24 @@ def hide_frames(error: ShardlibError) -> None:
         while entry.tb_next is not None and _is_internal(entry.tb_next.tb_frame):
             entry.tb_next = entry.tb_next.tb_next
         entry = entry.tb_next
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's code that called shardlib, whatever frames of shardlib and torch are in between.
+
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     warn("No rule names the axis.")
+    >>> str(caught[0].message)
+    'No rule names the axis.'
+    """
+    frame = inspect.currentframe()
+    assert frame is not None  # as in CPython
+    while _is_internal(frame) and frame.f_back is not None:
+        frame = frame.f_back
+    seen = frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__")
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, name, seen)
 
 
 def _is_internal(frame: FrameType) -> bool:

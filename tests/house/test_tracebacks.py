@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import logging
 import traceback
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.errors import ShardlibError
+from tests.house import source
 
 
 def _shrink(plan: sl.Plan) -> sl.Plan:
@@ -47,3 +50,23 @@ def test_a_traceback_goes_from_the_users_lines_to_the_message(name: str, caplog:
         call()
     assert len(traceback.extract_tb(full.value.__traceback__)) > len(frames) + 1
     assert "".join(traceback.format_exception(short.value)).count("Traceback") == 1
+
+
+def test_a_warning_names_the_users_line():
+    with pytest.warns(sl.layouts.SuggestedLayoutWarning) as caught:
+        sl.plan(nn.Sequential(nn.Linear(8, 8)), "tp=2")
+    (warning,) = caught
+    lines, first = inspect.getsourcelines(test_a_warning_names_the_users_line)
+    assert warning.filename == __file__
+    assert "sl.plan(" in lines[warning.lineno - first]
+
+
+def test_every_warning_goes_through_one_function():
+    uses = [
+        module
+        for module, tree in source.modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("warnings.warn", "warnings.warn_explicit")
+    ]
+    assert uses == ["shardlib.errors"]
+    assert not [module for module in source.modules() for _, name in source.imports(module) if "warnings.warn" in name]
