@@ -120,6 +120,7 @@ def load(
     given = _paths.given(path, "load")
     everyone = peers(f'loading "{given}"', timeout)
     everyone.run("check arguments", lambda: _check(model, optimizer, verify))
+    everyone.compare(path=str(given), weights=weights, strict=strict, cast=cast, random=random, verify=verify)
     folder, text = everyone.first("read manifest", lambda: found(given))
     with ExitStack() as keep:
         source = everyone.run("read manifest", lambda: opened(keep, Path(str(folder)), text, model, names, transpose))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib._log import timed
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, by_rank
 
 __all__ = ["Lost", "Peers", "peers"]
 
@@ -67,6 +67,21 @@ class Peers:
     def exchange(self, phase: str, mine: Any) -> list[Any]:
         """Return every rank's value, serialized as JSON, in the order of ranks."""
         return [json.loads(json.dumps(mine))]
+
+    def compare(self, **given: Any) -> None:
+        """Compare the arguments that every rank gives the same.
+
+        Raises:
+            CheckpointError: ranks gave different ones, which are shown; on every rank.
+        """
+        every = self.exchange("compare arguments", {name: repr(value) for name, value in given.items()})
+        for name in given:
+            values = [theirs[name] for theirs in every]
+            if len(set(values)) > 1:
+                raise CheckpointError(
+                    f"{_capital(self.doing)} failed: ranks gave different values of {name}.\n"
+                    f"{by_rank(enumerate(values))}\nGive the same on every rank. Nothing was written or changed."
+                )
 
     def send(self, tensor: torch.Tensor, to: int) -> Callable[[], None]:
         """Start to send a contiguous CPU tensor to a rank that receives one of the same shape; a call waits for it."""

@@ -116,12 +116,16 @@ def save(
 ) -> Saving:
     """Save a model, sharded or not, and what belongs to its training. Collective: every rank calls it.
 
-    The folder appears at `path` when it is complete, or not at all. An existing checkpoint is replaced once the new one
-    is complete. Each tensor is written once, by the ranks that hold its shards.
+    The folder appears at `path` when it is complete, or not at all. Each tensor is written once, by the ranks that hold
+    its shards.
+
+    A checkpoint that is at `path` already is replaced once the new one is complete; if saving fails, it is still there.
+    Files in its folder that shardlib did not write, such as a tokenizer's, are kept. A folder that is neither empty nor
+    a checkpoint is refused. With `weights="file"`, a file at `path` is replaced.
 
     Args:
-        path: a folder that all ranks see. Its parent is created if needed. A link to a folder stays one, and what it
-            points to is replaced.
+        path: a folder that all ranks see, the same on every rank. Its parent is created if needed. A link to a folder
+            stays one, and what it points to is replaced.
         model: parameters and persistent buffers are saved by their names, tied ones once.
         optimizer: its groups and state, by the names of parameters. Needs the model.
         lr_scheduler: anything with `state_dict()` and `load_state_dict()`, such as a `torch.optim.lr_scheduler`.
@@ -141,7 +145,8 @@ def save(
         A `Saving`; with `background`, `wait()` and the next save raise a failure.
 
     Raises:
-        CheckpointError: the reason why it was not saved, on every rank. A checkpoint at `path` is still there.
+        CheckpointError: the reason why it was not saved, on every rank: ranks gave different paths or options, what
+            is at `path` is not a checkpoint, a file cannot be written. A checkpoint at `path` is still there.
 
     Example:
         >>> import tempfile
@@ -155,6 +160,17 @@ def save(
     target = _paths.given(path, "save")
     everyone = peers(f'saving "{target}"', timeout)
     everyone.run("check arguments", lambda: _check(target, model, optimizer, weights, shard_mb, variant))
+    everyone.compare(
+        path=str(target),
+        weights=weights,
+        variant=variant,
+        shard_mb=shard_mb,
+        background=background,
+        random=random,
+        model=_is_given(model),
+        optimizer=_is_given(optimizer),
+        dataloader=_is_given(dataloader),
+    )
     if weights == "file":
         others = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader, "extra": extra}
         everyone.run("check arguments", lambda: _check_file(model, others))
@@ -171,6 +187,10 @@ def save(
     else:
         job.carry_out()
     return saving
+
+
+def _is_given(value: Any) -> str:
+    return "None" if value is None else "an object"
 
 
 def _check(target: Path, model: Any, optimizer: Any, weights: str, shard_mb: float, variant: str | None) -> None:
