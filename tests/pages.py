@@ -36,7 +36,7 @@ class Lines(NamedTuple):
 
 
 class Page(NamedTuple):
-    """What a reader of a page writes to files, and then types."""
+    """Files that a reader of a page writes, and the lines that they type then."""
 
     files: dict[str, str]
     shell: list[Lines]
@@ -77,7 +77,7 @@ def follow(page: Page, folder: Path) -> None:
 
 
 def _shows(shown: str, printed: str) -> bool:
-    """Whether what a page shows stands in what was printed, however words are spaced.
+    """Return whether the printed text contains what a page shows, however words are spaced.
 
     >>> _shows("loss ...", "loss 0.5"), _shows("b\\nc", "a\\nb  c\\nd"), _shows("a d", "a b d")
     (True, True, False)
@@ -95,7 +95,7 @@ def _shows(shown: str, printed: str) -> bool:
 
 
 def _type(line: str, folder: Path) -> str:
-    """What a line prints. It ends well, or as its remark says: `# exit code 1`.
+    """Return what a line prints. It ends well, or as its remark says: `# exit code 1`.
 
     Where it ends badly, its ranks are torchrun's own and not those of the pool.
     """

@@ -1,4 +1,4 @@
-"""What a user sees of an error or a warning: the line of the call, and the message."""
+"""Errors and warnings as a user sees them: the line of the call, and the message."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BAD_CALLS: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", _BAD_CALLS)
 def test_a_traceback_goes_from_the_users_lines_to_the_message(name: str, caplog: pytest.LogCaptureFixture):
-    """All frames are there at level debug; no second traceback says the same in either case."""
+    """At level debug all frames are there. A second traceback does not repeat the message."""
     call, frames = _BAD_CALLS[name]
     with pytest.raises(ShardlibError) as short:
         call()
