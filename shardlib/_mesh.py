@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardlib._again import is_again
 from shardlib._same_mesh import ranks_ask_for, tell_of
 from shardlib._store import meeting, store_of
-from shardlib.errors import MeshError, nearest
+from shardlib.errors import MeshError, nearest, short_traceback
 
 __all__ = ["AxisKind", "MeshShape", "default_device_type", "device_here", "mesh", "rank_groups", "register_axis"]
 
@@ -324,6 +324,9 @@ class MeshShape:
     def groups(self, axes: Iterable[str]) -> list[list[int]]:
         """Group the ranks that differ only in their coordinates on these axes.
 
+        Raises:
+            MeshError: the mesh does not have one of them.
+
         >>> MeshShape("dp=2,tp=2").groups(("tp",))
         [[0, 1], [2, 3]]
         """
@@ -332,15 +335,20 @@ class MeshShape:
 
     def lines(self, axes: Iterable[str]) -> list[list[int]]:
         """Group positions in the mesh in the same way, whatever their ranks."""
-        axes, found = set(axes), dict[tuple[int, ...], list[int]]()
+        axes, found = self._known(axes), dict[tuple[int, ...], list[int]]()
         for position in range(self.world_size):
             key = tuple(index for axis, index in self.at(position).items() if axis not in axes)
             found.setdefault(key, []).append(position)
         return list(found.values())
 
     def only(self, axes: tuple[str, ...]) -> MeshShape:
-        """Return the sub-shape of some axes, in this mesh's order."""
-        return MeshShape({name: size for name, size in self.axes if name in axes})
+        """Return the sub-shape of some axes, in this mesh's order.
+
+        Raises:
+            MeshError: the mesh does not have one of them.
+        """
+        known = self._known(axes)
+        return MeshShape({name: size for name, size in self.axes if name in known})
 
     def resolve(self, world_size: int) -> MeshShape:
         """Infer the size given as -1, and check that the sizes multiply to `world_size`.
@@ -359,6 +367,12 @@ class MeshShape:
             )
         return self
 
+    def _known(self, axes: Iterable[str]) -> set[str]:
+        known = set(axes)
+        for axis in known:
+            self[axis]  # raises for an axis that the mesh does not have
+        return known
+
     def _of_kind(self, *kinds: AxisKind) -> tuple[str, ...]:
         return tuple(name for name in self.names if _KINDS[name] in kinds)
 
@@ -366,6 +380,7 @@ class MeshShape:
 MeshLike = str | Mapping[str, int] | MeshShape | DeviceMesh
 
 
+@short_traceback
 def mesh(
     spec: MeshLike | None = None,
     *,

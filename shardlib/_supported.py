@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 
 import torch
 
-from shardlib.errors import VersionError
+from shardlib.errors import VersionError, warn
 
 __all__ = ["NEWEST", "OLDEST", "release"]
 
@@ -24,7 +23,7 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def _check(version: str, *, stacklevel: int) -> None:
+def _check(version: str) -> None:
     found = release(version)
     oldest, newest = (".".join(map(str, known)) for known in (OLDEST, NEWEST))
     if found < OLDEST:
@@ -33,11 +32,10 @@ def _check(version: str, *, stacklevel: int) -> None:
             f'pip install "torch>={oldest}".'
         )
     if found > NEWEST:
-        warnings.warn(
+        warn(
             f"torch {version} is installed; shardlib was tested with torch {oldest} to {newest}, and tries this one. "
             f"Report what goes wrong with the output of `shardlib doctor`, or install a torch that was tested.",
-            stacklevel=stacklevel,
         )
 
 
-_check(torch.__version__, stacklevel=4)  # the line that imports shardlib
+_check(torch.__version__)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
+import logging
 import re
-from collections.abc import Iterable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, TypeVar, cast
 
 __all__ = [
     "CheckpointError",
@@ -23,10 +28,17 @@ __all__ = [
     "StageError",
     "VersionError",
     "by_rank",
+    "hide_frames",
     "nearest",
     "printable",
     "refuse",
+    "short_traceback",
+    "warn",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_INTERNAL = "shardlib", "torch", "contextlib", "importlib"  # packages whose frames are not the user's
 
 
 # C0 and C1, and characters that change the direction of the text after them.
@@ -161,3 +173,61 @@ def refuse(
     """
     if value is not default and value != default:
         raise error(f"{call}({name}={value!r}): {reason} (Leave it out, or give {default!r}.)")
+
+
+def short_traceback(function: F) -> F:
+    """Decorate a public function, so that the traceback of a `ShardlibError` goes from its caller to the message.
+
+    The frames of shardlib and torch inside the function are left out, and frames of the user's own code, such as a
+    transform that it calls, stay. All frames stay if the logger "shardlib" is at level debug (SHARDLIB_LOG=debug).
+
+    >>> @short_traceback
+    ... def double(text):
+    ...     refuse("double", "text", text, "", "it is not empty.")
+    >>> double("ab")
+    Traceback (most recent call last):
+    shardlib.errors.PlanError: double(text='ab'): it is not empty. (Leave it out, or give ''.)
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)  # inner frames are left out: SHARDLIB_LOG=debug shows them
+        except ShardlibError as error:
+            hide_frames(error)
+            raise
+
+    return cast(F, call)
+
+
+def hide_frames(error: ShardlibError) -> None:
+    """Leave out the frames of shardlib and torch below the one that caught an error, unless the log is at debug."""
+    if logging.getLogger("shardlib").isEnabledFor(logging.DEBUG):
+        return
+    entry = error.__traceback__
+    while entry is not None:
+        while entry.tb_next is not None and _is_internal(entry.tb_next.tb_frame):
+            entry.tb_next = entry.tb_next.tb_next
+        entry = entry.tb_next
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's code that called shardlib, whatever frames of shardlib and torch are in between.
+
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     warn("No rule names the axis.")
+    >>> str(caught[0].message)
+    'No rule names the axis.'
+    """
+    frame = inspect.currentframe()
+    assert frame is not None  # as in CPython
+    while _is_internal(frame) and frame.f_back is not None:
+        frame = frame.f_back
+    seen = frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__")
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, name, seen)
+
+
+def _is_internal(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _INTERNAL

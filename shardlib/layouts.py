@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-import warnings
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 from torch import nn
 
-from shardlib.errors import RuleError, nearest
+from shardlib.errors import RuleError, nearest, warn
 from shardlib.rules import Rules, register_tensor_mode
 from shardlib.rules._adapters import has_adapters, without_adapters
 from shardlib.rules.foreign import has_tp_plan
@@ -84,12 +83,11 @@ def for_model(model: nn.Module, mode: str | None = None) -> Rules:
             "and give them: the same rules then lay out adapters."
         )
     rules = _in_mode(suggest(model), mode)
-    warnings.warn(
+    warn(
         f"No layout file is for {type(model).__module__}.{type(model).__qualname__} and it carries no plan. These "
         "rules were suggested from its modules; `shardlib init` writes them to a file to be "
         f"checked:\n{rules.to_toml()}",
         SuggestedLayoutWarning,
-        stacklevel=2,
     )
     return rules
 

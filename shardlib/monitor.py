@@ -5,7 +5,6 @@ Ranks compute together and rank 0 writes: a line to the terminal, a progress bar
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlib._measure import peak_bytes, summary_writer
 from shardlib._mesh import MeshShape
 from shardlib.errors import InputError
 
@@ -40,7 +40,8 @@ class Monitor:
         write: called on rank 0 with the step and its values; by default a line is printed beside the progress bar.
 
     Raises:
-        InputError: `steps` or `every` is not positive; TensorBoard is not installed.
+        InputError: `steps` or `every` is not positive.
+        LaunchError: TensorBoard is not installed.
 
     >>> import shardlib as sl
     >>> def show(step, values):
@@ -69,7 +70,9 @@ class Monitor:
         self._device = torch.device(mesh.device_type)
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._every, self._step = every, 0
-        self._board = _board(tensorboard) if tensorboard is not None and self._is_first else None
+        self._board = None
+        if tensorboard is not None:
+            self._board = summary_writer("Monitor(tensorboard=...)", tensorboard if self._is_first else None)
         self._write = write or self._print
         columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         shown = self._is_first and write is None
@@ -101,7 +104,7 @@ class Monitor:
     def _report(self) -> None:
         seconds = time.perf_counter() - self._since
         numbers = [*self._sums.values(), torch.tensor(float(self._tokens), dtype=torch.float64, device=self._device)]
-        total, most = torch.stack(numbers), torch.tensor(float(_peak_bytes()), device=self._device)
+        total, most = torch.stack(numbers), torch.tensor(float(peak_bytes()), device=self._device)
         for group in self._groups:
             dist.all_reduce(total, group=group)
         if dist.is_initialized():
@@ -120,7 +123,8 @@ class Monitor:
         self._begin()
 
     def _print(self, step: int, values: dict[str, float]) -> None:
-        self._bar.console.print(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+        line = f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self._bar.console.print(line, soft_wrap=True)  # one line, also in a file, whose width counts as 80
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -132,19 +136,3 @@ class Monitor:
         self._bar.stop()
         if self._board is not None:
             self._board.close()
-
-
-def _board(folder: str | Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise InputError("Monitor(tensorboard=...) needs pip install 'shardlib[tensorboard]'.") from error
-    return SummaryWriter(folder)
-
-
-def _peak_bytes() -> int:
-    """Return the most bytes that this rank's accelerator, or on CPU its process, has used so far."""
-    if torch.accelerator.is_available():
-        return int(torch.accelerator.max_memory_allocated())
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -20,7 +20,7 @@ from tests.torchvision_on_cpu import import_torchvision
 
 
 class Printed(NamedTuple):
-    """What all ranks printed, to stdout and to stderr."""
+    """Output of all ranks, to stdout and to stderr."""
 
     out: str
     err: str

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardlib as sl
-from shardlib.errors import InputError
+from shardlib.errors import InputError, LaunchError
 from shardlib.monitor import Monitor
 
 
@@ -54,6 +56,27 @@ def test_a_line_is_printed_beside_the_bar(capsys: pytest.CaptureFixture[str]):
     with Monitor(sl.mesh("dp=1"), steps=2, every=1) as monitor:
         monitor.step(loss=1.5)
     assert "step 1: loss 1.5, steps_per_second " in capsys.readouterr().out
+
+
+def test_a_long_line_stays_one_line(capsys: pytest.CaptureFixture[str]):
+    """Output that is not a terminal's counts as 80 columns wide."""
+    with Monitor(sl.mesh("dp=1"), steps=1, every=1) as monitor:
+        monitor.step(**{f"loss_of_the_head_number_{head}": float(head) for head in range(6)}, tokens=3)
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("step 1:")]
+    assert line.endswith("peak_gib " + line.split()[-1]) and "number_5 5, steps_per_second" in line
+
+
+def test_without_tensorboard_every_rank_says_so(ranks, tmp_path: Path):
+    assert set(ranks(2).run(_without_tensorboard, str(tmp_path))) == {
+        "Monitor(tensorboard=...) needs the package tensorboard, which is not installed: pip install "
+        "'shardlib[tensorboard]'."
+    }
+
+
+def _without_tensorboard(folder: str) -> str:
+    with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}), pytest.raises(LaunchError) as caught:
+        Monitor(sl.mesh("dp=2"), 1, tensorboard=folder)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("numbers", [{"steps": 0}, {"steps": 2, "every": 0}])

@@ -148,7 +148,7 @@ def _of_torch(kind: str) -> Callable[[int, int, int], list[list[Action]]]:
         try:
             schedule = getattr(schedules, kind)([stage] * (stages // ranks), microbatches)
         except ValueError as error:
-            raise PlanError(f"{error} Choose another number of microbatches, or another schedule.") from error
+            raise PlanError(f"{error} Choose another number of microbatches, or another schedule.") from None
         return [_compute(schedule.pipeline_order[rank]) for rank in range(ranks)]
 
     return made

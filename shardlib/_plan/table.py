@@ -62,7 +62,17 @@ class PlanTable:
 
     @property
     def idle_axes(self) -> tuple[str, ...]:
-        """Model axes of several ranks over which no tensor and no module boundary is sharded."""
+        """Model axes of several ranks over which no tensor and no module boundary is sharded.
+
+        Their ranks all compute the same. A note of the plan names each one, and `shard_model` warns of it.
+
+        >>> from torch import nn
+        >>> from shardlib import plan
+        >>> plan(nn.Linear(4, 4), "dp=2,tp=2", {"**": None}).idle_axes
+        ('tp',)
+        >>> plan(nn.Linear(4, 4), "dp=2,tp=2", {"**": "colwise"}).idle_axes
+        ()
+        """
         layouts = [row.compute for row in self.rows] + [b.layout for b in self.borders if b.layout is not None]
         used = {axis for layout in layouts for axis in layout.axes}
         return tuple(axis for axis in self.mesh.model_axes if axis not in used and self.mesh[axis] > 1)

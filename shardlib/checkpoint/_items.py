@@ -126,7 +126,7 @@ def _layout(name: str, tensor: DTensor, rank_mesh: RankMesh) -> Layout:
     try:
         return Layout.from_placements(placements, rank_mesh.mesh, global_shape=tuple(tensor.shape))
     except LayoutError as error:
-        raise CheckpointError(f'"{name}" cannot be saved with its placements: {error}') from error
+        raise CheckpointError(f'"{name}" cannot be saved with its placements: {error}') from None
 
 
 _SPARE = ("dp", "tp", "fsdp", "sp", "cp", "ep", "pp", "shard", "replicate", "data", "model", "tensor")

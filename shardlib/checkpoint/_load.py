@@ -24,7 +24,7 @@ from shardlib.checkpoint._peers import Peers, described, peers
 from shardlib.checkpoint._permuted import Reading, Transpose
 from shardlib.checkpoint._save import check_objects, wait_for_saving
 from shardlib.checkpoint._values import decode
-from shardlib.errors import CheckpointError, MeshError, nearest
+from shardlib.errors import CheckpointError, MeshError, nearest, short_traceback
 
 __all__ = ["Loaded", "load"]
 
@@ -59,6 +59,7 @@ class Loaded:
     unexpected: tuple[str, ...] = ()
 
 
+@short_traceback
 def load(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,
@@ -119,6 +120,7 @@ def load(
     given = _paths.given(path, "load")
     everyone = peers(f'loading "{given}"', timeout)
     everyone.run("check arguments", lambda: _check(model, optimizer, verify))
+    everyone.compare(path=str(given), weights=weights, strict=strict, cast=cast, random=random, verify=verify)
     folder, text = everyone.first("read manifest", lambda: found(given))
     with ExitStack() as keep:
         source = everyone.run("read manifest", lambda: opened(keep, Path(str(folder)), text, model, names, transpose))

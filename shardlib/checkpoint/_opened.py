@@ -212,9 +212,9 @@ def opened(
         raise CheckpointError(
             f'"{path}" cannot be read: {error}. Update shardlib ({shardlib_version()} is installed), or load a '
             "checkpoint of this version."
-        ) from error
+        ) from None
     except CheckpointError as error:
-        raise CheckpointError(f'"{path / MANIFEST}" is damaged: {error}. Use another checkpoint.') from error
+        raise CheckpointError(f'"{path / MANIFEST}" is damaged: {error}. Use another checkpoint.') from None
 
 
 def _renaming(names: Names) -> Callable[[str], str | None] | None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib._log import timed
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, by_rank
 
 __all__ = ["Lost", "Peers", "peers"]
 
@@ -68,6 +68,21 @@ class Peers:
         """Return every rank's value, serialized as JSON, in the order of ranks."""
         return [json.loads(json.dumps(mine))]
 
+    def compare(self, **given: Any) -> None:
+        """Compare the arguments that every rank gives the same.
+
+        Raises:
+            CheckpointError: ranks gave different ones, which are shown; on every rank.
+        """
+        every = self.exchange("compare arguments", {name: repr(value) for name, value in given.items()})
+        for name in given:
+            values = [theirs[name] for theirs in every]
+            if len(set(values)) > 1:
+                raise CheckpointError(
+                    f"{_capital(self.doing)} failed: ranks gave different values of {name}.\n"
+                    f"{by_rank(enumerate(values))}\nGive the same on every rank. Nothing was written or changed."
+                )
+
     def send(self, tensor: torch.Tensor, to: int) -> Callable[[], None]:
         """Start to send a contiguous CPU tensor to a rank that receives one of the same shape; a call waits for it."""
         raise AssertionError("a job of one process sends nothing")
@@ -87,7 +102,8 @@ class Peers:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 where = f" (on rank {rank})" if self.size > 1 else ""
-                raise CheckpointError(f"{_capital(self.doing)} failed{where}: {failure}") from mine
+                said = isinstance(mine, CheckpointError) and str(mine) == failure  # its traceback says no more
+                raise CheckpointError(f"{_capital(self.doing)} failed{where}: {failure}") from None if said else mine
 
 
 def described(error: Exception) -> str:

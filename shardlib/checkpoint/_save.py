@@ -31,7 +31,7 @@ from shardlib.checkpoint._optimizer import describe, joined, known, optimizer_it
 from shardlib.checkpoint._peers import Peers, peers
 from shardlib.checkpoint._share import Source, agreed, file_groups, packed, sources, turns, written_by
 from shardlib.checkpoint._values import encode
-from shardlib.errors import CheckpointError, nearest
+from shardlib.errors import CheckpointError, nearest, short_traceback
 
 __all__ = ["Saving", "check_objects", "save", "shardlib_version", "wait_for_saving"]
 
@@ -98,6 +98,7 @@ def wait_for_saving() -> None:
         _last.pop().wait()
 
 
+@short_traceback
 def save(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,
@@ -115,12 +116,16 @@ def save(
 ) -> Saving:
     """Save a model, sharded or not, and what belongs to its training. Collective: every rank calls it.
 
-    The folder appears at `path` when it is complete, or not at all. An existing checkpoint is replaced once the new one
-    is complete. Each tensor is written once, by the ranks that hold its shards.
+    The folder appears at `path` when it is complete, or not at all. Each tensor is written once, by the ranks that hold
+    its shards.
+
+    A checkpoint that is at `path` already is replaced once the new one is complete; if saving fails, it is still there.
+    Files in its folder that shardlib did not write, such as a tokenizer's, are kept. A folder that is neither empty nor
+    a checkpoint is refused. With `weights="file"`, a file at `path` is replaced.
 
     Args:
-        path: a folder that all ranks see. Its parent is created if needed. A link to a folder stays one, and what it
-            points to is replaced.
+        path: a folder that all ranks see, the same on every rank. Its parent is created if needed. A link to a folder
+            stays one, and what it points to is replaced.
         model: parameters and persistent buffers are saved by their names, tied ones once.
         optimizer: its groups and state, by the names of parameters. Needs the model.
         lr_scheduler: anything with `state_dict()` and `load_state_dict()`, such as a `torch.optim.lr_scheduler`.
@@ -140,7 +145,8 @@ def save(
         A `Saving`; with `background`, `wait()` and the next save raise a failure.
 
     Raises:
-        CheckpointError: the reason why it was not saved, on every rank. A checkpoint at `path` is still there.
+        CheckpointError: the reason why it was not saved, on every rank: ranks gave different paths or options, what
+            is at `path` is not a checkpoint, a file cannot be written. A checkpoint at `path` is still there.
 
     Example:
         >>> import tempfile
@@ -154,6 +160,17 @@ def save(
     target = _paths.given(path, "save")
     everyone = peers(f'saving "{target}"', timeout)
     everyone.run("check arguments", lambda: _check(target, model, optimizer, weights, shard_mb, variant))
+    everyone.compare(
+        path=str(target),
+        weights=weights,
+        variant=variant,
+        shard_mb=shard_mb,
+        background=background,
+        random=random,
+        model=_is_given(model),
+        optimizer=_is_given(optimizer),
+        dataloader=_is_given(dataloader),
+    )
     if weights == "file":
         others = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader, "extra": extra}
         everyone.run("check arguments", lambda: _check_file(model, others))
@@ -170,6 +187,10 @@ def save(
     else:
         job.carry_out()
     return saving
+
+
+def _is_given(value: Any) -> str:
+    return "None" if value is None else "an object"
 
 
 def _check(target: Path, model: Any, optimizer: Any, weights: str, shard_mb: float, variant: str | None) -> None:

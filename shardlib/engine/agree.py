@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
-from shardlib.errors import CheckpointError, InputError, PlanError, ShardingError, ShardlibError, by_rank
+from shardlib.errors import CheckpointError, InputError, PlanError, ShardingError, ShardlibError, by_rank, warn
 
 __all__ = [
     "batches_agree",
@@ -31,6 +31,7 @@ __all__ = [
     "of_first",
     "places_agree",
     "plans_agree",
+    "warn_of_unequal_rows",
     "weights_agree",
     "weights_stay_equal",
 ]
@@ -146,6 +147,18 @@ def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.
         + "\nPick the batch by the rank's place on the data axes alone, for example with "
         'DistributedSampler(dataset, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()).'
     )
+
+
+def warn_of_unequal_rows(rows: int | None, group: dist.ProcessGroup | None, axes: str) -> None:
+    """Warn on every rank of the data axes if their batches have different numbers of examples."""
+    if (by_rank := _gather(rows, group)) is not None:
+        warn(
+            f'Ranks of the data axis "{axes}" were given batches of different sizes in this step:\n'
+            + _side_by_side(by_rank, group)
+            + "\nThe gradient is the mean of the ranks' means, and not the mean over all examples. Give each rank as "
+            "many examples (drop_last=True), or call OptimizerWrapper.backward((sum, count)), which counts them. "
+            'rng="exact" needs equal sizes.'
+        )
 
 
 def _with_first(names: list[str]) -> str:

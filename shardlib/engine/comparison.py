@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlib._plan import Movement
-from shardlib.engine import agree, batchnorm
+from shardlib.engine import agree, batchnorm, exact
 from shardlib.engine.executor import Executor
 from shardlib.engine.params import ParamState, local_of
 from shardlib.engine.schedule import Updates
@@ -74,6 +74,8 @@ class StepComparison:
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Compare ranks before a forward. One without gradients may run on one data rank, if it can.
 
+        Warns of data ranks that train on different numbers of examples.
+
         Raises:
             ShardingError: ranks are at different places, or hold different weights.
             InputError: ranks with the same examples have different batches.
@@ -89,6 +91,9 @@ class StepComparison:
         if trains:
             comparisons += self._of_weights()
         agree.parts_agree(comparisons, self._everyone)
+        if trains and self._data_axes:
+            group = self._executor.group(self._data_axes)
+            agree.warn_of_unequal_rows(exact.batch_rows(args, kwargs), group, ", ".join(self._data_axes))
 
     def before_backward(self) -> None:
         """Compare ranks before a backward pass, as `before_forward` does."""

@@ -7,7 +7,6 @@ collectives.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardlib.engine import _torch, exact
 from shardlib.engine._torch import pytree
 from shardlib.engine.full_tensor import to_full_tensor
-from shardlib.errors import ShardingError
+from shardlib.errors import ShardingError, warn
 
 __all__ = ["MODES", "CompileReport", "check_backend", "compile_blocks", "repeated_blocks"]
 
@@ -174,11 +173,10 @@ def _run_with_warning(call: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 def warn_of_no_effect(*_args: Any, **_options: Any) -> None:
     """Warn that `torch.compile` of a whole model has no effect; stands for its `compile` method."""
-    warnings.warn(
+    warn(
         f"torch.compile was given a model {_NO_GRAPH}: it runs eagerly. "
         'Compile its blocks: each by its own compile(), or repeated ones by shard_model(compile="inductor") where the '
         "mesh has a model axis.",
-        stacklevel=2,
     )
 
 
@@ -228,9 +226,8 @@ class _Call:
             blocks = _and_same_class(self.name, self.same_class)
             limit = f"{blocks} are compiled for {MAX_SHAPES} shapes of inputs"
             self.report.varied[type(self.block)] = f"{limit} and run eagerly on others."
-            warnings.warn(
+            warn(
                 f"{limit}, and run eagerly on others. Pad batches to few lengths, or pass compile=None to shard_model.",
-                stacklevel=4,
             )
         return False
 
@@ -264,7 +261,7 @@ def _give_up(name: str, same_class: dict[str, nn.Module], reason: str, report: C
     """Run all blocks of a class eagerly once one fails: trying the others would cost a compilation each."""
     report.stopped.update(same_class)
     report.eager.update(dict.fromkeys(same_class, reason))
-    warnings.warn(f"{_and_same_class(name, same_class)} cannot be compiled and run eagerly: {reason}", stacklevel=3)
+    warn(f"{_and_same_class(name, same_class)} cannot be compiled and run eagerly: {reason}")
 
 
 def _reason(error: Exception) -> str:
@@ -294,9 +291,8 @@ def _report_mutable_argument(name: str, container: str, report: CompileReport) -
         return
     reason = f"it was given a {container}, in which it can leave tensors behind"
     if reason not in report.eager.values():
-        warnings.warn(
+        warn(
             f'"{name}" and blocks like it run eagerly: {reason}. Call the model without it to train compiled blocks '
             "(use_cache=False for models of Hugging Face), or pass compile=None to shard_model.",
-            stacklevel=4,
         )
     report.eager[name] = reason

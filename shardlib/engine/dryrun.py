@@ -29,11 +29,12 @@ from shardlib.engine.pipeline.cut import shape_with_stages
 from shardlib.engine.pipeline.stages import has_pipeline
 from shardlib.engine.pipeline.weigh import counting
 from shardlib.engine.recording import Recording, record_collectives
-from shardlib.errors import PlanError
+from shardlib.errors import PlanError, short_traceback
 
 __all__ = ["dry_run", "plan", "run_step"]
 
 
+@short_traceback
 def plan(
     model: nn.Module,
     mesh: MeshLike,

@@ -26,7 +26,6 @@ all ranks.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -41,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from shardlib._plan import Plan, Row
 from shardlib.engine import _torch
 from shardlib.engine.regions import inside
-from shardlib.errors import CheckpointError, PlanError, nearest
+from shardlib.errors import CheckpointError, PlanError, nearest, warn
 from shardlib.rules.patterns import compile_pattern
 
 __all__ = ["E4M3", "E5M2", "History", "Linears", "Rounded", "choose", "install", "rounded"]
@@ -92,7 +91,7 @@ def choose(model: nn.Module, plan: Plan, device: torch.device, regions: Collecti
         (names if reason is None else spared.setdefault(reason, [])).append(name)
     made = Linears(tuple(names), tuple((reason, tuple(which)) for reason, which in spared.items()))
     if spared:
-        warnings.warn(" ".join(made.reasons()), stacklevel=4)
+        warn(" ".join(made.reasons()))
     return made
 
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from shardlib.engine import _torch, agree
 from shardlib.engine.transport import Transport
-from shardlib.errors import LostRankError
+from shardlib.errors import LostRankError, ShardlibError, hide_frames
 
 __all__ = ["all_say", "leave", "meet", "naming_lost_ranks", "naming_lost_ranks_in_backward", "watch_forward"]
 
@@ -61,7 +61,8 @@ _GLOO_MESSAGE_WITHOUT_NAME = "Application timeout caused pair closure"  # after 
 def naming_lost_ranks(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that raises `LostRankError` if a lost rank has made a collective in the function fail.
 
-    All other exceptions pass unchanged. They are written to the store, for the case that this rank ends.
+    All other exceptions pass, those of shardlib without its inner frames. They are written to the store, for the case
+    that this rank ends.
 
     Args:
         phase: the phase that the function belongs to.
@@ -73,9 +74,11 @@ def naming_lost_ranks(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if _interrupted:
                 _interrupted.pop().compare(phase)
             try:
-                return function(*args, **kwargs)
+                return function(*args, **kwargs)  # inner frames are left out: SHARDLIB_LOG=debug shows them
             except Exception as error:
                 _raise_if_lost(error, phase)
+                if isinstance(error, ShardlibError):
+                    hide_frames(error)
                 raise
 
         return named

@@ -14,7 +14,6 @@ each optimizer that steps; it ignores an optimizer without parameters of a shard
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import ParamState, local_of
 from shardlib.engine.schedule import Updates, updates_of, wait_for_updates
 from shardlib.engine.sharded import Sharded, param_state_of, records_of
-from shardlib.errors import ShardingError
+from shardlib.errors import ShardingError, warn
 
 __all__ = [
     "FUSED_DTYPES",
@@ -303,11 +302,10 @@ def _warn_of_unknown(params: list[torch.Tensor], records: list[Sharded], count: 
     unknown = [p for p in params if p.requires_grad]
     if data_ranks > 1 and unknown:
         shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
-        warnings.warn(
+        warn(
             f"{len(unknown)} of this optimizer's {count} parameters belong to no sharded model (of shapes "
             f"{shapes}{', ...' if len(unknown) > 3 else ''}): nobody averages their gradients over the {data_ranks} "
             "data ranks, and they drift apart. Call shard_model on the module that holds all of them.",
-            stacklevel=4,
         )
 
 
@@ -527,11 +525,10 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[t
 
 @functools.cache
 def _warn_of_full_state(name: str) -> None:
-    warnings.warn(
+    warn(
         f"The plan splits optimizer state over data axes, but nothing is known of {name}: every rank keeps all of its "
         f"state and makes the whole step. Say what it needs: shardlib.register_elementwise({name}) if each element of "
         f"its update depends on that element alone, shardlib.register_per_tensor({name}) if on one whole tensor.",
-        stacklevel=6,
     )
 
 

@@ -9,7 +9,6 @@ state dict, or from `last_epoch`, with the same bits.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import lr_scheduler as of_torch
 
-from shardlib.errors import InputError
+from shardlib.errors import InputError, warn
 
 __all__ = [
     "ConstantLR",
@@ -57,12 +56,11 @@ class _Warmed(of_torch.LRScheduler):
 
     def _warn(self) -> None:
         reached = f"{self.total_steps}/{self.warmup_steps + self._top}"
-        warnings.warn(
+        warn(
             f"{type(self).__name__} was given total_steps={self.total_steps} and warmup_steps={self.warmup_steps}: "
             f"training ends before the warm-up does. The rate rises to {reached} of the optimizer's and never falls. "
             "Steps are those of the optimizer, not epochs: give total_steps=epochs * len(dataloader), or a shorter "
             "warm-up.",
-            stacklevel=4,
         )
 
     def get_lr(self) -> list[Any]:
@@ -204,10 +202,9 @@ class MultiStepLR(of_torch.MultiStepLR):
     ) -> None:
         _warn_of_epochs("MultiStepLR", num_steps_per_epoch)
         if not milestones:
-            warnings.warn(
+            warn(
                 f"MultiStepLR was given milestones={milestones!r}: the rate never drops. Give the steps at which it "
                 "does, as in [30, 60].",
-                stacklevel=2,
             )
         super().__init__(optimizer, sorted(map(int, milestones or ())), gamma=gamma, last_epoch=last_epoch)
 
@@ -322,7 +319,7 @@ class OneCycleLR(of_torch.OneCycleLR):
     ) -> None:
         total_steps, _ = _whole_steps("OneCycleLR", total_steps)
         if options.pop("verbose", None) is not None:
-            warnings.warn("OneCycleLR ignores verbose=: print get_last_lr() instead.", stacklevel=2)
+            warn("OneCycleLR ignores verbose=: print get_last_lr() instead.")
         # A cycle that is gone on with has left its largest rate in the groups, beside the present one.
         largest = [group.get("max_lr", group["lr"]) for group in optimizer.param_groups]
         super().__init__(
@@ -438,7 +435,7 @@ def _whole(number: Any) -> int | None:
 
 def _warn_of_epochs(who: str, num_steps_per_epoch: int) -> None:
     if num_steps_per_epoch != -1:
-        warnings.warn(f"{who} ignores num_steps_per_epoch=: milestones are steps, not epochs.", stacklevel=3)
+        warn(f"{who} ignores num_steps_per_epoch=: milestones are steps, not epochs.")
 
 
 def _milestones(who: str, given: Sequence[int] | None) -> list[int]:

@@ -63,7 +63,7 @@ def parse(text: str) -> Transform:
     except PlanError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _unread(text, f"it is not an expression ({error})") from error
+        raise _unread(text, f"it is not an expression ({error})") from None
 
 
 def _transform(node: ast.expr, text: str) -> Transform:
@@ -86,7 +86,7 @@ def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., Any]]) 
     try:
         bound = inspect.signature(known[name]).bind(*given, **named)
     except TypeError as error:
-        raise _unread(text, f"{name}: {error}") from error
+        raise _unread(text, f"{name}: {error}") from None
     return known[name](*bound.args, **bound.kwargs)
 
 
@@ -95,8 +95,8 @@ def _value(node: ast.expr, text: str) -> Any:
         return _called(node, text, _INNER)
     try:
         return ast.literal_eval(node)
-    except (ValueError, TypeError) as error:
-        raise _unread(text, f"{ast.unparse(node)} is not a literal") from error
+    except (ValueError, TypeError):
+        raise _unread(text, f"{ast.unparse(node)} is not a literal") from None
 
 
 def _unread(text: str, fact: str, hint: str = "") -> PlanError:

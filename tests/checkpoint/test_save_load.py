@@ -424,3 +424,34 @@ def test_nothing_here_can_unpickle():
         text = file.read_text()
         for word in ("import pickle", "torch.load", "allow_pickle", "object_list", "gather_object", "eval(", "exec("):
             assert word not in text, f"{file.name}: {word}"
+
+
+def _differently(folder: str) -> list[str]:
+    rank, said = dist.get_rank(), []
+    model = sl.shard_model(nn.Linear(4, 4), "dp=2", {"**": None}, transforms=sl.fsdp())
+    for call in (
+        lambda: sl.save(f"{folder}/{rank}", model),
+        lambda: sl.save(f"{folder}/0", model, weights=("pieces", "huggingface")[rank]),
+        lambda: sl.save(f"{folder}/0", model, background=rank == 0),
+        lambda: sl.save(f"{folder}/0", model, dataloader=model if rank else None),
+        lambda: sl.load(f"{folder}/{rank}", model),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        said.append(str(caught.value).partition("ranks gave ")[2])
+    return said
+
+
+def test_ranks_that_give_different_paths_or_options(ranks, tmp_path: Path):
+    """All of them hear it, before anything is written."""
+    said = ranks(2).run(_differently, str(tmp_path))
+    assert said[0] == said[1]
+    end = "\nGive the same on every rank. Nothing was written or changed."
+    assert said[0] == [
+        f"different values of path.\n  rank 0: '{tmp_path}/0'\n  rank 1: '{tmp_path}/1'{end}",
+        f"different values of weights.\n  rank 0: 'pieces'\n  rank 1: 'huggingface'{end}",
+        f"different values of background.\n  rank 0: True\n  rank 1: False{end}",
+        f"different values of dataloader.\n  rank 0: 'None'\n  rank 1: 'an object'{end}",
+        f"different values of path.\n  rank 0: '{tmp_path}/0'\n  rank 1: '{tmp_path}/1'{end}",
+    ]
+    assert list(tmp_path.iterdir()) == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardlib as sl
@@ -114,3 +116,31 @@ def test_another_word_is_refused():
     with pytest.raises(InputError) as raised:
         sl.shard_model(Net(), "dp=1", {"**": None}, check="often")  # type: ignore[arg-type]
     assert str(raised.value) == "check='often' was given; give True, False or \"always\"."
+
+
+def _unequal() -> list[str]:
+    model, optimizer = _sharded("dp=2", (sl.zero(2),))
+    _step(model, optimizer, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(2 + 2 * dist.get_rank(), 6)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(2 + 2 * dist.get_rank(), 6))
+    return [f"{each.filename == __file__} {each.message}" for each in caught]
+
+
+def test_data_ranks_with_different_numbers_of_examples(ranks):
+    """A warning on all of them, in training alone; equal numbers are not warned of."""
+    first, second = ranks(2).run(_unequal)
+    assert (
+        first
+        == second
+        == [
+            'True Ranks of the data axis "dp" were given batches of different sizes in this step:\n'
+            "  rank 0: 2\n"
+            "  rank 1: 4\n"
+            "The gradient is the mean of the ranks' means, and not the mean over all examples. Give each rank as many "
+            "examples (drop_last=True), or call OptimizerWrapper.backward((sum, count)), which counts them. "
+            'rng="exact" needs equal sizes.'
+        ]
+    )

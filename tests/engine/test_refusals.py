@@ -518,3 +518,10 @@ def _plan_what_is_sharded() -> None:
 
 def test_a_dry_run_of_a_sharded_model(ranks):
     ranks(1).run(_plan_what_is_sharded)
+
+
+@pytest.mark.parametrize("ask", [sl.MeshShape.groups, sl.MeshShape.lines, sl.MeshShape.only])
+def test_an_axis_that_the_mesh_does_not_have(ask: Callable[..., Any]):
+    assert _message(MeshError, lambda: ask(sl.MeshShape("dp=2,tp=2"), ("data",))) == (
+        'Mesh "dp=2,tp=2" has no axis "data"; it has "dp", "tp".'
+    )

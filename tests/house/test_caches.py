@@ -1,4 +1,4 @@
-"""What is remembered for a device mesh is forgotten with it: an equal mesh may stand for other process groups."""
+"""Caches of a device mesh end with it: an equal mesh may have other process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents say runs, and every public name stands in them."""
+"""Run what the documents show, and find every public name in them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _pages() -> Iterator[Any]:
 
 @pytest.mark.parametrize("document", list(_pages()))
 def test_a_page_does_what_it_says(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its files, then its lines, as a reader who has an empty folder: no seed is set, and there is no group yet."""
+    """Follow a page as a reader with an empty folder: no seed is set, and there is no process group yet."""
     monkeypatch.chdir(tmp_path)
     follow(read_page(document), tmp_path)
 

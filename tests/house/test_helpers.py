@@ -1,4 +1,4 @@
-"""What tests share stands in helper modules under public names: no test leans on another one's insides."""
+"""Tests share code by public names of helper modules, and do not use each other's private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the library says by `logging`, and SHARDLIB_LOG."""
+"""Log messages of the library, and SHARDLIB_LOG."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _declared(module: str) -> list[str]:
 
 
 def _written(module: str) -> tuple[set[str], set[str]]:
-    """What a file writes outside of its table: parts of imported names and attributes; strings."""
+    """Iterate over what a file writes outside of its table: parts of imported names and attributes; strings."""
     names = {part for _, name in source.imports(module) if name.startswith("torch.") for part in name.split(".")}
     strings: set[str] = set()
     skipped = {id(inside) for row in _rows(module) for inside in ast.walk(row)}

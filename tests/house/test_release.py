@@ -1,4 +1,4 @@
-"""What surrounds the package says the same everywhere, and what hosted CI calls is there."""
+"""Files around the package agree with each other, and hosted CI calls targets that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a difference looks like is said of pieces made by hand, one kind at a time."""
+"""Causes that are named for differences made by hand, one kind at a time."""
 
 from __future__ import annotations
 

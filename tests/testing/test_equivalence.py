@@ -242,7 +242,7 @@ def test_the_error_is_an_assertion_with_the_report():
 
 
 class InFloat32(nn.Module):
-    """As many transformers make their logits; the loss is then a mean in float32."""
+    """Module with outputs in float32, as logits of many transformers are; the loss is then a mean in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ def test_what_cannot_be_sent_is_named():
 
 
 class FailsAt(nn.Module):
-    """Its forward fails the n-th time."""
+    """Module whose forward fails the n-th time."""
 
     def __init__(self, n: int) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ Run = Callable[..., pytest.RunResult]
 
 @pytest.fixture
 def run_here(pytester: pytest.Pytester) -> Run:
-    """In this process: for what is refused before a test runs."""
+    """Run pytest in this process: for what is refused before a test runs."""
 
     def run(source: str, *options: str) -> pytest.RunResult:
         pytester.makepyfile(test_theirs=HEAD + source)
@@ -135,7 +135,7 @@ def test_shrinks(n):
 
 @dataclass(frozen=True)
 class Suite:
-    """What a run of all of theirs printed, and what its junit file has of each test."""
+    """Return what a run of all of their tests printed, and what its junit file has of each test."""
 
     printed: str
     tests: list[ElementTree.Element]
@@ -146,7 +146,7 @@ class Suite:
         return {word: words.count(word) for word in words}
 
     def spent(self, what: str, file: str = "") -> list[int]:
-        """What the tests of a file spent, for each that ran on ranks."""
+        """Return what the tests of a file spent, for each that ran on ranks."""
         path = f"./properties/property[@name='shardlib_{what}']"
         return [int(found.attrib["value"]) for test in self._of(file) for found in test.findall(path)]
 

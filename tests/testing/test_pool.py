@@ -313,7 +313,7 @@ Hung = Callable[[Callable[..., Any]], tuple[HangError, Ranks]]
 
 @pytest.fixture(scope="module")
 def hung() -> Iterator[Hung]:
-    """What calls that hang raise, and the pool of each. They wait at the same time."""
+    """Return what calls that hang raise, and the pool of each. They wait at the same time."""
     sizes: dict[Callable[..., Any], int] = {_forward: 4, _backward: 2, _flattened: 4, _hold_the_lock: 2}
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(sizes)) as threads:
         pools = {fn: stack.enter_context(own_pool(size, timeout=_PATIENCE)) for fn, size in sizes.items()}

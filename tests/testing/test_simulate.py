@@ -1,4 +1,4 @@
-"""One-process simulation: what `transition` lists does lead from one layout to the other, for the bytes it says."""
+"""Simulate on one process that the steps of `transition` lead from one layout to the other, for the bytes it says."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def _in_order(axes: tuple[str, ...], mesh: sl.MeshShape) -> bool:
 
 
 def test_rules_name_axes_of_a_dim_in_any_order_where_they_divide_it():
-    """Of an activation they divide what each data rank has: of four rows, two."""
+    """Axes of an activation divide the rows of each data rank: two of four."""
     found = drawn(strategies.rule_sets(nn.Linear(4, 8), "tp=2,sp=2", torch.ones(8, 4)), 100)
     assert any("@(sp,tp)" in str(rules.rules) for rules in found)
     assert any("@(sp,tp)" in str(rules.activations) for rules in found)
@@ -440,7 +440,7 @@ def _has_a_split_bias(case: Case) -> bool:
 
 @pytest.mark.deep
 def test_a_minimal_case_keeps_what_a_failure_needs_and_nothing_else():
-    """What would fail is a transformer with a split bias; all else is as simple as it can be."""
+    """A failure of a split bias shrinks to a transformer with one; all else is as simple as it can be."""
     case = shrunk(strategies.cases(), _has_a_split_bias)
     assert str(case.mesh) == "tp=2"
     assert case.model == ModelFactory(Transformer, (("vocab", 5), ("heads", 2), ("head", 2)))

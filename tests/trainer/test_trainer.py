@@ -485,5 +485,5 @@ def test_without_tensorboard_its_hook_says_so(monkeypatch, tmp_path):
     with pytest.raises(LaunchError) as refused:
         hooks.TensorboardHook(tmp_path)
     assert str(refused.value) == (
-        "TensorboardHook needs the package tensorboard, which is not installed: pip install tensorboard."
+        "TensorboardHook needs the package tensorboard, which is not installed: pip install 'shardlib[tensorboard]'."
     )

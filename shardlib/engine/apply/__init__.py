@@ -53,7 +53,7 @@ from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute
 from shardlib.engine.sharded import Sharded, is_sharded, keep, record_of
 from shardlib.engine.undo import Undo
-from shardlib.errors import PlanError
+from shardlib.errors import PlanError, short_traceback
 from shardlib.rules import Rules
 
 __all__ = ["Sharded", "apply_plan", "is_sharded", "names_here", "no_sync", "plan_of", "record_of", "shard_model"]
@@ -61,6 +61,7 @@ __all__ = ["Sharded", "apply_plan", "is_sharded", "names_here", "no_sync", "plan
 M = TypeVar("M", bound=nn.Module)
 
 
+@short_traceback
 def shard_model(
     model: M,
     mesh: MeshLike,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from shardlib.engine import _torch, agree, lost, offload, transport
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.comparison import StepComparison
 from shardlib.engine.sharded import is_sharded, record_of
-from shardlib.errors import InputError, PlanError, ShardingError
+from shardlib.errors import InputError, PlanError, ShardingError, warn
 from shardlib.layout import Dim, Layout
 
 __all__ = ["input_check", "ranks_agree", "refuse_model", "refuse_modules", "refuse_plan", "warn_of_idle_axes"]
@@ -132,10 +131,9 @@ def _refuse_what_ops_cut_otherwise(rank_plan: RankPlan, row: Row) -> None:
 def warn_of_idle_axes(rank_plan: RankPlan) -> None:
     """Warn of a model axis that splits no tensor: its ranks all compute the same."""
     for axis in rank_plan.plan.idle_axes:
-        warnings.warn(
+        warn(
             f'No rule splits anything over the model axis "{axis}" of mesh "{rank_plan.shape}": its '
             f"{rank_plan.shape[axis]} ranks compute the same. Name it in a rule, or make it a data axis.",
-            stacklevel=4,
         )
 
 

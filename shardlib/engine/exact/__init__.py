@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardlib.engine.exact._compile import DECOMPOSITIONS, traced
 from shardlib.engine.exact._data_rank import DataRank
-from shardlib.engine.exact._forward import check_mode, draw_exactly
+from shardlib.engine.exact._forward import batch_rows, check_mode, draw_exactly
 from shardlib.engine.exact._local_elements import holds_slices
 from shardlib.engine.exact._mode import ExactMode, exact_random, is_exact, rows
 
@@ -12,6 +12,7 @@ __all__ = [
     "DECOMPOSITIONS",
     "DataRank",
     "ExactMode",
+    "batch_rows",
     "check_mode",
     "draw_exactly",
     "exact_random",

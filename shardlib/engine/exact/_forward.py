@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from shardlib.engine.exact._data_rank import DataRank
 from shardlib.engine.exact._mode import ExactMode, bound
 from shardlib.errors import ShardingError
 
-__all__ = ["MODES", "check_mode", "draw_exactly"]
+__all__ = ["MODES", "batch_rows", "check_mode", "draw_exactly"]
 
 MODES = ("fast", "exact")
 
@@ -37,7 +38,7 @@ def draw_exactly(model: nn.Module, data_rank: DataRank) -> list[Any]:
     def enter(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         thread.entered = [
             *getattr(thread, "entered", ()),
-            ExactMode(DataRank(data_rank.index, data_rank.count, _rows(args, kwargs))),
+            ExactMode(DataRank(data_rank.index, data_rank.count, batch_rows(args, kwargs))),
         ]
         thread.entered[-1].__enter__()
 
@@ -51,7 +52,7 @@ def draw_exactly(model: nn.Module, data_rank: DataRank) -> list[Any]:
     ]
 
 
-def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def batch_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """Return the number of examples of a batch: the leading dim of its first tensor."""
     tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim)
     return next((tensor.shape[0] for tensor in tensors), None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from shardlib.errors import warn
 
 __all__ = ["GatheredOp", "ShardlibGatherWarning", "note_gather", "record"]
 
@@ -60,10 +61,9 @@ def note_gather(op: GatheredOp, *, loud: bool) -> None:
     if loud and op.op not in _WARNED:
         _WARNED.add(op.op)
         operands = ", ".join(f"{list(shape)} {where}" for shape, where in zip(op.shapes, op.placements, strict=True))
-        warnings.warn(
+        warn(
             f"{op.op} was gathered: every rank holds its operands whole and repeats the work, because {op.reason} "
             f"(operands: {operands}). The numbers are right. To make it fast, redistribute before the op, or register "
             "a rule with shardlib.engine.ops.rule. Each op is named once.",
             ShardlibGatherWarning,
-            stacklevel=2,
         )

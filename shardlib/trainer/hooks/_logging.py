@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardlib.errors import LaunchError
+from shardlib._measure import peak_bytes, process_peak_bytes, summary_writer
 from shardlib.trainer._context import ParallelMode, global_context
 from shardlib.trainer._logger import DistributedLogger
 from shardlib.trainer._timer import MultiTimer
@@ -157,19 +156,11 @@ class LogMemoryByEpochHook(_ByEpoch):
     def _text(self) -> str:
         parts = []
         if torch.accelerator.is_available():
-            parts.append(f"{torch.accelerator.max_memory_allocated() / 2**20:.1f} MB allocated on the device")
+            parts.append(f"{peak_bytes() / 2**20:.1f} MB allocated on the device")
             torch.accelerator.reset_peak_memory_stats()
         if self.report_cpu:
-            parts.append(f"{_resident_peak() / 2**20:.1f} MB of the process")
+            parts.append(f"{process_peak_bytes() / 2**20:.1f} MB of the process")
         return ", ".join(parts)
-
-
-def _resident_peak() -> float:
-    """Return the peak of resident memory in bytes; Linux counts in kilobytes, macOS in bytes."""
-    import resource  # not on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class TensorboardHook(BaseHook):
@@ -193,15 +184,9 @@ class TensorboardHook(BaseHook):
         priority: int = 10,
     ) -> None:
         super().__init__(priority)
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise LaunchError(
-                "TensorboardHook needs the package tensorboard, which is not installed: pip install tensorboard."
-            ) from error
         writes = global_context.get_local_rank(parallel_mode) in ((0,) if ranks is None else ranks)
         folder = Path(log_dir) / f"rank_{global_context.get_global_rank()}"
-        self.writer = SummaryWriter(str(folder)) if writes else None
+        self.writer = summary_writer("TensorboardHook", folder if writes else None)
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
         self._write(trainer, "train", trainer.cur_step, step=True)
