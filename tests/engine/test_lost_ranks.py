@@ -298,7 +298,7 @@ def test_a_rank_that_catches_what_its_forward_raised_goes_on_only_with_the_other
     assert first[0] == second[0] == "torch.Size([2, 4])"  # all raised at the same place
     assert second[1].startswith("Rank 1 raised ZeroDivisionError: ")
     assert "script went on. Ranks 0 take part in collectives" in second[1]
-    assert "raised ZeroDivisionError" in first[1] and "while others waited for it" in first[1] or other is not None
+    assert ("raised ZeroDivisionError" in first[1] and "while others waited for it" in first[1]) or other is not None
 
 
 def test_a_rank_that_stands_still_is_named_when_the_chosen_time_is_over(tmp_path: Path):
