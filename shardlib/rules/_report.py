@@ -115,10 +115,11 @@ def _about(resolver: Resolver, resolution: Resolution, name: str, mesh: MeshShap
         borders = [border for (module, _), border in resolution.borders.items() if module == canonical]
         yield from map(_about_border, borders)
         if not index.own[name] and not borders:
-            yield f'module "{name}" ({type(index.modules[name]).__qualname__}) has no tensors of its own and no border'
+            yield f'module "{name}" ({type(index.modules[name]).__qualname__}) has no tensors of its own, and no rule '
+            "names its activations"
     elif (key := _border_named(name)) and key[0] in index.modules:
         border = resolution.borders.get(key)
-        yield _about_border(border) if border else f'"{name}": no border; the activation passes as it is'
+        yield _about_border(border) if border else f'"{name}": activation, unchanged (no rule names it)'
     else:
         known = (*index.leaf, *index.modules)
         raise RuleError(
@@ -150,14 +151,14 @@ def _about_tensor(resolver: Resolver, tensor: TensorLayout, mesh: MeshShape | No
 def _about_border(border: Border) -> str:
     name = f"{border.module}.{border.side}" if border.module else border.side
     rule = f'rule "{border.rule}"' if border.rule else border.reason
-    return f'"{name}": border, {f"layout {border.layout}" if border.layout else "as it is"} ({rule})'
+    return f'"{name}": activation, {f"layout {border.layout}" if border.layout else "unchanged"} ({rule})'
 
 
 def _by_name(rules: Rules, name: str) -> Iterator[str]:
     module = name.rpartition(".")[0]
     for entry in rules.entries:
         if _matches_border(entry, name):
-            yield f"  rule {entry} names this border"
+            yield f"  rule {entry} names this activation"
         elif entry.section == "params" and compile_pattern(entry.key).matches(name):
             yield f"  rule {entry} names it"
         elif entry.section == "params" and compile_pattern(entry.key).matches(module):

@@ -109,7 +109,7 @@ def test_blocks_that_do_not_divide_are_more_in_the_middle(layers: int, ranks: in
 def test_a_pipeline_without_blocks_counts_all_and_says_so():
     made = plan(mlp(), "pp=2", MLP_RULES)
     assert made.memory() == plan(mlp(), "tp=1", MLP_RULES).memory()
-    assert made.notes == ('No repeated blocks were found: memory counts the whole model on each stage of "pp".',)
+    assert made.notes == ('The model has no repeated blocks: memory counts all of it on each stage of "pp".',)
 
 
 def test_memory_is_that_of_the_rank_whose_stages_hold_most():
@@ -204,7 +204,7 @@ def test_a_name_that_the_plan_lacks_is_answered_with_the_nearest():
     with pytest.raises(PlanError) as raised:
         plan(mlp(), "tp=2", MLP_RULES)["0.wieght"]
     assert str(raised.value) == (
-        'The plan has no tensor "0.wieght". Did you mean "0.weight"? It has 4 rows; print(plan) lists them.'
+        'The plan has no tensor "0.wieght". Did you mean "0.weight"? It has 4 tensors; print(plan) lists them.'
     )
 
 

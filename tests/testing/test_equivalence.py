@@ -223,7 +223,7 @@ def test_the_report_says_what_a_reader_needs():
     assert "First difference, step 0: the output of blocks.0.attn.proj\n  global shape   (8, 5, 8), off by " in text
     assert (
         "  on ranks       0, 1\n"
-        '  lies as        "_ _ _" of local shape (8, 5, 8); on a single device it is whole\n'
+        '  layout         "_ _ _" of local shape (8, 5, 8)\n'
         '  rule           "attn.proj": weight "out in@tp"\n'
         '                 "attn.proj": bias "out"\n' in text
     )

@@ -67,7 +67,8 @@ def test_a_capacity_is_kept():
         ),
         (
             lambda: _staged() | sl.pipeline("zbv"),
-            'The schedule "zbv" runs 2 stages on each of 2 ranks, and there are 2 stages. Cut the model into 4 stages.',
+            'The schedule "zbv" runs 2 stages on each of 2 ranks, and there are 2 stages. Split the model into 4 '
+            "stages.",
         ),
         (lambda: _staged(per_rank=2) | sl.pipeline("interleaved", 5), "Choose another number of microbatches"),
         (

@@ -97,7 +97,7 @@ class Run:
         return self.plan is not None and self.plan.step.accumulate > 1
 
     def tracing(self) -> AbstractContextManager[Trace]:
-        """Trace values and gradients at every module's border, of the code inside the block."""
+        """Trace the values and gradients that enter and leave every module, of the code inside the block."""
         return tracing(self.model)
 
     def _keep(self, _model: nn.Module, _args: Any, output: Any) -> None:
@@ -163,8 +163,8 @@ class Run:
             )
         if not self.sharded and self.case.dtype is torch.float64 and not torch.isfinite(loss):
             raise InputError(
-                f"The loss is {loss.item()} on the single device, with which nothing can be compared. Give equivalent()"
-                " a model, batches and a loss= that are finite."
+                f"The loss is {loss.item()} on the single device, with which nothing can be compared. Give "
+                "equivalent() a model, batches and a loss= that are finite."
             )
 
     @contextmanager
