@@ -433,7 +433,7 @@ def _in_pieces(params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 PIECE_BYTES = 32 << 20
-"""The size of a piece of parameters that step on the host: enough for each copy to run at full speed."""
+"""The size of a chunk of parameters that step on the host: enough for each copy to run at full speed."""
 
 
 def _groups_of(piece: _Piece, optimizer: torch.optim.Optimizer, saved: _Saved) -> list[dict[str, Any]]:
@@ -510,8 +510,8 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[t
         name = type(optimizer).__qualname__
         raise ShardingError(
             f"{name} steps on parameters that are stored in shards or in low precision, or whose state is on the host "
-            f'(the first is "{refused.name}"), and it is not known what it needs of them. If each element of its '
-            f"update depends on that element alone, call shardlib.register_elementwise({name}); if on that whole "
+            f'(the first is "{refused.name}"), and shardlib does not know whether it can. If each element of its '
+            f"update depends on that element alone, call shardlib.register_elementwise({name}); if on that full "
             f"tensor, shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), without precision and "
             "offload."
         )
@@ -528,9 +528,10 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[t
 @functools.cache
 def _warn_of_full_state(name: str) -> None:
     warnings.warn(
-        f"The plan splits optimizer state over data axes, but nothing is known of {name}: every rank keeps all of its "
-        f"state and makes the whole step. Say what it needs: shardlib.register_elementwise({name}) if each element of "
-        f"its update depends on that element alone, shardlib.register_per_tensor({name}) if on one whole tensor.",
+        f"The plan shards optimizer state over data axes, but shardlib does not know whether {name} can step on "
+        f"shards: every rank keeps all of its state and steps on full tensors. Say what it needs: "
+        f"shardlib.register_elementwise({name}) if each element of its update depends on that element alone, "
+        f"shardlib.register_per_tensor({name}) if on one full tensor.",
         stacklevel=6,
     )
 

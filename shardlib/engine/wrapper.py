@@ -90,7 +90,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         foreign = [p for group in self.inner.param_groups for p in group["params"] if id(p) not in self._names]
         if foreign:
             raise ShardingError(
-                f"{len(foreign)} of the optimizer's parameters are not the model's (the first has shape "
+                f"{len(foreign)} of the optimizer's parameters do not belong to the model (the first has shape "
                 f"{tuple(foreign[0].shape)}). Build it from model.parameters() after shard_model, and give each "
                 "model an optimizer of its own."
             )

@@ -71,7 +71,7 @@ class LayoutReport:
         if self.reshards:
             lines += ["", "moved without a word (right, and slow):", *_folded(self.reshards)]
         if self.uneven:
-            lines += ["", f"uneven, typed as whole: {', '.join(self.uneven)}"]
+            lines += ["", f"uneven, typed as replicated: {', '.join(self.uneven)}"]
         return "\n".join(lines)
 
 

@@ -100,7 +100,7 @@ def refuse_settings(plan: Plan) -> None:
     """Refuse settings of a plan that only the torch engine has."""
     if plan.mesh.pipeline_axes:
         raise PlanError(
-            f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs the whole model on all devices. Leave it out.'
+            f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs all modules on all devices. Leave it out.'
         )
     asked = {name: value for name, value in plan.step.settings().items() if name not in _NO_MATTER}
     if asked:

@@ -92,8 +92,8 @@ def _placed(name: str, leaf: Any, mesh: Mesh, layout: Layout) -> Any:
     shape = tuple(leaf.shape)
     if uneven := layout.uneven_dims(shape, shape_of(mesh)):
         raise InputError(
-            f'"{name}" of global shape {shape} with layout "{layout}" on mesh "{shape_of(mesh)}" has uneven pieces in '
-            f"dim {uneven[0]}, and JAX has only even ones. Pad it, or split another dim."
+            f'"{name}" of global shape {shape} with layout "{layout}" on mesh "{shape_of(mesh)}" has uneven shards in '
+            f"dim {uneven[0]}, and JAX has only even ones. Pad it, or shard another dim."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
         sharding = named_sharding(layout.resolve(shape, shape_of(mesh)), mesh)

@@ -68,7 +68,7 @@ class Layout:
         used = [*axes_of_dims(self.dims), *(axis for axis, _ in self.partials)]
         if repeated := [axis for axis in used if used.count(axis) > 1]:
             raise LayoutError(
-                f'Layout "{self}": axis "{repeated[0]}" is used twice. Each axis splits one dim of a tensor or is '
+                f'Layout "{self}": axis "{repeated[0]}" is used twice. Each axis shards one dim of a tensor or is '
                 "reduced over, once; drop one of the two, or use another axis of the mesh."
             )
 
@@ -157,7 +157,7 @@ class Layout:
         """
         entry = self.dims[dim]
         if not isinstance(entry, Dim):
-            raise LayoutError(f'Layout "{self}": dim {dim} is "...", which is never split. Call with_ndim first.')
+            raise LayoutError(f'Layout "{self}": dim {dim} is "...", which is never sharded. Call with_ndim first.')
         factors = list(entry.factors)
         factors[factor] = replace(factors[factor], axes=tuple(axes), optional=factors[factor].optional and bool(axes))
         dims = list(self.dims)
@@ -431,7 +431,7 @@ class Layout:
     def _check_shards(self, shards: Sequence[torch.Tensor], global_shape: tuple[int, ...], mesh: MeshShape) -> None:
         context = f'Layout "{self}" for a tensor of global shape {global_shape} on mesh "{mesh}"'
         if self.partials:
-            raise LayoutError(f"{context}: partial values cannot be put together. Reduce them first.")
+            raise LayoutError(f"{context}: partial values cannot be joined into one tensor. Reduce them first.")
         if len(shards) != mesh.world_size:
             raise LayoutError(
                 f"{context}: shards of {len(shards)} ranks were given, the mesh has {mesh.world_size}. Give one per "

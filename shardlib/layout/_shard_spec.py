@@ -131,8 +131,8 @@ def _shard_spec(
     local = tuple(sum(part.stop - part.start for part in slices) for slices in local_slices)
     if len(changed) > 1:
         raise LayoutError(
-            f'Layout "{dst}" splits {len(changed)} dims of a tensor of global shape {global_shape} further than '
-            f'"{src}" does; the axes {", ".join(added)} have to split one dim of it.'
+            f'Layout "{dst}" shards {len(changed)} dims of a tensor of global shape {global_shape} further than '
+            f'"{src}" does; the axes {", ".join(added)} have to shard one dim of it.'
         )
     if not changed:
         return None

@@ -112,7 +112,7 @@ def _copied(
 
 
 _Position: TypeAlias = tuple[int, int]
-"""Where an axis splits a tensor: (dim, number of pieces of that dim that are more major than the axis)."""
+"""Where an axis shards a tensor: (dim, number of shards of that dim that are more major than the axis)."""
 _Positions: TypeAlias = Mapping[str, _Position]
 
 

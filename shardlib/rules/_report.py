@@ -115,8 +115,8 @@ def _about(resolver: Resolver, resolution: Resolution, name: str, mesh: MeshShap
         borders = [border for (module, _), border in resolution.borders.items() if module == canonical]
         yield from map(_about_border, borders)
         if not index.own[name] and not borders:
-            yield f'module "{name}" ({type(index.modules[name]).__qualname__}) has no tensors of its own, and no rule '
-            "names its activations"
+            kind = type(index.modules[name]).__qualname__
+            yield f'module "{name}" ({kind}) has no tensors of its own, and no rule names its activations'
     elif (key := _border_named(name)) and key[0] in index.modules:
         border = resolution.borders.get(key)
         yield _about_border(border) if border else f'"{name}": activation, unchanged (no rule names it)'

@@ -290,8 +290,8 @@ class Rules:
         for key, value in self.activations.items():
             if border_key(key) is None:
                 raise RuleError(
-                    f'Rule "{key}": {spelled(value)} stands in activations and does not name a module border. End '
-                    'the key in ".input" or ".output", or move the rule to the parameters.'
+                    f'Rule "{key}": {spelled(value)} is in activations and does not name the input or output of a '
+                    'module. End the key in ".input" or ".output", or move the rule to the parameters.'
                 )
         keys = (*self.rules, *self.activations)
         if twice := [key for key in self.activations if key in self.rules]:
@@ -323,7 +323,7 @@ class Rules:
             if wrong := [axis for axis in use.axes if not (isinstance(axis, str) and _NAME.fullmatch(axis))]:
                 raise RuleError(
                     f'axes gives dim "{name}" the axis {wrong[0]!r}, which is not an axis name. Give one, as in "tp" '
-                    '(or "tp?" to split only where it divides), or several, as in ("fsdp", "tp").'
+                    '(or "tp?" to shard only where it divides), or several, as in ("fsdp", "tp").'
                 )
         for name, size in self.sizes.items():
             if not _is_size(size):

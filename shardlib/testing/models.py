@@ -355,7 +355,7 @@ def rules_for(model: nn.Module, *, sequence: bool = False) -> Rules:
         return _transformer_rules(model, sequence)
     if sequence:
         raise InputError(
-            f"rules_for({type(model).__name__}, sequence=True): only a Transformer has a sequence to split."
+            f"rules_for({type(model).__name__}, sequence=True): only a Transformer has a sequence to shard."
         )
     if isinstance(model, MLP):
         return Rules(_mlp_rules(model), unmatched="replicate")
@@ -465,7 +465,7 @@ def _of_no_known_model(function: str, model: nn.Module) -> InputError:
 def _check_sizes(function: str, **sizes: Any) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InputError(f"{function}({name}={size!r}): give a whole number from 1 up.")
+            raise InputError(f"{function}({name}={size!r}): give an integer from 1 up.")
 
 
 def _check_choice(function: str, name: str, value: Any, choices: Any) -> None:

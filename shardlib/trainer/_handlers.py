@@ -30,9 +30,9 @@ GRADIENT_HANDLER = Registry("gradient handler")
 _DONE_ANYWAY: Mapping[str, str] = MappingProxyType(
     {
         "DataParallelGradientHandler": "gradients are averaged over data axes while backward runs",
-        "ZeROGradientHandler": "zero= reduces gradients to their parts",
+        "ZeROGradientHandler": "zero= reduce-scatters gradients",
         "SequenceParallelGradientHandler": "gradients are summed over model axes where they are partial",
-        "MoeGradientHandler": "each gradient is reduced over the axes that do not split its parameter",
+        "MoeGradientHandler": "each gradient is reduced over the axes that do not shard its parameter",
         "PipelineSharedModuleGradientHandler": "tied parameters have one gradient",
     }
 )

@@ -90,8 +90,8 @@ class Hsdp(Transform):
             )
         if split := [row.name for row in plan.rows if self.replicate in row.stored.axes]:
             raise PlanError(
-                f'{self}: "{self.replicate}" splits {split[0]} already (of {len(split)} tensors). Take the axis out of '
-                "the rule or the transform that splits them, or replicate over another."
+                f'{self}: "{self.replicate}" shards {split[0]} already (of {len(split)} tensors). Take the axis out of '
+                "the rule or the transform that shards them, or replicate over another."
             )
         return _sharded(plan, self.shard, None, self.only, self)
 

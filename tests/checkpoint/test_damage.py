@@ -319,7 +319,7 @@ _BAD: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "a missing corner": (
         ("tensors", "model", "0.weight", 2),
         [[0, [0, 0], [2, 1]], [0, [2, 0], [2, 1]], [0, [0, 1], [2, 2]]],
-        "1 pieces of 4 are missing",
+        "1 shards of 4 are missing",
     ),
     "a file that is not listed": (("tensors", "model", "0.weight", 2, 0, 0), 7, "a piece is in file 7 of 3"),
     "an unknown dtype": (("tensors", "model", "0.weight", 0), "F4", "unknown dtype 'F4'"),

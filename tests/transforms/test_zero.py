@@ -149,8 +149,8 @@ def test_without_data_ranks_nothing_changes_and_the_plan_says_so(mesh: str):
         ),
         (
             lambda: laid_out() | zero(2, axis="tp"),
-            'zero(2, axis="tp"): "tp" is a model axis of mesh "dp=2,fsdp=2,tp=2"; replicated '
-            'state is divided over data axes only, here "dp", "fsdp". To split over "tp" write a rule.',
+            'zero(2, axis="tp"): "tp" is a model axis of mesh "dp=2,fsdp=2,tp=2"; state is sharded over data axes '
+            'only, here "dp", "fsdp". To shard over "tp" write a rule.',
         ),
         (
             lambda: laid_out() | zero(1, axis=("dp", "dp")),
@@ -174,8 +174,8 @@ def test_without_data_ranks_nothing_changes_and_the_plan_says_so(mesh: str):
         ),
         (
             lambda: laid_out() | fsdp("dp", only="norm") | hsdp(shard="fsdp", replicate="dp"),
-            'hsdp(shard="fsdp", replicate="dp"): "dp" splits norm.weight already (of 2 tensors). Take the axis out of '
-            "the rule or the transform that splits them, or replicate over another.",
+            'hsdp(shard="fsdp", replicate="dp"): "dp" shards norm.weight already (of 2 tensors). Take the axis out of '
+            "the rule or the transform that shards them, or replicate over another.",
         ),
         (lambda: zero(1) | 3, "zero(1) | 3: give functions that take a Plan and return a Plan."),
         (

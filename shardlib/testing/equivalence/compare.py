@@ -250,9 +250,9 @@ class _Notes:
 def _batches_agree(by_rank: list[dict[int, int]]) -> None:
     if (index := _first_unlike(by_rank)) is not None:
         raise InputError(
-            f"batch({index}) made other values on some ranks than on others. It has to make the same global batch "
-            "everywhere, of which each data rank then gets its rows: draw it from a generator of its own, "
-            "torch.Generator().manual_seed(step), and let it not depend on the rank."
+            f"batch({index}) made other values on some ranks than on others. It must make the same global batch on "
+            "every rank; each data rank then takes its rows. Draw it from a generator of its own, "
+            "torch.Generator().manual_seed(step), on every rank alike."
         )
 
 

@@ -212,9 +212,7 @@ class JaxRun:
             planned = self.fn.shardings(arrays, phase)  # type: ignore[arg-type]
             for name, array in arrays.items():
                 if not array.sharding.is_equivalent_to(planned[name], array.ndim):
-                    found[f"{what}{name}"] = (
-                        f"has the sharding {array.sharding}, where the plan has {planned[name].spec}"
-                    )
+                    found[f"{what}{name}"] = f"has sharding {array.sharding}, where the plan has {planned[name].spec}"
         return found
 
     def unlike_replicas(self) -> dict[str, str]:

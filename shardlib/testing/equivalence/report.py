@@ -57,7 +57,7 @@ class Report:
         layouts: tensors that lie otherwise than the plan says, with a sentence.
         origin: the origin of the difference; None without one.
         tensors: the number of parameters and buffers of the model.
-        gathered: ops that had no sharding rule for what they were given, so that every rank computed them on all-gathered operands.
+        gathered: ops that had no sharding rule for what they were given, so that every rank computed them in full.
         notes: remarks on the verdict.
         warnings: the warnings of the sharded run, on the first rank, each once.
         seconds: the seconds that the ranks took.

@@ -177,8 +177,8 @@ class Run:
                 error.add_note(f"equivalent(): in the sharded run, step {step}; the single device's step went through.")
             elif not isinstance(error, ShardlibError):
                 error.add_note(
-                    f"equivalent(): on the single device, step {step}: the model, its batch and its loss fail together "
-                    "before anything is sharded. Make them run without shardlib first."
+                    f"equivalent(): on the single device, step {step}: the model fails on this batch and loss before "
+                    "anything is sharded. Make them run without shardlib first."
                 )
             raise
 
@@ -348,8 +348,8 @@ def single_device(case: Case) -> nn.Module:
         raise InputError(f"model= returned a {type(model).__name__}; it has to make an nn.Module.")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise InputError(
-            "model= made a model on the meta device, which has no values to compare. Make it on CPU; sharding it is "
-            "equivalent()'s part."
+            "model= made a model on the meta device, which has no values to compare. Make it on CPU; equivalent() "
+            "shards it."
         )
     return in_dtype(model, case.dtype)
 

@@ -80,7 +80,7 @@ def layouts(
     mesh_shape, sizes = MeshShape.of(mesh), tuple(shape)
     wrong = [size for size in sizes if isinstance(size, bool) or not isinstance(size, int) or size < 0]
     if wrong:
-        raise InputError(f"layouts({sizes}): {wrong[0]!r} is not a size of a dim; give whole numbers from 0 up.")
+        raise InputError(f"layouts({sizes}): {wrong[0]!r} is not a size of a dim; give integers from 0 up.")
     for axis in axes or ():
         if axis not in mesh_shape:
             raise InputError(f'layouts(axes={tuple(axes or ())}): mesh "{mesh_shape}" has no axis "{axis}".')
