@@ -91,7 +91,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Start the next iteration over that epoch at the saved position.
 
         Raises:
-            CheckpointError: there is no whole number of global batches before that position.
+            CheckpointError: that position is not between two global batches.
         """
         batch = self._rows * self._place[1]
         taken, rest = divmod(int(state["examples"]), batch)

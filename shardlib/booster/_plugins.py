@@ -103,7 +103,7 @@ class Plugin(Options):
 
     @property
     def tp_size(self) -> int:
-        """The number of ranks that split a layer."""
+        """The number of ranks over which a layer is sharded."""
         return math.prod(self._shape()[axis] for axis in self._tensor_axes_here())
 
     @property
@@ -119,7 +119,7 @@ class Plugin(Options):
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that split a layer; this rank alone, if none do."""
+        """The ranks over which a layer is sharded; this rank alone, if it is not."""
         return group_over(self._tensor_axes_here(), self.device_mesh())
 
     @property
@@ -129,8 +129,8 @@ class Plugin(Options):
 
     @property
     def sp_group(self) -> dist.ProcessGroup:
-        """The ranks that split a sequence: those of an axis of their own, else of tp, if its ranks split sequences;
-        this rank alone, if none do."""
+        """The ranks over which sequences are sharded: those of an axis of their own, else of tp, if rules shard them
+        over tp; this rank alone, if none do."""
         return group_over(self._sequence_axes_here(), self.device_mesh())
 
     @property
@@ -574,8 +574,8 @@ def _largest(model: nn.Module, fraction: float) -> list[str]:
 class HybridParallelPlugin(_WithPrecision):
     """Tensor parallel, pipelines and data parallel, with ZeRO of any stage. The rules are those of the model's class
     (`layouts.for_model`), or `custom_policy`. Stages are balanced by parameters, or have `num_layers_per_stage`, or are
-    named by the rules of `custom_policy`. Sequences are split over tp ("split_gather", or "ring") or over an axis of
-    their own ("all_to_all" or "ring_attn", with sp_size). A `tensor_mode`, such as "2d" or a registered one, splits
+    named by the rules of `custom_policy`. Sequences are sharded over tp ("split_gather", or "ring") or over an axis of
+    their own ("all_to_all" or "ring_attn", with sp_size). A `tensor_mode`, such as "2d" or a registered one, shards
     over its own axes, which have tp_size ranks together.
 
     >>> HybridParallelPlugin(tp_size=2, zero_stage=1, precision="bf16").mesh_shape()

@@ -92,7 +92,7 @@ def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.o
 def register_per_tensor(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Register an optimizer of your own that updates each parameter from that parameter's gradient and state alone.
 
-    It then gets full tensors where the plan splits them, each on one rank, so that norms and matrices are the same as
+    It then gets full tensors where the plan shards them, each on one rank, so that norms and matrices are the same as
     on one device. LAMB and Muon are such optimizers; one that reads several parameters at once (for a common step size)
     is not. Usable as a decorator.
 

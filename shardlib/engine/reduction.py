@@ -31,7 +31,7 @@ def reduce_gradients_by(model: nn.Module, reduction: Reduction | None) -> None:
         reduction: the function; None restores the all-reduce.
 
     Raises:
-        PlanError: gradients or state of the model are split over data axes, where ranks need different sums.
+        PlanError: gradients or state of the model are sharded over data axes, where ranks need different sums.
 
     Example:
         >>> def in_bfloat16(bucket):

@@ -27,11 +27,11 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the state dict of the single-device model: plain, full tensors on every rank.
 
-    Collective: every rank must call it. Tensors are gathered one at a time.
+    Collective: every rank must call it. Tensors are all-gathered one at a time.
 
     Args:
         model: a sharded model (or any module).
-        cpu: copy each tensor to host memory as soon as it is gathered.
+        cpu: copy each tensor to host memory as soon as it is all-gathered.
         names: the entries to return, the same on all ranks; None for all.
 
     Example:

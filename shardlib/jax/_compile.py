@@ -62,8 +62,8 @@ def compile_model(
 
     Returns:
         The function (see `Compiled`), and a dict from names to arrays of the trained parameters. An array has the shape
-        of the tensor, except for fused layouts that are split inside, whose parts are dims, and uneven ones, which are
-        padded with zeros: `fn.to_torch(params)` has the model's own shapes.
+        of the tensor, except for fused dims of which one factor is sharded, whose factors become dims, and uneven ones,
+        which are padded with zeros: `fn.to_torch(params)` has the model's own shapes.
 
     Raises:
         PlanError: the plan needs a feature of the torch engine only (a pipeline, offload, loss scaling, ...); an op has

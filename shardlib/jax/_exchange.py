@@ -58,7 +58,7 @@ def to_jax(
     Raises:
         InputError: uneven shards without `pad`; memory that cannot be shared, with `copy=False`; a dtype that JAX does
             not have or would narrow.
-        LayoutError: a layout without a JAX sharding: fused and split inside, or partial.
+        LayoutError: a layout without a JAX sharding: a factor of a fused dim is sharded, or it is partial.
         MeshError: torch and JAX run on different processes.
 
     >>> tensor = torch.arange(64.0)

@@ -44,8 +44,8 @@ def shard_params(params: Any, mesh: Mesh, rules: RulesLike) -> Any:
         The same tree of `jax.Array`s, of the same shapes; without values where there were none.
 
     Raises:
-        RuleError, LayoutError: the rules do not say one clear thing about these names; a fused dim is split inside,
-            which no array of this shape can be.
+        RuleError, LayoutError: the rules do not say one clear thing about these names; a factor of a fused dim is
+            sharded, which no array of this shape can be.
         InputError: a dim that its axes do not divide; a leaf that is not an array, or that JAX would narrow.
 
     >>> from shardlib.jax import make_mesh

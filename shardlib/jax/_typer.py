@@ -32,7 +32,7 @@ class Finding:
     Attributes:
         module: its dotted name; "" is the model itself.
         op: the op of torch.
-        operands: the operands, as each dim's global size with the axes that split it.
+        operands: the operands, as each dim's global size with the axes that shard it.
         conflict: the contradiction, ambiguity, or silent communication.
         advice: a remedy.
     """

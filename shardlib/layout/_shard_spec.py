@@ -98,16 +98,16 @@ def shard_spec(
 
     Args:
         src: the layout of the shard.
-        dst: a layout that splits one dim further.
+        dst: a layout that shards one dim further.
         global_shape: the global shape of the tensor.
         mesh: names and sizes of the axes.
         coordinate: the rank's coordinate. Ranks of the group are in mesh order of the added axes, the last one fastest.
 
     Returns:
-        The division, or None where `dst` splits no dim further.
+        The division, or None where `dst` shards no dim further.
 
     Raises:
-        LayoutError: `dst` splits more than one dim further, or elements that the rank does not hold.
+        LayoutError: `dst` shards more than one dim further, or elements that the rank does not hold.
     """
     return _shard_spec(src, dst, tuple(global_shape), MeshShape.of(mesh), tuple(coordinate.items()))
 

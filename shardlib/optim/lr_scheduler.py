@@ -91,7 +91,7 @@ class LinearWarmupLR(_Warmed):
         last_epoch: the step to go on from; -1 begins.
 
     Raises:
-        InputError: steps that are not whole numbers, or none at all.
+        InputError: steps that are not integers, or none at all.
 
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> _rates(LinearWarmupLR(optimizer, total_steps=4, warmup_steps=1), 5)

@@ -26,7 +26,7 @@ __all__ = ["Coverage", "CoverageRow", "coverage", "explain"]
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """One rule: the number of tensors that it decides, their bytes, and how many of these bytes an axis splits.
+    """One rule: the number of tensors that it decides, their bytes, and how many of these bytes are sharded.
 
     `agreeing` counts tensors that it matches too but that another rule decides: tied ones, or overridden. `rule` is
     None in the row of parameters and buffers that no rule matches.
@@ -54,12 +54,12 @@ class Coverage:
 
     @property
     def split_bytes(self) -> int:
-        """Bytes of tensors that at least one axis splits."""
+        """Bytes of tensors that are sharded over at least one axis."""
         return sum(row.split_bytes for row in self.rows)
 
     @property
     def replicated_bytes(self) -> int:
-        """Bytes of tensors that no axis splits, by a rule or for lack of one."""
+        """Bytes of replicated tensors, by a rule or for lack of one."""
         return self.bytes - self.split_bytes
 
     @property

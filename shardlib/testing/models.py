@@ -2,7 +2,7 @@
 
 Nothing in the models knows of shardlib, and each argument that is left out takes the simplest choice. All parameters
 start at values of their own (`perturb`): with the biases of zero and norm weights of one that PyTorch starts from, a
-bias that is added twice, or a norm weight that another rank's piece takes the place of, changes nothing.
+bias that is added twice, or a norm weight that is replaced by another rank's shard, changes nothing.
 
 >>> model = Transformer(layers=2, heads=4, kv_heads=2)
 >>> print(rules_for(model).resolve(model, "tp=2").tensors["blocks.0.attn.k.weight"].layout)
@@ -339,11 +339,11 @@ class ConvNet(nn.Module):
 def rules_for(model: nn.Module, *, sequence: bool = False) -> Rules:
     """Return tensor-parallel rules for one of these models, over the axis "tp", as a user would write them.
 
-    Heads that do not divide stay whole; everything else may be uneven.
+    Heads that do not divide stay replicated; everything else may be uneven.
 
     Args:
         model: a `Transformer`, an `MLP` or a `ConvNet`.
-        sequence: split the residual stream of a transformer over the sequence (Korthikanti et al., arXiv 2205.05198).
+        sequence: shard the residual stream of a transformer over the sequence (Korthikanti et al., arXiv 2205.05198).
 
     Raises:
         InputError: another model, or `sequence` for a model without one.

@@ -42,7 +42,7 @@ class BaseGradientHandler:
     """The base of handlers that change gradients before they are clipped, once in each step that is taken.
 
     `param.grad` is the gradient of the step: that of the mean loss over all data ranks and all accumulated passes,
-    without a loss scale. It is a plain tensor, equal on all ranks; where the plan splits it (tensor parallel, any stage
+    without a loss scale. It is a plain tensor, equal on all ranks; where the plan shards it (tensor parallel, any stage
     of `zero`), it is a sharded DTensor. A handler may change it in place, or replace it by a tensor of the same layout.
     It must do the same on all ranks that hold the same element. Averaging over data ranks again changes nothing for
     plain tensors, and would mix different elements of shards.

@@ -19,7 +19,7 @@ def fsdp(axis: Names = None, *, reshard_after_forward: bool | None = None, only:
 
     Args:
         axis: a data axis, several, outermost first, or None for all.
-        reshard_after_forward: True: parameters of every unit are resharded after forward and gathered again for
+        reshard_after_forward: True: parameters of every unit are resharded after forward and unsharded again for
             backward; False: they stay unsharded; None, as `fully_shard` does for its root: those of repeated blocks are
             resharded, others stay unsharded.
         only: patterns of parameters, or of modules, as in rules; None is all.
@@ -40,13 +40,13 @@ def hsdp(*, shard: Names, replicate: str, only: Names = None) -> Transform:
     """Shard as `fsdp` does over one data axis and replicate over another (hybrid sharding).
 
     Args:
-        shard: the data axis, or axes, over which parameters are split.
+        shard: the data axis, or axes, over which parameters are sharded.
         replicate: the data axis over which they are replicated; gradients are reduced over both.
         only: patterns of parameters, or of modules, as in rules; None is all.
 
     Raises:
         PlanError: applied to a plan, an axis that is not a data axis, one named twice, or a `replicate` axis that
-            splits a tensor already.
+            shards a tensor already.
 
     >>> from torch import nn
     >>> import shardlib as sl

@@ -26,11 +26,11 @@ def zero(stage: int, *, axis: Names = None, only: Names = None, overlap: bool = 
         stage 2: grad   replicated -> sharded    the unsharded gradient is freed after its reduction
         stage 3: stored replicated -> sharded    parameters are unsharded before use and resharded after it
 
-    Parameters are gathered by units (`plan.units`): repeated blocks, and layers outside of them. Parameters outside of
+    Parameters are unsharded by units (`plan.units`): repeated blocks, and layers outside of them. Parameters outside of
     all units, such as tied ones, stay unsharded from the model's forward to the end of backward.
 
-    Dims that a rule splits stay split; the data axes are added innermost. Buffers stay replicated, and of frozen
-    parameters only the stored phase is sharded. A phase that an axis splits already is not changed, so
+    Dims that a rule shards stay sharded; the data axes are added innermost. Buffers stay replicated, and of frozen
+    parameters only the stored phase is sharded. A phase that an axis shards already is not changed, so
     `zero(2) | zero(2)` is `zero(2)`.
 
     Args:

@@ -412,7 +412,7 @@ def test_an_activation_with_a_fused_dim_over_two_model_axes(ranks):
     assert (
         ranks(4)
         .run(_fused_activation_over_two_axes)[0]
-        .startswith('"up.output" has the layout "batch (two half@(sp,tp))": a fused dim split over more than one axis')
+        .startswith('"up.output" has the layout "batch (two half@(sp,tp))": a fused dim sharded over several axes')
     )
 
 

@@ -51,7 +51,7 @@ MLP: dict[str, tuple[dict[str, Any], str]] = {
     "whole after column": ({"up": "colwise"}, "in one operand only"),
     "column, row": ({"up": "colwise", "down": "rowwise"}, ""),
     "row alone": ({"down": "rowwise"}, ""),
-    "whole by a border": ({"up": "colwise", "up.output": "batch seq ff"}, ""),
+    "replicate the activation by a rule": ({"up": "colwise", "up.output": "batch seq ff"}, ""),
 }
 
 

@@ -105,7 +105,7 @@ CORNERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "in another order than the mesh's": lambda mesh, shape, layout: any(
         list(dim.axes) != sorted(dim.axes, key=mesh.names.index) for dim in layout.dims
     ),
-    "a fused dim split inside": lambda mesh, shape, layout: any(
+    "a sharded factor of a fused dim": lambda mesh, shape, layout: any(
         dim.fused and dim.factors[0].size > 1 and not dim.factors[0].axes and dim.axes for dim in layout.dims
     ),
     "two factors of a dim split": lambda mesh, shape, layout: any(
@@ -301,7 +301,7 @@ def test_what_is_left_out_is_what_is_refused(ranks):
         if not inside:
             assert equivalent(linear, Numbers((2, 3)), "tp=2,sp=2", rules)
             continue
-        with pytest.raises(PlanError, match="a fused dim split over more than one axis"):
+        with pytest.raises(PlanError, match="a fused dim sharded over several axes"):
             equivalent(linear, Numbers((2, 3)), "tp=2,sp=2", rules)
 
 

@@ -11,7 +11,8 @@ __all__ = ["GatheredOp", "ShardlibGatherWarning", "note_gather", "record"]
 
 
 class ShardlibGatherWarning(UserWarning):
-    """An op had no sharding rule for its operands' placements, so every rank gathered them and repeated the work."""
+    """An op had no sharding rule for its operands' placements, so every rank all-gathered them and repeated the
+    work."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Report:
         mesh, steps, dtype: those of the run.
         differences: everything that was compared, in the order of a training step.
         replicas: tensors of which ranks hold the same elements with other bits, with a sentence.
-        layouts: tensors that lie otherwise than the plan says, with a sentence.
+        layouts: tensors whose layout differs from the plan's, with a sentence.
         origin: the origin of the difference; None without one.
         tensors: the number of parameters and buffers of the model.
         gathered: ops that had no sharding rule for what they were given, so that every rank computed them in full.

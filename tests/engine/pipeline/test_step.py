@@ -544,7 +544,7 @@ def test_what_is_refused(ranks):
         "comes from the stage before it."
     )
     assert alone.startswith("This Skipping is split into pipeline stages, none of which can run alone.")
-    assert number.startswith("Say into how many microbatches a batch is cut: microbatches=8,")
+    assert number.startswith("Give the number of microbatches of a batch, microbatches=8,")
     assert rows == (
         "The batch has 1 rows, which cannot be split into 2 microbatches. Give a larger batch, or fewer microbatches."
     )
