@@ -68,7 +68,7 @@ class Coverage:
         return sum(row.bytes for row in self.rows if row.rule is None)
 
     def __str__(self) -> str:
-        header = ("rule", "layout", "tensors", "bytes", "split", "replicated")
+        header = ("rule", "layout", "tensors", "bytes", "sharded", "replicated")
         lines = [header, *map(_line, self.rows), self._total()]
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
         return "\n".join(_aligned(line, widths) for line in lines)
@@ -80,7 +80,7 @@ class Coverage:
 
 
 def coverage(rules: Rules, model: nn.Module, mesh: MeshShape | None) -> Coverage:
-    """Count tensors and bytes by rule. Without a mesh every axis that the rules name counts as splitting."""
+    """Count tensors and bytes by rule. Without a mesh every axis that the rules name counts as sharding."""
     resolver = Resolver(rules, model, mesh or _widest_mesh(rules), strict=False)
     tensors = list(resolver.resolution().tensors.values())
     keys = dict.fromkeys(each.rule for each in tensors)

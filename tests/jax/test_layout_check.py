@@ -47,11 +47,11 @@ def test_a_product_gathers_on_a_grid_as_its_matrix_means(mode: str, mesh: str):
 
 
 MLP: dict[str, tuple[dict[str, Any], str]] = {
-    "column after column": ({"up": "colwise", "down": "colwise"}, "and tp splits another dim"),
+    "column after column": ({"up": "colwise", "down": "colwise"}, "and tp shards another dim"),
     "whole after column": ({"up": "colwise"}, "in one operand only"),
     "column, row": ({"up": "colwise", "down": "rowwise"}, ""),
     "row alone": ({"down": "rowwise"}, ""),
-    "replicate the activation by a rule": ({"up": "colwise", "up.output": "batch seq ff"}, ""),
+    "replicated by a rule": ({"up": "colwise", "up.output": "batch seq ff"}, ""),
 }
 
 

@@ -87,7 +87,7 @@ def test_coverage_counts_every_byte_once() -> None:
     assert coverage.split_bytes + coverage.replicated_bytes == coverage.bytes
     assert coverage.unmatched_bytes == 8 * 8 * 4
     assert str(coverage) == (
-        "rule       layout                 tensors     bytes     split  replicated\n"
+        "rule       layout                 tensors     bytes   sharded  replicated\n"
         'embed      "rowwise"                    1   2.0 KiB   2.0 KiB         0 B\n'
         'attn.qkv   "(qkv heads@tp head)"        4   6.4 KiB   6.4 KiB         0 B\n'
         'attn.proj  "rowwise"                    4   2.1 KiB   2.0 KiB       128 B\n'

@@ -178,7 +178,7 @@ class Run:
             elif not isinstance(error, ShardlibError):
                 error.add_note(
                     f"equivalent(): on the single device, step {step}: the model fails on this batch and loss before "
-                    "anything is sharded. Make them run without shardlib first."
+                    "anything is sharded. Make it run without shardlib first."
                 )
             raise
 
