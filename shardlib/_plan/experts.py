@@ -41,9 +41,9 @@ def expert_notes(rows: Iterable[Row], mesh: MeshShape) -> tuple[str, ...]:
     count = f"each of the {len(spread)} modules of experts" if len(spread) > 1 else "the module of experts"
     others = mesh[axis] - 1
     return (
-        f'Over "{axis}" tokens travel to the ranks of their experts and results travel back, in forward, and their '
-        f"gradients in backward: in {count} once for each other rank that has experts of the token, which are at most "
-        f"{others} {'ranks' if others > 1 else 'rank'}, and no more than it chooses experts.",
+        f'Over "{axis}" forward sends tokens to the ranks of their experts and results back, and backward sends their '
+        f"gradients: {count} sends a token once to each other rank that has experts of it, which are at most {others} "
+        f"{'ranks' if others > 1 else 'rank'}, and no more than the experts that the token chooses.",
     )
 
 

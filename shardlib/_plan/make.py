@@ -177,6 +177,6 @@ def _notes(mesh: MeshShape, blocks: Blocks | None) -> tuple[str, ...]:
     if blocks is None:
         return (f"The model has no repeated blocks: memory counts all of it on each stage of {axes}.",)
     return (
-        f'Memory counts the {blocks.count} blocks of "{blocks.prefix}" divided evenly over {axes}, what precedes them '
-        "on the first stage and what follows on the last; the figures are of the stage that holds most.",
+        f'Memory counts the {blocks.count} blocks of "{blocks.prefix}" divided evenly over {axes}, modules before them '
+        "on the first stage and modules after them on the last; the figures are those of the largest stage.",
     )

@@ -280,7 +280,7 @@ class TorchDDPPlugin(DPPluginBase):
     check_reduction: bool = met("step always raises for a gradient that was not reduced.", default=False)
     gradient_as_bucket_view: bool = met("large gradients are always reduced in place.", default=False)
     static_graph: bool = met("each backward pass may use other parameters.", default=False)
-    fp8_communication: bool = refused("gradients travel in the dtype that they have.", default=False)
+    fp8_communication: bool = refused("gradients are sent in their own dtype.", default=False)
 
     def bucket_mb(self) -> float | None:
         return self.bucket_cap_mb
@@ -528,7 +528,7 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
                 "offload_param_frac."
             )
         if self.offload_param_frac and self.shard_param_frac < 1:
-            raise PlanError(f"{self}: parameters are offloaded where all are divided; give shard_param_frac=1.")
+            raise PlanError(f"{self}: parameters are offloaded only where all are sharded; give shard_param_frac=1.")
 
     def _check_auto(self) -> None:
         if self.offload_optim_frac or self.offload_param_frac:

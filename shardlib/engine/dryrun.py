@@ -212,5 +212,5 @@ def _explained(plan: Plan) -> Iterator[None]:
             "shardlib.engine.record_collectives."
         ) from error
     except Exception as error:
-        error.add_note(f"This happened in a dry run on {plan.mesh}: fake tensors, rank 0 of imagined ranks.")
+        error.add_note(f"Raised in a dry run on {plan.mesh}, which runs rank 0 with fake tensors.")
         raise

@@ -305,8 +305,8 @@ def _warn_of_unknown(params: list[torch.Tensor], records: list[Sharded], count: 
         shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
         warnings.warn(
             f"{len(unknown)} of this optimizer's {count} parameters belong to no sharded model (of shapes "
-            f"{shapes}{', ...' if len(unknown) > 3 else ''}): nobody averages their gradients over the {data_ranks} "
-            "data ranks, and they drift apart. Call shard_model on the module that holds all of them.",
+            f"{shapes}{', ...' if len(unknown) > 3 else ''}): their gradients are not averaged over the {data_ranks} "
+            "data ranks, so that replicas diverge. Call shard_model on the module that holds all of them.",
             stacklevel=4,
         )
 

@@ -81,8 +81,8 @@ def _alone() -> str:
 
 def test_a_mesh_that_other_ranks_do_not_ask_for(ranks):
     told = ranks(2).run(_alone)[0]
-    assert told.startswith('Rank 0 asked for mesh "dp=2" on cpu, and waited in vain for the other ranks: ')
-    assert told.endswith("\nEvery rank of the job has to ask for the same mesh.")
+    assert told.startswith('Rank 0 asked for mesh "dp=2" on cpu, and timed out waiting for the other ranks: ')
+    assert told.endswith("\nCreate the same mesh on every rank of the job.")
 
 
 def _twice() -> str:
@@ -483,9 +483,9 @@ def _forgotten_root() -> list[str]:
 
 def test_blocks_sharded_and_the_root_forgotten(ranks):
     assert ranks(2).run(_forgotten_root)[0] == [
-        "2 of this optimizer's 11 parameters belong to no sharded model (of shapes (2, 5), (2,)): nobody averages "
-        "their gradients over the 2 data ranks, and they drift apart. Call shard_model on the module that holds all of "
-        "them."
+        "2 of this optimizer's 11 parameters belong to no sharded model (of shapes (2, 5), (2,)): their gradients "
+        "are not averaged over the 2 data ranks, so that replicas diverge. Call shard_model on the module that holds "
+        "all of them."
     ]
 
 

@@ -41,12 +41,12 @@ def test_memory_is_that_of_a_rank_s_experts():
 
 
 def test_notes_say_what_is_sent_for_tokens():
-    whole = 'Over "ep" tokens travel to the ranks of their experts and results travel back, in forward, and their '
-    whole += "gradients in backward: in {count} once for each other rank that has experts of the token, which are at "
-    whole += "most {others}, and no more than it chooses experts."
-    assert _plan().notes == (whole.format(count="each of the 2 modules of experts", others="1 rank"),)
+    note = 'Over "ep" forward sends tokens to the ranks of their experts and results back, and backward sends their '
+    note += "gradients: {count} sends a token once to each other rank that has experts of it, which are at most "
+    note += "{others}, and no more than the experts that the token chooses."
+    assert _plan().notes == (note.format(count="each of the 2 modules of experts", others="1 rank"),)
     one = nn.ModuleDict({"experts": Experts(experts=4)})
-    assert _plan("ep=4", model=one).notes == (whole.format(count="the module of experts", others="3 ranks"),)
+    assert _plan("ep=4", model=one).notes == (note.format(count="the module of experts", others="3 ranks"),)
     assert _plan("dp=2,ep=1").notes == ()
 
 

@@ -82,8 +82,8 @@ def test_a_pipeline_axis_divides_the_largest_list_of_blocks():
     whole = gpt_plan("tp=2", n_layer=8, tied=False).memory()
     assert whole.total / 3 < made.memory().total < whole.total / 2
     assert made.notes == (
-        'Memory counts the 8 blocks of "blocks" divided evenly over "pp", what precedes them on the first stage and '
-        "what follows on the last; the figures are of the stage that holds most.",
+        'Memory counts the 8 blocks of "blocks" divided evenly over "pp", modules before them on the first stage and '
+        "modules after them on the last; the figures are those of the largest stage.",
     )
 
 

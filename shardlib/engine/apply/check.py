@@ -75,7 +75,7 @@ def refuse_modules(model: nn.Module, rank_plan: RankPlan) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ShardingError(
                 f'"{name}" has max_norm={module.max_norm}: in forward it scales the rows of its weight that the batch '
-                "names, and each data rank has other examples, so that replicas drift apart. Scale the rows after the "
+                "names, and each data rank has other examples, so that replicas diverge. Scale the rows after the "
                 "optimizer's step instead, and leave max_norm out; or use a mesh without data axes."
             )
 
