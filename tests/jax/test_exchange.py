@@ -27,7 +27,7 @@ WORDS = {
     "fused": ("LayoutError", "fused"),
     "narrowed": ("InputError", "torch.float64", "float32", "jax_enable_x64"),
     "unaligned": ("InputError", "copy=False", "64 bytes"),
-    "pieces": ("InputError", "copy=False", "8 pieces"),
+    "pieces": ("InputError", "copy=False", "8 shards"),
 }
 
 
