@@ -62,14 +62,14 @@ _GROUPS: dict[str, RankGroups] = {}
 def register_axis(name: str, *, kind: AxisKind) -> Callable[[RankGroups], RankGroups]:
     """Register the kind of a mesh axis: "data", "model", "expert", "pipeline", or "overlay".
 
-    Data axes carry different examples, model axes split the work on one example, a pipeline axis splits the list of
-    modules. An expert axis is a data axis over which rules may split experts; tokens are then sent to them. The usual
+    Data axes carry different examples, model axes divide the work on one example, a pipeline axis divides the list of
+    modules. An expert axis is a data axis over which rules may shard experts; tokens are then sent to them. The usual
     names (dp, fsdp, tp, sp, cp, ep, pp, ...) are registered already.
 
     As a decorator it also registers the axis' groups, where they do not follow from the order of ranks: the function
     gets the mesh's shape and returns lists of ranks. The groups of a mesh axis contain every rank once, and ranks
     ascend along every axis, as in a process group of torch. An overlay axis is not an axis of a mesh: its groups may
-    have any size and share ranks. It splits nothing, and is for your own collectives, in a gradient handler or a
+    have any size and share ranks. It shards nothing, and is for your own collectives, in a gradient handler or a
     schedule; `axis_groups` creates its process groups.
 
     Raises:

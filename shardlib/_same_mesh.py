@@ -35,8 +35,8 @@ def ranks_ask_for(mesh: str, timeout: timedelta | None) -> None:
         agree = comparison.all_agree(timeout or default_pg_timeout)
     except dist.DistError as error:
         raise MeshError(
-            f"Rank {dist.get_rank()} asked for mesh {mesh}, and waited in vain for the other ranks: {error}\nEvery "
-            "rank of the job has to ask for the same mesh."
+            f"Rank {dist.get_rank()} asked for mesh {mesh}, and timed out waiting for the other ranks: {error}\nCreate "
+            "the same mesh on every rank of the job."
         ) from error
     if not agree:
         raise MeshError(

@@ -78,14 +78,14 @@ def for_model(model: nn.Module, mode: str | None = None) -> Rules:
         return _in_mode(Rules.from_tp_plan(model), mode)
     if has_adapters(model):
         raise RuleError(
-            f"No layout file is for {type(model).__module__}.{type(model).__qualname__}, and rules are suggested for a "
-            "model without adapters only. Get them with shardlib.layouts.for_model(model) before adapters are added, "
-            "and give them: the same rules then lay out adapters."
+            f"There is no layout file for {type(model).__module__}.{type(model).__qualname__}, and rules can be "
+            "suggested only for a model without adapters. Get them with shardlib.layouts.for_model(model) before "
+            "adapters are added, and pass them: they then shard the adapters too."
         )
     rules = _in_mode(suggest(model), mode)
     warn(
-        f"No layout file is for {type(model).__module__}.{type(model).__qualname__} and it carries no plan. These "
-        "rules were suggested from its modules; `shardlib init` writes them to a file to be "
+        f"There is no layout file for {type(model).__module__}.{type(model).__qualname__} and it carries no plan. "
+        "These rules were suggested from its modules; `shardlib init` writes them to a file to be "
         f"checked:\n{rules.to_toml()}",
         SuggestedLayoutWarning,
     )

@@ -103,11 +103,11 @@ def _border_changes(before: PlanTable, after: PlanTable) -> Iterator[str]:
     old, new = ({border_name(b): b for b in plan.borders} for plan in (before, after))
     for mark, here, there in (("-", old, new), ("+", new, old)):
         for group in fold((b for n, b in here.items() if n not in there), name=border_name, same=lambda b: b.layout):
-            yield f"{mark} border {group.title}: {border_text(group.first)}"
+            yield f"{mark} activation {group.title}: {border_text(group.first)}"
     both = [(name, border_text(old[name]), border_text(new[name])) for name in old if name in new]
     moved = [item for item in both if item[1] != item[2]]
     for change in fold(moved, name=lambda item: item[0], same=lambda item: item[1:]):
-        yield f"~ border {change.title}: {change.first[1]} -> {change.first[2]}"
+        yield f"~ activation {change.title}: {change.first[1]} -> {change.first[2]}"
 
 
 def _memory_changes(before: Memory, after: Memory) -> Iterator[str]:

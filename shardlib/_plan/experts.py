@@ -41,25 +41,25 @@ def expert_notes(rows: Iterable[Row], mesh: MeshShape) -> tuple[str, ...]:
     count = f"each of the {len(spread)} modules of experts" if len(spread) > 1 else "the module of experts"
     others = mesh[axis] - 1
     return (
-        f'Over "{axis}" tokens travel to the ranks of their experts and results travel back, in forward, and their '
-        f"gradients in backward: in {count} once for each other rank that has experts of the token, which are at most "
-        f"{others} {'ranks' if others > 1 else 'rank'}, and no more than it chooses experts.",
+        f'Over "{axis}" forward sends tokens to the ranks of their experts and results back, and backward sends their '
+        f"gradients: {count} sends a token once to each other rank that has experts of it, which are at most {others} "
+        f"{'ranks' if others > 1 else 'rank'}, and no more than the experts that the token chooses.",
     )
 
 
 def check_experts(model: nn.Module, rows: Sequence[Row], borders: Iterable[Border], mesh: MeshShape) -> None:
-    """Refuse rules that split over an expert axis anything other than whole experts.
+    """Refuse rules that shard anything other than experts over an expert axis.
 
     Raises:
-        PlanError: an axis splits another dim than the first, or not all parameters of a module in the same way; the
-            module does not have the signature of experts; an activation would be split.
+        PlanError: an axis shards another dim than the first, or not all parameters of a module in the same way; the
+            module does not have the signature of experts; an activation would be sharded.
     """
     for border in borders:
         if border.layout is not None and (axes := border.layout.axes & {*mesh.expert_axes}):
             raise PlanError(
-                f'The {border.side} of "{border.module}" is laid out as "{border.layout}", and "{min(axes)}" carries '
-                "different tokens on each of its ranks, as data axes do: only experts are split over it. Take the axis "
-                "out of the rule."
+                f'The {border.side} of "{border.module}" has the layout "{border.layout}", and "{min(axes)}" carries '
+                "different tokens on each of its ranks, as data axes do: only experts are sharded over it. Take the "
+                "axis out of the rule."
             )
     for name, own in expert_rows(rows, mesh).items():
         for row in own:
@@ -76,13 +76,14 @@ def _refuse_row(row: Row, mesh: MeshShape) -> None:
     whole_dim = isinstance(first, Dim) and not first.fused and list(row.compute.axes_of(0)) == axes
     if row.kind != "parameter" or len(row.global_shape) < 2 or len(axes) != 1 or not whole_dim:
         raise PlanError(
-            f'"{row.name}", a {row.kind} of global shape {row.global_shape}, is laid out as "{row.compute}". Over '
-            f'"{axes[0]}" whole experts are spread: write the axis, and no other one, at the first dim of a parameter '
-            'that counts them, as in "expert@ep out in". Everything else is replicated over it, as over data axes.'
+            f'"{row.name}", a {row.kind} of global shape {row.global_shape}, has the layout "{row.compute}". Only the '
+            f'dim that counts experts can be sharded over "{axes[0]}": write this axis, and no other one, at the first '
+            'dim of a parameter of experts, as in "expert@ep out in". Other tensors are replicated over it, as over '
+            "data axes."
         )
     if len(row.tied) > 1:
         raise PlanError(
-            f'"{row.name}" is tied to "{row.tied[1]}", and experts that are spread over "{axes[0]}" belong to one '
+            f'"{row.name}" is tied to "{row.tied[1]}", and experts that are sharded over "{axes[0]}" belong to one '
             "module. Untie them, or take the axis out of the rule."
         )
     if row.global_shape[0] < mesh[axes[0]]:
@@ -95,9 +96,10 @@ def _refuse_row(row: Row, mesh: MeshShape) -> None:
 def _refuse_module(name: str, module: nn.Module, own: list[Row], rows: Sequence[Row], mesh: MeshShape) -> None:
     if not _takes_tokens(module):
         raise PlanError(
-            f'"{name}" ({type(module).__name__}) has its experts spread over "{_axes(own[0], mesh)[0]}", and is not '
-            "called as tokens can be sent to it. Write forward(self, tokens, numbers, weights): tokens (token, embed), "
-            "the numbers of their experts and the weights of these (token, choice); it returns (token, embed)."
+            f'"{name}" ({type(module).__name__}) has its experts sharded over "{_axes(own[0], mesh)[0]}", but its '
+            "forward cannot be given the tokens that other ranks send. Write forward(self, tokens, numbers, weights): "
+            "tokens (token, embed), the numbers of their experts and the weights of these (token, choice); it returns "
+            "(token, embed)."
         )
     prefix = f"{name}." if name else ""
     count, layouts = own[0].global_shape[0], {(row.global_shape[0], *row.compute.axes_of(0)) for row in own}
@@ -106,14 +108,14 @@ def _refuse_module(name: str, module: nn.Module, own: list[Row], rows: Sequence[
     if left or len(layouts) > 1:
         other = left[0] if left else next(row for row in own if row.global_shape[0] != count)
         raise PlanError(
-            f'"{own[0].name}" is laid out as "{own[0].compute}" and "{other.name}", of the same module and of global '
-            f'shape {other.global_shape}, as "{other.compute}". All experts of a module go to the same ranks: give '
+            f'"{own[0].name}" has the layout "{own[0].compute}", and "{other.name}", of the same module and of global '
+            f'shape {other.global_shape}, has "{other.compute}". All experts of a module go to the same ranks: give '
             "both the same axis at their first dim."
         )
     if here:
         raise PlanError(
             f'"{here[0].name}" of global shape {here[0].global_shape} belongs to all experts of "{name}", which are '
-            f'spread over "{_axes(own[0], mesh)[0]}": each rank would have the gradient of other tokens. Put it into '
+            f'sharded over "{_axes(own[0], mesh)[0]}": each rank would have the gradient of other tokens. Put it into '
             "a module outside of the experts'."
         )
 

@@ -108,7 +108,7 @@ def _find_stages(rules: Rules, model: nn.Module, mesh: MeshShape, weigh: Weigh |
     """Return the stages that the rules name, if the mesh has a pipeline axis."""
     if len(mesh.pipeline_axes) > 1:
         axes = " and ".join(f'"{axis}"' for axis in mesh.pipeline_axes)
-        raise PlanError(f'Mesh "{mesh}" has the pipeline axes {axes}; a model is cut along one. Leave one out.')
+        raise PlanError(f'Mesh "{mesh}" has the pipeline axes {axes}; a model has one at most. Leave one out.')
     ranks = mesh.only(mesh.pipeline_axes).world_size if mesh.pipeline_axes else 1
     named = read_stages(rules.stages)
     return resolve_stages(named, model, ranks, weigh) if named is not None and ranks > 1 else ()
@@ -175,8 +175,8 @@ def _notes(mesh: MeshShape, blocks: Blocks | None) -> tuple[str, ...]:
         return ()
     axes = ", ".join(f'"{axis}"' for axis in mesh.pipeline_axes)
     if blocks is None:
-        return (f"No repeated blocks were found: memory counts the whole model on each stage of {axes}.",)
+        return (f"The model has no repeated blocks: memory counts all of it on each stage of {axes}.",)
     return (
-        f'Memory counts the {blocks.count} blocks of "{blocks.prefix}" divided evenly over {axes}, what precedes them '
-        "on the first stage and what follows on the last; the figures are of the stage that holds most.",
+        f'Memory counts the {blocks.count} blocks of "{blocks.prefix}" divided evenly over {axes}, modules before them '
+        "on the first stage and modules after them on the last; the figures are those of the largest stage.",
     )

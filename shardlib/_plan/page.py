@@ -29,7 +29,7 @@ _STYLE = """
 .shardlib figure { margin: 0; max-width: 250px } .shardlib figcaption { font-size: 12px; overflow-wrap: anywhere }
 """.strip()
 _SIDE = 200.0  # pixels, of a picture's longer side
-_MOST_PIECES = 256  # a picture with more pieces than this shows nothing to the eye
+_MOST_PIECES = 256  # a picture of more shards than this is unreadable
 _MOST_NAMES = 3  # tensors in one caption
 _LETTER = 6.5, 14.0  # pixels that a letter of a label takes
 _Slices = tuple[slice, ...]
@@ -67,7 +67,7 @@ def _pipeline(plan: PlanTable) -> Iterator[str]:
 def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape) -> str:
     """Draw a tensor and the local shards of ranks as SVG; at most two dims, preferring those that are sharded.
 
-    Each colour is one local shard, labelled with its coordinate where there is room; of a fused dim it is several
+    Each colour is one local shard, labelled with its coordinate where that fits; of a fused dim it is several
     stripes.
     """
     axes = {axis: size for axis, size in mesh.items() if axis in layout.axes and size > 1}
@@ -78,7 +78,7 @@ def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape) -> str
     border = f'<rect width="{width:g}" height="{height:g}" fill="none" stroke="#1c2330"/>'
     pieces = mesh.only(tuple(axes)).world_size if axes else 1
     if pieces > _MOST_PIECES:
-        label = f'<text x="6" y="{height / 2 + 4:g}" font-size="11">{pieces} pieces</text>'
+        label = f'<text x="6" y="{height / 2 + 4:g}" font-size="11">{pieces} shards</text>'
         return f'{frame}<rect width="{width:g}" height="{height:g}" fill="#e3e6ec"/>{label}{border}</svg>'
     shapes = [
         _piece(layout.local_slices(global_shape, mesh, at), dims, size, (width, height), at, index / pieces)
@@ -143,7 +143,7 @@ def _piece(
 
 
 def _label(name: str, x: float, y: float, width: float, height: float) -> str:
-    """Write which ranks hold a part, where there is room for it."""
+    """Label a shard with the ranks that hold it, where the label fits."""
     if len(name) * _LETTER[0] > width or height < _LETTER[1]:
         return ""
     place = f'x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}" text-anchor="middle" font-size="11"'

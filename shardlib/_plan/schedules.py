@@ -112,9 +112,9 @@ def order(name: str, ranks: int, stages: int, microbatches: int) -> tuple[tuple[
     most = {"gpipe": ranks, "1f1b": ranks, "zbv": 2 * ranks}.get(name)
     if (most is not None and stages != most) or stages % ranks:
         raise PlanError(
-            f'The schedule "{name}" runs {f"{most // ranks} stage" if most else "whole numbers of stages"}'
+            f'The schedule "{name}" runs {f"{most // ranks} stage" if most else "equally many stages"}'
             f"{'s' * bool(most and most > ranks)} on each of {ranks} ranks, and there are {stages} stages. "
-            + ('Use "interleaved", or cut' if name in ("gpipe", "1f1b") else "Cut")
+            + ('Use "interleaved", or split' if name in ("gpipe", "1f1b") else "Split")
             + f" the model into {most or 'a multiple of ' + str(ranks)} stages."
         )
     made = SCHEDULES[name](ranks, stages, microbatches)

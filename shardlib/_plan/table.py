@@ -51,7 +51,7 @@ class PlanTable:
         """Return the row of a tensor, by any of its names."""
         if name not in self._by_name:
             raise PlanError(
-                f'The plan has no tensor "{name}".{nearest(name, self._by_name)} It has {len(self.rows)} rows; '
+                f'The plan has no tensor "{name}".{nearest(name, self._by_name)} It has {len(self.rows)} tensors; '
                 "print(plan) lists them."
             )
         return self._by_name[name]

@@ -104,11 +104,11 @@ def memory_line(plan: PlanTable) -> str:
     memory = plan.memory()
     host = f", of which {human_bytes(memory.host)} in host memory" if memory.host else ""
     master = ", and a master copy" if any(row.has_master for row in plan.rows) else ""
-    borrowed = f"; a step borrows up to {human_bytes(memory.buckets)} more in buckets" if memory.buckets else ""
+    buckets = f"; buckets take up to {human_bytes(memory.buckets)} more in a step" if memory.buckets else ""
     return (
         f"Largest rank: parameters {human_bytes(memory.parameters)}, gradients {human_bytes(memory.gradients)}, "
         f"optimizer state (2 tensors, AdamW{master}) {human_bytes(memory.state)}, buffers "
-        f"{human_bytes(memory.buffers)}; together {human_bytes(memory.total)}{host}{borrowed}"
+        f"{human_bytes(memory.buffers)}; total {human_bytes(memory.total)}{host}{buckets}"
     )
 
 
@@ -140,12 +140,12 @@ def report_lines(report: DryRun) -> Iterator[str]:
     kept = f", {human_bytes(report.activation_bytes)} of activations after forward" if report.activation_bytes else ""
     counted = f"; {human_count(report.flops)} floating-point operations" if report.flops else ""
     yield (
-        f"One training step{whose}: {report.count()} collectives, {human_bytes(report.bytes())} put in by a rank, "
-        f"{human_bytes(sent)} sent as rings; tensors alive {human_bytes(report.start_bytes)} before it, "
-        f"{human_bytes(report.peak_bytes)} at the peak, without optimizer state{kept}{counted}"
+        f"One training step{whose}: {report.count()} collectives, whose inputs take {human_bytes(report.bytes())} on a "
+        f"rank, {human_bytes(sent)} sent by ring algorithms; live tensors take {human_bytes(report.start_bytes)} "
+        f"before it, {human_bytes(report.peak_bytes)} at the peak, without optimizer state{kept}{counted}"
     )
     if not any(each.gathered for each in (report, *report.ranks)):
-        yield "Every op has a proven sharding strategy; none is gathered."
+        yield "Every op has a proven sharding strategy; no op all-gathers its operands."
 
 
 def fold_rows(rows: Iterable[Row]) -> list[Folded[Row]]:
@@ -161,7 +161,7 @@ def shape_text(row: Row, mesh: MeshShape) -> str:
 
 
 def layout_text(layout: Layout | None) -> str:
-    """Format a layout; "replicated" where its pattern has no named and no split dim."""
+    """Format a layout; "replicated" where its pattern has no named and no sharded dim."""
     if layout is None:
         return "-"
     pattern, colon, phase = str(layout).partition(":")
@@ -206,9 +206,9 @@ def _phase_columns(rows: Sequence[Row]) -> dict[str, list[Phase]]:
 
 def _note(row: Row, plan: PlanTable) -> str:
     kind = "" if row.kind == "parameter" else "buffer" if row.persistent else "buffer, not in the state dict"
-    gathered = not row.added("stored").isdisjoint(plan.mesh.data_axes)
+    unsharded = not row.added("stored").isdisjoint(plan.mesh.data_axes)
     until = "the step has ended" if splits_backward(plan.step.schedule) else "its backward"
-    stays = f"stays gathered until {until}" if gathered and not reshards_after_forward(row, plan.step) else ""
+    stays = f"stays unsharded until {until}" if unsharded and not reshards_after_forward(row, plan.step) else ""
     return "; ".join(filter(None, (kind, row.note, stays)))
 
 
@@ -222,7 +222,8 @@ def _borders(plan: PlanTable) -> Part:
         return [group.title, border_text(border), *measured, border.rule or "-", border.reason]
 
     collectives = ["collectives in a step"] if plan.report else []
-    return "Module borders", ["border", "layout", *collectives, "rule", "why"], [cells(group) for group in groups]
+    columns = ["activation", "layout", *collectives, "rule", "why"]
+    return "Activations at module boundaries", columns, [cells(group) for group in groups]
 
 
 def _stages(plan: PlanTable) -> Part:
@@ -285,7 +286,7 @@ def _gathered(report: DryRun) -> Part:
         what, times = group.first
         return [what.op, group.title or "(model)", str(times * group.count), what.reason]
 
-    return "Ops that are gathered", ["op", "in", "calls", "why"], [cells(group) for group in groups]
+    return "Ops that all-gather their operands", ["op", "in", "calls", "why"], [cells(group) for group in groups]
 
 
 def sizes_text(sizes: Iterable[int | str]) -> str:
@@ -302,7 +303,7 @@ def border_name(border: Border) -> str:
 
 
 def border_text(border: Border) -> str:
-    return layout_text(border.layout) if border.layout is not None else "as it is"
+    return layout_text(border.layout) if border.layout is not None else "unchanged"
 
 
 def _folding_key(row: Row) -> Hashable:

@@ -1,4 +1,4 @@
-"""Units: the modules whose parameters are gathered together where they are stored sharded."""
+"""Units: the modules whose parameters are unsharded together where they are stored in shards."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ class Plan(PlanTable):
     Attributes:
         mesh: names and sizes of the axes.
         rows: one per parameter and buffer, in the model's order; tied names share a row.
-        borders: module borders at which activations are redistributed.
+        borders: module inputs and outputs that are redistributed.
         rules: the user's rules; None for a plan that was read from JSON.
         transforms: names of the transforms that made it, in order.
-        notes: remarks on the plan as a whole.
+        notes: remarks on the plan.
         blocks: the repeated part of the model, if any.
         report: the result of a dry run, if there was one.
         step: the settings of a training step.
-        units: modules whose parameters are gathered together where they are stored sharded: the repeated blocks, and
+        units: modules whose parameters are unsharded together where they are stored in shards: the repeated blocks, and
             layers outside of them. Other parameters stay unsharded from the model's forward to the end of backward.
         repeated: the units that are repeated blocks.
         stages: the stages of a pipeline axis, where the rules name them.
@@ -110,7 +110,7 @@ class Plan(PlanTable):
         return saved.dump(self)
 
     def lines(self) -> list[str]:
-        """Return one line for each tensor or border, for comparing plans between ranks."""
+        """Return one line for each tensor or activation, for comparing plans between ranks."""
         return saved.lines(self)
 
     @classmethod
@@ -123,7 +123,7 @@ class Plan(PlanTable):
         return cls(**saved.load(source))
 
     def picture(self, name: str, phase: Phase = "stored") -> str:
-        """Draw a tensor cut into the pieces that ranks hold in a phase, with characters; see `Layout.picture`.
+        """Draw a tensor and the local shards of ranks in a phase, with characters; see `Layout.picture`.
 
         >>> import shardlib as sl
         >>> from torch import nn

@@ -194,7 +194,7 @@ class Booster(GeneralCheckpointIO):
             criterion: a function (outputs, inputs) -> loss of a microbatch: the mean over its rows, or (sum, count).
             optimizer: the boosted optimizer.
             return_loss: return the loss.
-            return_outputs: return the model's outputs for the whole batch.
+            return_outputs: return the model's outputs for the full batch.
 
         Returns:
             `loss`: of all rows of all data ranks, on every rank (ColossalAI has the last stage's own); `outputs`: on

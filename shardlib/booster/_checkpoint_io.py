@@ -40,9 +40,9 @@ class GeneralCheckpointIO:
 
         Args:
             model: boosted or not.
-            checkpoint: a file; with `shard`, a folder, which is replaced as a whole.
+            checkpoint: a file; with `shard`, a folder, which is replaced.
             shard: write a folder as Hugging Face does, with an index and the model's `config.json`.
-            gather_dtensor: True; files always have unsharded tensors, which are gathered one at a time.
+            gather_dtensor: True; files always have unsharded tensors, which are all-gathered one at a time.
             prefix: with `shard`, a word in the names of files, which `from_pretrained(folder, variant=...)` takes. An
                 empty one is none.
             size_per_shard: megabytes of a file, with `shard`.
@@ -78,7 +78,7 @@ class GeneralCheckpointIO:
             model: the model whose tensors are overwritten.
             checkpoint: a file, a folder, or the index in one.
             strict: raise if a name is only in the model or only in the checkpoint.
-            low_cpu_mem_mode: either; no rank holds the whole model.
+            low_cpu_mem_mode: either; no rank holds all of the model.
             num_threads: any number; each rank reads in one thread.
 
         Raises:

@@ -91,15 +91,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Start the next iteration over that epoch at the saved position.
 
         Raises:
-            CheckpointError: there is no whole number of global batches before that position.
+            CheckpointError: that position is not between two global batches.
         """
         batch = self._rows * self._place[1]
         taken, rest = divmod(int(state["examples"]), batch)
         if rest:
             raise CheckpointError(
                 f"The position is after {state['examples']} examples, and a global batch has {batch} here "
-                f"({self._place[1]} data ranks of {self._rows}). Give a batch_size with which that many were whole "
-                "batches."
+                f"({self._place[1]} data ranks of {self._rows}). Give a batch_size for which that position is between "
+                "two global batches."
             )
         self._resumed = int(state["epoch"]), taken
         if hasattr(self.sampler, "set_epoch"):
@@ -124,8 +124,8 @@ def prepared(
     """
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
         raise InputError(
-            f"prepare_dataloader was given a {type(dataset).__name__}, which has no length: it is not known which "
-            "examples are whose. Give a data set with items by number, or share it yourself by the mesh."
+            f"prepare_dataloader was given a {type(dataset).__name__}, which has no length, so that examples cannot be "
+            "assigned to ranks. Give a dataset with `__len__` and `__getitem__`, or divide it yourself by rank."
         )
     index, count = place
     kind = DistributedSampler if sampler is None else sampler

@@ -30,7 +30,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
 
     ep_size: int = 0
     moe_dp_outside: bool = True
-    moe_tp_size: Any = refused("experts are split over the ranks of tp_size, as the rest of the model.", default=None)
+    moe_tp_size: Any = refused("experts are sharded over the ranks of tp_size, as the rest of the model.", default=None)
     capacity_factor: float | None = None
     overlap_communication: bool = met(OVERLAPS, default=False)
 

@@ -167,7 +167,7 @@ class Carried:
         strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         if strangers:
             raise ShardingError(
-                f"{len(strangers)} of the optimizer's parameters are not the model's (the first has shape "
+                f"{len(strangers)} of the optimizer's parameters do not belong to the model (the first has shape "
                 f"{tuple(strangers[0].shape)}). Boost the model and the optimizer built from its parameters together."
             )
         groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)

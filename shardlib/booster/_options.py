@@ -31,7 +31,7 @@ T = TypeVar("T", bound=type)
 
 
 _QUANTIZED = (
-    "weights that bitsandbytes has packed have no dims that a layout could split, and only its GPU kernels multiply "
+    "weights that bitsandbytes has packed have no dims that a layout could shard, and only its GPU kernels multiply "
     'with them. Keep frozen weights small by precision="bf16" and by stage 3 of ZeRO.'
 )
 _UNSHARDED = "files always have unsharded tensors."
@@ -51,7 +51,7 @@ REFUSED_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
 
 
 REFUSED_METHODS: Mapping[str, str] = {
-    "MixedPrecision.configure": "a model is sharded together with its precision; call "
+    "MixedPrecision.configure": "precision is set when the model is sharded; call "
     "Booster(mixed_precision=...).boost(model, optimizer, criterion).",
 }
 """The methods without a meaning here, each with the reason."""

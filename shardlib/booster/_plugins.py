@@ -37,13 +37,14 @@ __all__ = [
     "TorchFSDPPlugin",
 ]
 
-_SENT = 'gradients travel in the dtype that they have, or in communication_dtype="bfloat16".'
+_SENT = 'gradients are sent in their own dtype, or in communication_dtype="bfloat16".'
 OVERLAPS = "gradients are always reduced while backward runs."
 _KERNELS = (
     "torch chooses the kernel of scaled_dot_product_attention and of norms, with or without this keyword, and blocks "
-    'that a model axis splits are compiled. A model of transformers calls it unless it has attn_implementation="eager".'
+    "that are sharded over a model axis are compiled. A model of transformers calls it unless it has "
+    'attn_implementation="eager".'
 )
-_CHUNKS = "parameters are gathered by units, the model's repeated blocks; there are no chunks."
+_CHUNKS = "parameters are unsharded by units, the model's repeated blocks; there are no chunks."
 
 
 # ColossalAI's ways to split a sequence, and the modes of rules that do it (docs/sequence.md).
@@ -53,9 +54,9 @@ _SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all":
 
 # What scripts read of ColossalAI's plugins and is not here, each with what to write.
 _NOT_HERE = {
-    "shard_config": "rules say how a model lies on the mesh, and shardlib.plan_of(model) is what they came to. A loss "
-    "on whole logits is right as it is",
-    "sp_size": "only HybridParallelPlugin splits a sequence over ranks of its own",
+    "shard_config": "rules give the layout of a model on the mesh, and shardlib.plan_of(model) is the resolved plan. A "
+    "loss on unsharded logits needs no change",
+    "sp_size": "only HybridParallelPlugin shards a sequence over ranks of its own",
     "logger": "call get_dist_logger()",
 }
 
@@ -102,7 +103,7 @@ class Plugin(Options):
 
     @property
     def tp_size(self) -> int:
-        """The number of ranks that split a layer."""
+        """The number of ranks over which a layer is sharded."""
         return math.prod(self._shape()[axis] for axis in self._tensor_axes_here())
 
     @property
@@ -118,7 +119,7 @@ class Plugin(Options):
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that split a layer; this rank alone, if none do."""
+        """The ranks over which a layer is sharded; this rank alone, if it is not."""
         return group_over(self._tensor_axes_here(), self.device_mesh())
 
     @property
@@ -128,8 +129,8 @@ class Plugin(Options):
 
     @property
     def sp_group(self) -> dist.ProcessGroup:
-        """The ranks that split a sequence: those of an axis of their own, else of tp, if its ranks split sequences;
-        this rank alone, if none do."""
+        """The ranks over which sequences are sharded: those of an axis of their own, else of tp, if rules shard them
+        over tp; this rank alone, if none do."""
         return group_over(self._sequence_axes_here(), self.device_mesh())
 
     @property
@@ -279,7 +280,7 @@ class TorchDDPPlugin(DPPluginBase):
     check_reduction: bool = met("step always raises for a gradient that was not reduced.", default=False)
     gradient_as_bucket_view: bool = met("large gradients are always reduced in place.", default=False)
     static_graph: bool = met("each backward pass may use other parameters.", default=False)
-    fp8_communication: bool = refused("gradients travel in the dtype that they have.", default=False)
+    fp8_communication: bool = refused("gradients are sent in their own dtype.", default=False)
 
     def bucket_mb(self) -> float | None:
         return self.bucket_cap_mb
@@ -387,7 +388,7 @@ class TorchFSDPPlugin(DPPluginBase):
     sharding_strategy: Any = None
     cpu_offload: Any = None
     auto_wrap_policy: Any = met("units are the model's repeated blocks; plan.units lists them.", default=None)
-    backward_prefetch: Any = met("a unit is always gathered while the one before it computes.", default=None)
+    backward_prefetch: Any = met("a unit is always unsharded while the one before it computes.", default=None)
     mixed_precision: Any = None
     ignored_modules: Any = refused(
         'name what is sharded, by the transform sl.fsdp(only=["blocks", "head"]).', default=None
@@ -464,7 +465,7 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     chunk_init_device: Any = met(_CHUNKS, default=None)
     placement_policy: str = "static"
     enable_gradient_accumulation: bool = False  # always possible: booster.no_sync
-    max_prefetch: int = met("the next unit is always gathered while one computes.", default=0)
+    max_prefetch: int = met("the next unit is always unsharded while one computes.", default=0)
     shard_param_frac: float = 1.0
     offload_optim_frac: float = 0.0
     offload_param_frac: float = 0.0
@@ -498,7 +499,7 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     def rules(self, model: nn.Module) -> Any:
         if self.enable_sequence_parallelism:
             if self.tp_size == 1:
-                raise PlanError(f"{self}: the sequence is split over the ranks of tp; give tp_size above 1.")
+                raise PlanError(f"{self}: the sequence is sharded over the ranks of tp; give tp_size above 1.")
             return layouts.for_model(model, "sequence")
         return {"**": None} if self.tp_size == 1 else None
 
@@ -527,13 +528,13 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
                 "offload_param_frac."
             )
         if self.offload_param_frac and self.shard_param_frac < 1:
-            raise PlanError(f"{self}: parameters are offloaded where all are divided; give shard_param_frac=1.")
+            raise PlanError(f"{self}: parameters are offloaded only where all are sharded; give shard_param_frac=1.")
 
     def _check_auto(self) -> None:
         if self.offload_optim_frac or self.offload_param_frac:
             raise PlanError(f'{self}: "auto" chooses what is offloaded; give fractions with placement_policy="static".')
         if not 0 < self.steady_cuda_cap_ratio <= 1:
-            raise PlanError(f"{self}: steady_cuda_cap_ratio is a share of the budget, above 0 and up to 1.")
+            raise PlanError(f"{self}: steady_cuda_cap_ratio is a fraction of the budget, above 0 and up to 1.")
 
     def _divide(self, model: nn.Module) -> Transforms:
         axis = _zero_axis(self.extra_dp_size)
@@ -573,8 +574,8 @@ def _largest(model: nn.Module, fraction: float) -> list[str]:
 class HybridParallelPlugin(_WithPrecision):
     """Tensor parallel, pipelines and data parallel, with ZeRO of any stage. The rules are those of the model's class
     (`layouts.for_model`), or `custom_policy`. Stages are balanced by parameters, or have `num_layers_per_stage`, or are
-    named by the rules of `custom_policy`. Sequences are split over tp ("split_gather", or "ring") or over an axis of
-    their own ("all_to_all" or "ring_attn", with sp_size). A `tensor_mode`, such as "2d" or a registered one, splits
+    named by the rules of `custom_policy`. Sequences are sharded over tp ("split_gather", or "ring") or over an axis of
+    their own ("all_to_all" or "ring_attn", with sp_size). A `tensor_mode`, such as "2d" or a registered one, shards
     over its own axes, which have tp_size ranks together.
 
     >>> HybridParallelPlugin(tp_size=2, zero_stage=1, precision="bf16").mesh_shape()
@@ -651,7 +652,7 @@ class HybridParallelPlugin(_WithPrecision):
                 raise PlanError(f"{self}: tensor_sizes are those of a tensor_mode's axes; give one.")
             return MeshShape(tp=self.tp_size)
         if self.enable_sequence_parallelism:
-            raise PlanError(f"{self}: tensor_mode and enable_sequence_parallelism both say what is split; give one.")
+            raise PlanError(f"{self}: tensor_mode and enable_sequence_parallelism both set what is sharded; give one.")
         return tensor_mode(self.tensor_mode).mesh_shape(self.tp_size, **(self.tensor_sizes or {}))
 
     def _mode(self) -> str | None:
@@ -664,7 +665,7 @@ class HybridParallelPlugin(_WithPrecision):
         if not self.enable_sequence_parallelism:
             # Scripts give a way in either case; sp_size=1 says that nothing is split.
             if (way is not None and self.sp_size != 1) or (own_axis and self.custom_policy is None):
-                raise PlanError(f"{self}: the sequence is split with enable_sequence_parallelism=True.")
+                raise PlanError(f"{self}: the sequence is sharded with enable_sequence_parallelism=True.")
             return None
         way = way or ("all_to_all" if own_axis else "split_gather")
         if way not in _SEQUENCE_MODES:
@@ -675,10 +676,10 @@ class HybridParallelPlugin(_WithPrecision):
         mode = _SEQUENCE_MODES[way]
         if mode == "sequence" and (self.tp_size == 1 or self.sp_size not in (None, 1, self.tp_size)):
             raise PlanError(
-                f"{self}: {way!r} splits the sequence over the ranks of tp; give tp_size above 1, and no sp_size."
+                f"{self}: {way!r} shards the sequence over the ranks of tp; give tp_size above 1, and no sp_size."
             )
         if mode in ("ulysses", "ring") and not own_axis:
-            raise PlanError(f"{self}: {way!r} splits the sequence over ranks of its own; give sp_size above 1.")
+            raise PlanError(f"{self}: {way!r} shards the sequence over ranks of its own; give sp_size above 1.")
         return mode
 
     def rules(self, model: nn.Module) -> Any:
@@ -749,8 +750,8 @@ class HybridParallelPlugin(_WithPrecision):
             )
         if len(given) != 1:
             raise PlanError(
-                f"{self}: say into how many microbatches a batch is cut, num_microbatches=, or how many rows each has, "
-                "microbatch_size=; one of the two."
+                f"{self}: give the number of microbatches of a batch, num_microbatches=, or the number of rows of "
+                "each, microbatch_size=; one of the two."
             )
         return (pipeline(self.pp_style, self.num_microbatches or 0),)
 

@@ -34,7 +34,7 @@ class GradientCheckpointConfig:
         if not 0 <= self.gradient_checkpointing_ratio <= 1:
             raise InputError(
                 f"{type(self).__name__} was given gradient_checkpointing_ratio={self.gradient_checkpointing_ratio!r}; "
-                "give the share of blocks, from 0 to 1."
+                "give the fraction of blocks, from 0 to 1."
             )
 
     def counts(self, blocks: Sequence[int]) -> Sequence[int]:

@@ -93,27 +93,25 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
 
     >>> tiles([Box((0,), (2,)), Box((2,), (1,))], (3,))
     >>> tiles([Box((0,), (2,))], (3,))
-    'elements from 2 to 3 of dim 0 are in no piece'
+    'elements from 2 to 3 of dim 0 are in no shard'
     """
     if math.prod(shape) == 0:
-        return (
-            None if all(box == full_box(shape) for box in boxes) else "pieces of an empty tensor that are not all of it"
-        )
+        return None if all(box == full_box(shape) for box in boxes) else "shards of an empty tensor that are not empty"
     cells = 1
     for dim, size in enumerate(shape):
         intervals = sorted({(box.offsets[dim], box.sizes[dim]) for box in boxes})
         end = 0
         for start, length in intervals:
             if start < end or length <= 0:
-                return f"pieces overlap in dim {dim}"
+                return f"shards overlap in dim {dim}"
             if start > end:
-                return f"elements from {end} to {start} of dim {dim} are in no piece"
+                return f"elements from {end} to {start} of dim {dim} are in no shard"
             end = start + length
         if end > size:
-            return f"pieces reach to {end} in dim {dim}, which has size {size}"
+            return f"shards reach to {end} in dim {dim}, which has size {size}"
         if end != size:
-            return f"elements from {end} to {size} of dim {dim} are in no piece"
+            return f"elements from {end} to {size} of dim {dim} are in no shard"
         cells *= len(intervals)
     if len(set(boxes)) != len(boxes):
-        return "a piece is given twice"
-    return None if cells == len(boxes) else f"{cells - len(boxes)} pieces of {cells} are missing"
+        return "a shard is given twice"
+    return None if cells == len(boxes) else f"{cells - len(boxes)} shards of {cells} are missing"

@@ -218,22 +218,22 @@ def _saved(what: str, entry: Any, files: tuple[File, ...]) -> Saved:
     if _of(dtype, str, f"the dtype of {what}") not in DTYPES:
         raise CheckpointError(f"{what} has an unknown dtype {dtype[:40]!r}")
     shape = _sizes(shape, f"the shape of {what}")
-    found = tuple(_piece(what, piece, len(shape), len(files)) for piece in _of(pieces, list, f"the pieces of {what}"))
+    found = tuple(_piece(what, piece, len(shape), len(files)) for piece in _of(pieces, list, f"the shards of {what}"))
     if problem := tiles([piece.box for piece in found], shape):
         raise CheckpointError(f"{what}: {problem}")
     for piece in found:
         if piece.box.numel * DTYPES[dtype].itemsize > files[piece.file].nbytes:
-            raise CheckpointError(f"{what}: a piece is larger than its file")
+            raise CheckpointError(f"{what}: a shard is larger than its file")
     if math.prod(shape) and not found:
-        raise CheckpointError(f"{what} has no pieces")
+        raise CheckpointError(f"{what} has no shards")
     return Saved(shape, DTYPES[dtype], found)
 
 
 def _piece(what: str, entry: Any, ndim: int, files: int) -> Piece:
-    file, offsets, sizes = _list_of(entry, 3, f"a piece of {what}")
-    if not 0 <= _of(file, int, f"the file of a piece of {what}") < files:
-        raise CheckpointError(f"{what}: a piece is in file {str(file)[:40]} of {files}")
-    at, extents = _sizes(offsets, f"a piece of {what}"), _sizes(sizes, f"a piece of {what}")
+    file, offsets, sizes = _list_of(entry, 3, f"a shard of {what}")
+    if not 0 <= _of(file, int, f"the file of a shard of {what}") < files:
+        raise CheckpointError(f"{what}: a shard is in file {str(file)[:40]} of {files}")
+    at, extents = _sizes(offsets, f"a shard of {what}"), _sizes(sizes, f"a shard of {what}")
     if len(at) != ndim or len(extents) != ndim:
-        raise CheckpointError(f"{what}: a piece has not as many dims as the tensor")
+        raise CheckpointError(f"{what}: a shard has not as many dims as the tensor")
     return Piece(file, Box(at, extents))

@@ -136,8 +136,8 @@ def found(path: Path) -> list[str | None]:
     if _foreign_files(folder):
         if any(name.name.startswith("pieces-") for name in folder.glob("*.safetensors")):
             raise CheckpointError(
-                f'"{folder}" has files of a checkpoint but no {MANIFEST}, without which it is not known what belongs '
-                "together. Use another checkpoint."
+                f'"{folder}" has files of a checkpoint but no {MANIFEST}, which lists the tensors of these files. Use '
+                "another checkpoint."
             )
         return [str(folder), None]
     raise CheckpointError(

@@ -124,9 +124,9 @@ def _state_item(name: str, param: torch.Tensor, value: torch.Tensor, size: int, 
     of_param = item_of("optimizer", name, param, _rank_mesh(param, size))
     if value.shape != of_param.local.shape:
         raise CheckpointError(
-            f'Optimizer state "{name}" is a plain tensor of shape {tuple(value.shape)}, and its parameter is split: '
-            f"global shape {tuple(param.shape)}, local shape {tuple(of_param.local.shape)}. Nobody can tell which part "
-            "of what it is; let the optimizer keep it as a DTensor."
+            f'Optimizer state "{name}" is a plain tensor of shape {tuple(value.shape)}, but its parameter is sharded: '
+            f"global shape {tuple(param.shape)}, local shape {tuple(of_param.local.shape)}. The layout of the state is "
+            "unknown; let the optimizer keep it as a DTensor."
         )
     return Item("optimizer", name, of_param.shape, value.dtype, of_param.layout, of_param.rank_mesh, value.detach())
 
@@ -364,7 +364,7 @@ def _room(
         if split and saved.shape and not whole:
             raise CheckpointError(
                 f'Optimizer state "{full}" has shape {saved.shape}, and its parameter, of global shape '
-                f"{tuple(param.shape)}, is split: the layout of this state is not known. Step the optimizer once "
+                f"{tuple(param.shape)}, is sharded: the layout of this state is not known. Step the optimizer once "
                 "before loading, so that it makes its state, or load on one rank."
             )
         return torch.empty(saved.shape, dtype=saved.dtype, device=_device(param))

@@ -77,7 +77,9 @@ def decode(value: Any, get: Get) -> Any:
     if TAG not in value:
         return {key: decode(item, get) for key, item in value.items()}
     if set(value) != {TAG, "of"}:
-        raise CheckpointError(f"a saved value has the keys {sorted(map(str, value))[:5]}, which say nothing together")
+        raise CheckpointError(
+            f"a saved value has the keys {sorted(map(str, value))[:5]}, which this version cannot read"
+        )
     return _tagged(value[TAG], value["of"], get)
 
 
@@ -98,7 +100,7 @@ def _tagged(tag: Any, of: Any, get: Get) -> Any:
 
 def _counter(pairs: dict[Any, Any]) -> collections.Counter[Any]:
     if not all(isinstance(count, int) for count in pairs.values()):
-        raise CheckpointError("a saved counter holds something that is not a whole number")
+        raise CheckpointError("a saved counter has a value that is not an integer")
     return collections.Counter(pairs)
 
 

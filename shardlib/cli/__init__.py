@@ -66,10 +66,10 @@ def _parser() -> argparse.ArgumentParser:
 
         shtab.add_argument_to(parser, "--print-completion", help="print the completion script of a shell")
     subparsers = parser.add_subparsers(required=True, metavar="{init,check,plan,explain,prove,run,migrate,doctor}")
-    _add_plan(_command(subparsers, "plan", commands.plan, "how every tensor of a model lies on a mesh"))
-    _add_check(_command(subparsers, "check", commands.check, "does a layout file fit a model?", "?"))
+    _add_plan(_command(subparsers, "plan", commands.plan, "show the layout of every tensor of a model on a mesh"))
+    _add_check(_command(subparsers, "check", commands.check, "check whether a layout file fits a model", "?"))
     _add_prove(_command(subparsers, "prove", commands.prove, "train sharded and on one device, and compare everything"))
-    _add_explain(_command(subparsers, "explain", commands.explain, "which rule decides about a tensor or module"))
+    _add_explain(_command(subparsers, "explain", commands.explain, "show which rule decides about a tensor or module"))
     _add_init(_command(subparsers, "init", commands.init, "write a first layout file for a model"))
     _add_run(subparsers)
     _add_migrate(subparsers)
@@ -166,7 +166,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         "--jax",
         action="store_true",
         help="also type the model's graph under JAX's explicit sharding, and report contractions and operands whose "
-        "layouts are ambiguous or contradict each other; as many devices as the mesh has are imagined",
+        "layouts are ambiguous or contradict each other; no devices are needed",
     )
     parser.add_argument(
         "--example",
@@ -178,7 +178,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="a parameter, a buffer, a module, or a border such as blocks.0.output")
+    parser.add_argument("name", help="a parameter, a buffer, a module, or an activation such as blocks.0.output")
     parser.add_argument("--mesh", help="axes and sizes; with it, the local shapes are shown")
     parser.add_argument("--layout", help=_LAYOUT)
     parser.add_argument("--mode", help=_MODE)

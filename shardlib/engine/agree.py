@@ -141,7 +141,7 @@ def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.
         return
     names, shown = found
     raise InputError(
-        f'Ranks that share the model axis "{axes}" work on the same examples, but were given different batches'
+        f'Ranks of the model axis "{axes}" work on the same examples, but were given different batches'
         + (f'; "{names[0]}" differs:\n' if names else ":\n")
         + shown
         + "\nPick the batch by the rank's place on the data axes alone, for example with "

@@ -127,8 +127,8 @@ def _refuse_uneven(tensor: torch.Tensor, pieces: dict[int, int], layout: Layout,
             raise InputError(
                 f'The layout "{layout}" was given to an activation of global shape {tuple(tensor.shape)}: as a fused '
                 f"dim, or over axes in another order than the mesh's ({', '.join(mesh.mesh_dim_names or ())}), it "
-                f"splits dim {dim}, which {count} does not divide. Give the dim a size that {count} divides, or split "
-                "all of it, over axes in the mesh's order."
+                f"shards dim {dim}, which {count} does not divide. Give the dim a size that {count} divides, or shard "
+                "the unfused dim, over axes in the mesh's order."
             )
 
 

@@ -42,9 +42,9 @@ def _refuse_change(
         if after is not before:
             raise ShardingError(
                 f'A conversion of a sharded {type(module).__name__} would make "{name}", which is '
-                f"{_described(before)}, {_change(before, after)}. Nothing was changed: buckets of gradients and the "
-                "optimizer's state are laid out for what it is. Move and cast a model before shard_model or boost; or "
-                "choose dtypes with precision(), and what lies on the host with offload()."
+                f"{_described(before)}, {_change(before, after)}. Nothing was changed: gradient buckets and optimizer "
+                "state were made for its present dtype and device. Move and cast a model before shard_model or boost; "
+                "or choose dtypes with precision(), and what is kept in host memory with offload()."
             )
     return module
 
@@ -70,7 +70,7 @@ def refuse_pickles(model: nn.Module) -> Callable[[], None]:
             return nn.Module.share_memory(model)
         raise ShardingError(
             f"This {type(model).__name__} is sharded: each process has its own local shards, and share_memory() would "
-            "give them to others that know no process groups. Share memory of a model that is not sharded, which loads "
+            "give them to processes outside of the process groups. Share the memory of an unsharded model that loaded "
             "shardlib.full_state_dict(model)."
         )
 

@@ -45,8 +45,8 @@ def plan(
 ) -> Plan:
     """Return the layout of every tensor of a model on a mesh, in each phase; nothing is sharded, no process needed.
 
-    Model axes in a rule split a parameter in all four phases (stored, compute, grad, state). A data axis that a rule
-    puts on a parameter splits its stored, grad and state layouts, but not the compute layout.
+    Model axes in a rule shard a parameter in all four phases (stored, compute, grad, state). A data axis that a rule
+    puts on a parameter shards its stored, grad and state layouts, but not the compute layout.
 
     Args:
         model: a single-device module; it is only inspected, so it may be on `meta`.
@@ -56,7 +56,7 @@ def plan(
         transforms: functions from plan to plan, applied in order.
         example: the batch of one data rank, as a tuple of arguments, a mapping of keyword arguments or one tensor. If
             it is given, forward and backward run on fake tensors, and the plan reports every collective, every op whose
-            inputs must be gathered, and the peak of memory.
+            inputs must be all-gathered, and the peak of memory.
 
     Raises:
         RuleError, LayoutError: the rules are not unambiguous for this model and mesh.
@@ -213,5 +213,5 @@ def _explained(plan: Plan) -> Iterator[None]:
             "shardlib.engine.record_collectives."
         ) from error
     except Exception as error:
-        error.add_note(f"This happened in a dry run on {plan.mesh}: fake tensors, rank 0 of imagined ranks.")
+        error.add_note(f"Raised in a dry run on {plan.mesh}, which runs rank 0 with fake tensors.")
         raise

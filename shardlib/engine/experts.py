@@ -88,8 +88,9 @@ def install(module: nn.Module, spread: Spread) -> Callable[[], None]:
         given = signature.bind(*args, **kwargs).arguments
         if len(given) != 3:
             raise InputError(
-                f'"{spread.name}", whose experts lie on {spread.ranks} ranks, was called with {", ".join(given)}. Give '
-                "tokens, the numbers of their experts, and the weights of these, and nothing else."
+                f'"{spread.name}", whose experts are sharded over {spread.ranks} ranks, was called with '
+                f"{', '.join(given)}. Give the tokens, the numbers of their experts, and the weights of these, and "
+                "nothing else."
             )
         return _run(module, inner, spread, *given.values())
 
@@ -357,7 +358,7 @@ def _refuse_other_shapes(spread: Spread, tokens: torch.Tensor, indices: torch.Te
     if not fits or indices.is_floating_point():
         shapes = ", ".join(str(tuple(x.shape)) for x in (tokens, indices, weights))
         raise InputError(
-            f'"{spread.name}", whose experts lie on {spread.ranks} ranks, was called with global shapes {shapes}, the '
-            f"second of {indices.dtype}. It takes tokens (token, embed), integers that say which experts (token, "
-            "choice), and their weights (token, choice)."
+            f'"{spread.name}", whose experts are sharded over {spread.ranks} ranks, was called with global shapes '
+            f"{shapes}, the second of {indices.dtype}. It takes tokens (token, embed), the integer numbers of their "
+            "experts (token, choice), and the weights of these (token, choice)."
         )

@@ -65,13 +65,14 @@ def refuse_what_does_not_run(row: Row, device: torch.device, *, stored_in_parts:
     if "compute" in host_phases:
         raise PlanError(
             f'The plan computes with "{row.name}" in host memory ("{row.compute}"), and the model\'s mesh is on '
-            f"{device.type}. Keep there what lies between steps: offload() moves state."
+            f"{device.type}. Keep in host memory only what a step does not compute with: offload() moves optimizer "
+            "state."
         )
     if "stored" in host_phases and not stored_in_parts:
         raise PlanError(
-            f'The plan stores "{row.name}" in host memory, and whole, as it is computed with on {device.type}: there '
-            'would be nothing to copy it to. Divide it with zero(3) or fsdp(), use offload("state"), or leave it out '
-            "with only=."
+            f'The plan stores "{row.name}" in host memory, unsharded, and computes with it on {device.type}: no '
+            'unshard would copy it there. Shard it with zero(3) or fsdp(), use offload("state"), or leave it out with '
+            "only=."
         )
     apart = [phase for phase in ("stored", "grad", "state") if phase in row.layouts and phase not in host_phases]
     if "stored" in host_phases and apart:

@@ -91,7 +91,7 @@ def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.o
 def register_per_tensor(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Register an optimizer of your own that updates each parameter from that parameter's gradient and state alone.
 
-    It then gets full tensors where the plan splits them, each on one rank, so that norms and matrices are the same as
+    It then gets full tensors where the plan shards them, each on one rank, so that norms and matrices are the same as
     on one device. LAMB and Muon are such optimizers; one that reads several parameters at once (for a common step size)
     is not. Usable as a decorator.
 
@@ -304,8 +304,8 @@ def _warn_of_unknown(params: list[torch.Tensor], records: list[Sharded], count: 
         shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
         warn(
             f"{len(unknown)} of this optimizer's {count} parameters belong to no sharded model (of shapes "
-            f"{shapes}{', ...' if len(unknown) > 3 else ''}): nobody averages their gradients over the {data_ranks} "
-            "data ranks, and they drift apart. Call shard_model on the module that holds all of them.",
+            f"{shapes}{', ...' if len(unknown) > 3 else ''}): their gradients are not averaged over the {data_ranks} "
+            "data ranks, so that replicas diverge. Call shard_model on the module that holds all of them.",
         )
 
 
@@ -431,7 +431,7 @@ def _in_pieces(params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 PIECE_BYTES = 32 << 20
-"""The size of a piece of parameters that step on the host: enough for each copy to run at full speed."""
+"""The size of a chunk of parameters that step on the host: enough for each copy to run at full speed."""
 
 
 def _groups_of(piece: _Piece, optimizer: torch.optim.Optimizer, saved: _Saved) -> list[dict[str, Any]]:
@@ -508,8 +508,8 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[t
         name = type(optimizer).__qualname__
         raise ShardingError(
             f"{name} steps on parameters that are stored in shards or in low precision, or whose state is on the host "
-            f'(the first is "{refused.name}"), and it is not known what it needs of them. If each element of its '
-            f"update depends on that element alone, call shardlib.register_elementwise({name}); if on that whole "
+            f'(the first is "{refused.name}"), and shardlib does not know whether it can. If each element of its '
+            f"update depends on that element alone, call shardlib.register_elementwise({name}); if on that full "
             f"tensor, shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), without precision and "
             "offload."
         )
@@ -526,9 +526,10 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[t
 @functools.cache
 def _warn_of_full_state(name: str) -> None:
     warn(
-        f"The plan splits optimizer state over data axes, but nothing is known of {name}: every rank keeps all of its "
-        f"state and makes the whole step. Say what it needs: shardlib.register_elementwise({name}) if each element of "
-        f"its update depends on that element alone, shardlib.register_per_tensor({name}) if on one whole tensor.",
+        f"The plan shards optimizer state over data axes, but shardlib does not know whether {name} can step on "
+        f"shards: every rank keeps all of its state and steps on full tensors. Say what it needs: "
+        f"shardlib.register_elementwise({name}) if each element of its update depends on that element alone, "
+        f"shardlib.register_per_tensor({name}) if on one full tensor.",
     )
 
 

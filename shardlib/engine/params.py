@@ -310,7 +310,7 @@ class ParamState:
         partial = isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
         if self.shard_spec is not None and not self.is_local_shard(grad) and (self.is_updated_sharded or partial):
             raise ShardingError(
-                f'"{self.name}" has a gradient of this rank\'s examples alone: the plan splits its gradient or state '
+                f'"{self.name}" has a gradient of this rank\'s examples alone: the plan shards its gradient or state '
                 f"over {', '.join(self.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Run "
                 "the last backward pass before a step outside of no_sync; then clip, then step."
             )

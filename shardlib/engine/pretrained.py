@@ -135,8 +135,8 @@ def _joined(name: str, parts: list[_Part]) -> Found:
     shapes = {turn: {by_place[p, turn].shape for p in places if (p, turn) in by_place} for turn in turns}
     if not complete or places != list(range(len(places))) or any(len(found) > 1 for found in shapes.values()):
         raise CheckpointError(
-            f'"{name}" is made of {len(parts)} tensors of the checkpoint, such as "{first.key}", which do not make '
-            "one: some are missing, there twice, or of another shape. Use another checkpoint."
+            f'"{name}" is made of {len(parts)} tensors of the checkpoint, such as "{first.key}", which cannot be '
+            "joined: some are missing, there twice, or of another shape. Use another checkpoint."
         )
     lead = (1,) if stacked else ()
     sizes = {turn: (*lead, *by_place[0, turn].shape) for turn in turns}

@@ -76,7 +76,7 @@ class Recording:
 
 @contextmanager
 def record_collectives(model: nn.Module, *, mesh: DeviceMesh | None = None) -> Iterator[Recording]:
-    """Record the collectives that this rank issues inside the block, the gathered ops, and the live bytes.
+    """Record the collectives that this rank issues inside the block, the ops on all-gathered operands, and live bytes.
 
     Args:
         model: a sharded model; each collective is attributed to one of its modules.

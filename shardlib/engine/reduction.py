@@ -31,7 +31,7 @@ def reduce_gradients_by(model: nn.Module, reduction: Reduction | None) -> None:
         reduction: the function; None restores the all-reduce.
 
     Raises:
-        PlanError: gradients or state of the model are split over data axes, where ranks need different sums.
+        PlanError: gradients or state of the model are sharded over data axes, where ranks need different sums.
 
     Example:
         >>> def in_bfloat16(bucket):
@@ -43,9 +43,9 @@ def reduce_gradients_by(model: nn.Module, reduction: Reduction | None) -> None:
     reducer = record_of(model).reducer
     if reduction is not None and (name := _first_sharded(reducer)) is not None:
         raise PlanError(
-            f'reduce_gradients_by: the plan splits gradient or state of "{name}" over data axes, where each rank gets '
-            "the sum of its own part. Leave out zero, fsdp and hsdp; compressed travel is "
-            'shardlib.precision(..., reduce="bfloat16") there.'
+            f'reduce_gradients_by: the plan shards gradient or state of "{name}" over data axes, where a rank gets the '
+            "reduced gradient of its own shard alone. Leave out zero, fsdp and hsdp; to compress their gradients, pass "
+            'shardlib.precision(..., reduce="bfloat16").'
         )
     if reduction is not None and not callable(reduction):
         raise PlanError(f"reduce_gradients_by was given {reduction!r}; give a function that takes a GradientBucket.")

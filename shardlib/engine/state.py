@@ -27,11 +27,11 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the state dict of the single-device model: plain, full tensors on every rank.
 
-    Collective: every rank must call it. Tensors are gathered one at a time.
+    Collective: every rank must call it. Tensors are all-gathered one at a time.
 
     Args:
         model: a sharded model (or any module).
-        cpu: copy each tensor to host memory as soon as it is gathered.
+        cpu: copy each tensor to host memory as soon as it is all-gathered.
         names: the entries to return, the same on all ranks; None for all.
 
     Example:
@@ -63,7 +63,7 @@ def _shard_plain_tensors(
     if metadata.get("assign_to_params_buffers"):
         raise CheckpointError(
             "load_state_dict(assign=True) would replace the sharded parameters by the loaded tensors. Load without "
-            "assign: values are copied into the shards, and plain tensors are cut on the way."
+            "assign: values are copied into the shards, and each rank takes its shard of plain tensors."
         )
     tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -80,7 +80,7 @@ def _sharded_like(name: str, tensor: DTensor, given: torch.Tensor) -> DTensor:
         raise CheckpointError(
             f'The state dict has "{name}" with shape {tuple(given.shape)}; the model has it with global shape '
             f"{tuple(tensor.shape)} (local shape {tuple(_torch.local_of(tensor).shape)} on this rank). Load a state "
-            "dict of the same model: whole tensors, or DTensors."
+            "dict of the same model: full tensors, or DTensors."
         )
     param_state = param_state_of(tensor)
     if param_state is not None and param_state.is_stored_sharded:

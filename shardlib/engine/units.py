@@ -109,9 +109,9 @@ class _Unit:
         if self.buffer.busy and self.buffer.holder is not self:
             assert self.buffer.holder is not None
             raise ShardingError(
-                f'"{self.name}" runs inside of "{self.buffer.holder.name}", whose unsharded parameters lie in the '
-                "buffer that both share. Keep one of them unsharded until backward: "
-                f'fsdp(reshard_after_forward=False); or, of "{self.name}", {_KEEP_FULL}'
+                f'"{self.name}" runs inside of "{self.buffer.holder.name}", whose unsharded parameters are in the '
+                "buffer that both share. Keep one of them unsharded until backward: fsdp(reshard_after_forward=False); "
+                f'or, for "{self.name}", {_KEEP_FULL}'
             )
         if self.buffer.holder is not None:
             self.buffer.holder.wait_for_unshard()  # its all-gather writes into this buffer

@@ -90,7 +90,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         foreign = [p for group in self.inner.param_groups for p in group["params"] if id(p) not in self._names]
         if foreign:
             raise ShardingError(
-                f"{len(foreign)} of the optimizer's parameters are not the model's (the first has shape "
+                f"{len(foreign)} of the optimizer's parameters do not belong to the model (the first has shape "
                 f"{tuple(foreign[0].shape)}). Build it from model.parameters() after shard_model, and give each "
                 "model an optimizer of its own."
             )
@@ -318,7 +318,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter names, with the names and options of each param group.
 
-        State that is split is a DTensor of global shape. Tensors are the optimizer's own, not copies. The loss scale is
+        Sharded state is a DTensor of global shape. Tensors are the optimizer's own, not copies. The loss scale is
         under "scaler", the history that delayed float8 scales are chosen by under "fp8_history".
         """
         for hook in _torch.hooks_of(self, "state_dict_pre"):

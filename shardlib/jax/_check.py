@@ -36,10 +36,10 @@ class LayoutReport:
     Attributes:
         mesh: its axes and sizes.
         findings: operands whose layouts contradict each other, or leave the result's layout open.
-        reshards: values that XLA redistributes although neither a parameter's layout nor a border says so: correct, but
-            slow.
+        reshards: values that XLA redistributes although neither a parameter's layout nor a rule for an activation says
+            so: correct, but slow.
         moved: number of communications of the declared layouts in a forward, by kind: "sum" (a contracted or looked-up
-            dim is split), "gather" and "exchange" (a border, or a stored shard).
+            dim is sharded), "gather" and "exchange" (at a module's input or output, or of a stored shard).
         uneven: tensors that their axes do not divide, typed as unsharded there: JAX types even shards only.
         ops: the number of JAX primitives that were typed.
         modules: the number of their modules.
@@ -71,7 +71,7 @@ class LayoutReport:
         if self.reshards:
             lines += ["", "moved without a word (right, and slow):", *_folded(self.reshards)]
         if self.uneven:
-            lines += ["", f"uneven, typed as whole: {', '.join(self.uneven)}"]
+            lines += ["", f"uneven, typed as replicated: {', '.join(self.uneven)}"]
         return "\n".join(lines)
 
 
@@ -83,12 +83,12 @@ def check_layouts(
     transforms: Sequence[Transform] = (),
     example: Any,
 ) -> LayoutReport:
-    """Type the forward of a model, laid out by rules, on a mesh of any size; only the host device is needed.
+    """Type the forward of a model, with the layouts of rules, on a mesh of any size; only the host device is needed.
 
-    Each op gets the layouts of its operands, under JAX's explicit sharding. A finding is a contracted dim that is split
-    in one operand only or over two axes, an axis that would split two dims of a result, or two operands with different
-    splits. A case with one answer is not a finding: a row-parallel product is summed, an unsharded operand is sliced.
-    All findings are reported, not only the first.
+    Each op gets the layouts of its operands, under JAX's explicit sharding. A finding is a contracted dim that is
+    sharded in one operand only or over two axes, an axis that would shard two dims of a result, or two operands with
+    different layouts. A case with one answer is not a finding: a row-parallel product is summed, an unsharded operand
+    is sliced. All findings are reported, not only the first.
 
     Args:
         model: a single-device module; it is not changed, and may be on `meta`.

@@ -62,8 +62,8 @@ def compile_model(
 
     Returns:
         The function (see `Compiled`), and a dict from names to arrays of the trained parameters. An array has the shape
-        of the tensor, except for fused layouts that are split inside, whose parts are dims, and uneven ones, which are
-        padded with zeros: `fn.to_torch(params)` has the model's own shapes.
+        of the tensor, except for fused dims of which one factor is sharded, whose factors become dims, and uneven ones,
+        which are padded with zeros: `fn.to_torch(params)` has the model's own shapes.
 
     Raises:
         PlanError: the plan needs a feature of the torch engine only (a pipeline, offload, loss scaling, ...); an op has
@@ -100,7 +100,7 @@ def refuse_settings(plan: Plan) -> None:
     """Refuse settings of a plan that only the torch engine has."""
     if plan.mesh.pipeline_axes:
         raise PlanError(
-            f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs the whole model on all devices. Leave it out.'
+            f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs all modules on all devices. Leave it out.'
         )
     asked = {name: value for name, value in plan.step.settings().items() if name not in _NO_MATTER}
     if asked:

@@ -58,7 +58,7 @@ def to_jax(
     Raises:
         InputError: uneven shards without `pad`; memory that cannot be shared, with `copy=False`; a dtype that JAX does
             not have or would narrow.
-        LayoutError: a layout without a JAX sharding: fused and split inside, or partial.
+        LayoutError: a layout without a JAX sharding: a factor of a fused dim is sharded, or it is partial.
         MeshError: torch and JAX run on different processes.
 
     >>> tensor = torch.arange(64.0)
@@ -119,14 +119,14 @@ def to_torch(
         return _to_dtensor(array, device_mesh, global_shape, copy)
     if not array.is_fully_addressable:
         raise InputError(
-            "to_torch: the array lies on devices of several processes, and a plain tensor holds all of it. Pass "
-            "device_mesh= for a DTensor."
+            "to_torch: the array is sharded over devices of several processes, but a plain tensor would hold all of "
+            "it. Pass device_mesh= for a DTensor."
         )
     shards = array.addressable_shards
     if array.is_fully_replicated:
         full = _taken(shards[0].data, copy)
     elif copy is False:
-        raise InputError(f"to_torch(copy=False): the array lies in {len(shards)} pieces; all of it is new memory.")
+        raise InputError(f"to_torch(copy=False): a full tensor of {len(shards)} shards takes new memory.")
     else:
         full = torch.empty(array.shape, dtype=_taken(shards[0].data[..., :0], None).dtype)
         for shard in shards:
@@ -179,9 +179,9 @@ def _on_device(tensor: torch.Tensor, device: Any, copy: bool | None) -> jax.Arra
 
 def _why_not_shared(tensor: torch.Tensor, device: Any) -> str:
     if device.platform != "cpu":
-        return f"the device is {device} and the tensor lies on the CPU"
+        return f"the device is {device} and the tensor is on the CPU"
     if not tensor.is_contiguous():
-        return "the tensor does not lie row by row"
+        return "the tensor is not row-major"
     if tensor.numel() and tensor.data_ptr() % _ALIGNED:
         return f"the tensor begins at an address that is not a multiple of {_ALIGNED} bytes"
     return ""
@@ -190,7 +190,7 @@ def _why_not_shared(tensor: torch.Tensor, device: Any) -> str:
 def _taken(data: jax.Array, copy: bool | None) -> torch.Tensor:
     """Convert an array on one device to a tensor."""
     if copy is False and not data.is_fully_addressable:
-        raise InputError("to_torch(copy=False): the array does not lie on this process's devices.")
+        raise InputError("to_torch(copy=False): the array is not on this process's devices.")
     tensor = torch.from_dlpack(jax.block_until_ready(data))
     return tensor.clone() if copy else tensor
 
@@ -213,7 +213,7 @@ def _even(shape: tuple[int, ...], layout: Layout, mesh: MeshShape) -> tuple[int,
 def _refuse_uneven(shape: tuple[int, ...], even: tuple[int, ...], layout: Layout, mesh: MeshShape) -> None:
     dim = next(d for d, (n, m) in enumerate(zip(shape, even, strict=True)) if n != m)
     raise InputError(
-        f'A tensor of global shape {shape} with layout "{layout}" on mesh "{mesh}" has uneven pieces in dim {dim}, and '
+        f'A tensor of global shape {shape} with layout "{layout}" on mesh "{mesh}" has uneven shards in dim {dim}, and '
         f"JAX has only even ones. Pass pad=True for an array of shape {even} that ends in zeros, and mask them."
     )
 
@@ -251,7 +251,7 @@ def _from_dtensor(tensor: DTensor, mesh: Mesh | None, pad: bool, copy: bool | No
     mesh = _over_processes(shape) if mesh is None else mesh
     if MeshShape(dict(mesh.shape)) != shape:
         raise MeshError(
-            f'The DTensor lies on mesh "{shape}", and the mesh of JAX is "{MeshShape(dict(mesh.shape))}". Give one '
+            f'The DTensor is on mesh "{shape}", and the mesh of JAX is "{MeshShape(dict(mesh.shape))}". Give one '
             "with the same axes in the same order, or leave it out."
         )
     layout = Layout.from_placements(tensor.placements, shape, ndim=tensor.ndim)
@@ -277,9 +277,9 @@ def _refuse_nested(
     for dim, (own, other) in enumerate(zip(mine, padded, strict=True)):
         if own[0].stop > own[0].start and own[0].start != other[0].start:
             raise InputError(
-                f'A tensor of global shape {shape} with layout "{layout}" on mesh "{mesh}" is cut unevenly in '
-                f"dim {dim} by several axes, one inside the other; its pieces are not those of a padded array. "
-                "Redistribute it so that one axis splits the dim."
+                f'A tensor of global shape {shape} with layout "{layout}" on mesh "{mesh}" is sharded unevenly in dim '
+                f"{dim} over several axes; its shards are not those of a padded array. Redistribute it so that one "
+                "axis shards the dim."
             )
 
 
@@ -295,7 +295,7 @@ def _to_dtensor(
         )
     if MeshShape(dict(array.sharding.mesh.shape)) != shape:
         raise MeshError(
-            f'The array lies on mesh "{MeshShape(dict(array.sharding.mesh.shape))}", and the torch mesh is "{shape}"; '
+            f'The array is on mesh "{MeshShape(dict(array.sharding.mesh.shape))}", and the torch mesh is "{shape}"; '
             "give one with the same axes in the same order."
         )
     layout = Layout.from_partition_spec(array.sharding.spec, array.ndim)

@@ -21,7 +21,7 @@ def make_mesh(spec: MeshLike, *, devices: Sequence[Any] | None = None) -> Mesh:
     """Create a `jax.sharding.Mesh` with named axes over JAX's devices, for XLA's partitioner.
 
     Devices are taken process by process, the last axis fastest: rank `r` of a torch mesh of the same shape and device
-    `r` of this one then hold the same pieces. Axes are of type Auto, whatever JAX's own default is.
+    `r` of this one then hold the same shards. Axes are of type Auto, whatever JAX's own default is.
 
     Args:
         spec: "dp=2,tp=4", a `MeshShape`, a mapping or a torch `DeviceMesh`; one size may be -1.
@@ -78,7 +78,7 @@ def named_sharding(layout: Layout | str, mesh: Mesh, *, ndim: int | None = None)
         ndim: the number of dims, where the layout leaves it open with "...".
 
     Raises:
-        LayoutError: JAX cannot say it: a fused dim split inside, a partial axis, or something still open.
+        LayoutError: JAX has no such sharding: a sharded factor of a fused dim, a partial axis, or something still open.
         MeshError: the layout names an axis that the mesh has not.
 
     >>> named_sharding("batch@dp seq embed", make_mesh("dp=1,tp=1")).spec

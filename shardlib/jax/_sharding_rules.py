@@ -100,7 +100,7 @@ def ruled(eqn: Any, operands: Sequence[Operand], asked: tuple[Spec, ...] | None,
     if along is not None:
         specs = tuple(tuple(() if d in along else a for d, a in enumerate(o.spec)) for o in operands)
         outs = tuple(_like(var, operands, specs) for var in eqn.outvars)
-        return Ruling(outs, reshards=("runs along a dim that is split",))
+        return Ruling(outs, reshards=("runs along a dim that is sharded",))
     return None
 
 
@@ -157,17 +157,19 @@ def _join(specs: Sequence[Spec], operands: Sequence[Operand]) -> Spec:
     if unlike:
         dim, given_axes = unlike[0]
         raise Conflict(
-            f"dim {dim} is split over {_named(given_axes[0])} in one operand and over {_named(given_axes[1])} in "
+            f"dim {dim} is sharded over {_named(given_axes[0])} in one operand and over {_named(given_axes[1])} in "
             "another",
-            "One of the two is to be moved, and no rule says which: lay both out alike, by a border on one of them.",
+            "One of the two has to be redistributed, and no rule says which: give both the same layout, by a rule for "
+            "a module's input or output.",
             (clean,),
         )
     if clean != tuple(dims):
         axis = next(a for a in _axes(tuple(dims)) if sum(a in d for d in dims) > 1)
         first, second = [d for d, axes in enumerate(dims) if axis in axes][:2]
         raise Conflict(
-            f"axis {axis} splits dim {first} in one operand and dim {second} in another",
-            "An axis splits one dim of a value: make one of the operands whole, by a border.",
+            f"axis {axis} shards dim {first} in one operand and dim {second} in another",
+            "An axis shards one dim of a value: replicate one of the operands, by a rule for a module's input or "
+            "output.",
             (clean,),
         )
     return clean
@@ -206,8 +208,8 @@ def _product(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
     if out != (*batch, *free):
         axis = next(a for a in _axes((*batch, *free)) if sum(a in d for d in (*batch, *free)) > 1)
         raise Conflict(
-            f"axis {axis} would split two dims of the result, one from each operand",
-            f"Make one operand whole over {axis}, by a border at the module's input, or leave its rule out.",
+            f"axis {axis} would shard two dims of the result, one from each operand",
+            f"Replicate one operand over {axis}, by a rule for the module's input, or leave its rule out.",
             (out,),
         )
     return Ruling((out,), +Counter(sum=int(bool(summed)), gather=gathered))
@@ -247,8 +249,8 @@ def _split_over(one: Operand, contracted: Sequence[int]) -> tuple[set[str], set[
 def _agreed(one: tuple[str, ...], other: tuple[str, ...], what: str) -> tuple[str, ...]:
     if one and other and one != other:
         raise Conflict(
-            f"a {what} is split over {_named(one)} in one operand and over {_named(other)} in the other",
-            "Lay both out alike, by a border on one of them.",
+            f"a {what} is sharded over {_named(one)} in one operand and over {_named(other)} in the other",
+            "Give both the same layout, by a rule for a module's input or output.",
         )
     return one or other
 
@@ -262,8 +264,9 @@ def _contracted(
         one, other = left.spec[a], right.spec[b]
         if one and other and one != other:
             raise Conflict(
-                f"the contracted dim is split over {_named(one)} in one operand and over {_named(other)} in the other",
-                "Split it over the same axes in both.",
+                f"the contracted dim is sharded over {_named(one)} in one operand and over {_named(other)} in the "
+                "other",
+                "Shard it over the same axes in both.",
                 (out,),
             )
         if bool(one) != bool(other):
@@ -273,8 +276,8 @@ def _contracted(
             _refuse_unasked(one, out, shape)
     if twice := summed & _axes(out):
         raise Conflict(
-            f"axis {_named(sorted(twice))} splits the contracted dim and a dim of the result",
-            "Split one of the two.",
+            f"axis {_named(sorted(twice))} shards the contracted dim and a dim of the result",
+            "Shard one of the two.",
             (tuple(tuple(axis for axis in axes if axis not in twice) for axes in out),),
         )
     return summed
@@ -287,16 +290,17 @@ def _one_sided(left: Operand, right: Operand, one: tuple[str, ...], other: tuple
     axes = one or other
     if clash := set(axes) & _axes(unsharded.spec):
         raise Conflict(
-            f"the contracted dim is split over {_named(axes)} in one operand only, and {_named(sorted(clash))} splits "
-            "another dim of the other one",
-            "Column-parallel after column-parallel? Split the second weight where it is contracted (rowwise), or make "
-            "the activation whole by a border.",
+            f"the contracted dim is sharded over {_named(axes)} in one operand only, and {_named(sorted(clash))} "
+            "shards another dim of the other one",
+            "Column-parallel after column-parallel? Shard the second weight where it is contracted (rowwise), or "
+            "replicate the activation by a rule for the module's input.",
             (out,),
         )
     if not split.parameter:
         raise Conflict(
-            f"the contracted dim is split over {_named(axes)} in one operand only",
-            'Split it in both, as "rowwise" does for a weight, or make the activation whole by a border.',
+            f"the contracted dim is sharded over {_named(axes)} in one operand only",
+            'Shard it in both, as "rowwise" does for a weight, or replicate the activation by a rule for its '
+            "module's input.",
             (out,),
         )
 
@@ -304,9 +308,9 @@ def _one_sided(left: Operand, right: Operand, one: tuple[str, ...], other: tuple
 def _refuse_unasked(axes: tuple[str, ...], out: Spec, shape: MeshShape) -> None:
     if model := [axis for axis in axes if axis in shape.model_axes]:
         raise Conflict(
-            f"the result is a partial sum over {_named(model)} that nobody asked for: two activations are contracted "
-            "over a dim that both split",
-            "If it is meant, a border of the plan says so; else split another dim, such as that of heads.",
+            f"the result is a partial sum over {_named(model)} that no rule asks for: two activations are contracted "
+            "over a dim that both shard",
+            "If that is intended, write a rule for the module's output; else shard another dim, such as that of heads.",
             (out,),
         )
 
@@ -319,11 +323,11 @@ def _convolution(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Rul
     dims[y_at[0]], dims[y_at[1]] = x.spec[x_at[0]], kernel.spec[k_at[0]]
     out = _without_repeats(dims)
     grouped = eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1
-    halo = tuple("a window runs over a dim that is split" for d in x_at[2:] if x.spec[d])[:1]
+    halo = tuple("a window runs over a dim that is sharded" for d in x_at[2:] if x.spec[d])[:1]
     if grouped:
         unsharded = tuple(() if d == y_at[1] else a for d, a in enumerate(out))
         split = x.spec[x_at[1]] or kernel.spec[k_at[0]]
-        return Ruling((unsharded,), reshards=(*halo, *(["computes groups whose channels are split"] if split else [])))
+        return Ruling((unsharded,), reshards=(*halo, *(["computes groups of sharded channels"] if split else [])))
     summed = _contracted(x, kernel, (x_at[1],), (k_at[1],), out, shape)
     return Ruling((out,), Counter(sum=1) if summed else Counter(), halo)
 
@@ -347,7 +351,7 @@ def _reshape(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
             out[d] = axes
         kept = [axis for axes in placed.values() for axis in axes]
         lost += [axis for axis in pieces if axis not in kept]
-    reshards = (f"what {_named(lost)} splits does not stay together: {old} becomes {new}",) if lost else ()
+    reshards = (f"shards of {_named(lost)} do not stay contiguous: {old} becomes {new}",) if lost else ()
     return Ruling((tuple(out),), reshards=reshards)
 
 
@@ -406,7 +410,7 @@ def _cut(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
     out = tuple(
         () if n != m or d in turned else a for d, (n, m, a) in enumerate(zip(x.shape, new, x.spec, strict=True))
     )
-    reshards = ("takes part of a dim that is split",) if out != x.spec else ()
+    reshards = ("takes a slice of a dim that is sharded",) if out != x.spec else ()
     return Ruling((out,), reshards=reshards)
 
 
@@ -414,7 +418,7 @@ def _cut(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
 def _concatenated(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
     at = eqn.params["dimension"]
     specs = [tuple(() if d == at else a for d, a in enumerate(o.spec)) for o in operands]
-    reshards = ("puts together along a dim that is split",) if any(o.spec[at] for o in operands) else ()
+    reshards = ("concatenates along a dim that is sharded",) if any(o.spec[at] for o in operands) else ()
     return Ruling((_join(specs, operands),), reshards=reshards)
 
 
@@ -422,7 +426,7 @@ def _concatenated(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ru
 def _parted(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
     at, x = eqn.params["axis"], operands[0]
     out = tuple(() if d == at else a for d, a in enumerate(x.spec))
-    return Ruling((out,) * len(eqn.outvars), reshards=("takes part of a dim that is split",) if x.spec[at] else ())
+    return Ruling((out,) * len(eqn.outvars), reshards=("takes a slice of a dim that is sharded",) if x.spec[at] else ())
 
 
 # --- look-ups -------------------------------------------------------------------------------------------------------
@@ -444,7 +448,7 @@ def _gathered(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling
         if sizes[d] == x.shape[d]:
             out[at] = x.spec[d]
         elif x.spec[d]:
-            reshards.append("looks up parts of a dim that is split")
+            reshards.append("looks up slices of a dim that is sharded")
     own = [d for d in range(ndim) if d not in numbers.offset_dims]
     for at, d in zip(own, range(len(index.spec) - 1), strict=True):
         out[at] = index.spec[d]
@@ -455,8 +459,8 @@ def _gathered(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling
     if clean != tuple(out) or summed & _axes(clean):
         axis = sorted((summed & _axes(clean)) or {a for a in _axes(tuple(out)) if sum(a in d for d in out) > 1})[0]
         raise Conflict(
-            f"axis {axis} splits the table and what is looked up in it",
-            "Make the indices, or the table, whole over it.",
+            f"axis {axis} shards the table and the indices that are looked up in it",
+            "Replicate the indices, or the table, over it.",
             (clean,),
         )
     return Ruling((clean,), Counter(sum=1) if summed else Counter(), tuple(reshards))
@@ -473,7 +477,7 @@ def _scattered(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Rulin
         if updates.spec[at] and not out[d] and updates.shape[at] == x.shape[d]:
             out[d] = updates.spec[at]
         elif (updates.spec[at] or updates.shape[at] != x.shape[d]) and updates.spec[at] != out[d]:
-            reshards.append("writes to part of a dim that is split")
+            reshards.append("writes to a slice of a dim that is sharded")
     rows = {a for d, axes in enumerate(updates.spec) if d not in numbers.update_window_dims for a in axes}
     rows |= {a for axes in index.spec for a in axes}
     adds = "add" in eqn.primitive.name

@@ -208,11 +208,11 @@ def storage_of(row: Row, mesh: Mesh, shape: MeshShape) -> Storage:
 def _check(row: Row, phase: Phase, layout: Layout) -> None:
     if layout.memory != "device":
         raise PlanError(
-            f'"{row.name}" lies on the host in phase {phase}; the JAX engine keeps everything on its devices. Leave '
+            f'"{row.name}" is in host memory in phase {phase}; the JAX engine keeps everything on its devices. Leave '
             "offload() out."
         )
     if layout.partials:
-        raise PlanError(f'"{row.name}" is still to be reduced in phase {phase} ("{layout}"); reduce it first.')
+        raise PlanError(f'"{row.name}" is a partial sum in phase {phase} ("{layout}"); reduce it first.')
 
 
 def _factors(layout: Layout, dim: int, shape: MeshShape) -> list[tuple[int, tuple[str, ...]]]:

@@ -44,8 +44,8 @@ def shard_params(params: Any, mesh: Mesh, rules: RulesLike) -> Any:
         The same tree of `jax.Array`s, of the same shapes; without values where there were none.
 
     Raises:
-        RuleError, LayoutError: the rules do not say one clear thing about these names; a fused dim is split inside,
-            which no array of this shape can be.
+        RuleError, LayoutError: the rules do not say one clear thing about these names; a factor of a fused dim is
+            sharded, which no array of this shape can be.
         InputError: a dim that its axes do not divide; a leaf that is not an array, or that JAX would narrow.
 
     >>> from shardlib.jax import make_mesh
@@ -92,8 +92,8 @@ def _placed(name: str, leaf: Any, mesh: Mesh, layout: Layout) -> Any:
     shape = tuple(leaf.shape)
     if uneven := layout.uneven_dims(shape, shape_of(mesh)):
         raise InputError(
-            f'"{name}" of global shape {shape} with layout "{layout}" on mesh "{shape_of(mesh)}" has uneven pieces in '
-            f"dim {uneven[0]}, and JAX has only even ones. Pad it, or split another dim."
+            f'"{name}" of global shape {shape} with layout "{layout}" on mesh "{shape_of(mesh)}" has uneven shards in '
+            f"dim {uneven[0]}, and JAX has only even ones. Pad it, or shard another dim."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
         sharding = named_sharding(layout.resolve(shape, shape_of(mesh)), mesh)

@@ -32,7 +32,7 @@ class Finding:
     Attributes:
         module: its dotted name; "" is the model itself.
         op: the op of torch.
-        operands: the operands, as each dim's global size with the axes that split it.
+        operands: the operands, as each dim's global size with the axes that shard it.
         conflict: the contradiction, ambiguity, or silent communication.
         advice: a remedy.
     """
@@ -128,7 +128,7 @@ class Typer:
             return Ruling(conflict.outs) if conflict.outs else unsharded
         if ruling is None:
             advice = f"JAX says: {refusal.splitlines()[0]}" if refusal else ""
-            self._note(self.typed.reshards, eqn, operands, scope, "computes with whole operands", advice)
+            self._note(self.typed.reshards, eqn, operands, scope, "computes with unsharded operands", advice)
             return unsharded
         for text in ruling.reshards:
             self._note(self.typed.reshards, eqn, operands, scope, text, "")

@@ -14,10 +14,10 @@ __all__ = ["Dim", "Dims", "Factor", "axes_of_dims", "plain", "spell"]
 
 @dataclass(frozen=True)
 class Factor:
-    """One name of a pattern, with the mesh axes that split it, outermost first.
+    """One name of a pattern, with the mesh axes that shard it, outermost first.
 
-    A dim that is not fused is one factor. `optional` marks the text form `name@axis?`: split over as many of the axes,
-    outermost first, as divide it; it is settled by `Layout.resolve`.
+    A dim that is not fused is one factor. `optional` marks the text form `name@axis?`: sharded over as many of the
+    axes, outermost first, as divide it; it is settled by `Layout.resolve`.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Dim:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that splits the dim, in the order of its factors."""
+        """Every axis that shards the dim, in the order of its factors."""
         return tuple(axis for factor in self.factors for axis in factor.axes)
 
     @property

@@ -115,7 +115,7 @@ def _unsettled(dim: Dim) -> Iterator[Problem]:
     for factor in dim.factors:
         if factor.optional:
             yield (
-                f'whether "{factor.name}" is split is still open ("?")',
+                f'whether "{factor.name}" is sharded is still open ("?")',
                 "Call layout.resolve(global_shape, mesh) first; it needs the size of the dim.",
             )
 
@@ -124,7 +124,7 @@ def _unknown_strides(dim: Dim, mesh: MeshShape) -> Iterator[Problem]:
     for outer, inner in combinations(dim.factors, 2):
         if outer.size is None and any(mesh[axis] > 1 for axis in inner.axes):
             yield (
-                f'the size of "{outer.name}" in dim "{dim.name}" is not known, and "{inner.name}" is split inside it',
+                f'the size of "{outer.name}" in dim "{dim.name}" is not known, and "{inner.name}" is sharded inside it',
                 f'Give it, as in sizes={{"{outer.name}": 3}}, or call layout.resolve(global_shape, mesh) first.',
             )
 
@@ -137,7 +137,7 @@ def _uneven_factors(dim: Dim, mesh: MeshShape) -> Iterator[Problem]:
             yield (
                 f'factor "{factor.name}" of size {factor.size} does not divide over {over}',
                 f"Factors of a fused dim must divide: use axes whose sizes divide {factor.size}, or write "
-                f'"{factor.name}@{spell(factor.axes)}?" to split it only where it divides.',
+                f'"{factor.name}@{spell(factor.axes)}?" to shard it only where it divides.',
             )
 
 

@@ -27,16 +27,16 @@ __all__ = ["Layout"]
 
 @dataclass(frozen=True, repr=False)
 class Layout:
-    """The layout of one tensor on a mesh: the axes that split each dim, outermost first, and the axes over which its
+    """The layout of one tensor on a mesh: the axes that shard each dim, outermost first, and the axes over which its
     value is still to be reduced. A frozen, hashable value; it needs no process group and no device.
 
     Text form, which `parse` reads and `str` gives back:
 
-        "vocab@tp embed"                     one dim split
+        "vocab@tp embed"                     one dim sharded
         "batch@dp seq embed"                 an activation
-        "embed@(fsdp,tp)"                    one dim split by two axes, fsdp outermost
-        "(qkv heads@tp head) embed"          a fused dim: split over heads inside each of q, k, v
-        "(kv@tp? head) embed"                split over those axes that divide it; settled by `resolve`
+        "embed@(fsdp,tp)"                    one dim sharded over two axes, fsdp outermost
+        "(qkv heads@tp head) embed"          a fused dim: sharded over heads inside each of q, k, v
+        "(kv@tp? head) embed"                sharded over those axes that divide it; settled by `resolve`
         "... ff@tp"                          any leading dims
         "_ embed@tp"                         a dim without a name
         "batch embed + sum@tp"               partial: the true value is the sum over tp
@@ -68,7 +68,7 @@ class Layout:
         used = [*axes_of_dims(self.dims), *(axis for axis, _ in self.partials)]
         if repeated := [axis for axis in used if used.count(axis) > 1]:
             raise LayoutError(
-                f'Layout "{self}": axis "{repeated[0]}" is used twice. Each axis splits one dim of a tensor or is '
+                f'Layout "{self}": axis "{repeated[0]}" is used twice. Each axis shards one dim of a tensor or is '
                 "reduced over, once; drop one of the two, or use another axis of the mesh."
             )
 
@@ -137,11 +137,11 @@ class Layout:
 
     @cached_property
     def axes(self) -> frozenset[str]:
-        """The axes that split a dim or are partial."""
+        """The axes that shard a dim or are partial."""
         return frozenset(chain(axes_of_dims(self.dims), self.partial))
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
-        """Return the axes that split one dim, in the order of its factors.
+        """Return the axes that shard one dim, in the order of its factors.
 
         >>> Layout.parse("batch@(dp,fsdp) embed").axes_of(0)
         ('dp', 'fsdp')
@@ -150,14 +150,14 @@ class Layout:
         return entry.axes if isinstance(entry, Dim) else ()
 
     def with_axes(self, dim: int, axes: Sequence[str], *, factor: int = 0) -> Layout:
-        """Return the layout with one dim (of a fused dim, one factor) split by exactly these axes, outermost first.
+        """Return the layout with one dim (of a fused dim, one factor) sharded over exactly these axes, outermost first.
 
         >>> Layout.parse("vocab@tp embed").with_axes(0, ("fsdp", "tp"))
         Layout("vocab@(fsdp,tp) embed")
         """
         entry = self.dims[dim]
         if not isinstance(entry, Dim):
-            raise LayoutError(f'Layout "{self}": dim {dim} is "...", which is never split. Call with_ndim first.')
+            raise LayoutError(f'Layout "{self}": dim {dim} is "...", which is never sharded. Call with_ndim first.')
         factors = list(entry.factors)
         factors[factor] = replace(factors[factor], axes=tuple(axes), optional=factors[factor].optional and bool(axes))
         dims = list(self.dims)
@@ -165,7 +165,7 @@ class Layout:
         return replace(self, dims=tuple(dims))
 
     def with_axes_dropped(self, names: Iterable[str]) -> Layout:
-        """Return the layout on a mesh without these axes: they neither split nor reduce anything.
+        """Return the layout on a mesh without these axes: they neither shard nor reduce anything.
 
         >>> Layout.parse("embed@(fsdp,tp) + sum@dp").with_axes_dropped(["fsdp", "dp"])
         Layout("embed@tp")
@@ -222,7 +222,7 @@ class Layout:
 
         A fused dim, or axes whose order differs from the mesh's, becomes `_StridedShard`. An axis of size one is
         `Replicate()`. Where a dim is uneven and its axes stand in another order than the mesh's, build the DTensor with
-        `take` and `DTensor.from_local`, or redistribute: `distribute_tensor` cuts in mesh order instead (torch 2.13).
+        `take` and `DTensor.from_local`, or redistribute: `distribute_tensor` shards in mesh order instead (torch 2.13).
 
         Args:
             mesh: a `MeshShape`, its text, or a `DeviceMesh`.
@@ -256,8 +256,8 @@ class Layout:
             dim_names: names for the dims, "_" by default.
 
         Raises:
-            LayoutError: a placement that no layout says: a `_StridedShard` whose pieces cross the boundary of an
-                earlier split, or a partial kind of torch's own such as a masked one.
+            LayoutError: a placement that no layout has: a `_StridedShard` whose shards cross the boundary of an
+                earlier shard, or a partial kind of torch's own such as a masked one.
 
         >>> from torch.distributed.tensor import Replicate, Shard
         >>> from torch.distributed.tensor.placement_types import _StridedShard
@@ -283,7 +283,8 @@ class Layout:
         """Return the layout as a `jax.sharding.PartitionSpec`, which has no dtype and no memory kind. Imports jax.
 
         Raises:
-            LayoutError: JAX has no spec for it: a fused dim split inside, a partial axis, or "?" or "..." still open.
+            LayoutError: JAX has no spec for it: a sharded factor of a fused dim, a partial axis, or "?" or "..." still
+                open.
 
         >>> Layout.parse("batch@(dp,fsdp) seq embed").partition_spec()  # doctest: +SKIP
         P(('dp', 'fsdp'), None, None)
@@ -312,16 +313,16 @@ class Layout:
         """Return the slices of the global tensor that the rank at `coordinate` holds.
 
         For each dim the slices that, joined in this order, are the local dim: one slice for a plain dim, several for
-        a dim split inside a fused factor, never none. The local tensor is the product of the dims' slices; `take`
+        a sharded factor of a fused dim, never none. The local tensor is the product of the dims' slices; `take`
         applies them, `put` undoes it.
 
-        The axes of a dim cut it one after another, outermost first, each as `torch.chunk` does, so that shards may be
+        The axes of a dim shard it one after another, outermost first, each as `torch.chunk` does, so that shards may be
         uneven and the last ones empty. DTensor shards of the same placements are the same.
 
         Args:
             global_shape: the global shape of the tensor.
             mesh: names and sizes of the axes.
-            coordinate: axis to index, for at least the axes that split the tensor; `MeshShape.coordinate(rank)`.
+            coordinate: axis to index, for at least the axes that shard the tensor; `MeshShape.coordinate(rank)`.
 
         >>> layout = Layout.parse("(qkv heads@tp head) embed", sizes={"qkv": 3, "heads": 2})
         >>> layout.local_slices((12, 5), "tp=2", {"tp": 1})
@@ -403,9 +404,9 @@ class Layout:
         return full
 
     def picture(self, global_shape: Sequence[int], mesh: MeshLike) -> str:
-        """Draw the tensor cut into the pieces that ranks hold, with characters: where each piece begins, and its ranks.
+        """Draw the tensor and the local shards of ranks, with characters: where each shard begins, and its ranks.
 
-        Of more than two dims those that are split are drawn. A DTensor's picture is that of
+        Of more than two dims those that are sharded are drawn. A DTensor's picture is that of
         `Layout.from_placements(tensor.placements, tensor.device_mesh, global_shape=tensor.shape)`, a `jax.Array`'s that
         of `shardlib.jax.from_named_sharding(array.sharding, array.ndim)`; there ranks are devices in the mesh's order.
 
@@ -431,7 +432,7 @@ class Layout:
     def _check_shards(self, shards: Sequence[torch.Tensor], global_shape: tuple[int, ...], mesh: MeshShape) -> None:
         context = f'Layout "{self}" for a tensor of global shape {global_shape} on mesh "{mesh}"'
         if self.partials:
-            raise LayoutError(f"{context}: partial values cannot be put together. Reduce them first.")
+            raise LayoutError(f"{context}: partial values cannot be joined into one tensor. Reduce them first.")
         if len(shards) != mesh.world_size:
             raise LayoutError(
                 f"{context}: shards of {len(shards)} ranks were given, the mesh has {mesh.world_size}. Give one per "

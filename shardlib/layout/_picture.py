@@ -133,7 +133,7 @@ def _notes(layout: Layout, shards: Iterable[tuple[_Pieces, list[int]]], dims: Se
     empty = sorted(r for pieces, ranks in shards if any(_length(parts) == 0 for parts in pieces) for r in ranks)
     hidden = [dim for dim in range(len(layout.dims)) if dim not in dims and layout.axes_of(dim)]
     notes = [f"ranks that hold nothing: {ranks_text(empty)}"] if empty else []
-    notes += [f"dim {dim} is split over {', '.join(layout.axes_of(dim))} too, and not drawn" for dim in hidden]
+    notes += [f"dim {dim} is sharded over {', '.join(layout.axes_of(dim))} too, and not drawn" for dim in hidden]
     return notes + ([f"still to be reduced: {_written(layout.partial)}"] if layout.partials else [])
 
 

@@ -16,7 +16,7 @@ from shardlib.layout._fit import Problem
 __all__ = ["dims_of", "partials_of", "placements_of", "problems"]
 
 _Cut: TypeAlias = tuple[str, int, int]
-"""One cut of a dim by an axis: (axis, its size, split factor)."""
+"""One sharding of a dim over an axis: (axis, its size, split factor)."""
 
 
 def _cuts_of(dim: Dim, mesh: MeshShape) -> tuple[_Cut, ...]:
@@ -87,7 +87,7 @@ def dims_of(placements: Sequence[Placement], mesh: MeshShape, names: Sequence[st
     """Return the dims that have these placements; the last factor of a fused dim has no size yet.
 
     Raises:
-        ValueError: a split does not fall on a boundary of the splits before it; the text is a short fact.
+        ValueError: a split does not fall on a boundary of the shards before it; the text is a short fact.
     """
     cuts: list[list[_Cut]] = [[] for _ in names]
     for (axis, n), placement in zip(mesh.items(), placements, strict=True):
@@ -107,7 +107,7 @@ def _dim_of(cuts: Iterable[_Cut], name: str) -> Dim:
 
 
 _Digit: TypeAlias = int | str | None
-"""A digit of a dim: a number of pieces that a rank holds (None: all that is left), or an axis, of local length one."""
+"""A digit of a dim: a number of shards that a rank holds (None: all that is left), or an axis, of local length one."""
 
 
 def _insert(digits: list[_Digit], axis: str, n: int, factor: int) -> list[_Digit]:
@@ -125,7 +125,7 @@ def _insert(digits: list[_Digit], axis: str, n: int, factor: int) -> list[_Digit
 def _cut(digit: int | None, axis: str, n: int, factor: int, passed: int) -> list[_Digit]:
     outer, rest = divmod(factor, passed)
     if rest or (digit is not None and digit % (outer * n)):
-        raise ValueError(f'axis "{axis}" (split factor {factor}) does not fall on a boundary of the splits before it')
+        raise ValueError(f'axis "{axis}" (split factor {factor}) does not fall on a boundary of the shards before it')
     inner = None if digit is None else digit // (outer * n)
     return [piece for piece in (outer, axis, inner) if piece != 1]
 

@@ -98,16 +98,16 @@ def shard_spec(
 
     Args:
         src: the layout of the shard.
-        dst: a layout that splits one dim further.
+        dst: a layout that shards one dim further.
         global_shape: the global shape of the tensor.
         mesh: names and sizes of the axes.
         coordinate: the rank's coordinate. Ranks of the group are in mesh order of the added axes, the last one fastest.
 
     Returns:
-        The division, or None where `dst` splits no dim further.
+        The division, or None where `dst` shards no dim further.
 
     Raises:
-        LayoutError: `dst` splits more than one dim further, or elements that the rank does not hold.
+        LayoutError: `dst` shards more than one dim further, or elements that the rank does not hold.
     """
     return _shard_spec(src, dst, tuple(global_shape), MeshShape.of(mesh), tuple(coordinate.items()))
 
@@ -131,8 +131,8 @@ def _shard_spec(
     local = tuple(sum(part.stop - part.start for part in slices) for slices in local_slices)
     if len(changed) > 1:
         raise LayoutError(
-            f'Layout "{dst}" splits {len(changed)} dims of a tensor of global shape {global_shape} further than '
-            f'"{src}" does; the axes {", ".join(added)} have to split one dim of it.'
+            f'Layout "{dst}" shards {len(changed)} dims of a tensor of global shape {global_shape} further than '
+            f'"{src}" does; the axes {", ".join(added)} have to shard one dim of it.'
         )
     if not changed:
         return None

@@ -31,8 +31,8 @@ def _dim_problems(dim: Dim) -> Iterator[Problem]:
         yield f'dim "{dim.name}" is still open ("?")', "Call layout.resolve(global_shape, mesh) first."
     if any(factor.axes for factor in dim.factors[1:]):
         yield (
-            f'the fused dim "{dim.name}" is split inside its outermost factor',
-            "Keep that dim whole in JAX and split its factors after unfusing, or store the factors as dims.",
+            f'the fused dim "{dim.name}" is sharded inside its outermost factor',
+            "Keep that dim replicated in JAX and shard its factors after unfusing, or store the factors as dims.",
         )
 
 
@@ -50,7 +50,7 @@ def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
 def problems_in(spec: PartitionSpec, ndim: int) -> Iterator[Problem]:
     """Iterate over what a layout cannot express in a `PartitionSpec`."""
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
-        yield "it has unreduced or reduced axes", "Give a spec of split axes alone."
+        yield "it has unreduced or reduced axes", "Give a spec whose axes all shard dims."
     if len(spec) > ndim:
         yield f"it has {len(spec)} entries", "Give no more entries than the tensor has dims."
     for index, entry in enumerate(spec):

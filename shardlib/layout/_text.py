@@ -32,7 +32,7 @@ _HOLLOW = re.compile(r"\((?:[^()]*\s)?0*1(?:\s[^()]*)?\)|\(\s*\)")
 _PARTIAL = re.compile(r"\s*(\w+)@(\w+|\([^()]*\))\s*")
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _GRAMMAR = (
-    'Write one word per dim, as in "vocab@tp embed": name@axis or name@(outer,inner) splits a dim, (a b@axis c) is a '
+    'Write one word per dim, as in "vocab@tp embed": name@axis or name@(outer,inner) shards a dim, (a b@axis c) is a '
     'fused dim, "..." stands for any leading dims.'
 )
 
@@ -101,7 +101,9 @@ def _composition(text: str, bare: str) -> list[Any]:
     except EinopsError as error:
         _refuse(text, " ".join(str(error).split()), _GRAMMAR)
     if parsed.has_ellipsis_parenthesized:
-        _refuse(text, '"..." stands inside parentheses', 'Let "..." stand for whole dims, outside of any fused dim.')
+        _refuse(
+            text, '"..." stands inside parentheses', 'Write "..." outside of any fused dim; it stands for whole dims.'
+        )
     return parsed.composition
 
 
@@ -113,14 +115,14 @@ def _dim(text: str, names: Any, words: Iterator[Factor]) -> Any:
 
 def _ellipsis(text: str, word: Factor) -> Any:
     if word != Factor("..."):
-        _refuse(text, '"..." carries axes or a size', 'Name the dim that is to be split; "..." is never split.')
+        _refuse(text, '"..." carries axes or a size', 'Name the dim that is to be sharded; "..." is never sharded.')
     return ...
 
 
 def _read_factor(text: str, match: re.Match[str], sizes: Mapping[str, int]) -> Factor:
     name, size, axes, optional = match.groups()
     if optional and not axes:
-        _refuse(text, f'"{match[0]}" has "?" without an axis', "Write name@axis? to split a dim only if it divides.")
+        _refuse(text, f'"{match[0]}" has "?" without an axis', "Write name@axis? to shard a dim only if it divides.")
     written = [int(word) for word in (size, name if name.isdecimal() else None) if word is not None]
     given = list(dict.fromkeys([*written, *([sizes[name]] if name in sizes else [])]))
     if len(given) > 1 or any(not isinstance(value, int) or value < 1 for value in given):

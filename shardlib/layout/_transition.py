@@ -60,9 +60,9 @@ def cost(collectives: Iterable[Collective]) -> int:
 def transition(
     src: Layout, dst: Layout, global_shape: Sequence[int], dtype: torch.dtype, mesh: MeshLike
 ) -> tuple[Collective, ...]:
-    """Return the cheapest collectives that turn a tensor laid out as `src` into one laid out as `dst`.
+    """Return the cheapest collectives that redistribute a tensor from the layout `src` to the layout `dst`.
 
-    Laws: a transition from a layout to itself costs nothing, as does splitting a replicated tensor. Among layouts
+    Laws: a transition from a layout to itself costs nothing, as does sharding a replicated tensor. Among layouts
     without pending reductions `cost` obeys the triangle inequality; a pending reduction costs no more than reducing
     first and moving then. Axes that neither layout names are not used, even where an idle axis could make a reduction
     cheaper.
@@ -112,7 +112,7 @@ def _copied(
 
 
 _Position: TypeAlias = tuple[int, int]
-"""Where an axis splits a tensor: (dim, number of pieces of that dim that are more major than the axis)."""
+"""Where an axis shards a tensor: (dim, number of shards of that dim that are more major than the axis)."""
 _Positions: TypeAlias = Mapping[str, _Position]
 
 

@@ -110,7 +110,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
                 f'GaLoreAdamW: proj_type={kind!r}; give "std" or "reverse_std".{nearest(str(kind), _KINDS)}'
             )
         if gap < 1 or rank < 1:
-            raise InputError(f"GaLoreAdamW: rank={rank!r} and update_proj_gap={gap!r}; give whole numbers from 1 up.")
+            raise InputError(f"GaLoreAdamW: rank={rank!r} and update_proj_gap={gap!r}; give integers from 1 up.")
 
     @torch.no_grad()
     def step(self, closure: Closure = None) -> Any:  # type: ignore[override]

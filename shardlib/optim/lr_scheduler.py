@@ -89,7 +89,7 @@ class LinearWarmupLR(_Warmed):
         last_epoch: the step to go on from; -1 begins.
 
     Raises:
-        InputError: steps that are not whole numbers, or none at all.
+        InputError: steps that are not integers, or none at all.
 
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> _rates(LinearWarmupLR(optimizer, total_steps=4, warmup_steps=1), 5)
@@ -159,7 +159,7 @@ class FlatAnnealingWarmupLR(_Warmed):
         last_epoch: int = -1,
     ) -> None:
         if not 0.0 <= pct_start <= 1.0:
-            raise InputError(f"{type(self).__name__} was given pct_start={pct_start!r}; give a part from 0 to 1.")
+            raise InputError(f"{type(self).__name__} was given pct_start={pct_start!r}; give a fraction from 0 to 1.")
         self.pct_start, self.eta_min = pct_start, eta_min
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
@@ -422,8 +422,8 @@ def _whole_steps(who: str, total: Any, warmup: Any = 0) -> tuple[int, int]:
     total_steps, warmup_steps = _whole(total), _whole(warmup)
     if total_steps is None or warmup_steps is None or total_steps < 1 or warmup_steps < 0:
         raise InputError(
-            f"{who} was given total_steps={total!r} and warmup_steps={warmup!r}; give whole numbers: steps in all from "
-            "1 up, those of the warm-up from 0 up."
+            f"{who} was given total_steps={total!r} and warmup_steps={warmup!r}; give integers: total steps from 1 up"
+            ", those of the warm-up from 0 up."
         )
     return total_steps, warmup_steps
 

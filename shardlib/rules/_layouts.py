@@ -100,8 +100,8 @@ class LayoutMaker:
                 return Layout.parse("...")
             case Role(name):
                 raise RuleError(
-                    f'Rule {entry}: "{name}" is a role of a module, and this key names a border. Lay the activation '
-                    'out as text, as in "batch seq embed@tp", or by placement.'
+                    f'Rule {entry}: "{name}" is a role of a module, but this key names an activation. Give the '
+                    'activation a layout as text, as in "batch seq embed@tp", or placements.'
                 )
             case _:
                 return self._on_mesh(border_of_placements(entry, self._placements(entry)))
@@ -183,7 +183,7 @@ class LayoutMaker:
             return Factor(found[0], (self.default_axis,))
         which = f"several are: {_listed(found)}" if found else "none of them is"
         raise RuleError(
-            f'Rule {entry} splits the {what} of "{name}", whose dims are {_spelled(registered)}; {which}. Name a dim '
+            f'Rule {entry} shards the {what} of "{name}", whose dims are {_spelled(registered)}; {which}. Name a dim '
             f'in a text, as in "dim@{self.default_axis}", or use "replicate".'
         )
 
@@ -220,8 +220,8 @@ class LayoutMaker:
         for factor in (factor for dim in layout.dims if isinstance(dim, Dim) for factor in dim.factors):
             if factor.optional and factor.size is None:
                 raise RuleError(
-                    f'Rule {entry}: whether "{factor.name}" is split cannot be said of an activation, whose shape is '
-                    f'not known yet. Give the size, as in sizes={{"{factor.name}": 8}}, or leave the "?" out.'
+                    f'Rule {entry}: whether "{factor.name}" is sharded cannot be decided for an activation, whose '
+                    f'shape is not known yet. Give the size, as in sizes={{"{factor.name}": 8}}, or leave the "?" out.'
                 )
         return replace(layout, dims=tuple(settle(dim, self.mesh) for dim in layout.dims))
 

@@ -127,7 +127,7 @@ def border_key(key: str) -> tuple[str | Pattern, Side] | None:
 def _two_readings(entry: Entry, border: tuple[str, Side], other: str) -> RuleError:
     module, side = border
     return RuleError(
-        f'Rule {entry} can be read two ways: the {side} of module "{module}", and "{other}", which has that name. For '
-        f'the parameters name them, as in "{entry.key}.weight"; for the border put the rule into activations={{...}} '
+        f'Rule {entry} is ambiguous: it names the {side} of module "{module}", and also the module "{other}". For the '
+        f'parameters name them, as in "{entry.key}.weight"; for the activation put the rule into activations={{...}} '
         "instead."
     )

@@ -13,7 +13,7 @@ __all__ = ["contracted_axes", "replicated_note", "split_note"]
 
 
 def contracted_axes(layout: Layout, registered: ModuleDims, tensor: str, mesh: MeshShape) -> tuple[str, ...]:
-    """Return the model axes that split a dim which the module contracts: its output is a pending sum over them."""
+    """Return the model axes that shard a dim which the module contracts: its output is a partial sum over them."""
     if not layout.axes:
         return ()
     named = registered.dims(tensor, len(layout.dims)) or ()
@@ -29,13 +29,14 @@ def contracted_axes(layout: Layout, registered: ModuleDims, tensor: str, mesh: M
 def split_note(
     layout: Layout, global_shape: Sequence[int], registered: ModuleDims | None, tensor: str, mesh: MeshShape
 ) -> str:
-    """Return the note on a split tensor: which dims, their role in the module, and whether a split is uneven."""
+    """Return the note on a sharded tensor: which dims, their role in the module, and whether a dim is sharded "
+    "unevenly."""
     named = registered.dims(tensor, len(global_shape)) if registered else None
     dims = [at for at in range(len(global_shape)) if layout.axes_of(at)]
     words = [
         f"{_part(registered, named[at], layout.axes_of(at), mesh)} ({_dim_called(named[at], at)})"
         if registered and named
-        else f"{'own experts' if _spreads(layout.axes_of(at), mesh) else 'split'} (dim {at})"
+        else f"{'expert-parallel' if _spreads(layout.axes_of(at), mesh) else 'sharded'} (dim {at})"
         for at in dims
     ]
     uneven = any(global_shape[at] % math.prod(mesh[axis] for axis in layout.axes_of(at)) for at in dims)
@@ -43,7 +44,7 @@ def split_note(
 
 
 def replicated_note(*, absent: Sequence[str], added_to_a_sum: bool, optional: bool) -> str:
-    """Return the note on a tensor with a rule that no axis of this mesh splits, with the reason.
+    """Return the note on a tensor that has a rule and that no axis of this mesh shards, with the reason.
 
     >>> replicated_note(absent=["tp"], added_to_a_sum=False, optional=False)
     'replicated: the mesh has no tp'
@@ -57,10 +58,10 @@ def replicated_note(*, absent: Sequence[str], added_to_a_sum: bool, optional: bo
 
 def _part(registered: ModuleDims, name: str, axes: Sequence[str], mesh: MeshShape) -> str:
     if all(mesh.kind(axis) == "data" for axis in axes):
-        return "stored split"
+        return "stored in shards"
     if registered.output in name.strip("()").split():
         return "column-parallel"
-    return "row-parallel" if name in registered.contracted else "split"
+    return "row-parallel" if name in registered.contracted else "sharded"
 
 
 def _spreads(axes: Sequence[str], mesh: MeshShape) -> bool:

@@ -59,7 +59,7 @@ def border_of_placements(entry: Entry, placements: Sequence[tuple[str, Placement
     if len(split) < sum(not isinstance(p, Replicate) for _, p in placements) or len({d < 0 for _, d in split}) > 1:
         raise RuleError(
             f"Rule {entry}: these placements cannot be read for an activation whose number of dims is not known. Count "
-            'all dims from the front or all from the back, or lay it out as text, as in "batch seq@tp embed".'
+            'all dims from the front or all from the back, or give its layout as text, as in "batch seq@tp embed".'
         )
     if not split:
         return Layout.parse("...")
@@ -83,8 +83,8 @@ def _checked_dim(entry: Entry, name: str, placement: Placement, shape: tuple[int
 def _placed(entry: Entry, name: str, dim: Dim, registered: str, axis: str, placement: Placement) -> Dim:
     if registered.startswith("("):
         raise RuleError(
-            f'Rule {entry}: this dim of "{name}" is fused from "{registered}", and {placement!r} would cut across its '
-            f'pieces. Use "colwise", or split a factor in a text, as in "heads@{axis}".'
+            f'Rule {entry}: this dim of "{name}" is fused from "{registered}", and {placement!r} would not shard its '
+            f'factors alike. Use "colwise", or shard a factor in a text, as in "heads@{axis}".'
         )
     if isinstance(placement, Shard) and not dim.fused:
         factor = dim.factors[0]

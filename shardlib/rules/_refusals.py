@@ -18,7 +18,7 @@ def axis_refused(entry: Entry, axis: str, mesh: MeshShape, declared: Sequence[st
     """Return the error for a rule that splits over an axis it may not use; None when it may."""
     if axis in mesh and mesh.kind(axis) == "pipeline":
         return RuleError(
-            f'Rule {entry}: "{axis}" is a pipeline axis, which splits the list of modules, not a tensor. Use one of '
+            f'Rule {entry}: "{axis}" is a pipeline axis, which divides the list of modules, not a tensor. Use one of '
             f"{_quoted((*mesh.data_axes, *mesh.model_axes))}."
         )
     if axis in mesh or axis in declared:
@@ -84,7 +84,7 @@ def _only_containers(entry: Entry, container: str, index: ModelIndex) -> RuleErr
 
 
 def _matches_nothing(entry: Entry, index: ModelIndex) -> RuleError:
-    sides = " A key that ends in .input or .output names a border of a module." if border_key(entry.key) else ""
+    sides = " A key that ends in .input or .output names an activation of a module." if border_key(entry.key) else ""
     return RuleError(
         f"Rule {entry} matches nothing in {type(index.model).__qualname__}, which has "
         f"{summary(_shapes(index))}.{sides} Correct the pattern, remove the rule, or list it in "

@@ -26,7 +26,7 @@ __all__ = ["Coverage", "CoverageRow", "coverage", "explain"]
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """One rule: the number of tensors that it decides, their bytes, and how many of these bytes an axis splits.
+    """One rule: the number of tensors that it decides, their bytes, and how many of these bytes are sharded.
 
     `agreeing` counts tensors that it matches too but that another rule decides: tied ones, or overridden. `rule` is
     None in the row of parameters and buffers that no rule matches.
@@ -54,12 +54,12 @@ class Coverage:
 
     @property
     def split_bytes(self) -> int:
-        """Bytes of tensors that at least one axis splits."""
+        """Bytes of tensors that are sharded over at least one axis."""
         return sum(row.split_bytes for row in self.rows)
 
     @property
     def replicated_bytes(self) -> int:
-        """Bytes of tensors that no axis splits, by a rule or for lack of one."""
+        """Bytes of replicated tensors, by a rule or for lack of one."""
         return self.bytes - self.split_bytes
 
     @property
@@ -68,7 +68,7 @@ class Coverage:
         return sum(row.bytes for row in self.rows if row.rule is None)
 
     def __str__(self) -> str:
-        header = ("rule", "layout", "tensors", "bytes", "split", "replicated")
+        header = ("rule", "layout", "tensors", "bytes", "sharded", "replicated")
         lines = [header, *map(_line, self.rows), self._total()]
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
         return "\n".join(_aligned(line, widths) for line in lines)
@@ -80,7 +80,7 @@ class Coverage:
 
 
 def coverage(rules: Rules, model: nn.Module, mesh: MeshShape | None) -> Coverage:
-    """Count tensors and bytes by rule. Without a mesh every axis that the rules name counts as splitting."""
+    """Count tensors and bytes by rule. Without a mesh every axis that the rules name counts as sharding."""
     resolver = Resolver(rules, model, mesh or _widest_mesh(rules), strict=False)
     tensors = list(resolver.resolution().tensors.values())
     keys = dict.fromkeys(each.rule for each in tensors)
@@ -115,10 +115,11 @@ def _about(resolver: Resolver, resolution: Resolution, name: str, mesh: MeshShap
         borders = [border for (module, _), border in resolution.borders.items() if module == canonical]
         yield from map(_about_border, borders)
         if not index.own[name] and not borders:
-            yield f'module "{name}" ({type(index.modules[name]).__qualname__}) has no tensors of its own and no border'
+            kind = type(index.modules[name]).__qualname__
+            yield f'module "{name}" ({kind}) has no tensors of its own, and no rule names its activations'
     elif (key := _border_named(name)) and key[0] in index.modules:
         border = resolution.borders.get(key)
-        yield _about_border(border) if border else f'"{name}": no border; the activation passes as it is'
+        yield _about_border(border) if border else f'"{name}": activation, unchanged (no rule names it)'
     else:
         known = (*index.leaf, *index.modules)
         raise RuleError(
@@ -150,14 +151,14 @@ def _about_tensor(resolver: Resolver, tensor: TensorLayout, mesh: MeshShape | No
 def _about_border(border: Border) -> str:
     name = f"{border.module}.{border.side}" if border.module else border.side
     rule = f'rule "{border.rule}"' if border.rule else border.reason
-    return f'"{name}": border, {f"layout {border.layout}" if border.layout else "as it is"} ({rule})'
+    return f'"{name}": activation, {f"layout {border.layout}" if border.layout else "unchanged"} ({rule})'
 
 
 def _by_name(rules: Rules, name: str) -> Iterator[str]:
     module = name.rpartition(".")[0]
     for entry in rules.entries:
         if _matches_border(entry, name):
-            yield f"  rule {entry} names this border"
+            yield f"  rule {entry} names this activation"
         elif entry.section == "params" and compile_pattern(entry.key).matches(name):
             yield f"  rule {entry} names it"
         elif entry.section == "params" and compile_pattern(entry.key).matches(module):

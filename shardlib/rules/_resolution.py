@@ -50,7 +50,7 @@ class Border:
 
     Attributes:
         layout: the layout that it is redistributed to; None leaves it as it is and only completes its gradient.
-        rule: the pattern of the rule that asked for it; None for a border that follows from parameter layouts.
+        rule: the pattern of the rule that asked for it; None where the layout follows from those of parameters.
     """
 
     module: str
@@ -62,7 +62,7 @@ class Border:
 
 @dataclass(frozen=True)
 class Resolution:
-    """Every tensor by its canonical name and every border by (module, side), in model order."""
+    """Every tensor by its canonical name and every activation by (module, side), in model order."""
 
     mesh: MeshShape
     tensors: dict[str, TensorLayout]

@@ -166,7 +166,9 @@ class Resolver:
         borders: dict[tuple[str, Side], Border] = {}
         for entry, match in self.matches.items():
             for module_name, side in match.borders:
-                border = Border(module_name, side, self.maker.for_border(entry, module_name), entry.key, "asked for")
+                border = Border(
+                    module_name, side, self.maker.for_border(entry, module_name), entry.key, "set by the rule"
+                )
                 before = borders.get((module_name, side), border)
                 if before.layout != border.layout and entry.key not in self.rules.override:
                     raise _refusals.conflicting_borders(before, border)
@@ -184,7 +186,7 @@ class Resolver:
             reason = f"sum over {', '.join(summed)} of a row-parallel output"
             return Border(module_name, "output", _REPLICATED, None, reason)
         if all(each.layout.axes.isdisjoint(live) for each in parameters):
-            return Border(module_name, "output", None, None, "gradient border")
+            return Border(module_name, "output", None, None, "its gradient is reduced here")
         return None
 
     def _summed(self, module_name: str, registered: ModuleDims | None) -> list[str]:

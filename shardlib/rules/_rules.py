@@ -38,13 +38,13 @@ class Rules:
 
     Args:
         rules: pattern to layout. A pattern names a module, a parameter, a buffer, or (ending in `.input` or `.output`)
-            a module border; see `shardlib.rules.patterns`. A layout is text ("vocab@tp embed"; one name alone means
-            the output features of a module, and weight and bias both follow), a role ("colwise", "rowwise",
-            "replicate"), a torch placement (dim of the module's weight, on the default axis), `{axis: placement}`, one
-            placement per mesh axis, a `Layout`, or None to replicate.
-        activations: rules that can only mean module borders.
-        axes: dim name to the mesh axis (or axes, outermost first; "tp?" where it divides) that splits it wherever it is
-            named without "@". An axis named here may be missing from a mesh; the dim is then not split.
+            an activation (a module's input or output); see `shardlib.rules.patterns`. A layout is text ("vocab@tp
+            embed"; one name alone means the output features of a module, and weight and bias both follow), a role
+            ("colwise", "rowwise", "replicate"), a torch placement (dim of the module's weight, on the default axis),
+            `{axis: placement}`, one placement per mesh axis, a `Layout`, or None to replicate.
+        activations: rules that can only mean a module's input or output.
+        axes: dim name to the mesh axis (or axes, outermost first; "tp?" where it divides) that shards it wherever it is
+            named without "@". An axis named here may be missing from a mesh; the dim is then not sharded.
         sizes: sizes of the factors of fused dims: numbers, or attribute paths ("config.n_head") looked up on the module
             and then on the modules around it.
         unmatched: the treatment of a parameter that no rule matches: "error" or "replicate".
@@ -167,7 +167,7 @@ class Rules:
         Args:
             names: a tree of dicts and lists whose leaves name the dims of a parameter: a tuple with a
                 name, or None, for each; a `PartitionSpec` of names, as `nn.get_partition_spec` makes them; a box of
-                flax (`nn.LogicallyPartitioned`), with or without a value. An array without a box is not split.
+                flax (`nn.LogicallyPartitioned`), with or without a value. An array without a box is not sharded.
             rules: pairs of a logical name and a mesh axis, several of them, or None.
 
         Raises:
@@ -182,11 +182,11 @@ class Rules:
     def to_logical_axes(self, model: nn.Module, mesh: MeshLike) -> logical.LogicalAxes:
         """Return the layouts of a model's parameters and buffers as logical axes; the inverse of `from_logical_axes`.
 
-        A logical name is the dim's name, where that has the same mesh axes in all tensors. Module borders are not
+        A logical name is the dim's name, where that has the same mesh axes in all tensors. Activations are not
         included: flax models constrain activations inside (`nn.with_logical_constraint`).
 
         Raises:
-            RuleError: as `resolve`; a fused dim that is split inside.
+            RuleError: as `resolve`; a sharded factor of a fused dim.
 
         >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
         >>> axes = Rules({"0": "colwise", "2": "rowwise"}).to_logical_axes(model, "tp=4")
@@ -239,7 +239,7 @@ class Rules:
         return mode.rules(self)
 
     def resolve(self, model: nn.Module, mesh: MeshLike) -> Resolution:
-        """Resolve a layout for every parameter and buffer of a model, and for the module borders that need one.
+        """Resolve a layout for every parameter and buffer of a model, and for the activations that need one.
 
         Pure: no process group and no device; the model may be on `meta`.
 
@@ -290,8 +290,8 @@ class Rules:
         for key, value in self.activations.items():
             if border_key(key) is None:
                 raise RuleError(
-                    f'Rule "{key}": {spelled(value)} stands in activations and does not name a module border. End '
-                    'the key in ".input" or ".output", or move the rule to the parameters.'
+                    f'Rule "{key}": {spelled(value)} is in activations and does not name the input or output of a '
+                    'module. End the key in ".input" or ".output", or move the rule to the parameters.'
                 )
         keys = (*self.rules, *self.activations)
         if twice := [key for key in self.activations if key in self.rules]:
@@ -323,7 +323,7 @@ class Rules:
             if wrong := [axis for axis in use.axes if not (isinstance(axis, str) and _NAME.fullmatch(axis))]:
                 raise RuleError(
                     f'axes gives dim "{name}" the axis {wrong[0]!r}, which is not an axis name. Give one, as in "tp" '
-                    '(or "tp?" to split only where it divides), or several, as in ("fsdp", "tp").'
+                    '(or "tp?" to shard only where it divides), or several, as in ("fsdp", "tp").'
                 )
         for name, size in self.sizes.items():
             if not _is_size(size):

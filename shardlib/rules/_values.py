@@ -132,8 +132,8 @@ def _read_text(key: str, text: str) -> Value:
 def _only_split(key: str, layout: Layout) -> Layout:
     if layout.partials or layout.dtype or layout.memory != "device":
         raise RuleError(
-            f'Rule "{key}": "{layout}" says more than how the dims are split. Leave out what follows "+" or ":"; sums '
-            "follow from the layouts, dtype and memory are given by transforms."
+            f'Rule "{key}": "{layout}" says more than how the dims are sharded. Leave out what follows "+" or ":"; '
+            "sums follow from the layouts, dtype and memory are given by transforms."
         )
     return layout
 

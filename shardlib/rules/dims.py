@@ -25,8 +25,8 @@ class ModuleDims:
     Attributes:
         tensors: tensor name to the names of its dims, in storage order: `{"weight": "out in", "bias": "out"}`. A
             fused dim lists its factors in parentheses, `*kernel` is any number of dims.
-        output: the dim that is the module's output features; "colwise" splits it. None when there is no such dim.
-        contracted: dims that the module sums over; splitting one leaves a partial output. "rowwise" splits it.
+        output: the dim that is the module's output features; "colwise" shards it. None when there is no such dim.
+        contracted: dims that the module sums over; sharding one leaves a partial output. "rowwise" shards it.
         sizes: sizes of factors of fused dims: numbers, or attribute paths on the module.
         linear: whether the class's forward multiplies its input by `weight`, adds `bias` if it has one, and does
             nothing else.

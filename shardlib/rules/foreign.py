@@ -285,8 +285,9 @@ def _border(draft: _Draft, key: str, side: str, layouts: Iterable[Placement | No
     if len(given) > 1 or not all(isinstance(each, Shard | Replicate) for each in given):
         what = ", ".join(map(repr, given))
         raise RuleError(
-            f'The plan wants the {side}s of "{key.removeprefix("^")}" as {what}; a module border has one layout, '
-            "replicated or split. Lay out the modules that these tensors come from or go to instead."
+            f'The plan wants the {side}s of "{key.removeprefix("^")}" as {what}; the input and the output of a module '
+            "have one layout each, replicated or sharded. Give layouts to the modules that these tensors come from or "
+            "go to instead."
         )
     if given:
         draft.activations[f"^{side}" if key == "^" else f"{key}.{side}"] = given[0]

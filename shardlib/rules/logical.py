@@ -86,8 +86,8 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
         return
     else:
         raise RuleError(
-            f"Logical axes were given as {type(tree).__name__} {tree!r}; give a tree of dicts and lists, as the "
-            'parameters lie, with a tuple of names at each: {"dense": {"kernel": ("embed", "mlp")}}.'
+            f"Logical axes were given as {type(tree).__name__} {tree!r}; give a tree of dicts and lists, of the "
+            'structure of the parameters, with a tuple of names at each: {"dense": {"kernel": ("embed", "mlp")}}.'
         )
     for key, node in inner:
         yield from _leaves(node, (*path, str(key)))
@@ -156,8 +156,8 @@ def write_logical_axes(resolution: Resolution) -> LogicalAxes:
         listed = "".join(f'\n  "{each.name}": "{each.layout}"' for each in inside[:8])
         more = f"\n  and {len(inside) - 8} more" if len(inside) > 8 else ""
         raise RuleError(
-            f"{len(inside)} tensors have a fused dim that is split inside, which a logical axis, a whole dim, cannot "
-            f"say:{listed}{more}\nSplit the dim as a whole, or give each part a parameter, as flax models do."
+            f"{len(inside)} tensors have a fused dim of which one factor is sharded, but a logical axis names a whole "
+            f"dim:{listed}{more}\nShard the whole dim, or give each factor a parameter, as flax models do."
         )
     meanings: dict[str, tuple[str, ...]] = {}
     tree: dict[str, Any] = {}

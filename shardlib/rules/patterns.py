@@ -84,7 +84,9 @@ def _segments(text: str, body: str) -> list[str]:
     if not body:
         if text == "^":
             return []
-        raise RuleError(f'A pattern is empty. Name a module, a parameter or a border: {_FORMS}; "^" alone is the root.')
+        raise RuleError(
+            f'A pattern is empty. Name a module, a parameter, or an activation: {_FORMS}; "^" alone is the root.'
+        )
     segments = body.split(".")
     if "" in segments:
         raise RuleError(f'Pattern "{text}" has an empty segment; write names as in "blocks.*.attn.qkv": {_FORMS}.')

@@ -64,8 +64,8 @@ class Balanced:
 
     Args:
         counts: the number of the model's repeated blocks on each stage; modules before the first block are on the first
-            stage, those after the last block on the last. Without it, stages are cut so that the heaviest is as light
-            as it can be.
+            stage, those after the last block on the last. Without it, stages are chosen so that the heaviest is as
+            light as it can be.
         by: the measure of weight: "params", the number of parameters; "flops", the operations of a forward on the
             example that `plan` or `shard_model` is given, counted without values; "time", the seconds that forward and
             backward of each module take, alone and on zeros of the example's shapes, on the device of rank 0, where

@@ -122,7 +122,7 @@ class _Draft:
         tables = {n: m for n, m in self.index.modules.items() if isinstance(m, nn.Embedding)}
         tokens = {name: table for name, table in tables.items() if self._holds_tokens(name, table, tables)}
         for name in tokens:
-            self.set(_folded(name), "rowwise", "a table of tokens; its rows, the vocabulary, are split")
+            self.set(_folded(name), "rowwise", "a table of tokens; its rows, the vocabulary, are sharded")
         sizes = {table.num_embeddings for table in tokens.values()}
         for linear in self.linears.values():
             if linear.outputs in sizes and "*" not in linear.name and linear.inputs != linear.outputs:
@@ -175,7 +175,7 @@ class _Draft:
             return
         self.sizes["kv"] = 2
         self.set(q.name, f"(heads {heads})", _split_by(heads, "query"))
-        self.guess(kv.name, f"(kv heads {heads})", "k and v lie one after the other; split by heads inside each")
+        self.guess(kv.name, f"(kv heads {heads})", "k and v are stacked; each is sharded by heads")
         self._output(q.outputs, kv, group)
 
     def _heads_of(self, q: _Linear) -> str:
@@ -196,7 +196,7 @@ class _Draft:
             self._sized("heads", path)
             text = "(heads qkv_head)" if head_major else "(qkv heads head)"
             order = "head by head" if head_major else "one after the other"
-            why = f'q, k and v lie {order}, the number of heads is "{path}"'
+            why = f'q, k and v are stacked {order}, the number of heads is "{path}"'
         else:
             text, why = "replicate", "fused q, k and v; no attribute tells the number of heads for (qkv heads head)"
         if text.startswith("(qkv"):
@@ -268,7 +268,7 @@ class _Draft:
         if fused:
             self.sizes["gate_up"] = 2
         middle = "(gate_up ff)" if fused else "ff"
-        self.guess(f"{module}.{up}", f"expert {middle} embed", "every expert widens; all are split in the same way")
+        self.guess(f"{module}.{up}", f"expert {middle} embed", "every expert widens; all are sharded in the same way")
         self.guess(f"{module}.{down}", "expert embed ff", "every expert narrows again")
         self.activations[f"{module}.output"] = "replicate"
         self.notes[f"{module}.output"] = "guess: the sum of the experts is replicated here"
@@ -282,7 +282,7 @@ class _Draft:
                 continue
             module_name, module, _ = self.index.owner(leaf.name)
             if isinstance(module, nn.MultiheadAttention):
-                self.set(_folded(module_name), "colwise", "attention of torch; its heads are split")
+                self.set(_folded(module_name), "colwise", "attention of torch; its heads are sharded")
                 self.set(f"{_folded(module_name)}.out_proj", "rowwise", "takes the heads")
             elif dims_of(module) is not None and module_name:
                 self.set(_folded(module_name), "replicate", "")
@@ -343,4 +343,4 @@ def _widens(up: _Linear, down: _Linear) -> bool:
 
 
 def _split_by(heads: str, what: str) -> str:
-    return f"{what} projection, split by heads" if heads else f"{what} projection; check that heads divide over tp"
+    return f"{what} projection, sharded by heads" if heads else f"{what} projection; check that heads divide over tp"

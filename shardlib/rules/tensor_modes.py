@@ -29,7 +29,7 @@ _REGISTERED: dict[str, TensorMode] = {}
 
 @dataclass(frozen=True)
 class TensorMode:
-    """A way to split a model over mesh axes of its own.
+    """A way to shard a model over mesh axes of its own.
 
     Attributes:
         name: its name in configurations and in `Rules.mode`.

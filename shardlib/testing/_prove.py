@@ -340,17 +340,19 @@ def _differs(full: torch.Tensor, place: Any, pieces: list[torch.Tensor], claim: 
     if [tuple(p.shape) for p in pieces] != shapes:
         return f"local shapes {[tuple(p.shape) for p in pieces]}, where {place} means {shapes}"
     if any(p.dtype != full.dtype for p in pieces):
-        return f"local dtypes {[p.dtype for p in pieces]}, the whole has {full.dtype}"
+        return f"local dtypes {[p.dtype for p in pieces]}, the full tensor has {full.dtype}"
     if schema_of(claim.call.op).name.split("::")[1].rstrip("_") in _WITHOUT_VALUES:
         return None
     near = _tolerance([*claim.call.tensors, full])
     if isinstance(place, Partial):
         total = torch.stack(list(pieces)).sum(0)
         total = total / claim.size if place.reduce_op == "avg" else total
-        return None if _close(total.to(full.dtype), full, near) else "the parts do not add up to the whole"
+        return (
+            None if _close(total.to(full.dtype), full, near) else "the local tensors do not add up to the full tensor"
+        )
     for rank, (piece, wanted) in enumerate(zip(pieces, cut(full, place, claim.size), strict=True)):
         if not _close(piece, wanted, near):
-            return f"rank {rank} differs from its part of the whole"
+            return f"rank {rank} differs from its shard of the full tensor"
     return None
 
 

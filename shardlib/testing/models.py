@@ -2,7 +2,7 @@
 
 Nothing in the models knows of shardlib, and each argument that is left out takes the simplest choice. All parameters
 start at values of their own (`perturb`): with the biases of zero and norm weights of one that PyTorch starts from, a
-bias that is added twice, or a norm weight that another rank's piece takes the place of, changes nothing.
+bias that is added twice, or a norm weight that is replaced by another rank's shard, changes nothing.
 
 >>> model = Transformer(layers=2, heads=4, kv_heads=2)
 >>> print(rules_for(model).resolve(model, "tp=2").tensors["blocks.0.attn.k.weight"].layout)
@@ -339,11 +339,11 @@ class ConvNet(nn.Module):
 def rules_for(model: nn.Module, *, sequence: bool = False) -> Rules:
     """Return tensor-parallel rules for one of these models, over the axis "tp", as a user would write them.
 
-    Heads that do not divide stay whole; everything else may be uneven.
+    Heads that do not divide stay replicated; everything else may be uneven.
 
     Args:
         model: a `Transformer`, an `MLP` or a `ConvNet`.
-        sequence: split the residual stream of a transformer over the sequence (Korthikanti et al., arXiv 2205.05198).
+        sequence: shard the residual stream of a transformer over the sequence (Korthikanti et al., arXiv 2205.05198).
 
     Raises:
         InputError: another model, or `sequence` for a model without one.
@@ -355,7 +355,7 @@ def rules_for(model: nn.Module, *, sequence: bool = False) -> Rules:
         return _transformer_rules(model, sequence)
     if sequence:
         raise InputError(
-            f"rules_for({type(model).__name__}, sequence=True): only a Transformer has a sequence to split."
+            f"rules_for({type(model).__name__}, sequence=True): only a Transformer has a sequence to shard."
         )
     if isinstance(model, MLP):
         return Rules(_mlp_rules(model), unmatched="replicate")
@@ -465,7 +465,7 @@ def _of_no_known_model(function: str, model: nn.Module) -> InputError:
 def _check_sizes(function: str, **sizes: Any) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InputError(f"{function}({name}={size!r}): give a whole number from 1 up.")
+            raise InputError(f"{function}({name}={size!r}): give an integer from 1 up.")
 
 
 def _check_choice(function: str, name: str, value: Any, choices: Any) -> None:

@@ -88,7 +88,7 @@ def whole(shards: Sequence[torch.Tensor], layout: Layout, global_shape: Sequence
         if not torch.equal(plain.take(found, shape, coordinate), reduced[rank]):
             raise LayoutError(
                 f'Layout "{layout}" on mesh "{shape}": rank {rank} holds other values than a rank that holds the same '
-                "elements. Compare the shards of ranks that differ only on axes that split nothing."
+                "elements. Compare the shards of ranks that differ only on axes that shard nothing."
             )
     return found
 
@@ -118,7 +118,7 @@ def carry_out(
 
 
 _ScatterDim = int | None
-"""The dim that a scattered axis splits, or None for the dim that it splits in the end."""
+"""The dim that a scattered axis shards, or None for the dim that it shards in the end."""
 
 
 def _scatter_choices(steps: Sequence[Collective], ndim: int) -> Iterator[Mapping[str, _ScatterDim]]:

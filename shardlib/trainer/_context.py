@@ -25,7 +25,7 @@ class ParallelMode(Enum):
     """Ways in which ranks share work; each belongs to some axes of the mesh. The name of an axis can replace a mode.
 
     GLOBAL is all ranks, DATA the ranks with different examples, MODEL those with the same examples, TENSOR (and
-    PARALLEL_1D) those that split tensors, PIPELINE the stages, SEQUENCE those that split sequences, SEQUENCE_DP the
+    PARALLEL_1D) those that shard tensors, PIPELINE the stages, SEQUENCE those that shard sequences, SEQUENCE_DP the
     last and DATA.
 
     >>> ParallelMode("data")
@@ -114,7 +114,7 @@ class ParallelContext:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """The number of ranks that split tensors."""
+        """The number of ranks over which tensors are sharded."""
         return self.get_world_size(ParallelMode.TENSOR)
 
     @property

@@ -78,8 +78,8 @@ class Engine:
         """
         if isinstance(self.schedule, PipelineSchedule):
             raise PlanError(
-                "The model is cut into stages, none of which runs alone. Call engine.execute_schedule(data_iter), with "
-                "forward_only=True to evaluate, or let a Trainer do it."
+                "The model is split into pipeline stages, none of which runs alone. Call "
+                "engine.execute_schedule(data_iter), with forward_only=True to evaluate, or let a Trainer do it."
             )
         return self.model(*args, **kwargs)
 

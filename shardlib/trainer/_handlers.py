@@ -30,9 +30,9 @@ GRADIENT_HANDLER = Registry("gradient handler")
 _DONE_ANYWAY: Mapping[str, str] = MappingProxyType(
     {
         "DataParallelGradientHandler": "gradients are averaged over data axes while backward runs",
-        "ZeROGradientHandler": "zero= reduces gradients to their parts",
+        "ZeROGradientHandler": "zero= reduce-scatters gradients",
         "SequenceParallelGradientHandler": "gradients are summed over model axes where they are partial",
-        "MoeGradientHandler": "each gradient is reduced over the axes that do not split its parameter",
+        "MoeGradientHandler": "each gradient is reduced over the axes that do not shard its parameter",
         "PipelineSharedModuleGradientHandler": "tied parameters have one gradient",
     }
 )
@@ -42,7 +42,7 @@ class BaseGradientHandler:
     """The base of handlers that change gradients before they are clipped, once in each step that is taken.
 
     `param.grad` is the gradient of the step: that of the mean loss over all data ranks and all accumulated passes,
-    without a loss scale. It is a plain tensor, equal on all ranks; where the plan splits it (tensor parallel, any stage
+    without a loss scale. It is a plain tensor, equal on all ranks; where the plan shards it (tensor parallel, any stage
     of `zero`), it is a sharded DTensor. A handler may change it in place, or replace it by a tensor of the same layout.
     It must do the same on all ranks that hold the same element. Averaging over data ranks again changes nothing for
     plain tensors, and would mix different elements of shards.

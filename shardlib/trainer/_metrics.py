@@ -144,8 +144,9 @@ class AccuracyMetric(_Ratio):
         right, count = map(float, result if isinstance(result, tuple | list) else (result, batch_size))
         if not right.is_integer() or not 0 <= right <= count:
             raise InputError(
-                f"accuracy_func says {right:g} of {count:g} examples; it is to say how many are right, not which part: "
-                "(output.argmax(-1) == label).sum(), or with their number where that is not the batch's, as a pair."
+                f"accuracy_func says {right:g} of {count:g} examples; it must return the number of right examples, not "
+                "their fraction: (output.argmax(-1) == label).sum(), or with their number where that is not the "
+                "batch's, as a pair."
             )
         self._add(right, count)
 

@@ -154,7 +154,7 @@ class BaseSchedule:
 
 
 class NonPipelineSchedule(BaseSchedule):
-    """Forward, loss and backward of one batch at a time, with the whole model.
+    """Forward, loss and backward of one batch at a time, with all modules.
 
     >>> NonPipelineSchedule().batch_size
     0

@@ -177,7 +177,7 @@ def _stages(config: Config) -> dict[str, Any]:
     """Return the keywords of a pipeline's schedule."""
     if config.get("NUM_MICRO_BATCHES") is None:
         raise PlanError(
-            "The config says parallel.pipeline and no NUM_MICRO_BATCHES; say into how many microbatches a batch is cut."
+            "The config says parallel.pipeline and no NUM_MICRO_BATCHES; give the number of microbatches of a batch."
         )
     model = config.get("model")
     chunks = (model.get("num_chunks") if isinstance(model, Mapping) else None) or 1
@@ -244,7 +244,7 @@ def _of_older(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[st
     )
     _only(optimizer, (*scale, "gpu_margin_mem_ratio"), "zero.optimizer_config")
     margin = optimizer.get("gpu_margin_mem_ratio", 0.0)
-    refuse("zero.optimizer_config", "gpu_margin_mem_ratio", margin, 0.0, "state lies where its parameters do.")
+    refuse("zero.optimizer_config", "gpu_margin_mem_ratio", margin, 0.0, "state is placed where its parameters are.")
     policy = model.get("tensor_placement_policy", "cuda")
     if policy not in _PLACES:
         raise PlanError(
@@ -283,7 +283,7 @@ def _number(config: Config, key: str, least: int, *, whole: bool = False) -> Any
     given = config.get(key)
     value = least if given is None else given
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value >= least:
-        kind = "a whole number" if whole else "a number"
+        kind = "an integer" if whole else "a number"
         raise PlanError(f"The config says {key}={given!r}; give {kind} from {least} up.")
     return value
 

@@ -273,4 +273,4 @@ def _ends_early(title: str, done: int, steps: int) -> Iterator[None]:
 
 def _check(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PlanError(f"{name}={value!r} was given; give a whole number from {least} up.")
+        raise PlanError(f"{name}={value!r} was given; give an integer from {least} up.")

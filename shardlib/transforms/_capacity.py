@@ -45,8 +45,8 @@ class Capacity(Transform):
     def __call__(self, plan: Plan) -> Plan:
         if not expert_rows(plan.rows, plan.mesh):
             raise PlanError(
-                f'{self}: no experts are spread over an expert axis of mesh "{plan.mesh}", and a capacity is a limit '
-                'on the tokens that travel. Give the mesh an axis ep, and a rule such as "expert@ep out in".'
+                f'{self}: no experts are sharded over an expert axis of mesh "{plan.mesh}", and a capacity limits the '
+                'tokens that are sent to experts. Give the mesh an axis ep, and a rule such as "expert@ep out in".'
             )
         if plan.step.capacity_factor not in (None, self.factor):
             raise PlanError(f"{self}: the plan has capacity({plan.step.capacity_factor}) already; choose one of them.")

@@ -37,8 +37,8 @@ def axes_of(plan: Plan, axis: Names, who: object) -> tuple[str, ...]:
             )
         if name not in mesh.data_axes:
             raise PlanError(
-                f'{who}: "{name}" is a {mesh.kind(name)} axis of mesh "{mesh}"; replicated state is '
-                f'divided over data axes only, here {quoted(mesh.data_axes)}. To split over "{name}" write a rule.'
+                f'{who}: "{name}" is a {mesh.kind(name)} axis of mesh "{mesh}"; state is sharded over data axes only, '
+                f'here {quoted(mesh.data_axes)}. To shard over "{name}" write a rule.'
             )
         if given.count(name) > 1:
             raise PlanError(f'{who}: axis "{name}" is named twice; name each axis once.')

@@ -19,7 +19,7 @@ def fsdp(axis: Names = None, *, reshard_after_forward: bool | None = None, only:
 
     Args:
         axis: a data axis, several, outermost first, or None for all.
-        reshard_after_forward: True: parameters of every unit are resharded after forward and gathered again for
+        reshard_after_forward: True: parameters of every unit are resharded after forward and unsharded again for
             backward; False: they stay unsharded; None, as `fully_shard` does for its root: those of repeated blocks are
             resharded, others stay unsharded.
         only: patterns of parameters, or of modules, as in rules; None is all.
@@ -40,13 +40,13 @@ def hsdp(*, shard: Names, replicate: str, only: Names = None) -> Transform:
     """Shard as `fsdp` does over one data axis and replicate over another (hybrid sharding).
 
     Args:
-        shard: the data axis, or axes, over which parameters are split.
+        shard: the data axis, or axes, over which parameters are sharded.
         replicate: the data axis over which they are replicated; gradients are reduced over both.
         only: patterns of parameters, or of modules, as in rules; None is all.
 
     Raises:
         PlanError: applied to a plan, an axis that is not a data axis, one named twice, or a `replicate` axis that
-            splits a tensor already.
+            shards a tensor already.
 
     >>> from torch import nn
     >>> import shardlib as sl
@@ -90,8 +90,8 @@ class Hsdp(Transform):
             )
         if split := [row.name for row in plan.rows if self.replicate in row.stored.axes]:
             raise PlanError(
-                f'{self}: "{self.replicate}" splits {split[0]} already (of {len(split)} tensors). Take the axis out of '
-                "the rule or the transform that splits them, or replicate over another."
+                f'{self}: "{self.replicate}" shards {split[0]} already (of {len(split)} tensors). Take the axis out of '
+                "the rule or the transform that shards them, or replicate over another."
             )
         return _sharded(plan, self.shard, None, self.only, self)
 

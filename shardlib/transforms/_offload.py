@@ -22,7 +22,7 @@ def offload(what: str | Sequence[str] = "state", *, fraction: float = 1.0, only:
     to be used.
 
         "state"   gradients are copied to the host for the update, and updated parameters back to the device
-        "all"     with zero(3) or fsdp(): parameters are copied to the device whenever a unit gathers them, and
+        "all"     with zero(3) or fsdp(): parameters are copied to the device whenever a unit unshards them, and
                   gradients to the host as soon as they are reduced
 
     On an accelerator only these two can run. torch keeps a gradient on the device of its parameter and updates it

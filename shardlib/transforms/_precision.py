@@ -191,7 +191,7 @@ def _changes(row: Row) -> bool:
 def _with_dtype(layout: Layout, dtype: torch.dtype, row: Row, made: Precision) -> Layout:
     if layout.dtype not in (None, dtype):
         raise PlanError(
-            f'{made}: "{row.name}" is laid out as "{layout}" already, and would become {dtype}. Choose one precision; '
+            f'{made}: "{row.name}" has the layout "{layout}" already, and would become {dtype}. Choose one precision; '
             "`keep` names what stays float32."
         )
     return dataclasses.replace(layout, dtype=dtype)

@@ -16,7 +16,7 @@ __all__ = ["Replicate", "replicate"]
 def replicate(only: Names = None) -> Transform:
     """Replicate parameters over all data axes, as `DistributedDataParallel` does.
 
-    Without a pattern this is the identity transform. With one, data axes that split these parameters, by an earlier
+    Without a pattern this is the identity transform. With one, data axes that shard these parameters, by an earlier
     transform or by a rule, are removed.
 
     >>> from torch import nn

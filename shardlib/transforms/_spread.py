@@ -31,9 +31,9 @@ _LITTLE = Fraction(1, 16)
 
 
 def spread(layout: Layout, global_shape: Sequence[int], mesh: MeshLike, axes: Iterable[str]) -> Layout:
-    """Return the layout with these axes innermost on one dim, or unchanged where no dim can be split.
+    """Return the layout with these axes innermost on one dim, or unchanged where no dim can be sharded.
 
-    Laws: the shard of a rank lies inside its shard under `layout`; the shards of all ranks cover the tensor; they are
+    Laws: the shard of a rank is part of its shard under `layout`; the shards of all ranks cover the tensor; they are
     even wherever an even choice exists, except for a first dim whose padding is less than 1/16.
 
     >>> spread(Layout.parse("vocab@tp embed"), (512, 64), "dp=2,tp=4", ["dp"])

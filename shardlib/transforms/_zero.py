@@ -26,11 +26,11 @@ def zero(stage: int, *, axis: Names = None, only: Names = None, overlap: bool = 
         stage 2: grad   replicated -> sharded    the unsharded gradient is freed after its reduction
         stage 3: stored replicated -> sharded    parameters are unsharded before use and resharded after it
 
-    Parameters are gathered by units (`plan.units`): repeated blocks, and layers outside of them. Parameters outside of
+    Parameters are unsharded by units (`plan.units`): repeated blocks, and layers outside of them. Parameters outside of
     all units, such as tied ones, stay unsharded from the model's forward to the end of backward.
 
-    Dims that a rule splits stay split; the data axes are added innermost. Buffers stay replicated, and of frozen
-    parameters only the stored phase is sharded. A phase that an axis splits already is not changed, so
+    Dims that a rule shards stay sharded; the data axes are added innermost. Buffers stay replicated, and of frozen
+    parameters only the stored phase is sharded. A phase that an axis shards already is not changed, so
     `zero(2) | zero(2)` is `zero(2)`.
 
     Args:
@@ -56,12 +56,12 @@ def zero(stage: int, *, axis: Names = None, only: Names = None, overlap: bool = 
     """
     if isinstance(stage, bool) or stage not in _PHASES:
         raise PlanError(
-            f"zero({stage!r}): the stages are 1 (optimizer state is divided), 2 (and gradients), 3 (and parameters); "
-            "give one of them. To divide nothing leave it out, or write replicate()."
+            f"zero({stage!r}): the stages are 1 (optimizer state is sharded), 2 (and gradients), 3 (and parameters); "
+            "give one of them. To shard nothing leave it out, or write replicate()."
         )
     if overlap and stage == 3:
         raise PlanError(
-            "zero(3, overlap=True): stage 3 gathers the parameters of a unit while another computes, always. Leave "
+            "zero(3, overlap=True): stage 3 always unshards the parameters of a unit while another computes. Leave "
             "overlap out; stages 1 and 2 take it."
         )
     return Zero(int(stage), as_names(axis), as_names(only), bool(overlap))
@@ -93,7 +93,7 @@ def split_plan(plan: Plan, phases: tuple[Phase, ...], axis: Names, only: Names, 
     """Return the plan with these phases of parameters split over data axes as well."""
     axes, names = axes_of(plan, axis, who), chosen(plan, only, who)
     if not axes:
-        return add_note(plan, f'{who} divides nothing: no such data axis of "{plan.mesh}" has more than one rank.')
+        return add_note(plan, f'{who} shards nothing: no such data axis of "{plan.mesh}" has more than one rank.')
     return plan.map_rows(lambda row: _split(row, phases, axes, plan.mesh) if row.name in names else row)
 
 
@@ -116,7 +116,7 @@ def _split_layouts(
     index = find_factor(last, global_shape, mesh, new) if new else None
     if new and index is None:
         fused = any(isinstance(dim, Dim) and dim.fused for dim in last.dims)
-        return f"{'fused dim not split' if fused else 'too small to split'} over {','.join(new)}"
+        return f"{'fused dim not sharded' if fused else 'too small to shard'} over {','.join(new)}"
     for axis in axes:
         layouts = _nested(layouts, global_shape, axis, index if axis in new else _factor_of(last, axis), mesh)
     return layouts

@@ -50,8 +50,8 @@ def test_the_share_of_the_budget_is_said():
         ),
         (
             {"placement_policy": "auto", "steady_cuda_cap_ratio": 1.5},
-            "GeminiPlugin(placement_policy='auto', steady_cuda_cap_ratio=1.5): steady_cuda_cap_ratio is a share of the "
-            "budget, above 0 and up to 1.",
+            "GeminiPlugin(placement_policy='auto', steady_cuda_cap_ratio=1.5): steady_cuda_cap_ratio is a fraction of "
+            "the budget, above 0 and up to 1.",
         ),
     ],
 )

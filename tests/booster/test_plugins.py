@@ -150,7 +150,7 @@ def _what_boost_returns() -> None:
 
 def _meaningless_on_ranks() -> None:
     model = gpt()
-    with pytest.raises(ShardingError, match="not the model's"):
+    with pytest.raises(ShardingError, match="do not belong to the model"):
         Booster(plugin=TorchDDPPlugin()).boost(model, adamw(gpt()))
     optimizer = adamw(model)
     other = torch.optim.lr_scheduler.StepLR(adamw(gpt()), 1)

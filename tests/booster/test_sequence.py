@@ -100,7 +100,7 @@ def test_a_split_sequence_trains_the_numbers_of_one_device(ranks, name: str):
     [
         ({"sp_size": 2}, PlanError, "with enable_sequence_parallelism=True"),
         ({"sequence_parallelism_mode": "ring"}, PlanError, "with enable_sequence_parallelism=True"),
-        ({**SPLIT}, PlanError, "'split_gather' splits the sequence over the ranks of tp; give tp_size above 1"),
+        ({**SPLIT}, PlanError, "'split_gather' shards the sequence over the ranks of tp; give tp_size above 1"),
         ({**SPLIT, "tp_size": 2, "sp_size": 4, "sequence_parallelism_mode": "ring"}, PlanError, "and no sp_size"),
         ({**SPLIT, "tp_size": 2, "sequence_parallelism_mode": "all_to_all"}, PlanError, "give sp_size above 1"),
         ({**SPLIT, "sp_size": 2, "sequence_parallelism_mode": "ring_atn"}, PlanError, 'Did you mean "ring_attn"'),

@@ -319,9 +319,9 @@ _BAD: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "a missing corner": (
         ("tensors", "model", "0.weight", 2),
         [[0, [0, 0], [2, 1]], [0, [2, 0], [2, 1]], [0, [0, 1], [2, 2]]],
-        "1 pieces of 4 are missing",
+        "1 shards of 4 are missing",
     ),
-    "a file that is not listed": (("tensors", "model", "0.weight", 2, 0, 0), 7, "a piece is in file 7 of 3"),
+    "a file that is not listed": (("tensors", "model", "0.weight", 2, 0, 0), 7, "a shard is in file 7 of 3"),
     "an unknown dtype": (("tensors", "model", "0.weight", 0), "F4", "unknown dtype 'F4'"),
     "another dtype": (("tensors", "model", "0.weight", 0), "I32", 'torch.int32 in the checkpoint'),
     "a piece of another shape": (("tensors", "model", "0.weight", 1), [3, 4], "reach to 4 in dim 0, which has size 3"),

@@ -390,7 +390,7 @@ def test_a_model_may_be_named_by_its_file(run: Run, tmp_path: Path):
 def test_a_layout_that_had_to_be_guessed_is_said_aloud(run: Run):
     code, _, err = run("plan", f"{HERE}:MLP", "--mesh", "tp=2")
     assert code == 0
-    assert err.startswith("shardlib: No layout file is for tests.cli.models_for_cli.MLP")
+    assert err.startswith("shardlib: There is no layout file for tests.cli.models_for_cli.MLP")
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2), (["plan", GPT], 2), (["paln"], 2)])

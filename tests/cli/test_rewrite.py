@@ -150,7 +150,7 @@ LEFT = {
     ),
     "a keyword that is refused": (
         "from colossalai.booster.plugin import GeminiPlugin as G\nG(hidden_dim=64,\n    fp8_communication=True)\n",
-        (3, "GeminiPlugin(fp8_communication=)", "gradients travel"),
+        (3, "GeminiPlugin(fp8_communication=)", "gradients are sent"),
     ),
     "one that nobody has": (
         "import colossalai\ncolossalai.booster.GeminiPlugin(tp_siz=2)\n",

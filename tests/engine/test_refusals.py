@@ -81,8 +81,8 @@ def _alone() -> str:
 
 def test_a_mesh_that_other_ranks_do_not_ask_for(ranks):
     told = ranks(2).run(_alone)[0]
-    assert told.startswith('Rank 0 asked for mesh "dp=2" on cpu, and waited in vain for the other ranks: ')
-    assert told.endswith("\nEvery rank of the job has to ask for the same mesh.")
+    assert told.startswith('Rank 0 asked for mesh "dp=2" on cpu, and timed out waiting for the other ranks: ')
+    assert told.endswith("\nCreate the same mesh on every rank of the job.")
 
 
 def _twice() -> str:
@@ -181,7 +181,7 @@ def _other_batches() -> str:
 
 def test_model_ranks_with_different_batches(ranks):
     assert ranks(4).run(_other_batches)[3] == (
-        'Ranks that share the model axis "tp" work on the same examples, but were given different batches; "args[0]" '
+        'Ranks of the model axis "tp" work on the same examples, but were given different batches; "args[0]" '
         "differs:\n"
         "  rank 2: float64 [2, 6] [2, 2, 2, 2, ...]\n"
         "  rank 3: float64 [2, 6] [3, 3, 3, 3, ...]\n"
@@ -199,7 +199,7 @@ def _wrong_shape() -> str:
 def test_state_dict_of_another_model(ranks):
     assert ranks(2).run(_wrong_shape)[0] == (
         'The state dict has "scale" with shape (8,); the model has it with global shape (7,) (local shape '
-        "(4,) on this rank). Load a state dict of the same model: whole tensors, or DTensors."
+        "(4,) on this rank). Load a state dict of the same model: full tensors, or DTensors."
     )
 
 
@@ -381,9 +381,9 @@ def test_a_conversion_that_would_change_a_sharded_model(ranks, mesh: str, transf
     for said in ranks(sl.MeshShape(mesh).world_size).run(_converted, mesh, *transforms):
         assert said[0] == (
             'A conversion of a sharded MLP would make "scale", which is torch.float64 on cpu, torch.float16 on '
-            "cpu. Nothing was changed: buckets of gradients and the optimizer's state are laid out for what it is. "
-            "Move and cast a model before shard_model or boost; or choose dtypes with precision(), and what lies on "
-            "the host with offload()."
+            "cpu. Nothing was changed: gradient buckets and optimizer state were made for its present dtype and "
+            "device. Move and cast a model before shard_model or boost; or choose dtypes with precision(), and what is "
+            "kept in host memory with offload()."
         )
         assert '"scale", which is torch.float64 on cpu, torch.float32 on meta' in said[1]
         assert 'sharded Linear would make "weight", which is torch.float64 on cpu, torch.bfloat16 on cpu' in said[2]
@@ -397,9 +397,9 @@ def _fused_over_two_axes() -> str:
 
 def test_a_fused_dim_over_two_model_axes(ranks):
     assert ranks(4).run(_fused_over_two_axes)[0] == (
-        '"up.weight" is laid out as "(two half@(sp,tp)) in": a fused dim split over more than one axis can be '
-        "planned but not run, since torch gathers such a DTensor in the wrong order. Split it over one axis, and "
-        "another dim over the other."
+        '"up.weight" has the layout "(two half@(sp,tp)) in": a fused dim sharded over several axes can be planned but '
+        "not run, since torch all-gathers such a DTensor in the wrong order. Shard it over one axis, and another dim "
+        "over the other."
     )
 
 
@@ -412,7 +412,7 @@ def test_an_activation_with_a_fused_dim_over_two_model_axes(ranks):
     assert (
         ranks(4)
         .run(_fused_activation_over_two_axes)[0]
-        .startswith('"up.output" is laid out as "batch (two half@(sp,tp))": a fused dim split over more than one axis')
+        .startswith('"up.output" has the layout "batch (two half@(sp,tp))": a fused dim sharded over several axes')
     )
 
 
@@ -426,7 +426,7 @@ def _uneven_in_another_order() -> tuple[str, bool]:
 
 def test_an_uneven_dim_whose_axes_stand_in_another_order(ranks):
     assert ranks(4).run(_uneven_in_another_order)[0] == (
-        '"up.bias", of global shape (7,), is laid out as "out@(sp,tp)": dim 0 is split unevenly over sp and tp, in '
+        '"up.bias", of global shape (7,), has the layout "out@(sp,tp)": dim 0 is sharded unevenly over sp and tp, in '
         'another order than that of mesh "dp=1,tp=2,sp=2", which can be planned but not run. Write @(tp,sp) there, or '
         "give the dim a size that 4 divides.",
         True,
@@ -444,8 +444,8 @@ def test_an_uneven_activation_of_equal_pieces(ranks, layout: str):
     shown = layout.replace("=2", "")
     assert ranks(4).run(_uneven_activation, layout)[0] == (
         f'The layout "{shown}" was given to an activation of global shape (8, 7): as a fused dim, or over axes in '
-        "another order than the mesh's (tp, sp), it splits dim 1, which 4 does not divide. Give the dim a size that 4 "
-        "divides, or split all of it, over axes in the mesh's order."
+        "another order than the mesh's (tp, sp), it shards dim 1, which 4 does not divide. Give the dim a size that 4 "
+        "divides, or shard the unfused dim, over axes in the mesh's order."
     )
 
 
@@ -463,7 +463,7 @@ def _idle_axis() -> list[str]:
 
 def test_a_model_axis_that_no_rule_names(ranks):
     assert ranks(2).run(_idle_axis)[0] == [
-        'No rule splits anything over the model axis "model" of mesh "model=2": its 2 ranks compute the same. Name it '
+        'No rule shards anything over the model axis "model" of mesh "model=2": its 2 ranks compute the same. Name it '
         "in a rule, or make it a data axis."
     ]
 
@@ -483,9 +483,9 @@ def _forgotten_root() -> list[str]:
 
 def test_blocks_sharded_and_the_root_forgotten(ranks):
     assert ranks(2).run(_forgotten_root)[0] == [
-        "2 of this optimizer's 11 parameters belong to no sharded model (of shapes (2, 5), (2,)): nobody averages "
-        "their gradients over the 2 data ranks, and they drift apart. Call shard_model on the module that holds all of "
-        "them."
+        "2 of this optimizer's 11 parameters belong to no sharded model (of shapes (2, 5), (2,)): their gradients "
+        "are not averaged over the 2 data ranks, so that replicas diverge. Call shard_model on the module that holds "
+        "all of them."
     ]
 
 

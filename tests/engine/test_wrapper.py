@@ -233,7 +233,7 @@ def test_hooks_of_the_wrapper_are_called_with_it(ranks):
 def _refusals() -> None:
     model = sl.shard_model(MLP(), "dp=2", {"**": None}, transforms=[sl.zero(1)])
     other = nn.Linear(2, 2)
-    with pytest.raises(ShardingError, match="not the model's"):
+    with pytest.raises(ShardingError, match="do not belong to the model"):
         sl.OptimizerWrapper(torch.optim.SGD(other.parameters(), lr=1), model)
     with pytest.raises(ShardingError, match="not sharded by shardlib"):
         sl.OptimizerWrapper(torch.optim.SGD, other)

@@ -586,7 +586,7 @@ def test_a_model_without_blocks_and_one_with_uneven_sizes():
 
 
 def _what_can_be_planned_only() -> None:
-    with pytest.raises(sl.errors.PlanError, match="over other data axes"):
+    with pytest.raises(sl.errors.PlanError, match="these differ in their data axes"):
         _model(sl.fsdp("fsdp"), sl.zero(1), mesh="dp=2,fsdp=2")
 
     def wide(plan: sl.Plan) -> sl.Plan:

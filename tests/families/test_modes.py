@@ -155,6 +155,6 @@ def test_a_mode_is_a_layout():
     chosen = known.mode("ulysses")
     assert chosen == sl.layouts.load("llama", mode="ulysses") == sl.layouts.for_model(build(LLAMA), "ulysses")
     border = chosen.resolve(build(LLAMA), "tp=2,sp=2").borders["model.layers.0.self_attn.q_proj", "output"]
-    assert str(border.layout) == "batch whole (all_heads@(tp,sp) head)"
+    assert str(border.layout) == "batch full_seq (all_heads@(tp,sp) head)"
     with pytest.raises(RuleError, match=r'"ulyses" was asked for .* Did you mean "ulysses"\?'):
         known.mode("ulyses")

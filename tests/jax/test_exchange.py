@@ -23,11 +23,11 @@ def test_which_memory_is_shared():
 
 
 WORDS = {
-    "uneven": ("InputError", "(5, 3)", "uneven pieces in dim 0", "pad=True"),
+    "uneven": ("InputError", "(5, 3)", "uneven shards in dim 0", "pad=True"),
     "fused": ("LayoutError", "fused"),
     "narrowed": ("InputError", "torch.float64", "float32", "jax_enable_x64"),
     "unaligned": ("InputError", "copy=False", "64 bytes"),
-    "pieces": ("InputError", "copy=False", "8 pieces"),
+    "pieces": ("InputError", "copy=False", "8 shards"),
 }
 
 

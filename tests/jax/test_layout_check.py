@@ -47,11 +47,11 @@ def test_a_product_gathers_on_a_grid_as_its_matrix_means(mode: str, mesh: str):
 
 
 MLP: dict[str, tuple[dict[str, Any], str]] = {
-    "column after column": ({"up": "colwise", "down": "colwise"}, "and tp splits another dim"),
+    "column after column": ({"up": "colwise", "down": "colwise"}, "and tp shards another dim"),
     "whole after column": ({"up": "colwise"}, "in one operand only"),
     "column, row": ({"up": "colwise", "down": "rowwise"}, ""),
     "row alone": ({"down": "rowwise"}, ""),
-    "whole by a border": ({"up": "colwise", "up.output": "batch seq ff"}, ""),
+    "replicated by a rule": ({"up": "colwise", "up.output": "batch seq ff"}, ""),
 }
 
 
@@ -70,16 +70,16 @@ def test_what_two_activations_leave_open_is_found():
     column = {"q": "colwise", "k": "colwise"}
     summed = on_devices.run(typed.small, typed.Heads, "dp=4,tp=8", {**column, "q.output": "b s e@tp"}, x64=False)
     texts = {finding.conflict for finding in summed.findings}
-    assert any("partial sum over tp that nobody asked for" in text for text in texts), texts
+    assert any("partial sum over tp that no rule asks for" in text for text in texts), texts
     rows = {"q.output": "batch@dp rows@tp embed", "k.output": "batch@dp rows@tp embed"}
     twice = on_devices.run(typed.small, typed.Heads, "dp=4,tp=8", rows, x64=False)
-    assert "axis tp would split two dims of the result" in twice.findings[0].conflict
+    assert "axis tp would shard two dims of the result" in twice.findings[0].conflict
     assert twice.findings[0].operands == ("(4096@dp 64@tp 64)", "(4096@dp 64 64@tp)")
     unlike = on_devices.run(
         typed.small, typed.Heads, "dp=4,sp=2,tp=8", {"q.output": "b s@tp e", "out.output": "b s@sp e"}, x64=False
     )
     assert [f.op for f in unlike.findings] == ["add.Tensor"]
-    assert "dim 1 is split over" in unlike.findings[0].conflict
+    assert "dim 1 is sharded over" in unlike.findings[0].conflict
 
 
 def test_what_leaves_two_modules_passes_the_inner_one_s_border_first():

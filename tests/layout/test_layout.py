@@ -15,7 +15,7 @@ from shardlib.layout import Dim, Factor, Layout
 from tests.layout.cases import Case, cases
 
 HOW = (
-    'Write one word per dim, as in "vocab@tp embed": name@axis or name@(outer,inner) splits a dim, (a b@axis c) is a '
+    'Write one word per dim, as in "vocab@tp embed": name@axis or name@(outer,inner) shards a dim, (a b@axis c) is a '
     'fused dim, "..." stands for any leading dims.'
 )
 
@@ -102,11 +102,11 @@ def test_a_layout_is_a_value():
         ("(qkv heads", f'Imbalanced parentheses in expression: "(qkv heads". {HOW}'),
         ("embed embed", f'Indexing expression contains duplicate dimension "embed". {HOW}'),
         ("vocab%tp", f"Unknown character '%'. {HOW}"),
-        ("vocab? embed", '"vocab?" has "?" without an axis. Write name@axis? to split a dim only if it divides.'),
+        ("vocab? embed", '"vocab?" has "?" without an axis. Write name@axis? to shard a dim only if it divides.'),
         ("vocab@t-p", '"t-p" in "@t-p" is not an axis name. Write @axis, or @(outer,inner) for several axes.'),
         ("vocab@(tp,)", '"" in "@(tp,)" is not an axis name. Write @axis, or @(outer,inner) for several axes.'),
-        ("...@tp", '"..." carries axes or a size. Name the dim that is to be split; "..." is never split.'),
-        ("(... a)", '"..." stands inside parentheses. Let "..." stand for whole dims, outside of any fused dim.'),
+        ("...@tp", '"..." carries axes or a size. Name the dim that is to be sharded; "..." is never sharded.'),
+        ("(... a)", '"..." stands inside parentheses. Write "..." outside of any fused dim; it stands for whole dims.'),
         ("(1 a) b", '"(1 a)" has a factor of one, or none. Leave such factors out; a dim of size one is "1".'),
         ("() b", '"()" has a factor of one, or none. Leave such factors out; a dim of size one is "1".'),
         ("(a=0 b)", '"a" has size 0. Give each name one positive size, in the text or in sizes.'),
@@ -122,12 +122,12 @@ def test_a_layout_is_a_value():
         ),
         (
             "vocab@tp embed@tp",
-            'axis "tp" is used twice. Each axis splits one dim of a tensor or is reduced over, once; drop one of the '
+            'axis "tp" is used twice. Each axis shards one dim of a tensor or is reduced over, once; drop one of the '
             "two, or use another axis of the mesh.",
         ),
         (
             "vocab@tp embed + sum@tp",
-            'axis "tp" is used twice. Each axis splits one dim of a tensor or is reduced over, once; drop one of the '
+            'axis "tp" is used twice. Each axis shards one dim of a tensor or is reduced over, once; drop one of the '
             "two, or use another axis of the mesh.",
         ),
     ],
@@ -235,7 +235,7 @@ def test_resolve_makes_a_layout_concrete(text: str, global_shape: tuple[int, ...
             "(3 heads=6@(dp,tp) head)",
             (36,),
             'factor "heads" of size 6 does not divide over dp=2 x tp=4. Factors of a fused dim must divide: use axes '
-            'whose sizes divide 6, or write "heads@(dp,tp)?" to split it only where it divides.',
+            'whose sizes divide 6, or write "heads@(dp,tp)?" to shard it only where it divides.',
         ),
     ],
 )
@@ -283,7 +283,7 @@ def test_dropping_axes_settles_a_question():
         ),
         (
             lambda: Layout.parse("... a").with_axes(0, ("tp",)),
-            'Layout "... a": dim 0 is "...", which is never split. Call with_ndim first.',
+            'Layout "... a": dim 0 is "...", which is never sharded. Call with_ndim first.',
         ),
     ],
 )

@@ -180,8 +180,8 @@ def test_take_of_plain_dims_is_a_view():
         ),
         (
             lambda: Layout.parse("a + sum@tp").put([torch.zeros(4)] * 2, (4,), "tp=2"),
-            'Layout "a + sum@tp" for a tensor of global shape (4,) on mesh "tp=2": partial values cannot be put '
-            "together. Reduce them first.",
+            'Layout "a + sum@tp" for a tensor of global shape (4,) on mesh "tp=2": partial values cannot be joined '
+            "into one tensor. Reduce them first.",
         ),
     ],
 )

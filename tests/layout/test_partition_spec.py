@@ -86,13 +86,13 @@ def test_forms_of_partition_specs():
         ),
         (
             lambda P: P("dp", unreduced={"tp"}),
-            "P('dp', unreduced={'tp'}) for a tensor of 1 dims: it has unreduced or reduced axes. Give a spec of split "
-            "axes alone.",
+            "P('dp', unreduced={'tp'}) for a tensor of 1 dims: it has unreduced or reduced axes. Give a spec whose "
+            "axes all shard dims.",
         ),
         (
             lambda P: P("dp", reduced={"tp"}),
-            "P('dp', reduced={'tp'}) for a tensor of 1 dims: it has unreduced or reduced axes. Give a spec of split "
-            "axes alone.",
+            "P('dp', reduced={'tp'}) for a tensor of 1 dims: it has unreduced or reduced axes. Give a spec whose axes "
+            "all shard dims.",
         ),
     ],
     ids=["long", "open", "unreduced", "reduced"],
@@ -110,10 +110,9 @@ def test_what_of_jax_is_no_layout_is_refused(spec: Callable[[Any], Any], message
     [
         (
             "(3 heads=2@tp head) embed",
-            'Layout "(3 heads@tp head) embed" as a PartitionSpec: the fused dim "3 heads head" is split inside its '
-            "outermost factor. Keep that dim whole in JAX and split its factors after unfusing, or store the factors "
-            "as "
-            "dims.",
+            'Layout "(3 heads@tp head) embed" as a PartitionSpec: the fused dim "3 heads head" is sharded inside its '
+            "outermost factor. Keep that dim replicated in JAX and shard its factors after unfusing, or store the "
+            "factors as dims.",
         ),
         (
             "a b + sum@tp",

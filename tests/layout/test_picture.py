@@ -52,7 +52,7 @@ def _ranks(cell: str) -> list[int]:
 def test_large_pictures_are_cut_and_what_is_not_drawn_is_said():
     drawn = Layout.parse("a@dp b@tp c@sp").picture((64, 4, 8), MeshShape("dp=32,tp=2,sp=2"))
     lines = drawn.splitlines()
-    assert lines[-1] == "dim 2 is split over sp too, and not drawn"
+    assert lines[-1] == "dim 2 is sharded over sp too, and not drawn"
     assert sum("│" in line for line in lines) == 17 and any(line.startswith("...") for line in lines)
     whole = Layout.parse("a b + sum@dp").picture((2, 2), "dp=16")
     assert "│ 0-15 │" in whole and whole.endswith("still to be reduced: sum over dp")

@@ -78,7 +78,7 @@ def test_any_placements_are_a_layout_of_the_same_shards_or_refused(given_: tuple
     try:
         layout = Layout.from_placements(placements, mesh, global_shape=(size,))
     except LayoutError as error:
-        assert "does not fall on a boundary of the splits before it" in str(error)
+        assert "does not fall on a boundary of the shards before it" in str(error)
         return
     for rank in range(mesh.world_size):
         place = mesh.coordinate(rank)
@@ -121,8 +121,8 @@ def test_names_and_sizes_are_taken_over():
             (_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)),
             {"ndim": 1},
             'Placements (_StridedShard(dim=0, sf=2), _StridedShard(dim=0, sf=3)) on mesh "dp=2,tp=2" for a tensor of 1 '
-            'dims: axis "tp" (split factor 3) does not fall on a boundary of the splits before it. Redistribute the '
-            "tensor to plain Shard or Replicate placements first.",
+            'dims: axis "tp" (split factor 3) does not fall on a boundary of the shards before it. '
+            "Redistribute the tensor to plain Shard or Replicate placements first.",
         ),
         (
             (Shard(0),),
@@ -173,20 +173,20 @@ def test_what_is_no_layout_is_refused(placements: tuple[Placement, ...], kwargs:
         ),
         (
             "(kv@tp? head)",
-            'Layout "(kv@tp? head)" on mesh "dp=2,tp=4": whether "kv" is split is still open ("?"). Call '
+            'Layout "(kv@tp? head)" on mesh "dp=2,tp=4": whether "kv" is sharded is still open ("?"). Call '
             "layout.resolve(global_shape, mesh) first; it needs the size of the dim.",
         ),
         (
             "(qkv heads=8 head@tp)",
             'Layout "(qkv heads head@tp)" on mesh "dp=2,tp=4": the size of "qkv" in dim "qkv heads head" is not known, '
-            'and "head" is split inside it. Give it, as in sizes={"qkv": 3}, or call layout.resolve(global_shape, '
+            'and "head" is sharded inside it. Give it, as in sizes={"qkv": 3}, or call layout.resolve(global_shape, '
             "mesh) first.",
         ),
         (
             "(3 heads=6@tp head)",
             'Layout "(3 heads@tp head)" on mesh "dp=2,tp=4": factor "heads" of size 6 does not divide over tp=4. '
             "Factors "
-            'of a fused dim must divide: use axes whose sizes divide 6, or write "heads@tp?" to split it only where it '
+            'of a fused dim must divide: use axes whose sizes divide 6, or write "heads@tp?" to shard it only where it '
             "divides.",
         ),
     ],

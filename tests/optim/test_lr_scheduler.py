@@ -242,9 +242,9 @@ def _from_epoch(name: str, optimizer: Any, total: int, warmup: int, at: int) -> 
     [
         (lambda: ours.LinearWarmupLR(new(), 5, -1), ["total_steps=5", "warmup_steps=-1"]),
         (lambda: ours.CosineAnnealingLR(new(), 0), ["total_steps=0"]),
-        (lambda: ours.CosineAnnealingWarmupLR(new(), 10.5), ["10.5", "whole numbers"]),
-        (lambda: ours.CosineAnnealingWarmupLR(new(), True), ["True", "whole numbers"]),
-        (lambda: ours.OneCycleLR(new(), float("nan")), ["nan", "whole numbers"]),
+        (lambda: ours.CosineAnnealingWarmupLR(new(), 10.5), ["10.5", "integers"]),
+        (lambda: ours.CosineAnnealingWarmupLR(new(), True), ["True", "integers"]),
+        (lambda: ours.OneCycleLR(new(), float("nan")), ["nan", "integers"]),
         (lambda: ours.MultiStepWarmupLR(new(), 5), ["milestones=None", "[30, 60]"]),
         (lambda: ours.FlatAnnealingLR(new(), 5, 1.5), ["pct_start=1.5"]),
         (lambda: ours.PolynomialLR(new(), 5, end_lr=-1.0), ["end_lr=-1.0"]),

@@ -167,7 +167,7 @@ def test_a_forward_that_reads_values_is_named():
 def test_other_errors_say_that_they_happened_in_a_dry_run():
     with pytest.raises(RuntimeError) as raised:
         plan(mlp(), "dp=2", {"0": "replicate", "2": "replicate"}, example=torch.ones(2, 5))
-    assert raised.value.__notes__ == ["This happened in a dry run on dp=2: fake tensors, rank 0 of imagined ranks."]
+    assert raised.value.__notes__ == ["Raised in a dry run on dp=2, which runs rank 0 with fake tensors."]
     assert not dist.is_initialized()
 
 

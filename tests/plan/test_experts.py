@@ -25,7 +25,7 @@ def test_experts_are_split_in_every_phase_and_all_else_as_over_data_axes():
     up, router = made["layers.0.1.experts.up"], made["layers.0.1.router.weight"]
     assert str(up.compute) == "expert@ep ff embed" and up.added("stored") == {"dp"}
     assert router.compute.axes == frozenset() and router.stored.axes == {"dp", "ep"}
-    assert up.note == "own experts (dim 0); uneven"
+    assert up.note == "expert-parallel (dim 0); uneven"
 
 
 def test_traffic_counts_gradients_of_experts_over_the_other_data_axes():
@@ -41,12 +41,12 @@ def test_memory_is_that_of_a_rank_s_experts():
 
 
 def test_notes_say_what_is_sent_for_tokens():
-    whole = 'Over "ep" tokens travel to the ranks of their experts and results travel back, in forward, and their '
-    whole += "gradients in backward: in {count} once for each other rank that has experts of the token, which are at "
-    whole += "most {others}, and no more than it chooses experts."
-    assert _plan().notes == (whole.format(count="each of the 2 modules of experts", others="1 rank"),)
+    note = 'Over "ep" forward sends tokens to the ranks of their experts and results back, and backward sends their '
+    note += "gradients: {count} sends a token once to each other rank that has experts of it, which are at most "
+    note += "{others}, and no more than the experts that the token chooses."
+    assert _plan().notes == (note.format(count="each of the 2 modules of experts", others="1 rank"),)
     one = nn.ModuleDict({"experts": Experts(experts=4)})
-    assert _plan("ep=4", model=one).notes == (whole.format(count="the module of experts", others="3 ranks"),)
+    assert _plan("ep=4", model=one).notes == (note.format(count="the module of experts", others="3 ranks"),)
     assert _plan("dp=2,ep=1").notes == ()
 
 
@@ -68,23 +68,24 @@ def _with(experts: nn.Module) -> nn.Module:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"changed": {"first.weight": "out@ep in"}},
-        '"first" (Linear) has its experts spread over "ep", and is not called as tokens can be sent to it. Write',
+        '"first" (Linear) has its experts sharded over "ep", but its forward cannot be given the tokens that other '
+        "ranks send. Write",
     ),
     (
         {"changed": {"experts.up": "expert ff@ep embed"}},
-        'is laid out as "expert ff@ep embed". Over "ep" whole experts are spread: write the axis, and no other one, at '
-        'the first dim of a parameter that counts them, as in "expert@ep out in".',
+        'has the layout "expert ff@ep embed". Only the dim that counts experts can be sharded over "ep": write this '
+        'axis, and no other one, at the first dim of a parameter of experts, as in "expert@ep out in".',
     ),
     (
         {"changed": {"experts.down": "expert embed ff"}},
-        '"layers.0.1.experts.up" is laid out as "expert@ep ff embed" and "layers.0.1.experts.down", of the same module '
-        'and of global shape (5, 6, 10), as "expert embed ff". All experts of a module go to the same ranks: give both '
-        "the same axis at their first dim.",
+        '"layers.0.1.experts.up" has the layout "expert@ep ff embed", and "layers.0.1.experts.down", of the same '
+        'module and of global shape (5, 6, 10), has "expert embed ff". All experts of a module go to the same ranks: '
+        "give both the same axis at their first dim.",
     ),
     ({"mesh": "ep=8"}, '"layers.0.1.experts.up" has 5 experts, fewer than the 8 ranks of "ep". Make the axis smaller'),
     (
         {"changed": {"layers.*.output": "batch@ep seq embed"}},
-        'The output of "layers.0" is laid out as "batch@ep seq embed", and "ep" carries different tokens on each',
+        'The output of "layers.0" has the layout "batch@ep seq embed", and "ep" carries different tokens on each',
     ),
     (
         {"model": _with(_Shared())},
@@ -92,8 +93,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model": _with(_OtherCall())},
-        '"experts" (_OtherCall) has its experts spread over "ep", and is not called as tokens can be sent to it. Write '
-        "forward(self, tokens, numbers, weights)",
+        '"experts" (_OtherCall) has its experts sharded over "ep", but its forward cannot be given the tokens that '
+        "other ranks send. Write forward(self, tokens, numbers, weights)",
     ),
 ]
 

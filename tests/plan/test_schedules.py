@@ -87,12 +87,13 @@ def test_orders_that_wait_for_each_other_are_refused():
         ),
         (
             lambda: order("1f1b", 2, 4, 2),
-            'The schedule "1f1b" runs 1 stage on each of 2 ranks, and there are 4 stages. Use "interleaved", or cut '
+            'The schedule "1f1b" runs 1 stage on each of 2 ranks, and there are 4 stages. Use "interleaved", or split '
             "the model into 2 stages.",
         ),
         (
             lambda: order("zbv", 2, 2, 2),
-            'The schedule "zbv" runs 2 stages on each of 2 ranks, and there are 2 stages. Cut the model into 4 stages.',
+            'The schedule "zbv" runs 2 stages on each of 2 ranks, and there are 2 stages. Split the model into 4 '
+            "stages.",
         ),
         (lambda: order("1f1b", 2, 2, 0), "A pipeline was given 0 microbatches; give one at least."),
     ],

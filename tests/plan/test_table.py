@@ -82,8 +82,8 @@ def test_a_pipeline_axis_divides_the_largest_list_of_blocks():
     whole = gpt_plan("tp=2", n_layer=8, tied=False).memory()
     assert whole.total / 3 < made.memory().total < whole.total / 2
     assert made.notes == (
-        'Memory counts the 8 blocks of "blocks" divided evenly over "pp", what precedes them on the first stage and '
-        "what follows on the last; the figures are of the stage that holds most.",
+        'Memory counts the 8 blocks of "blocks" divided evenly over "pp", modules before them on the first stage and '
+        "modules after them on the last; the figures are those of the largest stage.",
     )
 
 
@@ -109,7 +109,7 @@ def test_blocks_that_do_not_divide_are_more_in_the_middle(layers: int, ranks: in
 def test_a_pipeline_without_blocks_counts_all_and_says_so():
     made = plan(mlp(), "pp=2", MLP_RULES)
     assert made.memory() == plan(mlp(), "tp=1", MLP_RULES).memory()
-    assert made.notes == ('No repeated blocks were found: memory counts the whole model on each stage of "pp".',)
+    assert made.notes == ('The model has no repeated blocks: memory counts all of it on each stage of "pp".',)
 
 
 def test_memory_is_that_of_the_rank_whose_stages_hold_most():
@@ -204,7 +204,7 @@ def test_a_name_that_the_plan_lacks_is_answered_with_the_nearest():
     with pytest.raises(PlanError) as raised:
         plan(mlp(), "tp=2", MLP_RULES)["0.wieght"]
     assert str(raised.value) == (
-        'The plan has no tensor "0.wieght". Did you mean "0.weight"? It has 4 rows; print(plan) lists them.'
+        'The plan has no tensor "0.wieght". Did you mean "0.weight"? It has 4 tensors; print(plan) lists them.'
     )
 
 

@@ -80,28 +80,28 @@ def test_a_whole_plan():
     assert _condensed(str(made)) == [
         'Plan on dp=2,tp=4 (8 ranks) after zero(3), accumulate(2), offload("grads"): 12 tensors, 88 parameters, 352 B',
         "Largest rank: parameters 88 B, gradients 56 B, optimizer state (2 tensors, AdamW) 112 B, buffers 56 B; "
-        "together 312 B, of which 56 B in host memory; a step borrows up to 464 B more in buckets",
+        "total 312 B, of which 56 B in host memory; buckets take up to 464 B more in a step",
         "Tensors",
         "tensor | global shape | local shape | stored = state | compute | grad | per rank | rule | note",
         "mask | (2, 2) | (2, 2) | replicated | replicated | - | 16 B | - | buffer, not in the state dict; replicated: "
         "buffer",
         "embed.weight | (6, 4) | (<=1, 4) | vocab@(tp,dp) embed | vocab@tp embed | vocab@(tp,dp) embed : host | 16 B | "
-        "embed.weight | row-parallel (vocab dim); uneven; also head.weight; stays gathered until its backward",
+        "embed.weight | row-parallel (vocab dim); uneven; also head.weight; stays unsharded until its backward",
         "blocks.{0-1}.weight x2 | (4, 4) | (1, 2) | out@tp in@dp | out@tp in | out@tp in@dp : host | 16 B | blocks.* | "
         "column-parallel (out dim)",
         "blocks.{0-1}.bias x2 | (4) | (1) | out@tp | out@tp | out@tp : host | 8 B | blocks.* | column-parallel (out "
-        "dim); too small to split over dp",
+        "dim); too small to shard over dp",
         "norm.weight | (4) | (2) | _@dp | replicated | _@dp : host | 8 B | norm | replicated",
         "norm.bias | (4) | (2) | _@dp | replicated | _@dp : host | 8 B | norm | replicated",
         "norm.running_mean | (4) | (4) | replicated | replicated | - | 16 B | norm | buffer; replicated",
         "norm.running_var | (4) | (4) | replicated | replicated | - | 16 B | norm | buffer; replicated",
         "norm.num_batches_tracked | () | () | replicated | replicated | - | 8 B | norm | buffer; replicated",
         "frozen.weight | (4, 4) | (2, 4) | _@dp _ | replicated | - | 32 B | frozen | replicated; frozen",
-        "Module borders",
-        "border | layout | rule | why",
+        "Activations at module boundaries",
+        "activation | layout | rule | why",
         "embed.output | replicated | - | sum over tp of a row-parallel output",
-        "norm.output | as it is | - | gradient border",
-        "frozen.output | as it is | - | gradient border",
+        "norm.output | unchanged | - | its gradient is reduced here",
+        "frozen.output | unchanged | - | its gradient is reduced here",
         "Sent by one rank in a training step, for parameters, gradients and state",
         "what | collective | over | tensors | times | bytes",
         "parameters, forward | all_gather | dp | 6 | 2 | 152 B",
@@ -184,11 +184,12 @@ def test_a_pipeline_that_was_run_dry_tells_what_its_stages_do():
     assert _condensed(str(run)) == [
         "Plan on pp=2,dp=2 (4 ranks): 6 tensors, 60 parameters, 240 B",
         "Largest rank: parameters 160 B, gradients 160 B, optimizer state (2 tensors, AdamW) 320 B, buffers 0 B; "
-        "together 640 B",
+        "total 640 B",
         "2 stages on 2 ranks by 1f1b, 4 microbatches, if there are so many: ranks stand idle for 20.0% of a step if "
         "all stages take equally long and sending takes no time",
-        "One training step of the rank with the highest peak: 0 collectives, 0 B put in by a rank, 0 B sent as rings; "
-        "tensors alive 10 B before it, 1.95 KiB at the peak, without optimizer state; 5 floating-point operations",
+        "One training step of the rank with the highest peak: 0 collectives, whose inputs take 0 B on a rank, 0 B sent "
+        "by ring algorithms; live tensors take 10 B before it, 1.95 KiB at the peak, without optimizer state; 5 "
+        "floating-point operations",
         "Tensors",
         "tensor | global shape | local shape | layout | per rank | rule | note",
         "{0-2}.weight x3 | (4, 4) | (4, 4) | replicated | 192 B | ** | replicated",
@@ -207,7 +208,7 @@ def test_a_pipeline_that_was_run_dry_tells_what_its_stages_do():
         "Collectives of one training step, rank 1 of pp",
         "caused by | phase | collective | over | calls | bytes each | bytes",
         "1 | forward | all_reduce | dp | 2 | 12 B | 24 B",
-        "Ops that are gathered",
+        "Ops that all-gather their operands",
         "op | in | calls | why",
         "aten.nonzero.default | blocks.0.mlp | 2 | its result depends on values",
         "Step: buckets of 25 MiB",
@@ -273,8 +274,8 @@ def test_uneven_pieces_are_marked():
 def test_a_report_is_part_of_the_table():
     text = str(gpt_plan().replace(report=REPORT))
     assert (
-        "One training step: 5 collectives, 12.0 KiB put in by a rank, 16.0 KiB sent as rings; tensors alive 1.00 MiB "
-        "before it, 3.00 MiB at the peak, without optimizer state"
+        "One training step: 5 collectives, whose inputs take 12.0 KiB on a rank, 16.0 KiB sent by ring algorithms; "
+        "live tensors take 1.00 MiB before it, 3.00 MiB at the peak, without optimizer state"
     ) in text
     assert _cells(text, "blocks.{0-3}.attn.proj x4") == [
         "blocks.{0-3}.attn.proj x4", "forward", "all_reduce", "tp", "4", "2.00 KiB", "8.00 KiB",
@@ -287,7 +288,7 @@ def test_a_report_is_part_of_the_table():
 
 def test_a_report_with_nothing_gathered_says_so():
     text = str(gpt_plan().replace(report=DryRun((), (), 0, 0)))
-    assert "Every op has a proven sharding strategy; none is gathered." in text
+    assert "Every op has a proven sharding strategy; no op all-gathers its operands." in text
 
 
 def test_a_rich_console_prints_the_table_and_takes_nothing_for_markup():
@@ -316,7 +317,7 @@ def test_a_difference_is_told_in_lines():
             "~ mesh: dp=2,tp=2 -> dp=2,tp=4",
             "~ 0.weight: stored, compute, grad, state out@tp in -> replicated",
             "~ 0.bias: stored, compute, grad, state out@tp -> replicated",
-            "+ border 0.output: as it is",
+            "+ activation 0.output: unchanged",
             "~ largest rank, parameters: 2.12 KiB -> 2.69 KiB",
             "~ largest rank, gradients: 2.12 KiB -> 2.69 KiB",
             "~ largest rank, state: 4.25 KiB -> 5.38 KiB",
@@ -329,7 +330,7 @@ def test_a_difference_names_tensors_that_only_one_plan_has_with_blocks_folded():
     small, large = gpt_plan(n_layer=2), gpt_plan(n_layer=4)
     lines = small.diff(large).splitlines()
     assert "+ blocks.{2-3}.mlp.up.weight x2: ff@tp in" in lines
-    assert any(line.startswith("+ border blocks.{2-3}.attn.proj.output x2: ") for line in lines)
+    assert any(line.startswith("+ activation blocks.{2-3}.attn.proj.output x2: ") for line in lines)
     assert "- blocks.{2-3}.mlp.up.weight x2: ff@tp in" in large.diff(small).splitlines()
 
 
@@ -429,7 +430,7 @@ def test_captions_name_tensors_phases_and_ranks_that_hold_the_same():
 
 
 def test_a_picture_with_too_many_pieces_says_how_many():
-    assert "1024 pieces" in picture(Layout.parse("out@tp in"), (4096, 8), MeshShape("tp=1024"))
+    assert "1024 shards" in picture(Layout.parse("out@tp in"), (4096, 8), MeshShape("tp=1024"))
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (2, 3, 4, 5), (0, 4)])

@@ -48,8 +48,8 @@ MLP_HAS = 'MLP, which has "up.weight" (64, 16), "up.bias" (64,), "down.weight" (
         ("re:x", " Correct the pattern, remove the rule, or list it in optional=(...)."),
         (
             "dwn.output",
-            " A key that ends in .input or .output names a border of a module. Correct the pattern, remove the rule, "
-            'or list it in optional=(...). Did you mean "down.output"?',
+            " A key that ends in .input or .output names an activation of a module. Correct the pattern, remove the "
+            'rule, or list it in optional=(...). Did you mean "down.output"?',
         ),
     ],
 )
@@ -153,8 +153,8 @@ def test_a_border_told_two_things() -> None:
 def test_a_key_that_can_be_read_two_ways(value: Any, spelled: str) -> None:
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"output": nn.Linear(4, 4)})})
     assert message(lambda: Rules({"mlp.output": value}).resolve(model, "tp=2")) == (
-        f'Rule "mlp.output": {spelled} can be read two ways: the output of module "mlp", and "mlp.output", which has '
-        'that name. For the parameters name them, as in "mlp.output.weight"; for the border put the rule into '
+        f'Rule "mlp.output": {spelled} is ambiguous: it names the output of module "mlp", and also the module '
+        f'"mlp.output". For the parameters name them, as in "mlp.output.weight"; for the activation put the rule into '
         "activations={...} instead."
     )
 
@@ -193,7 +193,7 @@ def test_a_key_that_can_be_read_two_ways(value: Any, spelled: str) -> None:
             {"mlp.up": "ff@pp"},
             "pp=2,tp=2",
             {},
-            'Rule "mlp.up": "ff@pp": "pp" is a pipeline axis, which splits the list of modules, not a tensor. Use one '
+            'Rule "mlp.up": "ff@pp": "pp" is a pipeline axis, which divides the list of modules, not a tensor. Use one '
             'of "tp".',
         ),
         (
@@ -201,7 +201,7 @@ def test_a_key_that_can_be_read_two_ways(value: Any, spelled: str) -> None:
             "tp=2",
             {"axes": {"ff": "tp"}},
             'Rule "mlp.up": "ff embed@tp", with the axes that the rule set gives its dims: Layout "ff@tp embed@tp": '
-            'axis "tp" is used twice. Each axis splits one dim of a tensor or is reduced over, once; drop one of the '
+            'axis "tp" is used twice. Each axis shards one dim of a tensor or is reduced over, once; drop one of the '
             "two, or use another axis of the mesh.",
         ),
     ],
@@ -229,8 +229,8 @@ def test_axes(change: dict[str, Any], mesh: str, options: dict[str, Any], said: 
             {},
             'Rule "attn.qkv": "(qkv heads@tp head)", for "blocks.0.attn.qkv.weight": Layout "(qkv heads@tp head) in" '
             'for a tensor of global shape (48, 16) on mesh "tp=8": factor "heads" of size 4 does not divide over '
-            'tp=8. Factors of a fused dim must divide: use axes whose sizes divide 4, or write "heads@tp?" to '
-            "split it only where it divides.",
+            'tp=8. Factors of a fused dim must divide: use axes whose sizes divide 4, or write "heads@tp?" to shard it '
+            "only where it divides.",
         ),
         (
             {},
@@ -273,7 +273,7 @@ def test_axes(change: dict[str, Any], mesh: str, options: dict[str, Any], said: 
             {"norm": "colwise"},
             "tp=2",
             {},
-            'Rule "norm": "colwise" splits the output features of "blocks.0.norm", whose dims are weight "*lead '
+            'Rule "norm": "colwise" shards the output features of "blocks.0.norm", whose dims are weight "*lead '
             'embed", bias "*lead embed"; none of them is. Name a dim in a text, as in "dim@tp", or use "replicate".',
         ),
         (
@@ -287,16 +287,16 @@ def test_axes(change: dict[str, Any], mesh: str, options: dict[str, Any], said: 
             {"mlp.output": "colwise"},
             "tp=2",
             {},
-            'Rule "mlp.output": "colwise": "colwise" is a role of a module, and this key names a border. Lay the '
-            'activation out as text, as in "batch seq embed@tp", or by placement.',
+            'Rule "mlp.output": "colwise": "colwise" is a role of a module, but this key names an activation. Give the '
+            'activation a layout as text, as in "batch seq embed@tp", or placements.',
         ),
         (
             {"mlp.output": {"dp": Shard(0), "tp": Shard(-1)}},
             "dp=2,tp=2",
             {},
             'Rule "mlp.output": {"dp": Shard(0), "tp": Shard(-1)}: these placements cannot be read for an activation '
-            "whose number of dims is not known. Count all dims from the front or all from the back, or lay it out as "
-            'text, as in "batch seq@tp embed".',
+            "whose number of dims is not known. Count all dims from the front or all from the back, or give its layout "
+            'as text, as in "batch seq@tp embed".',
         ),
     ],
 )
@@ -317,13 +317,13 @@ def test_fit(change: dict[str, Any], mesh: str, options: dict[str, Any], said: s
         (
             nn.Conv2d(4, 4, 3, groups=4),
             "rowwise",
-            'Rule "m": "rowwise" splits the dim that is summed over of "m", whose dims are weight "out in_per_group '
+            'Rule "m": "rowwise" shards the dim that is summed over of "m", whose dims are weight "out in_per_group '
             '*kernel", bias "out"; none of them is. Name a dim in a text, as in "dim@tp", or use "replicate".',
         ),
         (
             nn.Bilinear(4, 4, 3),
             "rowwise",
-            'Rule "m": "rowwise" splits the dim that is summed over of "m", whose dims are weight "out in1 in2", bias '
+            'Rule "m": "rowwise" shards the dim that is summed over of "m", whose dims are weight "out in1 in2", bias '
             '"out"; several are: "in1" and "in2". Name a dim in a text, as in "dim@tp", or use "replicate".',
         ),
         (
@@ -336,7 +336,7 @@ def test_fit(change: dict[str, Any], mesh: str, options: dict[str, Any], said: s
             nn.MultiheadAttention(8, 2),
             Shard(0),
             'Rule "m": Shard(0): this dim of "m.in_proj_weight" is fused from "(qkv heads head)", and Shard(dim=0) '
-            'would cut across its pieces. Use "colwise", or split a factor in a text, as in "heads@tp".',
+            'would not shard its factors alike. Use "colwise", or shard a factor in a text, as in "heads@tp".',
         ),
         (
             nn.Linear(8, 12),
@@ -398,12 +398,12 @@ WRITE = (
         ),
         (
             "ff@tp embed@tp",
-            'Rule "up": Layout "ff@tp embed@tp": axis "tp" is used twice. Each axis splits one dim of a tensor or is '
+            'Rule "up": Layout "ff@tp embed@tp": axis "tp" is used twice. Each axis shards one dim of a tensor or is '
             "reduced over, once; drop one of the two, or use another axis of the mesh.",
         ),
         (
             "a@tp b + sum@dp",
-            'Rule "up": "a@tp b + sum@dp" says more than how the dims are split. Leave out what follows "+" or ":"; '
+            'Rule "up": "a@tp b + sum@dp" says more than how the dims are sharded. Leave out what follows "+" or ":"; '
             "sums follow from the layouts, dtype and memory are given by transforms.",
         ),
     ],
@@ -431,7 +431,7 @@ def test_values(value: Any, said: str) -> None:
         (
             {"up": "ff"},
             {"axes": {"ff": "t p"}},
-            'axes gives dim "ff" the axis \'t p\', which is not an axis name. Give one, as in "tp" (or "tp?" to split '
+            'axes gives dim "ff" the axis \'t p\', which is not an axis name. Give one, as in "tp" (or "tp?" to shard '
             'only where it divides), or several, as in ("fsdp", "tp").',
         ),
         (
@@ -460,8 +460,8 @@ def test_values(value: Any, said: str) -> None:
         (
             {},
             {"activations": {"mlp.up": "a b"}},
-            'Rule "mlp.up": "a b" stands in activations and does not name a module border. End the key in ".input" or '
-            '".output", or move the rule to the parameters.',
+            'Rule "mlp.up": "a b" is in activations and does not name the input or output of a module. End the key in '
+            '".input" or ".output", or move the rule to the parameters.',
         ),
         (
             {"a.output": "a b"},

@@ -257,13 +257,14 @@ def test_input_and_output_in_one() -> None:
             PrepareModuleInput(
                 input_layouts=(Shard(1), Shard(0)), desired_input_layouts=(Replicate(), Shard(0)), use_local_output=True
             ),
-            'The plan wants the inputs of "a" as Replicate(), Shard(dim=0); a module border has one layout, '
-            "replicated or split. Lay out the modules that these tensors come from or go to instead.",
+            'The plan wants the inputs of "a" as Replicate(), Shard(dim=0); the input and the output of a module have '
+            "one layout each, replicated or sharded. Give layouts to the modules that these tensors come from or go to "
+            "instead.",
         ),
         (
             ColwiseParallel(output_layouts=Partial()),
-            'The plan wants the outputs of "a" as Partial(sum); a module border has one layout, replicated or split. '
-            "Lay out the modules that these tensors come from or go to instead.",
+            'The plan wants the outputs of "a" as Partial(sum); the input and the output of a module have one layout '
+            "each, replicated or sharded. Give layouts to the modules that these tensors come from or go to instead.",
         ),
     ],
     ids=["no style", "two layouts", "partial"],

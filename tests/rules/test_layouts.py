@@ -116,7 +116,7 @@ def test_without_either_a_suggestion_is_made_and_said_aloud() -> None:
     assert rules == suggest(model)
     (warning,) = caught
     assert str(warning.message) == (
-        "No layout file is for tests.rules.zoo.Tiny and it carries no plan. These rules were suggested from its "
+        "There is no layout file for tests.rules.zoo.Tiny and it carries no plan. These rules were suggested from its "
         f"modules; `shardlib init` writes them to a file to be checked:\n{rules.to_toml()}"
     )
     assert warning.filename == __file__

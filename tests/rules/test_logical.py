@@ -162,9 +162,9 @@ def _fused() -> Any:
             "A rule for logical axes was given as ('mlp', ('tp', 'tp')); give a pair of a logical name and a mesh axis",
         ),
         (lambda: sl.Rules.from_logical_axes({}, [("mlp", 3)]), "A rule for logical axes was given as ('mlp', 3)"),
-        (lambda: _all_fused(8), '\n  "7.weight": "(qkv heads@tp head) embed"\nSplit the dim as a whole'),
-        (lambda: _all_fused(10), '\n  "7.weight": "(qkv heads@tp head) embed"\n  and 2 more\nSplit'),
-        (_fused, '1 tensors have a fused dim that is split inside, which a logical axis, a whole dim, cannot say:\n'),
+        (lambda: _all_fused(8), '\n  "7.weight": "(qkv heads@tp head) embed"\nShard the whole dim'),
+        (lambda: _all_fused(10), '\n  "7.weight": "(qkv heads@tp head) embed"\n  and 2 more\nShard'),
+        (_fused, '1 tensors have a fused dim of which one factor is sharded, but a logical axis names a whole dim:\n'),
     ],
 )  # fmt: skip
 def test_what_is_refused_says_why(call: Any, message: str):

@@ -73,7 +73,7 @@ def test_what_may_be_split_is_split_over_the_axes_that_divide_it(mesh: str, layo
     [
         ({"a": {"params": {}}}, 'Mode "a" has the key "params"; a mode has rules, activations, axes, sizes, optional.'),
         ({"a": {"axes": {"ff": "sp"}}}, 'Mode "a": axes names "ff", which no layout of these rules mentions'),
-        ({"a": {"activations": {"up": "b s"}}}, 'Mode "a": Rule "up": "b s" stands in activations and does not name'),
+        ({"a": {"activations": {"up": "b s"}}}, 'Mode "a": Rule "up": "b s" is in activations and does not name'),
         ({"a": ["up"]}, 'mode "a" was given as list'),
         (["a"], "modes was given as list"),
         ({"a": {"activations": {"up.output": "b s"}, "axes": {"s": "sp?"}}}, None),
@@ -86,7 +86,7 @@ def test_what_is_refused(given: Any, said: str | None):
         assert str(caught.value).startswith(said)
         return
     rules = Rules({"up": "colwise", "down": None}, modes=given).mode("a")
-    with pytest.raises(RuleError, match=r'whether "s" is split cannot be said of an activation, .* sizes=\{"s": 8\}'):
+    with pytest.raises(RuleError, match=r'whether "s" is sharded cannot be decided .* sizes=\{"s": 8\}'):
         rules.resolve(model(), "sp=2")
 
 

@@ -87,7 +87,7 @@ FORMS = (
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("", f'A pattern is empty. Name a module, a parameter or a border: {FORMS}; "^" alone is the root.'),
+        ("", f'A pattern is empty. Name a module, a parameter, or an activation: {FORMS}; "^" alone is the root.'),
         ("a..b", f'Pattern "a..b" has an empty segment; write names as in "blocks.*.attn.qkv": {FORMS}.'),
         (
             "a.x**",

@@ -36,15 +36,15 @@ RULES = Rules({**TINY_RULES, "head": "vocab@tp", "mlp.output": "batch seq embed"
             '  on mesh  "dp=2,tp=2": rank 0 holds local shape (16, 16)\n'
             "  placed   (Replicate(), Shard(dim=0))",
         ),
-        ("blocks.0.mlp", '"blocks.0.mlp.output": border, layout batch seq embed (rule "mlp.output")'),
-        ("blocks.0.mlp.output", '"blocks.0.mlp.output": border, layout batch seq embed (rule "mlp.output")'),
+        ("blocks.0.mlp", '"blocks.0.mlp.output": activation, layout batch seq embed (rule "mlp.output")'),
+        ("blocks.0.mlp.output", '"blocks.0.mlp.output": activation, layout batch seq embed (rule "mlp.output")'),
         (
             "blocks.0.mlp.down.output",
-            '"blocks.0.mlp.down.output": border, layout ... (sum over tp of a row-parallel output)',
+            '"blocks.0.mlp.down.output": activation, layout ... (sum over tp of a row-parallel output)',
         ),
-        ("blocks.0.norm.output", '"blocks.0.norm.output": border, as it is (gradient border)'),
-        ("blocks.0.mlp.up.input", '"blocks.0.mlp.up.input": no border; the activation passes as it is'),
-        ("blocks", 'module "blocks" (ModuleList) has no tensors of its own and no border'),
+        ("blocks.0.norm.output", '"blocks.0.norm.output": activation, unchanged (its gradient is reduced here)'),
+        ("blocks.0.mlp.up.input", '"blocks.0.mlp.up.input": activation, unchanged (no rule names it)'),
+        ("blocks", 'module "blocks" (ModuleList) has no tensors of its own, and no rule names its activations'),
     ],
 )
 def test_explain_with_a_model(name: str, said: str) -> None:
@@ -62,7 +62,7 @@ def test_explain_with_a_model_and_no_mesh() -> None:
     [
         ("a.mlp.up.bias", '"a.mlp.up.bias"\n  rule "mlp.up": "colwise" names its module "a.mlp.up"'),
         ("a.mlp.up", '"a.mlp.up"\n  rule "mlp.up": "colwise" names it'),
-        ("a.mlp.output", '"a.mlp.output"\n  rule "mlp.output": "batch seq embed" names this border'),
+        ("a.mlp.output", '"a.mlp.output"\n  rule "mlp.output": "batch seq embed" names this activation'),
         ("a.mlp.input", '"a.mlp.input"\n  no rule matches'),
     ],
 )
@@ -87,7 +87,7 @@ def test_coverage_counts_every_byte_once() -> None:
     assert coverage.split_bytes + coverage.replicated_bytes == coverage.bytes
     assert coverage.unmatched_bytes == 8 * 8 * 4
     assert str(coverage) == (
-        "rule       layout                 tensors     bytes     split  replicated\n"
+        "rule       layout                 tensors     bytes   sharded  replicated\n"
         'embed      "rowwise"                    1   2.0 KiB   2.0 KiB         0 B\n'
         'attn.qkv   "(qkv heads@tp head)"        4   6.4 KiB   6.4 KiB         0 B\n'
         'attn.proj  "rowwise"                    4   2.1 KiB   2.0 KiB       128 B\n'

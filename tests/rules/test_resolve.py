@@ -82,7 +82,7 @@ def test_borders_follow_from_layouts() -> None:
     summed = "sum over tp of a row-parallel output"
     assert [(b.module, b.side, b.layout, b.rule, b.reason) for b in borders.values() if "blocks.1" not in b.module] == [
         ("embed", "output", whole, None, summed),
-        ("blocks.0.norm", "output", None, None, "gradient border"),
+        ("blocks.0.norm", "output", None, None, "its gradient is reduced here"),
         ("blocks.0.attn.proj", "output", whole, None, summed),
         ("blocks.0.mlp.down", "output", whole, None, summed),
     ]
@@ -95,7 +95,7 @@ def test_no_border_where_no_model_axis_splits(mesh: str) -> None:
 
 def test_an_axis_of_size_one_leaves_no_sum() -> None:
     resolution = Rules(TINY_RULES, sizes=TINY_SIZES).resolve(tiny(), "cp=2,tp=1")
-    assert resolution.borders["blocks.0.attn.proj", "output"].reason == "gradient border"
+    assert resolution.borders["blocks.0.attn.proj", "output"].reason == "its gradient is reduced here"
     assert resolution.tensors["blocks.0.attn.proj.bias"].note == "replicated"
 
 
@@ -105,7 +105,11 @@ def test_a_border_that_is_asked_for_replaces_the_derived_one() -> None:
     )
     borders = rules.resolve(tiny(), "dp=2,tp=2").borders
     asked = borders["blocks.0.attn.proj", "output"]
-    assert (str(asked.layout), asked.rule, asked.reason) == ("batch@dp seq@tp embed", "attn.proj.output", "asked for")
+    assert (str(asked.layout), asked.rule, asked.reason) == (
+        "batch@dp seq@tp embed",
+        "attn.proj.output",
+        "set by the rule",
+    )
     assert borders["blocks.1", "input"].layout.placements("dp=2,tp=2", ndim=3) == (Replicate(), Shard(1))
 
 
@@ -296,8 +300,8 @@ def test_tied_parameters_take_the_layout_of_the_one_that_has_a_rule() -> None:
 def test_a_data_axis_stores_split_and_leaves_no_sum() -> None:
     resolution = Rules({"0": {"fsdp": Shard(1)}}).resolve(nn.Sequential(nn.Linear(4, 4)), "fsdp=2,tp=2")
     assert str(resolution.tensors["0.weight"].layout) == "out in@fsdp"
-    assert resolution.tensors["0.weight"].note == "stored split (in dim)"
-    assert resolution.borders["0", "output"].reason == "gradient border"
+    assert resolution.tensors["0.weight"].note == "stored in shards (in dim)"
+    assert resolution.borders["0", "output"].reason == "its gradient is reduced here"
 
 
 def test_an_override_wins_over_rules_before_it() -> None:

@@ -21,9 +21,9 @@ def test_what_is_suggested_and_why() -> None:
     assert suggest(on_meta(Tiny)).to_toml() == (
         'description = "Suggested for Tiny from its modules; check what is a guess"\nmodels = '
         '["tests.Tiny"]\n\n[axes]\nheads = "tp"\nff = "tp"\nvocab = "tp"\n\n[sizes]\nheads = "n_head"\nqkv = '
-        '3\n\n[params]\n# a table of tokens; its rows, the vocabulary, are split\nembed = "rowwise"\n# '
-        'the output layer, tied to "embed"\nhead = "vocab"\n# guess: q, k and v lie one after the other, the number '
-        'of heads is "n_head"\n"blocks.*.attn.qkv" = "(qkv heads head)"\n# takes the heads of '
+        '3\n\n[params]\n# a table of tokens; its rows, the vocabulary, are sharded\nembed = "rowwise"\n# '
+        'the output layer, tied to "embed"\nhead = "vocab"\n# guess: q, k and v are stacked one after the other, the '
+        'number of heads is "n_head"\n"blocks.*.attn.qkv" = "(qkv heads head)"\n# takes the heads of '
         '"blocks.*.attn"\n"blocks.*.attn.proj" = "rowwise"\n# widens 16 to 64 and "down" narrows it '
         'again\n"blocks.*.mlp.up" = "ff"\n# narrows what "up" widened\n"blocks.*.mlp.down" = '
         '"rowwise"\n"blocks.*.norm" = "replicate"\n'

@@ -73,23 +73,23 @@ def _summand(rank: int, ranks: int, whole: torch.Tensor) -> torch.Tensor:
         ("tp=4", "batch feature", lambda rank, part, whole: part - BIAS, "1 of the bias is missing from it"),
         (
             "tp=2", "batch@tp feature", lambda rank, part, whole: whole.chunk(2)[1 - rank],
-            "pieces in the wrong place: rank 0 holds rank 1's, rank 1 holds rank 0's",
+            "shards in the wrong place: rank 0 holds rank 1's, rank 1 holds rank 0's",
         ),
         (
             "tp=2", "batch@tp feature", lambda rank, part, whole: whole.chunk(2)[0],
-            "pieces in the wrong place: rank 1 holds rank 0's",
+            "shards in the wrong place: rank 1 holds rank 0's",
         ),
         (
             "tp=2", "batch@tp feature", lambda rank, part, whole: whole.view(3, 2, 4)[:, rank],
-            "the right numbers in wrong places over all ranks: looks like a wrong cut of a fused or reordered dim",
+            "the right numbers in wrong places over all ranks: looks like wrong sharding of a fused or reordered dim",
         ),
         (
             "tp=2", "batch feature", lambda rank, part, whole: part.flip(1),
-            "dim 1 in another order: looks like a wrong cut of a fused or reordered dim",
+            "dim 1 in another order: looks like wrong sharding of a fused or reordered dim",
         ),
         (
             "tp=2", "batch feature", lambda rank, part, whole: part * 0,
-            "all zeros on ranks 0, 1: never written, or cut off",
+            "all zeros on ranks 0, 1: never written, or truncated",
         ),
         (
             "tp=2", "batch feature", lambda rank, part, whole: part * float("nan"),
@@ -101,7 +101,7 @@ def _summand(rank: int, ranks: int, whole: torch.Tensor) -> torch.Tensor:
         ),
         (
             "tp=2", "batch@tp feature", lambda rank, part, whole: whole,
-            "rank 0 holds local shape (6, 4); its part is (3, 4)",
+            "rank 0 holds local shape (6, 4); expected (3, 4)",
         ),
         (
             "tp=2", "batch feature", lambda rank, part, whole: torch.exp(part),
@@ -157,9 +157,9 @@ def test_norms():
             single, mine, torch.tensor(13.0), torch.tensor(square, dtype=torch.float64).sqrt(), rank_coordinate
         )[0]
 
-    assert said(9 + 144).startswith("it counts this rank's pieces alone")
+    assert said(9 + 144).startswith("it counts this rank's shards alone")
     assert said(25 + 2 * 144) == "gradients that are replicated are counted 2 times (tp)"
-    assert said(2 * 25 + 144) == "gradients that are split are counted 2 times (tp)"
+    assert said(2 * 25 + 144) == "gradients that are sharded are counted 2 times (tp)"
     assert said(2 * 169) == "its square is 2 times too large (tp): all gradients are counted on every rank of it"
     assert said(100) == "its square is 0.591716 times the single device's"
 
@@ -168,7 +168,7 @@ def test_the_last_rank_of_an_uneven_split():
     wants = torch.arange(1.0, 6.0).split(3)
     evidence = [Evidence({"tp": rank}, want * (1 + 2 * rank), want) for rank, want in enumerate(wants)]
     said = likely(evidence, _case("tp=2"), {})
-    assert said[1] == "only the ranks at tp=1, the last, where the split is uneven"
+    assert said[1] == "only the ranks at tp=1, the last, where the shards are uneven"
 
 
 def test_what_is_off_by_less_than_any_pattern_shows():

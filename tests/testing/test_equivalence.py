@@ -223,7 +223,7 @@ def test_the_report_says_what_a_reader_needs():
     assert "First difference, step 0: the output of blocks.0.attn.proj\n  global shape   (8, 5, 8), off by " in text
     assert (
         "  on ranks       0, 1\n"
-        '  lies as        "_ _ _" of local shape (8, 5, 8); on a single device it is whole\n'
+        '  layout         "_ _ _" of local shape (8, 5, 8)\n'
         '  rule           "attn.proj": weight "out in@tp"\n'
         '                 "attn.proj": bias "out"\n' in text
     )
@@ -362,12 +362,12 @@ def test_low_precision_finds_mistakes_larger_than_its_rounding(ranks, dtype: tor
     [
         ({"model": mlp()}, InputError, "equivalent() was given model=a Sequential; give a function that makes one"),
         ({"batch": rows(0)}, InputError, "equivalent() was given batch=a Tensor; give a function that makes one"),
-        ({"steps": -1}, InputError, "equivalent() was given steps=-1; give a whole number from 0 up."),
-        ({"accumulate": 0}, InputError, "equivalent() was given accumulate=0; give a whole number from 1 up."),
+        ({"steps": -1}, InputError, "equivalent() was given steps=-1; give an integer from 0 up."),
+        ({"accumulate": 0}, InputError, "equivalent() was given accumulate=0; give an integer from 1 up."),
         ({"clip": 0.0}, InputError, "equivalent() was given clip=0.0; give a gradient norm above zero"),
         ({"dtype": torch.int64}, InputError, "equivalent() was given dtype=torch.int64; give one of torch.float64"),
         ({"rng": "slow"}, InputError, 'equivalent() was given rng=\'slow\'; give "exact" or "fast".'),
-        ({"shard": print}, InputError, "equivalent() was given shard= together with rules."),
+        ({"shard": print}, InputError, "equivalent() was given both shard= and rules."),
         ({"mesh": "dp=2,tp=-1"}, MeshError, 'equivalent() was given mesh "dp=2,tp=-1"; give every size'),
         ({"rules": {"3": "colwise"}}, RuleError, 'Rule "3": "colwise" matches nothing'),
         ({"model": lambda: 3}, InputError, "model= returned a int; it has to make an nn.Module."),
@@ -380,7 +380,7 @@ def test_low_precision_finds_mistakes_larger_than_its_rounding(ranks, dtype: tor
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, InputError, "optimizer=a SGD; give a function (params)"),
         ({"rules": None, "shard": lambda model: model}, InputError, "give a function (model, mesh)."),
         ({"clip": "1"}, InputError, "equivalent() was given clip='1'; give a gradient norm above zero"),
-        ({"seed": "a"}, InputError, "equivalent() was given seed='a'; give a whole number from 0 up."),
+        ({"seed": "a"}, InputError, "equivalent() was given seed='a'; give an integer from 0 up."),
         ({"timeout": 0}, InputError, "equivalent() was given timeout=0; give seconds above zero."),
         ({"mesh": "dp=64,tp=1024"}, MeshError, "65536 processes, which need 6554 GiB at least; this machine has "),
         ({"optimizer": lambda params: None}, InputError, "optimizer= returned a NoneType; it has to return a torch."),
@@ -445,7 +445,7 @@ class FailsAt(nn.Module):
 
 def test_a_forward_that_fails_says_in_which_run():
     for n, said in (
-        (1, "on the single device, step 0: the model, its batch and its loss fail together"),
+        (1, "on the single device, step 0: the model fails on this batch and loss before"),
         (2, "in the sharded run, step 1; the single device's step went through"),
     ):
         with pytest.raises(ValueError, match="not again") as raised:

@@ -124,7 +124,7 @@ def test_noise_moves_a_tied_parameter_once_and_keeps_variances_positive():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Transformer(heads=0), "Transformer(heads=0): give a whole number from 1 up."),
+        (lambda: Transformer(heads=0), "Transformer(heads=0): give an integer from 1 up."),
         (
             lambda: Transformer(heads=4, kv_heads=3),
             "Transformer(heads=4, kv_heads=3): give kv_heads that divide heads.",
@@ -136,10 +136,10 @@ def test_noise_moves_a_tied_parameter_once_and_keeps_variances_positive():
         (lambda: Transformer(norm="batch"), "Transformer(norm='batch'): give one of 'layer', 'rms'."),
         (lambda: MLP(shared="all"), "MLP(shared='all'): give one of '', 'weight', 'module'."),
         (lambda: ConvNet(norm="layer"), "ConvNet(norm='layer'): give one of 'batch', 'group'."),
-        (lambda: batch_for(MLP(), rows=True), "batch_for(rows=True): give a whole number from 1 up."),
+        (lambda: batch_for(MLP(), rows=True), "batch_for(rows=True): give an integer from 1 up."),
         (
             lambda: rules_for(MLP(), sequence=True),
-            "rules_for(MLP, sequence=True): only a Transformer has a sequence to split.",
+            "rules_for(MLP, sequence=True): only a Transformer has a sequence to shard.",
         ),
         (
             lambda: batch_for(nn.Linear(2, 2)),

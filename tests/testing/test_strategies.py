@@ -105,7 +105,7 @@ CORNERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "in another order than the mesh's": lambda mesh, shape, layout: any(
         list(dim.axes) != sorted(dim.axes, key=mesh.names.index) for dim in layout.dims
     ),
-    "a fused dim split inside": lambda mesh, shape, layout: any(
+    "a sharded factor of a fused dim": lambda mesh, shape, layout: any(
         dim.fused and dim.factors[0].size > 1 and not dim.factors[0].axes and dim.axes for dim in layout.dims
     ),
     "two factors of a dim split": lambda mesh, shape, layout: any(
@@ -301,7 +301,7 @@ def test_what_is_left_out_is_what_is_refused(ranks):
         if not inside:
             assert equivalent(linear, Numbers((2, 3)), "tp=2,sp=2", rules)
             continue
-        with pytest.raises(PlanError, match="a fused dim split over more than one axis"):
+        with pytest.raises(PlanError, match="a fused dim sharded over several axes"):
             equivalent(linear, Numbers((2, 3)), "tp=2,sp=2", rules)
 
 
@@ -486,7 +486,7 @@ def test_dropout_is_drawn_on_every_kind_of_mesh_exact_where_data_ranks_draw_each
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: strategies.mesh_shapes(0), "mesh_shapes(max_world=0): give a whole number from 1 up."),
+        (lambda: strategies.mesh_shapes(0), "mesh_shapes(max_world=0): give an integer from 1 up."),
         (
             lambda: strategies.mesh_shapes(1),
             "mesh_shapes(1, model_axes=('tp',), data_axes=('dp',), rows=None): there is no such mesh. Give at least "
@@ -500,10 +500,10 @@ def test_dropout_is_drawn_on_every_kind_of_mesh_exact_where_data_ranks_draw_each
             lambda: strategies.mesh_shapes(model_axes=("dp",)),
             "mesh_shapes(model_axes=('dp',)): \"dp\" is a data axis; give it as data_axes.",
         ),
-        (lambda: strategies.shapes("tp=2", max_dims=0), "shapes(max_dims=0): give a whole number from 1 up."),
+        (lambda: strategies.shapes("tp=2", max_dims=0), "shapes(max_dims=0): give an integer from 1 up."),
         (
             lambda: strategies.layouts((4, -1), "tp=2"),
-            "layouts((4, -1)): -1 is not a size of a dim; give whole numbers from 0 up.",
+            "layouts((4, -1)): -1 is not a size of a dim; give integers from 0 up.",
         ),
         (
             lambda: strategies.layouts((4,), "tp=2", axes=["dp"]),

@@ -67,7 +67,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no microbatches": (
         {"parallel": {"pipeline": 2}},
-        "The config says parallel.pipeline and no NUM_MICRO_BATCHES; say into how many microbatches a batch is cut.",
+        "The config says parallel.pipeline and no NUM_MICRO_BATCHES; give the number of microbatches of a batch.",
     ),
     "no dict": (
         {"parallel": 2},
@@ -133,8 +133,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "margin": (
         {"zero": {"optimizer_config": {"gpu_margin_mem_ratio": 0.8}}},
-        "zero.optimizer_config(gpu_margin_mem_ratio=0.8): state lies where its parameters do. (Leave it out, or give "
-        "0.0.)",
+        "zero.optimizer_config(gpu_margin_mem_ratio=0.8): state is placed where its parameters are. (Leave it out, or "
+        "give 0.0.)",
     ),
     "no mode": (
         {"fp16": {"init_scale": 8}},
@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "passes": (
         {"gradient_accumulation": 0},
-        "The config says gradient_accumulation=0; give a whole number from 1 up.",
+        "The config says gradient_accumulation=0; give an integer from 1 up.",
     ),
     "clip": ({"clip_grad_norm": -1}, "The config says clip_grad_norm=-1; give a number from 0 up."),
     "handlers": (

@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Trainer(nn.Linear(2, 2)),  # type: ignore[arg-type]
         "Trainer was given a Linear; give the engine that initialize returns.",
     ),
-    "epochs": (lambda: fit(epochs=-1), "epochs=-1 was given; give a whole number from 0 up."),
+    "epochs": (lambda: fit(epochs=-1), "epochs=-1 was given; give an integer from 0 up."),
     "no loss": (
         lambda: fit(data=[BATCH]),
         "The engine has no criterion, and the model's output, a Tensor, has no loss. Give initialize a criterion, or "
@@ -164,8 +164,8 @@ def of_two() -> list[str]:
 
 def test_what_two_ranks_cannot_do_is_refused(ranks):
     assert ranks(2).run(of_two)[0] == [
-        "The model is cut into stages, none of which runs alone. Call engine.execute_schedule(data_iter), with "
-        "forward_only=True to evaluate, or let a Trainer do it.",
+        "The model is split into pipeline stages, none of which runs alone. Call engine.execute_schedule(data_iter), "
+        "with forward_only=True to evaluate, or let a Trainer do it.",
         'add_hook: blocks on mesh "dp=1,tp=2" are compiled, and would not call it. Register torch\'s own module hooks '
         "before initialize.",
         "The number of this rank on its machine is not known. Start ranks by torchrun, which sets LOCAL_RANK, or give "

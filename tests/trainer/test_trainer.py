@@ -344,13 +344,13 @@ MESSAGES = {
     "makes pairs: initialize(...), then engine.schedule.data_process_func = ...",
     ends_early: "Epoch 1 / Train: the dataloader has given 1 batches, and its length is 3. Give it the length that it "
     "has.",
-    a_part: "accuracy_func says 0.5 of 4 examples; it is to say how many are right, not which part: "
-    "(output.argmax(-1) == label).sum(), or with their number where that is not the batch's, as a pair.",
+    a_part: "accuracy_func says 0.5 of 4 examples; it must return the number of right examples, not their fraction: ("
+    "output.argmax(-1) == label).sum(), or with their number where that is not the batch's, as a pair.",
     a_class: "hooks has LossHook, a class; give instances of subclasses of BaseHook, such as LossHook().",
     no_folder: "SaveCheckpointHook was given no checkpoint_dir; give a folder that all ranks see.",
     no_length: "The list_iterator has no length, so the end of an epoch is not known. Give one with a length, or write "
     "the loop yourself with the engine.",
-    no_interval: "interval=0 was given; give a whole number from 1 up.",
+    no_interval: "interval=0 was given; give an integer from 1 up.",
 }
 
 

@@ -67,7 +67,8 @@ def test_a_capacity_is_kept():
         ),
         (
             lambda: _staged() | sl.pipeline("zbv"),
-            'The schedule "zbv" runs 2 stages on each of 2 ranks, and there are 2 stages. Cut the model into 4 stages.',
+            'The schedule "zbv" runs 2 stages on each of 2 ranks, and there are 2 stages. Split the model into 4 '
+            "stages.",
         ),
         (lambda: _staged(per_rank=2) | sl.pipeline("interleaved", 5), "Choose another number of microbatches"),
         (
@@ -84,8 +85,8 @@ def test_a_capacity_is_kept():
         ),
         (
             lambda: _spread("dp=2,ep=1") | sl.capacity(2),
-            'capacity(2.0): no experts are spread over an expert axis of mesh "dp=2,ep=1", and a capacity is a limit '
-            'on the tokens that travel. Give the mesh an axis ep, and a rule such as "expert@ep out in".',
+            'capacity(2.0): no experts are sharded over an expert axis of mesh "dp=2,ep=1", and a capacity limits the '
+            'tokens that are sent to experts. Give the mesh an axis ep, and a rule such as "expert@ep out in".',
         ),
         (
             lambda: _spread() | sl.capacity(2) | sl.capacity(3),

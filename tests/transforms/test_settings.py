@@ -217,8 +217,8 @@ def _built_in(dtype: torch.dtype) -> Plan:
         ),
         (
             lambda: precision("fp16_naive")(precision("bf16")(laid_out())),
-            'precision("fp16_naive"): "count" is laid out as ": bfloat16" already, and would '
-            "become torch.float16. Choose one precision; `keep` names what stays float32.",
+            'precision("fp16_naive"): "count" has the layout ": bfloat16" already, and would become torch.'
+            "float16. Choose one precision; `keep` names what stays float32.",
         ),
         (
             lambda: laid_out() | accumulate(2) | accumulate(4),

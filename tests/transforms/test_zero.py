@@ -46,7 +46,7 @@ def test_frozen_parameters_are_split_in_stage_three_alone_and_buffers_never():
 def test_a_scalar_stays_whole_and_says_why():
     made = laid_out("dp=2") | zero(3) | zero(3)
     assert made["count"].stored.axes == frozenset()
-    assert made["count"].note == "replicated; too small to split over dp"
+    assert made["count"].note == "replicated; too small to shard over dp"
 
 
 def test_axes_may_be_chosen_and_ordered():
@@ -59,7 +59,7 @@ def test_tensors_may_be_chosen():
     made = laid_out() | zero(3, only=("blocks.0", "embed"))
     split = {row.name for row in made.rows if row.stored != row.compute}
     assert split == {"blocks.0.qkv.weight", "blocks.0.proj.weight", "blocks.0.proj.bias", "embed.weight"}
-    assert made["blocks.0.qkv.bias"].note.endswith("fused dim not split over dp,fsdp")
+    assert made["blocks.0.qkv.bias"].note.endswith("fused dim not sharded over dp,fsdp")
 
 
 def test_a_tied_tensor_is_chosen_by_any_of_its_names():
@@ -91,7 +91,7 @@ def test_fsdp_keeps_what_is_outside_of_repeated_blocks_gathered_as_fully_shard_d
     assert made.repeated == ("blocks.0", "blocks.1")
     assert {made.unit(row) for row in made.rows if row.stored != row.compute and row.reshard} == {*made.repeated}
     assert {made.unit(row) for row in made.rows if not row.reshard} == {"", *made.units} - {*made.repeated}
-    assert "stays gathered until its backward" in str(made)
+    assert "stays unsharded until its backward" in str(made)
 
 
 def test_what_lies_in_no_unit_stays_gathered():
@@ -130,7 +130,7 @@ def test_without_data_ranks_nothing_changes_and_the_plan_says_so(mesh: str):
     plain = laid_out(mesh)
     made = plain | zero(3) | zero(3) | fsdp()
     assert made.rows == plain.rows
-    why = f'divides nothing: no such data axis of "{mesh}" has more than one rank.'
+    why = f'shards nothing: no such data axis of "{mesh}" has more than one rank.'
     assert made.notes == (f"zero(3) {why}", f"fsdp() {why}")
 
 
@@ -139,8 +139,8 @@ def test_without_data_ranks_nothing_changes_and_the_plan_says_so(mesh: str):
     [
         (
             lambda: zero(4),
-            "zero(4): the stages are 1 (optimizer state is divided), 2 (and gradients), 3 (and parameters); give one "
-            "of them. To divide nothing leave it out, or write replicate().",
+            "zero(4): the stages are 1 (optimizer state is sharded), 2 (and gradients), 3 (and parameters); give one "
+            "of them. To shard nothing leave it out, or write replicate().",
         ),
         (
             lambda: laid_out() | zero(2, axis="fsdq"),
@@ -149,8 +149,8 @@ def test_without_data_ranks_nothing_changes_and_the_plan_says_so(mesh: str):
         ),
         (
             lambda: laid_out() | zero(2, axis="tp"),
-            'zero(2, axis="tp"): "tp" is a model axis of mesh "dp=2,fsdp=2,tp=2"; replicated '
-            'state is divided over data axes only, here "dp", "fsdp". To split over "tp" write a rule.',
+            'zero(2, axis="tp"): "tp" is a model axis of mesh "dp=2,fsdp=2,tp=2"; state is sharded over data axes '
+            'only, here "dp", "fsdp". To shard over "tp" write a rule.',
         ),
         (
             lambda: laid_out() | zero(1, axis=("dp", "dp")),
@@ -174,8 +174,8 @@ def test_without_data_ranks_nothing_changes_and_the_plan_says_so(mesh: str):
         ),
         (
             lambda: laid_out() | fsdp("dp", only="norm") | hsdp(shard="fsdp", replicate="dp"),
-            'hsdp(shard="fsdp", replicate="dp"): "dp" splits norm.weight already (of 2 tensors). Take the axis out of '
-            "the rule or the transform that splits them, or replicate over another.",
+            'hsdp(shard="fsdp", replicate="dp"): "dp" shards norm.weight already (of 2 tensors). Take the axis out of '
+            "the rule or the transform that shards them, or replicate over another.",
         ),
         (lambda: zero(1) | 3, "zero(1) | 3: give functions that take a Plan and return a Plan."),
         (

@@ -38,13 +38,13 @@ private(
     "torch.distributed.tensor.Partial._partition_value",
     "torch.distributed.tensor.Shard._to_replicate_tensor",
     "torch.distributed.tensor.Shard._reduce_shard_tensor",
-    why="to move one mesh axis at a time, where DTensor's own way is wrong for a fused split",
-    without="a fused split beside another axis cannot be redistributed",
+    why="to redistribute one mesh axis at a time, where DTensor's own way is wrong for a sharded fused dim",
+    without="a sharded fused dim beside another axis cannot be redistributed",
 )
 private(
     "torch.distributed.tensor._redistribute.redistribute_local_tensor",
-    why="to move local tensors, and to put the moves of fused splits right in redistribute() and full_tensor()",
-    without="operands stay where they lie, and a fused split beside another axis comes back with its rows mixed up",
+    why="to redistribute local tensors, and to correct redistribute() and full_tensor() for sharded fused dims",
+    without="operands are not redistributed, and a fused dim beside another axis is gathered in the wrong order",
 )
 private(
     "torch.distributed.tensor._redistribute._gen_transform_infos",
@@ -54,8 +54,8 @@ private(
 )
 private(
     "torch.distributed.tensor._redistribute._optimize_transform_infos",
-    why="to keep DTensor from gathering two axes at once that split a dim unevenly",
-    without="torch is taken to gather one axis after the other",
+    why="to keep DTensor from all-gathering two axes at once that shard a dim unevenly",
+    without="shardlib assumes that torch all-gathers one axis after the other",
     optional=True,
 )
 

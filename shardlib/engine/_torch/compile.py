@@ -15,7 +15,7 @@ from shardlib.engine._torch.ops import Op
 private(
     "torch.compiler.assume_constant_result",
     why="to put the plan of a linear layer into graphs as a constant; calling it would import the compiler",
-    without="blocks with split linear layers cannot be compiled; pass compile=None to shard_model",
+    without="blocks with sharded linear layers cannot be compiled; pass compile=None to shard_model",
     marks=("_dynamo_marked_constant",),
 )
 _graphs = private_when_used(

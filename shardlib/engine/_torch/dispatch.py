@@ -19,7 +19,7 @@ from shardlib.engine._torch.trees import pytree
 private(
     "torch.distributed.tensor._dispatch.OpDispatcher._dispatch_fast_path_python_tail",
     why="to let an in-place op write a DTensor into a plain tensor that all ranks hold",
-    without="LBFGS, SAM and averages of weights end in an AssertionError where some parameters are split",
+    without="LBFGS, SAM and averages of weights end in an AssertionError where some parameters are sharded",
 )
 private(
     "torch.distributed.tensor.DTensor._op_dispatcher",
@@ -39,7 +39,7 @@ private(
 private(
     "torch.distributed.tensor.DTensor._op_dispatcher._random_ops",
     why="to know for which ops torch offsets the generator by shard",
-    without="a random op would be drawn whole, or twice",
+    without="a random op would be drawn at the global shape, or twice",
 )
 private(
     "torch.distributed.tensor._dispatch.OpDispatcher._allow_implicit_replication",
@@ -65,7 +65,7 @@ private(
 private(
     "torch.utils._python_dispatch.return_and_correct_aliasing",
     why="to give back the very tensor that an op in place was given, and views of it",
-    without="a gathered op in place would return another tensor",
+    without="an in-place op on all-gathered operands would return another tensor",
 )
 
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo

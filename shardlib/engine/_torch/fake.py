@@ -41,8 +41,8 @@ private(
 )
 private(
     "torch.distributed.tensor.placement_types._StridedShard.local_shard_size_and_offset",
-    why="to let DTensor tell the shards of a fused split in a dry run",
-    without="a dry run or a compiled block with a fused split raises",
+    why="to let DTensor compute the shards of a fused dim in a dry run",
+    without="a dry run or a compiled block with a sharded fused dim raises",
 )
 private(
     "torch.distributed.distributed_c10d._world",
@@ -214,7 +214,7 @@ def _refuse_lost_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         raise PlanError(
             f"forward writes a tensor of another stage into one of shape {tuple(kept[0].shape)} that this stage has "
             f"made ({op}), outside of the stages' modules: only what the first module of a stage is given comes from "
-            "the stage before it. Cut the model elsewhere, name the modules that make both on one stage, or pass the "
+            "the stage before it. Split the model elsewhere, name the modules that make both on one stage, or pass the "
             "tensor through the modules between them."
         )
 

@@ -21,7 +21,7 @@ private(
     "torch.distributed.device_mesh.DeviceMesh._flatten",
     "torch._subclasses.fake_tensor.unset_fake_temporarily",
     why="to send one collective over several axes, in a dry run too",
-    without="parameters that lie over several data axes cannot be reduced together",
+    without="parameters that are sharded over several data axes cannot be reduced together",
 )
 private(
     "torch.distributed.ProcessGroup._get_backend",
@@ -42,7 +42,7 @@ private(
 )
 private(
     "torch.distributed.device_mesh.DeviceMesh._pg_registry",
-    why="to let go of process groups that compiled code keeps through a mesh",
+    why="to release process groups that compiled code keeps through a mesh",
     without="warm ranks of shardlib.testing keep the threads of old groups",
     optional=True,
 )

@@ -46,8 +46,8 @@ private(
 private(
     "torch.Tensor._make_wrapper_subclass",
     "torch._C._disabled_torch_function_impl",
-    why="to hand on an output that is gathered when it is read",
-    without="every output of a region would be gathered, read or not",
+    why="to return an output that is all-gathered when it is read",
+    without="every output of a region would be all-gathered, read or not",
 )
 private(
     "torch.nn.modules.module._global_forward_hooks",

@@ -31,12 +31,12 @@ private(
 private(
     "torch._C._dispatch_get_all_op_names",
     why="to find every pointwise op and every op that draws random numbers",
-    without="most pointwise ops would be gathered, and some random ones drawn otherwise on each rank",
+    without="most pointwise ops would all-gather their operands, and some random ones would differ between ranks",
 )
 private(
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     why="to tell the ops that come apart into others under inference mode",
-    without="inference on DTensors would gather such ops",
+    without="inference would all-gather the operands of such ops",
 )
 private(
     "torch._foreach_copy_",
@@ -54,7 +54,7 @@ private(
 )
 private(
     "torch._C.DisableTorchFunctionSubclass",
-    why="to ask a parameter that is stored in parts for its shape, below the subclass that refuses its values",
+    why="to read the shape of a parameter that is stored in shards, below the subclass that refuses to give its values",
     without="that subclass would ask itself without end",
 )
 private(

@@ -21,12 +21,12 @@ private(
     "torch.distributed.tensor.DTensor._spec",
     "torch.distributed.tensor._dtensor_spec.DTensorSpec",
     "torch.distributed.tensor._dtensor_spec.TensorMeta",
-    why="to wrap local tensors and to say where an op's operands and results lie",
+    why="to wrap local tensors and to set the placements of an op's operands and results",
     without="a DTensor could be made by from_local alone, at eight times the cost and with a node of autograd",
 )
 private(
     "torch.distributed.tensor.placement_types._StridedShard",
-    why="to split inside of a fused dim, as of q, k and v in one matrix",
+    why="to shard one factor of a fused dim, as of q, k and v in one matrix",
     without="a fused dim cannot be sharded",
 )
 private(

@@ -74,7 +74,7 @@ def refuse_modules(model: nn.Module, rank_plan: RankPlan) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ShardingError(
                 f'"{name}" has max_norm={module.max_norm}: in forward it scales the rows of its weight that the batch '
-                "names, and each data rank has other examples, so that replicas drift apart. Scale the rows after the "
+                "names, and each data rank has other examples, so that replicas diverge. Scale the rows after the "
                 "optimizer's step instead, and leave max_norm out; or use a mesh without data axes."
             )
 
@@ -85,9 +85,9 @@ def _refuse_phases_apart(rank_plan: RankPlan, row: Row) -> None:
     for what, layout in (("gradient", row.grad), ("state", row.state)):
         if layout is not None and stored.axes & data and (layout.axes & data) != (stored.axes & data):
             raise PlanError(
-                f'The plan stores "{row.name}" as "{row.stored}" and its {what} as "{layout}": over other data '
-                "axes, which can be planned but not run yet. Give stage 3 all of these axes, as in "
-                "zero(3, axis=...), or keep the parameter whole with zero(2)."
+                f'The plan stores "{row.name}" as "{row.stored}" and its {what} as "{layout}": these differ in their '
+                "data axes, which can be planned but not run yet. Give stage 3 all of these axes, as in zero(3, "
+                "axis=...), or keep the parameter replicated with zero(2)."
             )
     if (row.compute.dtype or row.dtype) != (row.stored.dtype or row.dtype):
         raise PlanError(
@@ -103,9 +103,9 @@ def _refuse_what_torch_gathers_wrongly(rank_plan: RankPlan, name: str, layout: L
     for dim in rank_plan.on_active_axes(layout).dims:
         if isinstance(dim, Dim) and len(dim.axes) > 1 and any(factor.axes for factor in dim.factors[1:]):
             raise PlanError(
-                f'"{name}" is laid out as "{layout}": a fused dim split over more than one axis can '
-                "be planned but not run, since torch gathers such a DTensor in the wrong order. Split it over one "
-                "axis, and another dim over the other."
+                f'"{name}" has the layout "{layout}": a fused dim sharded over several axes can be planned but not '
+                "run, since torch all-gathers such a DTensor in the wrong order. Shard it over one axis, and another "
+                "dim over the other."
             )
 
 
@@ -121,8 +121,8 @@ def _refuse_what_ops_cut_otherwise(rank_plan: RankPlan, row: Row) -> None:
         ordered = [axis for axis in rank_plan.compute_axes if axis in given]
         if list(given) != ordered:
             raise PlanError(
-                f'"{row.name}", of global shape {row.global_shape}, is laid out as "{row.compute}": dim {dim} is '
-                f'split unevenly over {" and ".join(given)}, in another order than that of mesh "{rank_plan.shape}", '
+                f'"{row.name}", of global shape {row.global_shape}, has the layout "{row.compute}": dim {dim} is '
+                f'sharded unevenly over {" and ".join(given)}, in another order than that of mesh "{rank_plan.shape}", '
                 f"which can be planned but not run. Write @({','.join(ordered)}) there, or give the dim a size "
                 f"that {math.prod(rank_plan.shape[axis] for axis in given)} divides."
             )
@@ -132,7 +132,7 @@ def warn_of_idle_axes(rank_plan: RankPlan) -> None:
     """Warn of a model axis that splits no tensor: its ranks all compute the same."""
     for axis in rank_plan.plan.idle_axes:
         warn(
-            f'No rule splits anything over the model axis "{axis}" of mesh "{rank_plan.shape}": its '
+            f'No rule shards anything over the model axis "{axis}" of mesh "{rank_plan.shape}": its '
             f"{rank_plan.shape[axis]} ranks compute the same. Name it in a rule, or make it a data axis.",
         )
 

@@ -71,7 +71,7 @@ def _refuse_changed(model: nn.Module, record: Sharded) -> None:
         raise ShardingError(
             f'"{changed[0]}" of this sharded {type(model).__name__} was added, replaced or removed after shard_model, '
             "and copy.deepcopy shards the copy by the plan of the model as it was. Change the model before you shard "
-            "it; or build the second model anew, shard it, and load the state dict of the first."
+            "it; or build a second model, shard it, and load the state dict of the first."
         )
 
 

@@ -65,7 +65,8 @@ _HANDLED = (
 
 
 def enable(mesh: DeviceMesh, *, stored: bool = False) -> None:
-    """Use shardlib's op rules for DTensors on this mesh: every op is sharded by a rule, or its operands are gathered.
+    """Use shardlib's op rules for DTensors on this mesh: every op is sharded by a rule, or its operands are
+    all-gathered.
 
     DTensors on other meshes keep PyTorch's own behaviour. Enabling a mesh twice has no effect.
 

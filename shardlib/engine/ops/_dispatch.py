@@ -77,7 +77,7 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
     if isinstance(decision, str):
         return gather(operands, decision)
     if decision.choice.gathered:
-        note(operands, "no row of its rule fits these placements")
+        note(operands, "no row of its sharding rule accepts these placements")
     if first_time or not _cacheable(operands, decision):
         return _carry_out(operands, decision)
     return _output_sharding(operands, decision, info.schema)
@@ -171,7 +171,7 @@ def _new_decision(operands: Operands, schema: OpSchema) -> _Decision | str:
     flat, tree = pytree.tree_flatten(metas, is_leaf=lambda m: m is None or isinstance(m, TensorMeta))
     choice = choose(rule, _pending(operands, flat))
     if choice is None:
-        return "it writes to an operand whose placement fits no row of its rule"
+        return "it writes to an operand whose placement no row of its sharding rule accepts"
     specs = [
         None if meta is None or placements is None else DTensorSpec(operands.mesh, placements, tensor_meta=meta)
         for meta, placements in zip(flat, choice.outputs, strict=True)

@@ -39,7 +39,7 @@ def foreach(operands: Operands) -> Any:
     for group in _groups(operands):
         choice = choose(_POINTWISE, _pending(operands, group))
         if choice is None:
-            return gather(operands, "it writes to an operand whose placement fits no row of its rule")
+            return gather(operands, "it writes to an operand whose placement no row of its sharding rule accepts")
         for tensor, placements in zip(group, choice.inputs, strict=True):
             wanted[tensor] = placements
         assert choice.outputs[0] is not None

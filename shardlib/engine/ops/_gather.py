@@ -76,7 +76,7 @@ def draw_replicated(operands: Operands) -> Any:
         return _dropout(operands)
     fills = operands.op in _FILLS
     if not fills and not operands.all_replicated:
-        note(operands, "its random numbers are drawn for the whole tensor")
+        note(operands, "its random numbers are drawn for the full tensor")
     fulls = [_empty(s) if fills else f for s, f in zip(operands.specs, _fulls(operands, fills), strict=True)]
     return _shard_as_first(operands, _compute_replicated(operands, fulls))
 

@@ -1,4 +1,4 @@
-"""Records of gathered ops, and one warning for each op."""
+"""Records of ops that ran on all-gathered operands, and one warning for each op."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ __all__ = ["GatheredOp", "ShardlibGatherWarning", "note_gather", "record"]
 
 
 class ShardlibGatherWarning(UserWarning):
-    """An op had no sharding rule for its operands' placements, so every rank gathered them and repeated the work."""
+    """An op had no sharding rule for its operands' placements, so every rank all-gathered them and repeated the
+    work."""
 
 
 @dataclass(frozen=True)
 class GatheredOp:
-    """One op that was computed on gathered operands on every rank.
+    """One op that every rank computed on all-gathered operands.
 
     Attributes:
         op: its name, as in "aten.nonzero.default".
@@ -38,7 +39,7 @@ _WARNED: set[str] = set()
 
 @contextmanager
 def record() -> Iterator[list[GatheredOp]]:
-    """Collect every gathered op inside the block, in order, repeats included.
+    """Collect every op inside the block that ran on all-gathered operands, in order, repeats included.
 
     Example:
         >>> with record() as gathered:
@@ -62,8 +63,8 @@ def note_gather(op: GatheredOp, *, loud: bool) -> None:
         _WARNED.add(op.op)
         operands = ", ".join(f"{list(shape)} {where}" for shape, where in zip(op.shapes, op.placements, strict=True))
         warn(
-            f"{op.op} was gathered: every rank holds its operands whole and repeats the work, because {op.reason} "
-            f"(operands: {operands}). The numbers are right. To make it fast, redistribute before the op, or register "
-            "a rule with shardlib.engine.ops.rule. Each op is named once.",
+            f"{op.op} ran on all-gathered operands, so that every rank holds them in full and repeats the work, "
+            f"because {op.reason} (operands: {operands}). The numbers are right. To make it fast, redistribute before "
+            "the op, or register a rule with shardlib.engine.ops.rule. Each op is named once.",
             ShardlibGatherWarning,
         )

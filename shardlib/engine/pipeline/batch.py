@@ -73,8 +73,8 @@ def rows(batch: Any) -> int:
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return len(leaf)
     raise InputError(
-        f"The batch is {type(batch).__name__} without a tensor that has rows; give a tensor, a tuple of positional "
-        "arguments, a mapping of keyword arguments, or (tuple, mapping)."
+        f"The batch is {type(batch).__name__} without a tensor of at least one dim; give a tensor, a tuple of "
+        "positional arguments, a mapping of keyword arguments, or (tuple, mapping)."
     )
 
 
@@ -89,17 +89,17 @@ def microbatch_sizes(count: int, microbatches: int | None, size: int | None = No
     """
     if (microbatches is None) == (size is None):
         raise InputError(
-            "Say into how many microbatches a batch is cut: microbatches=8, or the rows of each, microbatch_size=4; "
-            'one of the two. pipeline("1f1b", microbatches=8) among the transforms says it once.'
+            "Give the number of microbatches of a batch, microbatches=8, or the rows of each, microbatch_size=4; one "
+            'of the two. pipeline("1f1b", microbatches=8) among the transforms sets it for all calls.'
         )
     for name, given in (("microbatches", microbatches), ("microbatch_size", size)):
         if given is not None and (type(given) is not int or given < 1):
-            raise InputError(f"{name}={given!r} was given; give a whole number from 1 up.")
+            raise InputError(f"{name}={given!r} was given; give an integer from 1 up.")
     parts = microbatches if microbatches is not None else math.ceil(count / (size or 1))
     if parts > count:
         raise InputError(
-            f"The batch has {count} rows, which cannot be cut into {parts} microbatches. Give a larger batch, or fewer "
-            "microbatches."
+            f"The batch has {count} rows, which cannot be split into {parts} microbatches. Give a larger batch, or "
+            "fewer microbatches."
         )
     if size is not None:
         return [size] * (count // size) + ([count % size] if count % size else [])

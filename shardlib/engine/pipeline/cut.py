@@ -134,9 +134,9 @@ def _refuse(plan: Plan, place: Place) -> None:
         between = border.rule is not None and not _inside(place.stages, border.module)
         if between and border.layout is not None and border.layout.axes & {*plan.mesh.model_axes}:
             raise PlanError(
-                f'The rule "{border.rule}" lays out the {border.side} of "{border.module or "the model"}" over '
-                f"{', '.join(sorted(border.layout.axes))}, and no one stage of the pipeline runs that module. Name "
-                "modules that lie in a stage."
+                f'The rule "{border.rule}" gives a layout to the {border.side} of "{border.module or "the model"}" '
+                f"over {', '.join(sorted(border.layout.axes))}, but that module runs on several stages of the "
+                "pipeline. Name modules that are within one stage."
             )
     if plan.step.fp8_history:
         raise PlanError(

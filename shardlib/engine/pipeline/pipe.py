@@ -31,7 +31,7 @@ class Pipe(nn.Module):
     """A sequential in partitions, each on a device of this process, through which a batch runs in chunks.
 
     It computes the outputs, gradients and buffers of the sequential, except that BatchNorm normalizes each chunk by
-    itself. Each chunk updates its running statistics, or with `deferred_batch_norm` the whole batch does. For any model
+    itself. Each chunk updates its running statistics, or with `deferred_batch_norm` the full batch does. For any model
     over the ranks of a mesh, use `shard_model` with stages.
 
     Args:

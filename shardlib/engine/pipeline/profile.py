@@ -81,7 +81,7 @@ def balance_by_size(
         partitions: the number of partitions.
         module: the sequential.
         input: an input of it, with as many rows as in training.
-        chunks: the number of chunks that `Pipe` cuts it into.
+        chunks: the number of chunks that `Pipe` splits it into.
         param_scale: how often a parameter is in memory: 2 with its gradient, 4 with Adam's state too.
         device: where layers run; by default the accelerator that torch sees, else the CPU.
 

@@ -176,7 +176,7 @@ class Route:
         one = self._active
         if one is None:
             raise ShardingError(
-                f"This {self._name} is cut into stages, none of which can run alone. Call "
+                f"This {self._name} is split into pipeline stages, none of which can run alone. Call "
                 "shardlib.pipeline_step(model, "
                 "batch, criterion) on all ranks; with forward_only=True for its outputs."
             )
@@ -258,7 +258,7 @@ class Route:
         began = f'begins with "{one.entry.module}"' if one.entry is not None else "is the first"
         raise PlanError(
             f'"{name}" on stage {one.stage}, which {began}, is given a tensor of another stage as {_argument(path)}: '
-            "only what the first module of a stage is given comes from the stage before it. Cut the model elsewhere, "
+            "only what the first module of a stage is given comes from the stage before it. Split the model elsewhere, "
             "or name both modules on one stage."
         )
 

@@ -259,8 +259,8 @@ class _Step:
         counts = sorted({int(row[3]) for row in every})
         if len(counts) > 1 and self.record.meets_in_modules:
             raise InputError(
-                f"Data ranks cut their batches into {' and '.join(map(str, counts))} microbatches, and this model's "
-                "modules wait for all data ranks (stage 3, experts, or BatchNorm). Give all the same number: "
+                f"Data ranks split their batches into {' and '.join(map(str, counts))} microbatches, but this model's "
+                "modules communicate over all data ranks (stage 3, experts, or BatchNorm). Give all the same number: "
                 "microbatches=."
             )
         return sum(every[rank][2] for rank in first.values())

@@ -56,7 +56,7 @@ class Case:
         for what, least in (("steps", 0), ("accumulate", 1), ("seed", 0)):
             value = getattr(self, what)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"equivalent() was given {what}={value!r}; give a whole number from {least} up.")
+                raise InputError(f"equivalent() was given {what}={value!r}; give an integer from {least} up.")
         number = isinstance(self.clip, int | float) and self.clip > 0
         if self.clip is not None and not callable(self.clip) and not number:
             raise InputError(
@@ -94,7 +94,7 @@ class Case:
         given += [f"{name}=" for name in self.options]
         if given:
             raise InputError(
-                f"equivalent() was given shard= together with {', '.join(given)}. shard= is a function (model, mesh) "
+                f"equivalent() was given both shard= and {', '.join(given)}. shard= is a function (model, mesh) "
                 "-> model that shards by its own means; rules, transforms, no_sync and options belong to shard_model."
             )
 

@@ -24,7 +24,7 @@ _NEAR = 1e-6
 
 @dataclass(frozen=True)
 class Evidence:
-    """One rank's piece of a value, and the piece that a single device gives for it."""
+    """One rank's local shard of a value, and the shard that a single device gives for it."""
 
     coordinate: dict[str, int]
     got: torch.Tensor | None
@@ -119,7 +119,9 @@ def _other_shapes(evidence: Sequence[Evidence]) -> str:
         return f"there is none on {_ranks(absent)}, where the single device has one"
     for rank, e in enumerate(evidence):
         if e.got is not None and (e.want is None or e.got.shape != e.want.shape):
-            due = "no mesh cuts a single device's so" if e.want is None else f"its part is {tuple(e.want.shape)}"
+            due = (
+                "no mesh shards the single device's tensor so" if e.want is None else f"expected {tuple(e.want.shape)}"
+            )
             return f"rank {rank} holds local shape {tuple(e.got.shape)}; {due}"
     return "there is one where the single device has none"
 
@@ -127,7 +129,7 @@ def _other_shapes(evidence: Sequence[Evidence]) -> str:
 def _nothing(pieces: Pieces) -> str | None:
     zero = [rank for rank, p in enumerate(pieces) if p.wrong and not p.got.abs().max()]
     if zero and len(zero) == sum(p.wrong for p in pieces):
-        return f"all zeros on {_ranks(zero)}: never written, or cut off"
+        return f"all zeros on {_ranks(zero)}: never written, or truncated"
     return None
 
 
@@ -220,7 +222,7 @@ def _other_rank(pieces: Pieces) -> str | None:
             if (other := next(others, None)) is None:
                 return None
             holds.append(f"rank {rank} holds rank {other}'s")
-    return f"pieces in the wrong place: {', '.join(holds)}" if holds else None
+    return f"shards in the wrong place: {', '.join(holds)}" if holds else None
 
 
 def _other_mask(pieces: Pieces) -> str | None:
@@ -243,9 +245,9 @@ def _other_order(pieces: Pieces) -> str | None:
     p = next(p for p in pieces if p.wrong)
     for dim in range(p.got.ndim):
         if p.got.shape[dim] > 1 and _same_rows(p.got, p.want, dim):
-            return f"dim {dim} in another order: looks like a wrong cut of a fused or reordered dim"
+            return f"dim {dim} in another order: looks like wrong sharding of a fused or reordered dim"
     if _near(_all(p.got for p in pieces).sort().values, _all(p.want for p in pieces).sort().values):
-        return "the right numbers in wrong places over all ranks: looks like a wrong cut of a fused or reordered dim"
+        return "the right numbers in wrong places over all ranks: looks like wrong sharding of a fused or reordered dim"
     return None
 
 
@@ -264,7 +266,7 @@ def _some_ranks(pieces: Pieces, mesh: MeshShape) -> str | None:
         index = min(indices)
         if len(indices) == 1 and sum(p.coordinate[axis] == index for p in pieces) == len(wrong) and mesh[axis] > 1:
             split = any(p.want.shape != pieces[0].want.shape for p in pieces)
-            last = ", the last, where the split is uneven" if split and index == mesh[axis] - 1 else ""
+            last = ", the last, where the shards are uneven" if split and index == mesh[axis] - 1 else ""
             return f"only the ranks at {axis}={index}{last}"
     return f"only {_ranks(wrong)}"
 
@@ -348,9 +350,9 @@ def of_norm(
     full = {name: float(g.double().norm()) ** 2 for name, g in single.items()}
     mine = {name: float(local(g).double().norm()) ** 2 for name, g in sharded.items()}
     if math.isclose(have, sum(mine.values()), rel_tol=_NEAR):
-        return ("it counts this rank's pieces alone: the squares are not summed over the ranks that hold the others",)
+        return ("it counts this rank's shards alone: the squares are not summed over the ranks that hold the others",)
     split = {name for name in mine if not math.isclose(mine[name], full[name], rel_tol=_NEAR)}
-    kinds = {"split": sum(full[n] for n in split), "replicated": sum(v for n, v in full.items() if n not in split)}
+    kinds = {"sharded": sum(full[n] for n in split), "replicated": sum(v for n, v in full.items() if n not in split)}
     for axes in _subsets(rank_coordinate.mesh):
         n = math.prod(rank_coordinate.mesh[axis] for axis in axes)
         if math.isclose(have, n * total, rel_tol=_NEAR):

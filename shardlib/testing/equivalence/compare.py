@@ -221,7 +221,7 @@ class _Notes:
             return
         for name, placements in _placements(run.model).items():
             if (before := self.placed[name]) != placements:
-                self.measured.layouts[name] = f"lies as {placements} after training, as {before} before"
+                self.measured.layouts[name] = f"has the placements {placements} after training, and had {before} before"
 
     def exchanged(self) -> Measured:
         """Exchange measurements, so that every rank has the largest distances and the disagreements of replicas."""
@@ -250,9 +250,9 @@ class _Notes:
 def _batches_agree(by_rank: list[dict[int, int]]) -> None:
     if (index := _first_unlike(by_rank)) is not None:
         raise InputError(
-            f"batch({index}) made other values on some ranks than on others. It has to make the same global batch "
-            "everywhere, of which each data rank then gets its rows: draw it from a generator of its own, "
-            "torch.Generator().manual_seed(step), and let it not depend on the rank."
+            f"batch({index}) made other values on some ranks than on others. It must make the same global batch on "
+            "every rank; each data rank then takes its rows. Draw it from a generator of its own, "
+            "torch.Generator().manual_seed(step), on every rank alike."
         )
 
 
@@ -325,7 +325,7 @@ def _off_plan(run: Run, both: Twins) -> dict[str, str]:
 
 
 def _unlike(value: torch.Tensor, planned: Layout, shape: MeshShape) -> str | None:
-    """Describe axes on which a tensor is split and the plan does not split it, or the reverse."""
+    """Describe axes over which a tensor is sharded and the plan does not shard it, or the reverse."""
     due = dict(zip(shape.names, planned.placements(shape), strict=True))
     have = {}
     if isinstance(value, DTensor):
@@ -333,8 +333,8 @@ def _unlike(value: torch.Tensor, planned: Layout, shape: MeshShape) -> str | Non
     axes = [axis for axis in shape.names if shape[axis] > 1]
     if all(have.get(axis, Replicate()) == due[axis] for axis in axes):
         return None
-    actual = str(parts.layout_of(value)[0]) if isinstance(value, DTensor) else "whole on every rank"
-    return f'lies as "{actual}", where the plan says "{planned}"'
+    actual = str(parts.layout_of(value)[0]) if isinstance(value, DTensor) else "replicated on every rank"
+    return f'has the layout "{actual}", where the plan has "{planned}"'
 
 
 # --- how far is too far -------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The first module, in the order of execution, whose result differs: the run again, every module's border watched."""
+"""The first module, in the order of execution, whose result differs: the run again, with every module's inputs and "
+"outputs recorded."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Origin:
         ranks: the ranks on which it differs.
         global_shape: the shape of the value on a single device.
         layout: the value's layout in the sharded run.
-        planned: the plan's layouts of the module's tensors and borders: a line each, with its rule.
+        planned: the plan's layouts of the module's tensors, inputs and outputs: a line each, with its rule.
         causes: likely causes, the likeliest first.
     """
 
@@ -60,7 +61,7 @@ class Origin:
         if self.ranks:
             lines.append(f"  on ranks       {', '.join(map(str, self.ranks))}")
         if self.layout:
-            lines.append(f"  lies as        {self.layout}; on a single device it is whole")
+            lines.append(f"  layout         {self.layout}")
         lines += [f"  {'rule' if i == 0 else '    '}           {line}" for i, line in enumerate(self.planned)]
         lines += [f"  {'looks like' if i == 0 else '          '}     {line}" for i, line in enumerate(self.causes)]
         return "\n".join(lines)
@@ -413,7 +414,7 @@ def _origin(
         error[0],
         tuple(error[1]),
         () if want is None else tuple(want.shape),
-        _lies(got),
+        _layout_of(got),
         _planned(both, module),
         cause.likely(_evidence(both, want, got), both.case, _own_tensors(both, module)) if _has_ranks(both) else (),
     )
@@ -434,7 +435,7 @@ def _own_tensors(both: Twins, module: str) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in owner.named_parameters() if p.ndim == 1 and name.endswith("bias")}
 
 
-def _lies(got: torch.Tensor | None) -> str:
+def _layout_of(got: torch.Tensor | None) -> str:
     if got is None:
         return "nothing"
     if not isinstance(got, DTensor):

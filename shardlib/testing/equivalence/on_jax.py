@@ -133,7 +133,7 @@ class JaxRun:
 
     @contextmanager
     def tracing(self) -> Iterator[Trace]:
-        """Trace values and gradients at every module's border, of the code inside the block."""
+        """Trace the values and gradients that enter and leave every module, of the code inside the block."""
         self.trace = Trace()
         try:
             yield self.trace
@@ -212,7 +212,7 @@ class JaxRun:
             planned = self.fn.shardings(arrays, phase)  # type: ignore[arg-type]
             for name, array in arrays.items():
                 if not array.sharding.is_equivalent_to(planned[name], array.ndim):
-                    found[f"{what}{name}"] = f"lies as {array.sharding}, where the plan says {planned[name].spec}"
+                    found[f"{what}{name}"] = f"has sharding {array.sharding}, where the plan has {planned[name].spec}"
         return found
 
     def unlike_replicas(self) -> dict[str, str]:

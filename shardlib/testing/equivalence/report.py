@@ -54,10 +54,10 @@ class Report:
         mesh, steps, dtype: those of the run.
         differences: everything that was compared, in the order of a training step.
         replicas: tensors of which ranks hold the same elements with other bits, with a sentence.
-        layouts: tensors that lie otherwise than the plan says, with a sentence.
+        layouts: tensors whose layout differs from the plan's, with a sentence.
         origin: the origin of the difference; None without one.
         tensors: the number of parameters and buffers of the model.
-        gathered: ops that had no sharding rule for what they were given, so that every rank computed them whole.
+        gathered: ops that had no sharding rule for what they were given, so that every rank computed them in full.
         notes: remarks on the verdict.
         warnings: the warnings of the sharded run, on the first rank, each once.
         seconds: the seconds that the ranks took.
@@ -115,7 +115,13 @@ class Report:
             if found:
                 lines += ["", f"{title}: {len(found)}"]
                 lines += [f"  {name}: {text}" for name, text in list(found.items())[:5]]
-        notes = (*self.notes, *(f"{op} had no sharding rule: every rank computed it whole" for op in self.gathered))
+        notes = (
+            *self.notes,
+            *(
+                f"{op} had no sharding rule: every rank all-gathered its operands and computed it in full"
+                for op in self.gathered
+            ),
+        )
         lines += [*(f"Note: {note}" for note in notes), *(f"Warning: {warning}" for warning in self.warnings)]
         return printable("\n".join(lines))
 

@@ -46,7 +46,7 @@ class Where:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a module: the values that crossed its border, and who called it."""
+    """One call of a module: its inputs and outputs, and who called it."""
 
     module: str
     index: int

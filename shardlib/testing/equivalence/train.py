@@ -97,7 +97,7 @@ class Run:
         return self.plan is not None and self.plan.step.accumulate > 1
 
     def tracing(self) -> AbstractContextManager[Trace]:
-        """Trace values and gradients at every module's border, of the code inside the block."""
+        """Trace the values and gradients that enter and leave every module, of the code inside the block."""
         return tracing(self.model)
 
     def _keep(self, _model: nn.Module, _args: Any, output: Any) -> None:
@@ -163,8 +163,8 @@ class Run:
             )
         if not self.sharded and self.case.dtype is torch.float64 and not torch.isfinite(loss):
             raise InputError(
-                f"The loss is {loss.item()} on the single device, with which nothing can be compared. Give equivalent()"
-                " a model, batches and a loss= that are finite."
+                f"The loss is {loss.item()} on the single device, with which nothing can be compared. Give "
+                "equivalent() a model, batches and a loss= that are finite."
             )
 
     @contextmanager
@@ -177,8 +177,8 @@ class Run:
                 error.add_note(f"equivalent(): in the sharded run, step {step}; the single device's step went through.")
             elif not isinstance(error, ShardlibError):
                 error.add_note(
-                    f"equivalent(): on the single device, step {step}: the model, its batch and its loss fail together "
-                    "before anything is sharded. Make them run without shardlib first."
+                    f"equivalent(): on the single device, step {step}: the model fails on this batch and loss before "
+                    "anything is sharded. Make it run without shardlib first."
                 )
             raise
 
@@ -348,8 +348,8 @@ def single_device(case: Case) -> nn.Module:
         raise InputError(f"model= returned a {type(model).__name__}; it has to make an nn.Module.")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise InputError(
-            "model= made a model on the meta device, which has no values to compare. Make it on CPU; sharding it is "
-            "equivalent()'s part."
+            "model= made a model on the meta device, which has no values to compare. Make it on CPU; equivalent() "
+            "shards it."
         )
     return in_dtype(model, case.dtype)
 

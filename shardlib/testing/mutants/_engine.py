@@ -327,7 +327,7 @@ ENGINE = (
         lambda: transformer("tp=2"), replaced(shard, "local_shard", _fused_cut_as_plain),
     ),
     Mutant(
-        "axis order", "a dim that two axes split is sharded over the inner axis first",
+        "axis order", "a dim of two axes is sharded over the inner axis first",
         "pytorch/pytorch#129206, #129229", r"(up|blocks\.0\.mlp\.up)",
         lambda: {
             "model": models.MLP, "batch": models.batch_for(models.MLP()), "mesh": "tp=2,sp=2",
@@ -378,7 +378,7 @@ ENGINE = (
         lambda: transformer("dp=4", transforms=(zero(2),)), replaced(bucket, "_scaled_sum", _one_part_left_out),
     ),
     Mutant(
-        "parts not gathered", "the updated shards are not gathered after the step",
+        "parts not gathered", "the updated shards are not all-gathered after the step",
         "facebookresearch/fairscale#601", r"\(every module\)",
         lambda: transformer("dp=2", transforms=(zero(1),)), replaced(schedule.Updates, "begin", _never_gathered),
     ),

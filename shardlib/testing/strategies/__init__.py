@@ -11,11 +11,11 @@ The ten-line test of a model of your own, on every mesh of at most four ranks, u
     def test_any_layout(case):
         assert_equivalent(**case)
 
-What is drawn need not be sensible: a bias split apart from its weight's rows, a norm whose features are split, two axes
-on one dim, more ranks than a dim has indices. The numbers have to be those of one device all the same. Left out is what
-shardlib refuses; and, in rules, fused dims of activations, and roles that split a factor of a fused dim.
+What is drawn need not be sensible: a bias sharded apart from its weight's rows, a norm whose features are sharded, two
+axes on one dim, more ranks than a dim has indices. The numbers have to be those of one device all the same. Left out is
+what shardlib refuses; and, in rules, fused dims of activations, and roles that shard a factor of a fused dim.
 
-Everything shrinks towards one axis of two ranks, nothing split, the smallest model, nothing frozen: what is left in a
+Everything shrinks towards one axis of two ranks, nothing sharded, the smallest model, nothing frozen: what is left in a
 minimal example is needed for its failure.
 
 Needs hypothesis (the extra `testing`); `import shardlib.testing` alone does not import it.

@@ -22,4 +22,4 @@ def among(choices: tuple[Any, ...]) -> st.SearchStrategy[Any]:
 
 def check_size(function: str, name: str, size: Any) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InputError(f"{function}({name}={size!r}): give a whole number from 1 up.")
+        raise InputError(f"{function}({name}={size!r}): give an integer from 1 up.")

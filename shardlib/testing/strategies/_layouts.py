@@ -57,16 +57,16 @@ def layouts(
 ) -> st.SearchStrategy[Layout]:
     """Generate layouts of a tensor of this global shape: any axes on any dims, in any order.
 
-    Shrinks towards nothing split, then towards one axis on an early dim that is not fused.
+    Shrinks towards nothing sharded, then towards one axis on an early dim that is not fused.
 
     Args:
         shape: global sizes of the tensor's dims.
         mesh: the mesh, or its text.
-        axes: the axes that may split; all of the mesh by default.
+        axes: the axes that may shard; all of the mesh by default.
         dims: names of the dims, "d0", "d1", ... by default. Factors of a fused dim are numbered after it.
-        uneven: whether axes may split a dim that they do not divide.
-        fused: whether dims may be products of two or three factors, any of them split.
-        partial: whether the tensor may be a sum still to be taken over axes that split nothing.
+        uneven: whether axes may shard a dim that they do not divide.
+        fused: whether dims may be products of two or three factors, any of them sharded.
+        partial: whether the tensor may be a sum still to be taken over axes that shard nothing.
 
     Raises:
         InputError: a size that is negative, an axis that the mesh does not have, more or fewer names than dims.
@@ -80,7 +80,7 @@ def layouts(
     mesh_shape, sizes = MeshShape.of(mesh), tuple(shape)
     wrong = [size for size in sizes if isinstance(size, bool) or not isinstance(size, int) or size < 0]
     if wrong:
-        raise InputError(f"layouts({sizes}): {wrong[0]!r} is not a size of a dim; give whole numbers from 0 up.")
+        raise InputError(f"layouts({sizes}): {wrong[0]!r} is not a size of a dim; give integers from 0 up.")
     for axis in axes or ():
         if axis not in mesh_shape:
             raise InputError(f'layouts(axes={tuple(axes or ())}): mesh "{mesh_shape}" has no axis "{axis}".')

@@ -28,7 +28,7 @@ def mesh_shapes(
 
     Args:
         max_world: most ranks.
-        model_axes: axes that split the work on an example.
+        model_axes: axes that divide the work on an example.
         data_axes: axes that carry different examples.
         rows: the rows of the global batch, which the number of data ranks then divides.
 

@@ -23,16 +23,16 @@ def rule_sets(model: nn.Module, mesh: MeshLike, batch: Any = None) -> st.SearchS
 
     For each module a role, a text about its dims, or a layout for each parameter and buffer by itself; for module
     borders a layout of the activation. Repeated blocks have rules by patterns, or each its own. Left out is what
-    shardlib refuses: two layouts for tied parameters, a fused dim split by two axes (until torch gathers it right), an
-    uneven dim whose axes stand in another order than the mesh's.
+    shardlib refuses: two layouts for tied parameters, a fused dim sharded over two axes (until torch gathers it right),
+    an uneven dim whose axes stand in another order than the mesh's.
 
-    Shrinks towards no rule at all, every tensor whole.
+    Shrinks towards no rule at all, every tensor replicated.
 
     Args:
         model: any module; looked at, not changed.
         mesh: the mesh, or its text.
         batch: an example of what the model is called with. With it the model is run once, to see which activations
-            cross which borders; without it borders get no rules.
+            enter and leave which modules; without it activations get no rules.
 
     Raises:
         InputError: the model is not a module.

@@ -68,5 +68,5 @@ class BaseHook:
 
 def positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{name}={value!r} was given; give a whole number from 1 up.")
+        raise PlanError(f"{name}={value!r} was given; give an integer from 1 up.")
     return value

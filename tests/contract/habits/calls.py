@@ -609,7 +609,7 @@ _WORDS = {"embed": "vocab@tp embed", "up": "colwise", "down": "rowwise"}
 
 
 def embedding(run: Run):
-    """Train an embedding whose rows are split."""
+    """Train an embedding that is sharded by rows."""
     torch.manual_seed(0)
     return run.trained(_sharded(run, _Words(), _WORDS))
 

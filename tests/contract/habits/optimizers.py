@@ -100,14 +100,14 @@ def _by_closure(run: Run, model: Any, optimizer: torch.optim.Optimizer):
 
 @everywhere
 @refused_in_pipelines
-@refused("zero(3), fsdp x tp", "it is not known what it needs of them")
+@refused("zero(3), fsdp x tp", "shardlib does not know whether it can")
 def lbfgs(run: Run, model: Any):
     """Train by LBFGS with a closure."""
     return _by_closure(run, model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
 
 
 @refused_in_pipelines
-@refused("zero(3), fsdp x tp", "it is not known what it needs of them")
+@refused("zero(3), fsdp x tp", "shardlib does not know whether it can")
 def lbfgs_line_search(run: Run, model: Any):
     """Train by LBFGS with the line search of Wolfe."""
     return _by_closure(run, model, torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe"))
@@ -309,25 +309,25 @@ class _OwnData(_OwnSGD):
                 p.data = p.data - group["lr"] * p.grad.data
 
 
-@refused("zero(3), fsdp x tp", "it is not known what it needs of them")
+@refused("zero(3), fsdp x tp", "shardlib does not know whether it can")
 def own_elementwise(run: Run, model: Any):
     """Write an optimizer that adds the gradient, element by element."""
     return run.trained(model, _OwnSGD(model.parameters()), 3)
 
 
-@refused("zero(3), fsdp x tp", "it is not known what it needs of them")
+@refused("zero(3), fsdp x tp", "shardlib does not know whether it can")
 def own_elementwise_with_state(run: Run, model: Any):
     """Write an optimizer with momentum, as Lion has it."""
     return run.trained(model, _OwnMomentum(model.parameters()), 3)
 
 
-@refused("zero(3), fsdp x tp", "it is not known what it needs of them")
+@refused("zero(3), fsdp x tp", "shardlib does not know whether it can")
 def own_with_norms(run: Run, model: Any):
     """Write an optimizer that scales by norms of whole tensors, as LARS does."""
     return run.trained(model, _OwnNorms(model.parameters()), 3)
 
 
-@refused("zero(3), fsdp x tp", "it is not known what it needs of them")
+@refused("zero(3), fsdp x tp", "shardlib does not know whether it can")
 def own_that_assigns_data(run: Run, model: Any):
     """Write an optimizer that assigns `p.data`."""
     return run.trained(model, _OwnData(model.parameters()), 2)

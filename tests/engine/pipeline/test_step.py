@@ -493,8 +493,8 @@ def _other_numbers() -> str:
 
 def test_data_ranks_that_meet_in_modules_have_as_many_microbatches(ranks):
     said = (
-        "Data ranks cut their batches into 2 and 3 microbatches, and this model's modules wait for all data ranks "
-        "(stage 3, experts, or BatchNorm). Give all the same number: microbatches=."
+        "Data ranks split their batches into 2 and 3 microbatches, but this model's modules communicate over all data "
+        "ranks (stage 3, experts, or BatchNorm). Give all the same number: microbatches=."
     )
     assert ranks(4).run(_other_numbers) == [said] * 4
 
@@ -543,10 +543,10 @@ def test_what_is_refused(ranks):
         '"blocks.1", is given a tensor of another stage as argument 0: only what the first module of a stage is given '
         "comes from the stage before it."
     )
-    assert alone.startswith("This Skipping is cut into stages, none of which can run alone.")
-    assert number.startswith("Say into how many microbatches a batch is cut: microbatches=8,")
+    assert alone.startswith("This Skipping is split into pipeline stages, none of which can run alone.")
+    assert number.startswith("Give the number of microbatches of a batch, microbatches=8,")
     assert rows == (
-        "The batch has 1 rows, which cannot be cut into 2 microbatches. Give a larger batch, or fewer microbatches."
+        "The batch has 1 rows, which cannot be split into 2 microbatches. Give a larger batch, or fewer microbatches."
     )
     for told in (values, shapes):
         assert told.startswith("Ranks 0 and 1 work on the same examples, and were given different batches")
