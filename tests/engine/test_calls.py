@@ -33,7 +33,12 @@ def _all_around(mesh: str, transforms: tuple[Any, ...], **given: Any) -> dict[st
 
 
 OWN = "modules._call_if_there"
-RECOMPUTE, UNIT, LATE, WATCH = "recompute._call", "units.Units.call", "schedule.Updates.call", "lost.watch_forward"
+RECOMPUTE, UNIT, LATE, WATCH = (
+    "recompute._call",
+    "units.Units.call",
+    "schedule.Updates.call",
+    "lost.watch_forward.<locals>.watched",
+)
 STAGE, EAGER = "route.Route._call", "compile.run_eagerly"
 BLOCKS = ("blocks.0", "blocks.1")
 OTHERS = ("embed", "position", "norm", "head")

@@ -245,4 +245,4 @@ def _divided_reduction() -> str:
 
 
 def test_parts_of_gradients_are_not_summed_by_others(ranks):
-    assert all('splits gradient or state of "weight"' in said for said in ranks(2).run(_divided_reduction))
+    assert all('shards gradient or state of "weight"' in said for said in ranks(2).run(_divided_reduction))
