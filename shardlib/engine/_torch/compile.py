@@ -117,6 +117,7 @@ def compile_again_for_new_hooks() -> None:
     torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
+@functools.cache
 def keep_compiler_out_of(package: str) -> None:
     """Keep dynamo from compiling the functions of a package by themselves, where a model calls them eagerly."""
     _dynamo()

@@ -119,9 +119,8 @@ class RankPlan:
     @cached_property
     def ranks_of_forward(self) -> tuple[int, ...]:
         """The global ranks that take part in the collectives of this rank's forward."""
-        unsharded = (one.collectives for one in self.plan.movements() if one.purpose == "parameters, forward")
-        over = {axis for steps in unsharded for step in steps for axis in step.axes} | set(self.compute_axes)
-        axes = tuple(axis for axis in self.shape.names if axis in over)
+        over = {*self.compute_axes}.union(*(row.added("stored") for row in self.plan.rows))
+        axes = _active(self.shape, tuple(axis for axis in self.shape.names if axis in over))
         return tuple(self.mesh[axes].mesh.flatten().tolist()) if axes else (dist.get_rank(),)
 
     @property
