@@ -7,6 +7,8 @@ A *habit* is a small function of a `Run`, such as users write for one device. A 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import importlib
 import inspect
 import os
@@ -55,6 +57,17 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+@functools.cache
+def _net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+@functools.cache
+def _mesh(shape: str, patience: float | None, _world: Any) -> Any:
+    return sl.mesh(shape, timeout=patience)
 
 
 SPLIT = {"up": "colwise", "down": "rowwise", "head": "colwise"}
@@ -148,8 +161,9 @@ class Run:
 
     def model(self) -> Net:
         """Return a new model, with the same weights each time."""
+        net = copy.deepcopy(_net())
         torch.manual_seed(0)
-        return Net().double()
+        return net
 
     def shard(self, model: nn.Module, split: Mapping[str, str] = SPLIT, stages: Any = STAGES) -> Any:
         """Shard a model; on one device, return it."""
@@ -163,7 +177,7 @@ class Run:
         rules = sl.Rules(dict(split), unmatched="replicate") if split and "tp" in kind.mesh else sl.Rules({"**": None})
         if kind.staged:
             rules = rules.with_stages(stages)
-        mesh = sl.mesh(kind.mesh, timeout=self.patience)
+        mesh = _mesh(kind.mesh, self.patience, dist.group.WORLD)
         return sl.shard_model(model, mesh, rules, transforms=kind.transforms, compile=kind.compile, check=self.check)
 
     @contextlib.contextmanager
