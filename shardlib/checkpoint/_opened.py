@@ -87,8 +87,8 @@ class Opened:
             raise self.held.was_replaced()
         return result
 
-    def check(self, file: File, *, checksums: bool) -> None:
-        """Raise unless a file has the size that it had, and the checksum."""
+    def check(self, file: File, advance: Callable[[int], None], *, checksums: bool) -> None:
+        """Raise unless a file has the size that it had, and the checksum; `advance` is called with the bytes read."""
         path = self.folder / file.path
         with self.held.open(file.path) as opened:
             if (size := os.fstat(opened.fileno()).st_size) != file.nbytes:
@@ -96,7 +96,7 @@ class Opened:
                     f'"{path}" has {size} bytes, and had {file.nbytes} when it was saved. It is damaged; use another '
                     "checkpoint."
                 )
-            if checksums and file.crc32 is not None and checksum(opened) != file.crc32:
+            if checksums and file.crc32 is not None and checksum(opened, advance) != file.crc32:
                 raise CheckpointError(
                     f'"{path}" is not what was saved: its checksum differs. It is damaged; use another checkpoint.'
                 )
