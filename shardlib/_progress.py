@@ -35,14 +35,14 @@ class Progress:
 
     On a terminal, rank 0 shows a bar once the work has taken a while, and removes it at the end. It shows none in other
     threads than the main one, nor where the level of the logger "shardlib" is above info. Each rank logs a line at the
-    end, and one every 30 seconds, at level info.
+    end, and one every 30 seconds, at level info; none where there was nothing to do.
 
     A thread draws and logs, where there is anyone to read it; `advance` only adds.
 
     Args:
         what: the work, such as 'saving "step-000120"'.
-        unit: "bytes", or a plural, such as "steps"; "" where nothing is counted.
-        total: the amount of all work. It may be set later.
+        unit: "bytes", or a plural, such as "steps".
+        total: the amount of all work; None where it is not known, or not yet.
         done: the amount that was done before.
         after: seconds until the bar is shown. With 0, the bar stays at the end, and what is printed goes above it.
 
@@ -54,7 +54,7 @@ class Progress:
     """
 
     def __init__(
-        self, what: str, *, unit: str = "", total: int | None = None, done: int = 0, after: float = SHOWN_AFTER
+        self, what: str, *, unit: str, total: int | None = None, done: int = 0, after: float = SHOWN_AFTER
     ) -> None:
         self.what, self.unit, self.total, self.done, self._after = what, unit, total, done, after
         self._numbers: Mapping[str, object] = {}
@@ -89,7 +89,7 @@ class Progress:
         self._over.set()
         self._thread.join()
         self._stop_drawing()
-        if kind is None:
+        if kind is None and self.done > self._done_before:
             log.info("%s", self._summary())
 
     def _watch(self) -> None:
@@ -140,7 +140,7 @@ class Progress:
         """Describe what is done, how fast, and the time left."""
         seconds = now - self._begun
         texts = [str(timedelta(seconds=round(seconds)))]
-        if self.unit and self.total is not None:
+        if self.total is not None:
             rate = (self.done - self._done_before) / seconds if seconds else 0.0
             texts = [self._amount(self.done, self.total)]
             if rate:
@@ -150,8 +150,6 @@ class Progress:
 
     def _summary(self) -> str:
         seconds, amount = clock() - self._begun, self.done - self._done_before
-        if not self.unit:
-            return f"{self.what} took {seconds:.2f} s"
         rate = f", {self._rate(amount / seconds)}" if seconds else ""
         return f"{self.what}: {self._amount(amount)} in {seconds:.2f} s{rate}"
 

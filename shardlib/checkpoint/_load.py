@@ -256,11 +256,8 @@ class _Work:
             for n, file in enumerate(self.manifest.files)
             if n in self._files_to_read() or self.check_files == "all" or elsewhere(self.model)
         ]
-        mine, checksums = wanted[self.everyone.rank :: self.everyone.size], self.check_files != "none"
-        nbytes = sum(file.nbytes for file in mine if checksums and file.crc32 is not None)
-        with Progress(f'verifying "{self.source.folder.name}"', unit="bytes", total=nbytes) as progress:
-            for file in mine:
-                self.source.check(file, progress.advance, checksums=checksums)
+        mine = wanted[self.everyone.rank :: self.everyone.size]
+        self.source.check_all(mine, checksums=self.check_files != "none")
 
     def _files_to_read(self) -> set[int]:
         read = [saved for _, several in self.into for saved in several]
@@ -291,11 +288,13 @@ class _Work:
                 f'"{self.source.folder / MANIFEST}" does not hold what shardlib writes: {described(error)}. Use '
                 "another checkpoint."
             ) from error
-        reads = list(self._reads())
-        self.bytes_to_read = sum(common.numel * saved.dtype.itemsize for saved, _, common in reads)
+        files = set()
+        for saved, piece, common in self._reads():
+            files.add(piece.file)
+            self.bytes_to_read += common.numel * saved.dtype.itemsize
         # Open the files that `read` reads, so that all of them belong to one checkpoint even if it is replaced
         # meanwhile.
-        for number in sorted({piece.file for _, piece, _ in reads}):
+        for number in sorted(files):
             self.readers.open(self.manifest.files[number].path)
 
     def _reads(self) -> Iterator[tuple[Saved, Piece, Box]]:
