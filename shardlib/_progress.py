@@ -44,7 +44,8 @@ class Progress:
         unit: "bytes", or a plural, such as "steps".
         total: the amount of all work; None where it is not known, or not yet.
         done: the amount that was done before.
-        after: seconds until the bar is shown. With 0, the bar stays at the end, and what is printed goes above it.
+        after: seconds until the bar is shown; infinity shows none. With 0, the bar stays at the end, and what is printed
+            meanwhile goes above it.
 
     >>> with Progress("counting sheep", unit="sheep", total=3) as progress:
     ...     for _ in range(3):
@@ -69,7 +70,7 @@ class Progress:
         """Add to what is done; `numbers` are shown beside it."""
         self.done += amount
         if numbers is not None:
-            self._numbers = numbers
+            self._numbers = dict(numbers)
 
     def __enter__(self) -> Self:
         self._begun = clock()
