@@ -44,8 +44,8 @@ class Progress:
         unit: "bytes", or a plural, such as "steps".
         total: the amount of all work; None where it is not known, or not yet.
         done: the amount that was done before.
-        after: seconds until the bar is shown; infinity shows none. With 0, the bar stays at the end, and what is printed
-            meanwhile goes above it.
+        after: seconds until the bar is shown; infinity shows none. With 0, the bar stays at the end, and what is
+            printed meanwhile goes above it.
 
     >>> with Progress("counting sheep", unit="sheep", total=3) as progress:
     ...     for _ in range(3):
@@ -145,7 +145,7 @@ class Progress:
             rate = (self.done - self._done_before) / seconds if seconds else 0.0
             texts = [self._amount(self.done, self.total)]
             if rate:
-                left = timedelta(seconds=round((self.total - self.done) / rate))
+                left = timedelta(seconds=max(round((self.total - self.done) / rate), 0))
                 texts += [self._rate(rate), f"{left} left"]
         return ", ".join([*texts, *(f"{name} = {value}" for name, value in self._numbers.items())])
 
