@@ -202,10 +202,12 @@ def test_a_terminal_that_is_closed_meanwhile_does_not_end_the_work(clock: _Clock
     assert progress.done == 10 and _progress._displays == []
 
 
-def test_a_message_takes_the_place_of_a_bar_on_its_terminal(monkeypatch: pytest.MonkeyPatch):
+def test_a_message_takes_the_place_of_a_bar_on_its_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, logger="shardlib")  # which is put back at the end
     terminal = _terminal(monkeypatch)
     monkeypatch.setattr(log, "handlers", [])
-    monkeypatch.setattr(log, "level", log.level)
     set_up("info")
     terminal.write("saving ━━━")
     log.info("hello")
