@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from shardlib.errors import InputError, nearest
 
-__all__ = ["log", "set_up", "timed"]
+__all__ = ["erase_bar", "is_terminal", "log", "set_up", "timed"]
 
 _VARIABLE = "SHARDLIB_LOG"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+_ERASE_LINE = "\r\x1b[2K"
 
 log = logging.getLogger("shardlib")
 log.addHandler(logging.NullHandler())
@@ -29,6 +33,25 @@ class _OfRank(logging.StreamHandler):  # type: ignore[type-arg]
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = os.environ.get("RANK", "0")
         return True
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Put the message in the place of a progress bar, which its process draws again below."""
+        return (_ERASE_LINE if is_terminal(self.stream) else "") + super().format(record)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a stream is a terminal that can erase a line."""
+    try:
+        return stream is not None and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    except ValueError:  # it is closed
+        return False
+
+
+def erase_bar() -> None:
+    """Erase the progress bar of a process that was killed, if stderr is a terminal."""
+    if is_terminal(sys.stderr):
+        sys.stderr.write(_ERASE_LINE)
+        sys.stderr.flush()
 
 
 def set_up(level: str | None) -> None:

@@ -5,7 +5,7 @@ Ranks compute together and rank 0 writes: a line to the terminal, a progress bar
 
 from __future__ import annotations
 
-import sys
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +14,11 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._measure import peak_bytes, summary_writer
 from shardlib._mesh import MeshShape
+from shardlib._progress import Progress
 from shardlib.errors import InputError
 
 __all__ = ["Monitor"]
@@ -73,11 +72,8 @@ class Monitor:
         self._board = None
         if tensorboard is not None:
             self._board = summary_writer("Monitor(tensorboard=...)", tensorboard if self._is_first else None)
-        self._write = write or self._print
-        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-        shown = self._is_first and write is None
-        self._bar = Progress(*columns, console=Console(file=sys.stdout), disable=not shown)
-        self._task = self._bar.add_task("train", total=steps)
+        self._write = write or _print
+        self._progress = Progress("training", unit="steps", total=steps, after=math.inf if write is not None else 0.0)
         self._begin()
 
     def step(self, *, tokens: int = 0, **values: torch.Tensor | float) -> None:
@@ -93,7 +89,7 @@ class Monitor:
             value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
             full = value.full_tensor() if hasattr(value, "full_tensor") else value
             self._sums[name] = self._sums.get(name, 0.0) + full.to(self._device, torch.float64)
-        self._bar.advance(self._task)
+        self._progress.advance()
         if self._step % self._every == 0:
             self._report()
 
@@ -122,17 +118,17 @@ class Monitor:
             self._write(self._step, values)
         self._begin()
 
-    def _print(self, step: int, values: dict[str, float]) -> None:
-        line = f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        self._bar.console.print(line, soft_wrap=True)  # one line, also in a file, whose width counts as 80
-
     def __enter__(self) -> Self:
-        self._bar.start()
+        self._progress.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._progress.__exit__(kind, error, where)
         if self._board is not None:
             self._board.close()
+
+
+def _print(step: int, values: dict[str, float]) -> None:
+    print(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()), flush=True)

@@ -79,6 +79,18 @@ def _without_tensorboard(folder: str) -> str:
     return str(caught.value)
 
 
+def test_a_line_goes_above_the_bar_of_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("shardlib._progress.is_terminal", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", "120")
+    with Monitor(sl.mesh("dp=1"), steps=2, every=2) as monitor:
+        monitor.step(loss=1.5)
+        monitor.step(loss=2.5)
+    said = capsys.readouterr()
+    assert said.out == ""  # it is on the terminal that has the bar
+    before, _, after = said.err.partition("step 2: loss 2, steps_per_second ")
+    assert "training" in before and "0/2 steps" in before and "2/2 steps" in after
+
+
 @pytest.mark.parametrize("numbers", [{"steps": 0}, {"steps": 2, "every": 0}])
 def test_numbers_are_positive(numbers: dict[str, int]):
     with pytest.raises(InputError, match="give positive numbers"):

@@ -111,8 +111,10 @@ class Entry:
         return self.box.numel * self.dtype.itemsize
 
 
-def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
+def write_tensors(path: Path, entries: Sequence[Entry], advance: Callable[[int], None]) -> dict[str, Any]:
     """Write entries as one safetensors file and sync it to disk; return its size and checksum.
+
+    `advance` is called with the number of bytes of tensors after each write.
 
     Entries are asked for their values in the order of the file, each once, and all of them even where writing fails:
     ranks that send what an entry needs must not wait for ever. The header also says where each part begins in its
@@ -123,14 +125,14 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
         writer = _Writer()
         try:
             writer.file = stack.enter_context(open(path, "xb"))
-            writer.write(_header(entries))
+            writer.write(_header(entries), lambda header_bytes: None)
         except (OSError, CheckpointError) as error:
             failure = error
         for entry in entries:
             try:
                 values = entry.values().detach()
                 if failure is None:
-                    writer.write_tensor(values, entry)
+                    writer.write_tensor(values, entry, advance)
             except (OSError, CheckpointError) as error:
                 failure = failure or error
         if failure is not None:
@@ -162,18 +164,19 @@ class _Writer:
     file: Any = None
     size = crc = 0
 
-    def write(self, data: Any) -> None:
+    def write(self, data: Any, advance: Callable[[int], None]) -> None:
         view = memoryview(data)
         for start in range(0, len(view), _CHUNK):
             chunk = view[start : start + _CHUNK]
             self.file.write(chunk)
             self.crc = zlib.crc32(chunk, self.crc)
+            advance(len(chunk))
         self.size += len(view)
 
-    def write_tensor(self, values: torch.Tensor, entry: Entry) -> None:
+    def write_tensor(self, values: torch.Tensor, entry: Entry, advance: Callable[[int], None]) -> None:
         assert tuple(values.shape) == entry.box.sizes and values.dtype == entry.dtype, entry.name
         if values.numel():
-            self.write(values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+            self.write(values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data, advance)
 
     def finish(self) -> None:
         self.file.flush()
@@ -217,11 +220,12 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def checksum(file: BinaryIO) -> str:
-    """Return the CRC-32 of an open file, as text."""
+def checksum(file: BinaryIO, advance: Callable[[int], None]) -> str:
+    """Return the CRC-32 of an open file, as text; `advance` is called with the number of bytes after each read."""
     crc = 0
     while chunk := file.read(_CHUNK):
         crc = zlib.crc32(chunk, crc)
+        advance(len(chunk))
     return f"{crc:08x}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from shardlib._mesh import MeshShape
+from shardlib._progress import Progress
 from shardlib.checkpoint import _paths, _random
 from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
-from shardlib.checkpoint._manifest import MANIFEST, Manifest, Saved
+from shardlib.checkpoint._manifest import MANIFEST, Manifest, Piece, Saved
 from shardlib.checkpoint._opened import Names, Opened, found, opened
 from shardlib.checkpoint._optimizer import groups_for, known, make_state, master_items
 from shardlib.checkpoint._peers import Peers, described, peers
@@ -164,6 +165,7 @@ class _Work:
     notes: list[str] = field(default_factory=list)
     extra: Any = None
     at_end: list[Callable[[], None]] = field(default_factory=list)
+    bytes_to_read: int = 0
 
     @property
     def manifest(self) -> Manifest:
@@ -256,8 +258,8 @@ class _Work:
             for n, file in enumerate(self.manifest.files)
             if n in self._files_to_read() or self.check_files == "all" or elsewhere(self.model)
         ]
-        for file in wanted[self.everyone.rank :: self.everyone.size]:
-            self.source.check(file, checksums=self.check_files != "none")
+        mine = wanted[self.everyone.rank :: self.everyone.size]
+        self.source.check_all(mine, checksums=self.check_files != "none")
 
     def _files_to_read(self) -> set[int]:
         read = [saved for _, several in self.into for saved in several]
@@ -288,21 +290,23 @@ class _Work:
                 f'"{self.source.folder / MANIFEST}" does not hold what shardlib writes: {described(error)}. Use '
                 "another checkpoint."
             ) from error
-        for file in self._files_of_this_rank():
-            self.readers.open(file)
+        files = set()
+        for saved, piece, common in self._reads():
+            files.add(piece.file)
+            self.bytes_to_read += common.numel * saved.dtype.itemsize
+        # Open the files that `read` reads, so that all of them belong to one checkpoint even if it is replaced
+        # meanwhile.
+        for number in sorted(files):
+            self.readers.open(self.manifest.files[number].path)
 
-    def _files_of_this_rank(self) -> list[str]:
-        """Open the files that `read` reads, so that all of them belong to one checkpoint even if it is replaced
-        meanwhile."""
-        numbers = {
-            piece.file
-            for item, several in self.into
-            for part in item.parts(self.everyone.rank)
-            for saved in several
-            for piece in saved.pieces
-            if part.box.meet(piece.box) is not None
-        }
-        return [self.manifest.files[number].path for number in sorted(numbers)]
+    def _reads(self) -> Iterator[tuple[Saved, Piece, Box]]:
+        """Iterate over what this rank reads of the items: a saved tensor, its piece, and the box in both."""
+        for item, several in self.into:
+            for part in item.parts(self.everyone.rank):
+                for saved in several:
+                    for piece in saved.pieces:
+                        if (common := part.box.meet(piece.box)) is not None:
+                            yield saved, piece, common
 
     def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.model is not None
@@ -373,17 +377,19 @@ class _Work:
 
     def read(self) -> None:
         """Read this rank's slices into its tensors."""
-        if self.source.foreign:  # others may write into files that are open
-            self.source.reading(self._fill_all)
-        else:
-            self._fill_all()
+        with Progress(f'loading "{self.source.folder.name}"', unit="bytes", total=self.bytes_to_read) as progress:
+            fill = partial(self._fill_all, progress.advance)
+            if self.source.foreign:  # others may write into files that are open
+                self.source.reading(fill)
+            else:
+                fill()
 
     @torch.no_grad()
-    def _fill_all(self) -> None:
+    def _fill_all(self, advance: Callable[[int], None]) -> None:
         for item, several in self.into:
-            self._fill(item, several)
+            self._fill(item, several, advance)
 
-    def _fill(self, item: Item, several: Sequence[Saved]) -> None:
+    def _fill(self, item: Item, several: Sequence[Saved], advance: Callable[[int], None]) -> None:
         for part in item.parts(self.everyone.rank):
             target = part.of(item.local)
             for n, piece in enumerate(several[0].pieces):
@@ -391,16 +397,20 @@ class _Work:
                     continue
                 values = self._read(item.name, several[0], n, common.within(piece.box))
                 target[common.within(part.box).slices] = values.to(item.dtype)
+                advance(values.nbytes)
             for other in several[1:]:
-                self._compare(item, part.box, target, other)
+                self._compare(item, part.box, target, other, advance)
 
-    def _compare(self, item: Item, box: Box, values: torch.Tensor, other: Saved) -> None:
+    def _compare(
+        self, item: Item, box: Box, values: torch.Tensor, other: Saved, advance: Callable[[int], None]
+    ) -> None:
         """Check that saved tensors are equal whose names are tied in the model."""
         for n, piece in enumerate(other.pieces):
             if (common := box.meet(piece.box)) is None:
                 continue
-            read = self._read(item.name, other, n, common.within(piece.box)).to(item.dtype)
-            if not torch.equal(_bits(read), _bits(values[common.within(box).slices].cpu())):
+            read = self._read(item.name, other, n, common.within(piece.box))
+            advance(read.nbytes)
+            if not torch.equal(_bits(read.to(item.dtype)), _bits(values[common.within(box).slices].cpu())):
                 raise CheckpointError(
                     f'"{item.name}" and the names tied to it are one tensor in the model, and different ones in the '
                     "checkpoint. Untie them in the model, or load another checkpoint."

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from shardlib._progress import Progress
 from shardlib.checkpoint import _orbax, _paths
 from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._files import Readers, checksum
@@ -87,8 +88,14 @@ class Opened:
             raise self.held.was_replaced()
         return result
 
-    def check(self, file: File, *, checksums: bool) -> None:
-        """Raise unless a file has the size that it had, and the checksum."""
+    def check_all(self, files: Sequence[File], *, checksums: bool) -> None:
+        """Raise unless each file has the size that it had, and the checksum."""
+        nbytes = sum(file.nbytes for file in files if checksums and file.crc32 is not None)
+        with Progress(f'verifying "{self.folder.name}"', unit="bytes", total=nbytes) as progress:
+            for file in files:
+                self._check(file, progress.advance, checksums=checksums)
+
+    def _check(self, file: File, advance: Callable[[int], None], *, checksums: bool) -> None:
         path = self.folder / file.path
         with self.held.open(file.path) as opened:
             if (size := os.fstat(opened.fileno()).st_size) != file.nbytes:
@@ -96,7 +103,7 @@ class Opened:
                     f'"{path}" has {size} bytes, and had {file.nbytes} when it was saved. It is damaged; use another '
                     "checkpoint."
                 )
-            if checksums and file.crc32 is not None and checksum(opened) != file.crc32:
+            if checksums and file.crc32 is not None and checksum(opened, advance) != file.crc32:
                 raise CheckpointError(
                     f'"{path}" is not what was saved: its checksum differs. It is damaged; use another checkpoint.'
                 )

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shardlib._mesh import MeshShape
+from shardlib._progress import Progress
 from shardlib.checkpoint import _paths, _random
 from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._files import Entry, check_name, dtype_name, sync_folder, write_bytes, write_tensors
@@ -448,21 +449,26 @@ class _Job:
                 files.append((name, "model", [rounds.entry(i) for i in group]))
         failure: Exception | None = None
         reported = []
-        for name, section, entries in files:
-            try:
-                reported.append(self._write_file(folder, f"{name}.safetensors", section, entries))
-            except (OSError, CheckpointError) as error:
-                failure = failure or error
-        rounds.finish()
-        if failure is not None:
-            raise failure
+        nbytes = sum(entry.nbytes for _, _, entries in files for entry in entries)
+        with Progress(f'saving "{self.target.name}"', unit="bytes", total=nbytes) as progress:
+            for name, section, entries in files:
+                try:
+                    written = self._write_file(folder, f"{name}.safetensors", section, entries, progress.advance)
+                    reported.append(written)
+                except (OSError, CheckpointError) as error:
+                    failure = failure or error
+            rounds.finish()
+            if failure is not None:
+                raise failure
         return reported
 
-    def _write_file(self, folder: Path, name: str, section: str, entries: Sequence[Entry]) -> list[Any]:
+    def _write_file(
+        self, folder: Path, name: str, section: str, entries: Sequence[Entry], advance: Callable[[int], None]
+    ) -> list[Any]:
         path = folder / name
         if path.parent != folder:
             path.parent.mkdir(exist_ok=True)
-        reported = write_tensors(path, entries)
+        reported = write_tensors(path, entries, advance)
         sync_folder(path.parent)
         return [
             name,

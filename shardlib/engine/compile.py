@@ -7,7 +7,8 @@ collectives.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardlib._progress import Progress
 from shardlib.engine import _torch, exact
 from shardlib.engine._torch import pytree
 from shardlib.engine.full_tensor import to_full_tensor
@@ -191,6 +193,7 @@ class _Call:
         # AssertionError: activation checkpointing around DTensors fails an assertion inside torch 2.13.0.
         self.failures: tuple[type[Exception], ...] = (*_torch.compile_errors(), AssertionError)
         self.in_one_graph = _torch.graph_breaks_raise()
+        self.called: set[tuple[Any, ...]] = set()  # how, so far: another way may compile a graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.name in self.report.stopped:
@@ -198,23 +201,36 @@ class _Call:
         if container := _mutable_argument(args, kwargs):
             _report_mutable_argument(self.name, container, self.report)
             return _torch.call_eagerly(self.block, *args, **kwargs)
-        if not self._has_graph(args, kwargs):
+        shapes = tuple(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+        if not self._has_graph(shapes):
             return _torch.call_eagerly(self.block, *args, **kwargs)
         try:
             # Graph breaks raise: eager code in the middle of a block would not appear in the report.
-            with self.in_one_graph, exact.traced():
+            with self._progress(shapes), self.in_one_graph, exact.traced():
                 return _with_plain_gradients(self.compiled(*args, **kwargs))
         except self.failures as error:
             _give_up(self.name, self.same_class, _reason(error), self.report)
             return _torch.call_eagerly(self.block, *args, **kwargs)
 
-    def _has_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    @contextmanager
+    def _progress(self, shapes: tuple[torch.Size, ...]) -> Iterator[None]:
+        """Show the progress of a call that may compile: the first one with these shapes, mode and need of gradients."""
+        how = shapes, self.block.training, torch.is_grad_enabled()
+        if how in self.called:
+            yield
+            return
+        self.called.add(how)
+        before = _torch.graphs_compiled()
+        with Progress(f'compiling "{self.name}"', unit="graphs") as progress:
+            yield
+            progress.advance(_torch.graphs_compiled() - before)
+
+    def _has_graph(self, key: tuple[torch.Size, ...]) -> bool:
         """Return whether blocks of this class are compiled for inputs of these shapes, or will be by this call.
 
         All ranks of the model axes see the same shapes and reach the same decision.
         """
         seen = self.report.shapes.setdefault(type(self.block), set())
-        key = tuple(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         if self.report.rows.setdefault(key, exact.rows()) != exact.rows():
             return False  # a graph contains which tensors belong to the batch
         if key in seen:

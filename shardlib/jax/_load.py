@@ -12,6 +12,7 @@ import jax
 import torch
 from jax.sharding import SingleDeviceSharding
 
+from shardlib._progress import Progress
 from shardlib.checkpoint._boxes import Box
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._opened import Names, Opened, found, opened
@@ -83,9 +84,14 @@ def load(
         chosen = _chosen(source, targets, cast)
 
         def read() -> dict[str, Any]:
-            for file in sorted({piece.file for several in chosen.values() for _, s in several for piece in s.pieces}):
-                source.check(source.manifest.files[file], checksums=jax.process_index() == 0)
-            return {name: _read(source, readers, targets[name], several) for name, several in chosen.items()}
+            numbers = sorted({piece.file for several in chosen.values() for _, s in several for piece in s.pieces})
+            source.check_all([source.manifest.files[n] for n in numbers], checksums=jax.process_index() == 0)
+            arrays = {}
+            with Progress(f'loading "{source.folder.name}"', unit="tensors", total=len(chosen)) as progress:
+                for name, several in chosen.items():
+                    arrays[name] = _read(source, readers, targets[name], several)
+                    progress.advance()
+            return arrays
 
         return back(source.reading(read))
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from shardlib._progress import Progress
 from shardlib.errors import InputError, PlanError
 from shardlib.trainer._data import begins_at, length_of, repeated_at_end
 from shardlib.trainer._engine import Engine
 from shardlib.trainer._logger import DistributedLogger
-from shardlib.trainer._progress import progress
 from shardlib.trainer._schedule import BaseSchedule
 from shardlib.trainer._timer import MultiTimer
 from shardlib.trainer.hooks import BaseHook
@@ -138,7 +139,7 @@ class Trainer:
         title = f"Epoch {self.cur_epoch + 1} / Train"
         self._call("before_train_epoch")
         self.timer.start("Train-epoch")
-        with progress(title, self.steps_per_epoch, begin=self.steps_of_epoch, shown=shown) as advance:
+        with _progress(title, self.steps_per_epoch, self.steps_of_epoch, shown=shown) as progress:
             while self.steps_of_epoch < self.steps_per_epoch and not self._has_enough():
                 self._call("before_train_iter")
                 self.timer.start("Train-step")
@@ -152,7 +153,7 @@ class Trainer:
                 self._call("after_train_iter", output, label, loss)
                 self.cur_step += 1
                 self.steps_of_epoch += 1
-                advance(self.states["step_metrics"])
+                progress.advance(numbers=self.states["step_metrics"])
         self.timer.stop("Train-epoch", keep_in_history=True)
         self._call("after_train_epoch")
         self.timer.reset("Train-step")
@@ -198,7 +199,7 @@ class Trainer:
             self._call("before_test")
             self._call("before_test_epoch")
             self.timer.start("Test-epoch")
-            with progress(title, steps, shown=shown) as advance:
+            with _progress(title, steps, shown=shown) as progress:
                 for step in range(steps):
                     self._call("before_test_iter")
                     self.timer.start("Test-step")
@@ -209,7 +210,7 @@ class Trainer:
                         )
                     self.timer.stop("Test-step", keep_in_history=True)
                     self._call("after_test_iter", output, label, loss)
-                    advance(self.states["step_metrics"])
+                    progress.advance(numbers=self.states["step_metrics"])
             self.timer.stop("Test-epoch", keep_in_history=True)
             self._call("after_test_epoch")
             self._call("after_test")
@@ -252,6 +253,10 @@ class Trainer:
     def _call(self, point: str, *of_batch: Any) -> None:
         for hook in self.hooks:
             getattr(hook, point)(self, *of_batch)
+
+
+def _progress(title: str, steps: int, done: int = 0, *, shown: bool) -> Progress:
+    return Progress(title, unit="steps", total=steps, done=done, after=0.0 if shown else math.inf)
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

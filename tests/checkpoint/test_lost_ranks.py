@@ -137,7 +137,7 @@ def _one_rank_cannot_write(folder: str) -> str:
     return str(caught.value)
 
 
-def _full(path: Path, entries: Any) -> Any:
+def _full(path: Path, entries: Any, advance: Any) -> Any:
     raise OSError(28, "No space left on device", str(path))
 
 

@@ -23,8 +23,28 @@ from shardlib.checkpoint._values import decode, encode
 from shardlib.errors import CheckpointError
 from shardlib.testing import shared_pool
 from shardlib.testing.models import MLP
+from tests.logged import progress_logged
 
 _RULES = sl.Rules({"up": "colwise", "down": "rowwise"}, unmatched="replicate")
+
+# --- progress -------------------------------------------------------------------------------------------------------
+
+
+def _logged(path: str) -> list[str]:
+    model = sl.shard_model(nn.Linear(40, 60, bias=False, dtype=torch.float64), "tp=2", {"**": "colwise"})
+    with progress_logged() as lines:
+        sl.save(path, model, random=False)
+        sl.load(path, model, random=False)
+    return lines
+
+
+def test_each_rank_logs_the_bytes_that_it_writes_and_reads(tmp_path: Path):
+    for lines in shared_pool(2).run(_logged, str(tmp_path / "step")):
+        saving, verifying, loading = lines
+        nbytes = "9.6 kB"  # 60 / 2 * 40 elements of eight bytes
+        assert (saving, loading) == (f'saving "step": {nbytes}', f'loading "step": {nbytes}')
+        assert verifying.startswith('verifying "step": 9.')  # a file, with its header
+
 
 # --- values ---------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from shardlib.engine import compile as compiling
 from shardlib.engine.recording import record_collectives
 from shardlib.testing.models import MLP, Numbers, Tokens, Transformer, rules_for
 from tests.engine.whole import whole
+from tests.logged import progress_logged
 
 pytestmark = pytest.mark.compiled
 GPT = functools.partial(Transformer, vocab=15, heads=4, layers=2, tied=True)
@@ -76,20 +77,21 @@ def test_a_block_that_breaks_the_graph_runs_eagerly_and_those_like_it_too(ranks)
     assert [f"blocks.{i} runs eagerly: {reason}" for i in range(3)] == [n for n in notes if "eagerly" in n]
 
 
-def _lengths() -> tuple[list[str], tuple[str, ...]]:
+def _lengths() -> tuple[list[str], tuple[str, ...], list[str]]:
     torch.manual_seed(0)
     reference = GPT().double()
     sharded = sl.shard_model(copy.deepcopy(reference), "tp=2", rules_for(reference))
-    with mock.patch.object(compiling, "MAX_SHAPES", 2):
+    with mock.patch.object(compiling, "MAX_SHAPES", 2), progress_logged() as logged:
         said = _compare(reference, sharded, [Tokens(4, length, 15)(0) for length in (3, 4, 5, 3, 5)])
     with record_collectives(sharded) as log:  # a mode of dispatch, under which dynamo leaves a block alone
         _compare(reference, sharded, [Tokens(4, 3, 15)(0)])
     assert log.collectives
-    return said, sl.plan_of(sharded).notes
+    return said, sl.plan_of(sharded).notes, logged
 
 
 def test_blocks_are_compiled_for_a_few_lengths_of_sequences(ranks):
-    (said, notes), _ = ranks(2).run(_lengths)
+    (said, notes, logged), _ = ranks(2).run(_lengths)
+    assert [line.partition(":")[0] for line in logged] == ['compiling "blocks.0"'] * 2  # for lengths 3 and 4
     compiled = '"blocks.0" and the 1 blocks like it are compiled for 2 shapes of inputs'
     assert said == [
         f"{compiled}, and run eagerly on others. Pad batches to few lengths, or pass compile=None to shard_model."

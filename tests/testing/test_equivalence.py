@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from shardlib import MeshShape, Rules
+from shardlib.engine.sharded import is_sharded
 from shardlib.errors import InputError, MeshError, RuleError
 from shardlib.testing import models
 from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equivalent, compare, equivalent, train
@@ -23,6 +24,7 @@ from shardlib.testing.equivalence.case import Case
 from shardlib.testing.mutants import prove
 from shardlib.testing.mutants._mutant import after_sharding, transformer
 from tests.alive import MADE, count_models, models_alive
+from tests.logged import progress_logged
 
 RULES = {"0": "colwise", "2": "rowwise"}
 
@@ -91,6 +93,23 @@ def _on_the_ranks() -> Report:
 def test_runs_on_ranks_that_are_there_already(ranks):
     first, second = ranks(2).run(_on_the_ranks)
     assert first and first.differences == second.differences
+
+
+def _progress_of_a_wrong_run() -> list[str]:
+    with progress_logged() as lines:
+        assert not equivalent(mlp, rows, "tp=2", {"0": "colwise", "2": "rowwise"}, before_step=_change, accumulate=2)
+    return lines
+
+
+def _change(model: nn.Module, step: int) -> None:
+    """Change the sharded model in the second step."""
+    if step == 1 and is_sharded(model):
+        model[2].bias.data.add_(1.0)
+
+
+def test_ranks_log_the_passes_that_they_compare(ranks):
+    for lines in ranks(2).run(_progress_of_a_wrong_run):
+        assert [lines[0], lines[-1]] == ["proving on tp=2: 4 passes", "locating the first difference: 4 passes"]
 
 
 def _on_too_many_ranks() -> str:

@@ -29,7 +29,7 @@ from shardlib.trainer import (
     initialize,
     launch,
 )
-from shardlib.trainer._progress import progress
+from shardlib.trainer._trainer import _progress
 from tests.engine.whole import whole
 
 TOLERANCE = 1e-10
@@ -397,16 +397,16 @@ def test_logs_have_the_rank_and_leave_the_root_logger_alone(ranks, tmp_path):
     assert texts[-1] == "from all"
 
 
-def test_a_bar_advances_in_a_terminal_on_rank_0_alone(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what tells rich that there is a terminal
-    for rank, shown in (("0", True), ("0", False), ("1", True)):
-        monkeypatch.setattr("shardlib.trainer._progress._of_job", lambda name, alone, rank=rank: int(rank))
-        with progress("Epoch 1 / Train", 3, begin=1, shown=shown) as advance:
-            advance({"Loss": "0.5"})
-            advance({"Loss": "0.25"})
+def test_a_bar_of_the_trainer_is_there_from_the_beginning_if_it_was_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr("shardlib._progress.is_terminal", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", "120")
+    for shown in (True, False):
+        with _progress("Epoch 1 / Train", 3, 1, shown=shown) as progress:
+            progress.advance(numbers={"Loss": "0.5"})
+            progress.advance(numbers={"Loss": "0.25"})
         said = capsys.readouterr().err
-        if rank == "0" and shown:
-            assert "Epoch 1 / Train" in said and "3/3" in said and "Loss = 0.25" in said
+        if shown:
+            assert "Epoch 1 / Train" in said and "1/3 steps" in said and "3/3 steps" in said and "Loss = 0.25" in said
         else:
             assert said == ""
 

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib._mesh import MeshShape
+from shardlib._progress import Progress
 from shardlib.engine import agree, ops, plan_of
 from shardlib.engine._torch import pytree
 from shardlib.engine.schedule import wait_for_updates
@@ -76,15 +77,17 @@ class Measured:
 
 def compare(case: Case) -> Measured:
     """Compare the runs of a case, on every rank of its mesh; return the same on all."""
-    both = twins(case)
-    with ops.record() as gathered:
-        notes = _train(both)
-    notes.measured.gathered = {each.op for each in gathered}
-    notes.layouts()
-    return notes.exchanged()
+    with Progress(f"proving on {case.mesh}", unit="passes") as progress:
+        both = twins(case)
+        progress.total = both.case.steps * both.case.accumulate
+        with ops.record() as gathered:
+            notes = _train(both, progress.advance)
+        notes.measured.gathered = {each.op for each in gathered}
+        notes.layouts()
+        return notes.exchanged()
 
 
-def _train(both: Twins) -> _Notes:
+def _train(both: Twins, advance: Callable[[], None]) -> _Notes:
     notes = _Notes(both)
     notes.tensors(START)
     for step in range(both.case.steps):
@@ -96,6 +99,7 @@ def _train(both: Twins) -> _Notes:
             suffix = f" of pass {micro}" if both.case.accumulate > 1 else ""
             notes.loss(step, f"loss{suffix}", losses)
             notes.outputs(step, suffix)
+            advance()
         notes.gradients(step)
         notes.norms(step, [run.clip() for run in both.runs])
         for run in both.runs:
@@ -398,7 +402,9 @@ def _moved_by_rounding(case: Case) -> tuple[torch.dtype, dict[Key, float]]:
         single.forward_backward(0, 0)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     unit = torch.finfo(seen.dtype).eps
-    mine = [_moved_by(case, unit, seed=case.seed + 1 + draw) for draw in range(rank, measure.DRAWS, ranks)]
+    draws = range(rank, measure.DRAWS, ranks)
+    with Progress("measuring rounding", unit="passes", total=len(draws) * case.steps * case.accumulate) as progress:
+        mine = [_moved_by(case, unit, progress.advance, seed=case.seed + 1 + draw) for draw in draws]
     farthest: dict[Key, float] = {}
     for moved in itertools.chain(*(agree.exchange(mine) if ranks > 1 else [mine])):
         for key, error in moved.items():
@@ -406,7 +412,7 @@ def _moved_by_rounding(case: Case) -> tuple[torch.dtype, dict[Key, float]]:
     return seen.dtype, farthest
 
 
-def _moved_by(case: Case, unit: float, *, seed: int) -> dict[Key, float]:
+def _moved_by(case: Case, unit: float, advance: Callable[[], None], *, seed: int) -> dict[Key, float]:
     model = single_device(case)
     moved = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
@@ -414,6 +420,7 @@ def _moved_by(case: Case, unit: float, *, seed: int) -> dict[Key, float]:
         for p in moved.parameters():
             sign = torch.randint(0, 2, p.shape, generator=generator).to(p.dtype) * 2 - 1
             p.mul_(1 + sign * unit)
-    notes = _train(Twins(case, Run(case, model), Run(case, moved), None, parts.RankCoordinate(case.mesh, {})))
+    both = Twins(case, Run(case, model), Run(case, moved), None, parts.RankCoordinate(case.mesh, {}))
+    notes = _train(both, advance)
     means = {key: _relative(*mean) for key, mean in notes.means.items()}
     return notes.measured.errors | means

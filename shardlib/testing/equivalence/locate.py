@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardlib._progress import Progress
 from shardlib.engine import agree
 from shardlib.engine.schedule import wait_for_updates
 from shardlib.testing.equivalence import cause, measure, parts
@@ -80,17 +81,27 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
         if not failed:
             return Origin("", "compiled blocks alone: with compile=None everything agrees", step, math.inf)
         step = min(key[0] for key in failed)
-    at_step = [key for key in failed if key[0] == step]
-    both = twins(case)
+    with Progress("locating the first difference", unit="passes") as progress:
+        return _of_step_again(case, measured, [key for key in failed if key[0] == step], progress)
+
+
+def _of_step_again(case: Case, measured: Measured, at_step: list[Key], progress: Progress) -> Origin:
+    """Train up to the first step that differs, and trace that one."""
+    step, both = at_step[0][0], twins(case)
     if step == START:
         return _of_tensor(both, at_step[0], measured)
+    progress.total = (step + 1) * both.case.accumulate
     for earlier in range(step):
         _train_step(both, earlier)
+        progress.advance(both.case.accumulate)
     for run in both.runs:
         run.begin(step)
     with both.single.tracing() as want, both.sharded.tracing() as got:
         passes = range(both.case.accumulate)
-        losses_made = [[run.forward_backward(step, micro) for run in _two(both)] for micro in passes]
+        losses_made = []
+        for micro in passes:
+            losses_made.append([run.forward_backward(step, micro) for run in _two(both)])
+            progress.advance()
     losses = [key for key in at_step if key[1] in ("loss", "output")]
     watched = _Watched(both, want, got, step, _limit(case), outcome_is_right=not losses)
     if (found := watched.forward()) is not None:

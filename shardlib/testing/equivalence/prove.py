@@ -6,7 +6,8 @@ import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlib._log import erase_bar
 from shardlib._mesh import MeshLike, MeshShape
 from shardlib._plan import Plan
 from shardlib.errors import InputError, MeshError
@@ -139,9 +141,17 @@ def equivalent(
             )
         return prove(case)
     _check_room(case.mesh)
-    try:
+    with _failing_in_words(case):
         return shared_pool(world).run(prove, case, timeout=timeout)[0]
-    except RankError as error:
+
+
+@contextmanager
+def _failing_in_words(case: Case) -> Iterator[None]:
+    """Name what cannot be sent to ranks, and erase the progress bar of ranks that were killed."""
+    try:
+        yield
+    except BaseException as error:
+        erase_bar()
         if type(error) is RankError:
             _explain_what_does_not_travel(case, error)
         raise
@@ -153,12 +163,8 @@ def _prove_on_jax(case: Case, timeout: float) -> Report:
             f'equivalent(engine="jax") was called on {dist.get_world_size()} ranks; its devices are in one process. '
             "Call it in an ordinary process."
         )
-    try:
+    with _failing_in_words(case):
         return on_devices(case.mesh.world_size, prove, case, timeout=timeout)
-    except RankError as error:
-        if type(error) is RankError:
-            _explain_what_does_not_travel(case, error)
-        raise
 
 
 def assert_equivalent(*args: Any, **kwargs: Any) -> Report:
