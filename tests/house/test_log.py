@@ -193,9 +193,11 @@ def test_work_inside_other_work_adds_a_line_to_its_bar(clock: _Clock, monkeypatc
 
 
 def test_a_terminal_that_is_closed_meanwhile_does_not_end_the_work(clock: _Clock, monkeypatch: pytest.MonkeyPatch):
+    terminal = _terminal(monkeypatch)
     with Progress("saving", unit="bytes", total=10) as progress:
         clock.now += 2
         progress.look()
+        assert terminal.getvalue() != ""
         monkeypatch.setattr(sys, "stderr", _Gone())
         progress.look()
         progress.advance(10)
