@@ -40,10 +40,10 @@ class Cells:
     def _parts(self, module: str, kind: str) -> dict[str, list[Part] | Finding]:
         if (module, kind) not in self.played:
             names, apart, noticed, alone = _divided(module, kind)
-            found = self._together(module, names, kind)
-            found |= self._each(module, apart, kind) | self._each(module, noticed, kind, check="always")
             with ThreadPoolExecutor(_AT_ONCE) as threads:  # they wait, most of the time
                 waiting = threads.map(lambda name: self._on_ranks_of_its_own(module, name, kind), alone)
+                found = self._together(module, names, kind)
+                found |= self._each(module, apart, kind) | self._each(module, noticed, kind, check="always")
                 self.played[module, kind] = found | dict(zip(alone, waiting, strict=True))
         return self.played[module, kind]
 
