@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import pkgutil
 import re
@@ -162,6 +163,8 @@ class _Gone:
 
 def _take_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, last = name.rsplit(".", 1)
+    if _is_late(name):
+        importlib.import_module(path.rpartition(".")[0])
     if _is_late(name) and path not in sys.modules:
         monkeypatch.setitem(sys.modules, path, types.ModuleType(path))
         return
