@@ -1,4 +1,4 @@
-"""What `import shardlib` offers, and where each name is from: read by type checkers, and by the package itself."""
+"""The names that `import shardlib` offers, each with its module: read by type checkers, and by the package itself."""
 
 from . import errors as errors, layouts as layouts
 from ._mesh import (

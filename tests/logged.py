@@ -1,4 +1,4 @@
-"""What long work logs of its progress, without times."""
+"""Log lines of the progress of long work, without times."""
 
 from __future__ import annotations
 

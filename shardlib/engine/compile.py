@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,6 +182,9 @@ def warn_of_no_effect(*_args: Any, **_options: Any) -> None:
     )
 
 
+_NOTHING = nullcontext()
+
+
 class _Call:
     """The call of one block: compiled where possible, else eager."""
 
@@ -204,21 +207,18 @@ class _Call:
         shapes = tuple(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         if not self._has_graph(shapes):
             return _torch.call_eagerly(self.block, *args, **kwargs)
+        how = shapes, self.block.training, torch.is_grad_enabled()
         try:
             # Graph breaks raise: eager code in the middle of a block would not appear in the report.
-            with self._progress(shapes), self.in_one_graph, exact.traced():
+            with self._progress(how) if how not in self.called else _NOTHING, self.in_one_graph, exact.traced():
                 return _with_plain_gradients(self.compiled(*args, **kwargs))
         except self.failures as error:
             _give_up(self.name, self.same_class, _reason(error), self.report)
             return _torch.call_eagerly(self.block, *args, **kwargs)
 
     @contextmanager
-    def _progress(self, shapes: tuple[torch.Size, ...]) -> Iterator[None]:
+    def _progress(self, how: tuple[Any, ...]) -> Iterator[None]:
         """Show the progress of a call that may compile: the first one with these shapes, mode and need of gradients."""
-        how = shapes, self.block.training, torch.is_grad_enabled()
-        if how in self.called:
-            yield
-            return
         self.called.add(how)
         before = _torch.graphs_compiled()
         with Progress(f'compiling "{self.name}"', unit="graphs") as progress:

@@ -112,7 +112,7 @@ def _copied(
 
 
 _Position: TypeAlias = tuple[int, int]
-"""Where an axis shards a tensor: (dim, number of shards of that dim that are more major than the axis)."""
+"""The position of an axis in a tensor: (dim, number of shards of that dim that are more major than the axis)."""
 _Positions: TypeAlias = Mapping[str, _Position]
 
 

@@ -1,4 +1,4 @@
-"""What the library says by `logging`, SHARDLIB_LOG, and the progress of long work."""
+"""Log messages of the library, SHARDLIB_LOG, and the progress of long work."""
 
 from __future__ import annotations
 
