@@ -9,8 +9,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -23,7 +24,6 @@ __all__ = ["Progress"]
 
 SHOWN_AFTER = 2.0  # seconds
 LOGGED_EVERY = 30.0  # seconds
-_REDRAWN_EVERY = 0.25  # seconds
 _SCALES = (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")
 
 clock = time.monotonic
@@ -36,8 +36,6 @@ class Progress:
     On a terminal, rank 0 shows a bar once the work has taken a while, and removes it at the end. It shows none in other
     threads than the main one, nor where the level of the logger "shardlib" is above info. Each rank logs a line at the
     end, and one every 30 seconds, at level info; none where there was nothing to do.
-
-    A thread draws and logs, where there is anyone to read it; `advance` only adds.
 
     Args:
         what: the work, such as 'saving "step-000120"'.
@@ -60,80 +58,58 @@ class Progress:
         self.what, self.unit, self.total, self.done, self._after = what, unit, total, done, after
         self._numbers: Mapping[str, object] = {}
         self._done_before = done
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
-        self._display: rich.progress.Progress | None = None
-        self._owns_display = False
-        self._task: rich.progress.TaskID | None = None
+        self._begun, self._log_next = 0.0, 0.0
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._end_drawing: Callable[[], None] | None = None
 
     def advance(self, amount: int = 1, numbers: Mapping[str, object] | None = None) -> None:
-        """Add to what is done; `numbers` are shown beside it."""
-        self.done += amount
-        if numbers is not None:
-            self._numbers = dict(numbers)
+        """Add to what is done; `numbers` are shown beside it. Several threads may call it."""
+        with self._lock:
+            self.done += amount
+            if numbers is not None:
+                self._numbers = dict(numbers)
+            now = clock()
+            if now >= self._log_next:
+                self._log_next = now + LOGGED_EVERY
+                log.info("%s: %s", self.what, self._so_far(now))
 
     def __enter__(self) -> Self:
         self._begun = clock()
         self._log_next = self._begun + LOGGED_EVERY
-        self._draws = self._after < math.inf and _may_draw()
-        if self._draws or log.isEnabledFor(logging.INFO):
-            self.look()
-            self._thread = threading.Thread(target=self._watch, name="shardlib-progress", daemon=True)
-            self._thread.start()
+        if self._after < math.inf and _may_draw():
+            if self._after == 0:
+                self._draw()
+            else:
+                self._timer = threading.Timer(self._after, self._draw)
+                self._timer.daemon = True
+                self._timer.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if self._thread is None:
-            return
-        self._over.set()
-        self._thread.join()
-        self._stop_drawing()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+        if self._end_drawing is not None:
+            with contextlib.suppress(OSError):  # the terminal is gone
+                self._end_drawing()
         if kind is None and self.done > self._done_before:
             log.info("%s", self._summary())
 
-    def _watch(self) -> None:
-        while not self._over.wait(_REDRAWN_EVERY):
-            self.look()
-
-    def look(self) -> None:
-        """Show, redraw and log what is due by the clock."""
-        with self._lock:
-            now = clock()
-            if now >= self._log_next:
-                self._log_next = now + LOGGED_EVERY
-                log.info("%s: %s", self.what, self._so_far(now))
-            if self._draws and now >= self._begun + self._after:
-                try:
-                    self._draw(now)
-                except OSError:  # the terminal is gone; the work goes on
-                    self._draws = False
-
-    def _draw(self, now: float) -> None:
-        if self._display is None:
-            self._owns_display = not _displays
-            if self._owns_display:
-                _displays.append(_new_display(stays=self._after == 0))
-                _displays[0].start()
-            self._display = _displays[0]
-            self._task = self._display.add_task(self.what, total=None, so_far="")
-        assert self._task is not None
-        so_far = self._so_far(now)
-        self._display.update(self._task, total=self.total, completed=self.done, so_far=so_far, refresh=True)
-
-    def _stop_drawing(self) -> None:
-        if self._display is None or self._task is None:
+    def _draw(self) -> None:
+        """Show the bar, which rich draws again by a thread of its own."""
+        if _displays:
+            display = _displays[0]
+            self._end_drawing = partial(display.remove_task, display.add_task(self.what, progress=self))
             return
+        display = _new_display(stays=self._after == 0)
+        display.add_task(self.what, progress=self)
+        self._end_drawing = partial(_stop, display)
+        _displays.append(display)
         with contextlib.suppress(OSError):
-            if not self._owns_display:
-                self._display.remove_task(self._task)
-                return
-            _displays.remove(self._display)
-            try:
-                self._draw(clock())
-            finally:
-                self._display.stop()
+            display.start()
 
     # --- text ---------------------------------------------------------------------------------------------------------
 
@@ -184,9 +160,17 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
+def _stop(display: rich.progress.Progress) -> None:
+    _displays.remove(display)
+    display.stop()
+
+
 def _new_display(*, stays: bool) -> rich.progress.Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import Progress, ProgressColumn, Task, TextColumn
+    from rich.progress_bar import ProgressBar
+    from rich.table import Column
+    from rich.text import Text
 
     class Terminal(Console):
         """Leaves the cursor visible: a process that is killed could not show it again."""
@@ -194,19 +178,23 @@ def _new_display(*, stays: bool) -> rich.progress.Progress:
         def show_cursor(self, show: bool = True) -> bool:
             return False
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[so_far]}", markup=False),
-    )
+    class Bar(ProgressColumn):
+        def render(self, task: Task) -> ProgressBar:
+            work = task.fields["progress"]
+            return ProgressBar(work.total, work.done, width=40, pulse=work.total is None)
+
+    class SoFar(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(task.fields["progress"]._so_far(clock()))
+
     return Progress(
-        *columns,
+        TextColumn("{task.description}", markup=False),
+        Bar(),
+        SoFar(Column(no_wrap=True)),
         console=Terminal(stderr=True, force_terminal=True),
-        auto_refresh=False,
         transient=not stays,
         # What takes the place of stdout writes to this console, so not where stdout is a file. A bar that appears later
         # takes no stream's place: another thread may be replacing it.
         redirect_stdout=stays and is_terminal(sys.stdout),
         redirect_stderr=stays,
-        get_time=clock,
     )

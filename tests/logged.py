@@ -15,8 +15,8 @@ def progress_logged() -> Iterator[list[str]]:
     log, handler = logging.getLogger("shardlib"), logging.Handler()
 
     def emit(record: logging.LogRecord) -> None:
-        if found := re.fullmatch(r"(.+) in \d+\.\d\d s(, .+/s)?", record.getMessage()):
-            lines.append(found[1])
+        if found := re.fullmatch(r"(.+ in|compiling .+ took) \d+\.\d\d s(, .+/s)?", record.getMessage()):
+            lines.append(found[1].rpartition(" ")[0])
 
     handler.emit = emit  # type: ignore[method-assign]
     log.addHandler(handler)

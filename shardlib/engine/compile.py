@@ -7,8 +7,7 @@ collectives.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardlib._log import timed
 from shardlib._progress import Progress
 from shardlib.engine import _torch, exact
 from shardlib.engine._torch import pytree
@@ -34,7 +34,8 @@ class CompileReport:
 
     `shapes`: by class of blocks, the input shapes that they were compiled for; `varied`: messages for classes that met
     more shapes. `rows`: the number of examples of the batch, where random numbers depend on it. `stopped`: blocks that
-    failed to compile and are not tried again.
+    failed to compile and are not tried again. `called`: how blocks of each class were called: another way compiles
+    another graph.
     """
 
     backend: str | None
@@ -44,6 +45,7 @@ class CompileReport:
     rows: dict[tuple[torch.Size, ...], int | None] = field(default_factory=dict)
     varied: dict[type[nn.Module], str] = field(default_factory=dict)
     stopped: set[str] = field(default_factory=set)
+    called: set[tuple[Any, ...]] = field(default_factory=set)
 
     def notes(self) -> tuple[str, ...]:
         """Format the report as sentences, for the plan."""
@@ -182,9 +184,6 @@ def warn_of_no_effect(*_args: Any, **_options: Any) -> None:
     )
 
 
-_NOTHING = nullcontext()
-
-
 class _Call:
     """The call of one block: compiled where possible, else eager."""
 
@@ -196,7 +195,6 @@ class _Call:
         # AssertionError: activation checkpointing around DTensors fails an assertion inside torch 2.13.0.
         self.failures: tuple[type[Exception], ...] = (*_torch.compile_errors(), AssertionError)
         self.in_one_graph = _torch.graph_breaks_raise()
-        self.called: set[tuple[Any, ...]] = set()  # how, so far: another way may compile a graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.name in self.report.stopped:
@@ -207,23 +205,25 @@ class _Call:
         shapes = tuple(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         if not self._has_graph(shapes):
             return _torch.call_eagerly(self.block, *args, **kwargs)
-        how = shapes, self.block.training, torch.is_grad_enabled()
+        how = type(self.block), shapes, self.block.training, torch.is_grad_enabled()
         try:
             # Graph breaks raise: eager code in the middle of a block would not appear in the report.
-            with self._progress(how) if how not in self.called else _NOTHING, self.in_one_graph, exact.traced():
-                return _with_plain_gradients(self.compiled(*args, **kwargs))
+            with self.in_one_graph, exact.traced():
+                if how in self.report.called:
+                    output = self.compiled(*args, **kwargs)
+                else:
+                    output = self._compile(how, *args, **kwargs)
+                return _with_plain_gradients(output)
         except self.failures as error:
             _give_up(self.name, self.same_class, _reason(error), self.report)
             return _torch.call_eagerly(self.block, *args, **kwargs)
 
-    @contextmanager
-    def _progress(self, how: tuple[Any, ...]) -> Iterator[None]:
-        """Show the progress of a call that may compile: the first one with these shapes, mode and need of gradients."""
-        self.called.add(how)
-        before = _torch.graphs_compiled()
-        with Progress(f'compiling "{self.name}"', unit="graphs") as progress:
-            yield
-            progress.advance(_torch.graphs_compiled() - before)
+    def _compile(self, how: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        """Run the first call of this kind of a class, which compiles, with its progress."""
+        self.report.called.add(how)
+        what = f'compiling "{self.name}"'
+        with timed(what), Progress(what, unit="blocks"):
+            return self.compiled(*args, **kwargs)
 
     def _has_graph(self, key: tuple[torch.Size, ...]) -> bool:
         """Return whether blocks of this class are compiled for inputs of these shapes, or will be by this call.

@@ -46,7 +46,7 @@ def test_messages_go_to_the_logger(caplog: pytest.LogCaptureFixture):
     assert caplog.messages[0] == "shard_model: plan of Linear ..."
 
 
-# --- progress, by a clock of the test's own: a glance of its thread in between finds what the test's own finds ---
+# --- progress, by a clock of the test's own; what rich draws in between, by a thread, shows the same ---
 
 
 class _Clock:
@@ -82,19 +82,32 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> _Terminal:
     return made
 
 
+def _timers(monkeypatch: pytest.MonkeyPatch) -> list[threading.Timer]:
+    """Collect timers, which then do nothing by themselves."""
+    made: list[threading.Timer] = []
+
+    class Timer(threading.Timer):
+        def start(self) -> None:
+            made.append(self)
+
+        def join(self, timeout: float | None = None) -> None:
+            pass
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    return made
+
+
 _REMOVED = "\n\r\x1b[1A\x1b[2K"  # one line up, which is erased
 _CURSOR = "\x1b[?25"
 
 
 def test_a_bar_appears_after_two_seconds_and_is_removed_at_the_end(clock: _Clock, monkeypatch: pytest.MonkeyPatch):
-    terminal = _terminal(monkeypatch)
+    terminal, timers = _terminal(monkeypatch), _timers(monkeypatch)
     with Progress('saving "[b]x"', unit="bytes", total=3_000_000_000) as progress:
         progress.advance(750_000_000)
-        clock.now += 1.9
-        progress.look()
-        assert terminal.getvalue() == ""
-        clock.now += 0.6
-        progress.look()
+        clock.now += 2.5
+        assert [timer.interval for timer in timers] == [2.0] and terminal.getvalue() == ""
+        timers[0].function()
         assert 'saving "[b]x" ' in terminal.getvalue()
         assert "750.0 MB / 3.0 GB, 300.0 MB/s, 0:00:08 left" in terminal.getvalue()
     assert terminal.getvalue().endswith(_REMOVED)
@@ -102,12 +115,12 @@ def test_a_bar_appears_after_two_seconds_and_is_removed_at_the_end(clock: _Clock
 
 
 def test_an_error_leaves_no_bar(clock: _Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    terminal = _terminal(monkeypatch)
+    terminal, timers = _terminal(monkeypatch), _timers(monkeypatch)
     caplog.set_level(logging.INFO, logger="shardlib")
     with pytest.raises(ZeroDivisionError), Progress("proving", unit="passes") as progress:
         progress.advance()
         clock.now += 3
-        progress.look()
+        timers[0].function()
         assert "proving " in terminal.getvalue() and "0:00:03" in terminal.getvalue()
         raise ZeroDivisionError
     assert terminal.getvalue().endswith(_REMOVED)
@@ -140,23 +153,21 @@ def _closed(patch: pytest.MonkeyPatch) -> None:
 def test_where_no_bar_belongs_nothing_is_drawn_and_no_thread_is_started(
     forbid: object, clock: _Clock, monkeypatch: pytest.MonkeyPatch
 ):
-    terminal = _terminal(monkeypatch)
+    terminal, timers = _terminal(monkeypatch), _timers(monkeypatch)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     forbid(monkeypatch)  # type: ignore[operator]
-    with Progress("saving", unit="bytes", total=10) as progress:
-        assert "shardlib-progress" not in {thread.name for thread in threading.enumerate()}
-        clock.now += 10
-        progress.look()
-    assert terminal.closed or terminal.getvalue() == ""
+    for after in (0.0, 2.0):
+        with Progress("saving", unit="bytes", total=10, after=after) as progress:
+            progress.advance()
+    assert timers == [] and (terminal.closed or terminal.getvalue() == "")
     monkeypatch.undo()
 
 
 def test_the_log_has_a_line_every_30_seconds_and_at_the_end(clock: _Clock, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="shardlib"), Progress("proving", unit="passes", total=8) as progress:
         for seconds, passes in ((29, 1), (1, 1), (29, 1), (1, 1), (4, 4)):
-            progress.advance(passes)
             clock.now += seconds
-            progress.look()
+            progress.advance(passes)
     assert caplog.messages == [
         "proving: 2/8 passes, 0.0667 passes/s, 0:01:30 left",
         "proving: 4/8 passes, 0.0667 passes/s, 0:01:00 left",
@@ -174,15 +185,15 @@ def test_work_of_which_there_was_none_is_not_logged(clock: _Clock, caplog: pytes
 
 
 def test_work_inside_other_work_adds_a_line_to_its_bar(clock: _Clock, monkeypatch: pytest.MonkeyPatch):
-    terminal = _terminal(monkeypatch)
+    terminal, timers = _terminal(monkeypatch), _timers(monkeypatch)
     with Progress("training", unit="steps", total=4, after=0) as outer:
         with Progress("saving", unit="bytes", total=2_000) as inner:
             inner.advance(1_000)
             clock.now += 2
-            inner.look()
+            timers[0].function()
+            _progress._displays[0].refresh()
         both = terminal.getvalue()
         outer.advance(numbers={"Loss": "0.5"})
-        outer.look()
     drawn = both.splitlines()
     assert "training " in drawn[-2] and "0/4 steps" in drawn[-2]
     assert "saving " in drawn[-1] and "1.0 kB / 2.0 kB, 0.0 MB/s, 0:00:02 left" in drawn[-1]
@@ -193,13 +204,11 @@ def test_work_inside_other_work_adds_a_line_to_its_bar(clock: _Clock, monkeypatc
 
 
 def test_a_terminal_that_is_closed_meanwhile_does_not_end_the_work(clock: _Clock, monkeypatch: pytest.MonkeyPatch):
-    terminal = _terminal(monkeypatch)
+    terminal, timers = _terminal(monkeypatch), _timers(monkeypatch)
     with Progress("saving", unit="bytes", total=10) as progress:
-        clock.now += 2
-        progress.look()
+        timers[0].function()
         assert terminal.getvalue() != ""
         monkeypatch.setattr(sys, "stderr", _Gone())
-        progress.look()
         progress.advance(10)
     assert progress.done == 10 and _progress._displays == []
 
@@ -223,5 +232,5 @@ def test_bars_that_nobody_asked_for_are_not_shown(clock: _Clock, monkeypatch: py
     terminal = _terminal(monkeypatch)
     with Progress("Epoch 1 / Train", unit="steps", total=2, after=math.inf) as progress:
         clock.now += 1000
-        progress.look()
+        progress.advance()
     assert terminal.getvalue() == ""

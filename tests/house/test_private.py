@@ -207,7 +207,6 @@ _FIRST_USES: dict[str, Callable[[], Any]] = {
     "dynamo": lambda: _torch.keep_compiler_out_of("shardlib"),
     "errors of dynamo": _torch.compile_errors,
     "breaks of graphs": _torch.graph_breaks_raise,
-    "number of graphs": _torch.graphs_compiled,
 }
 
 

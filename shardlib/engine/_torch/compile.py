@@ -38,7 +38,6 @@ _dynamo = private_when_used(
     "torch._dynamo.exc.FailOnRecompileLimitHit",
     "torch._dynamo.error_on_graph_break",
     "torch._dynamo.config.skip_nnmodule_hook_guards",
-    "torch._dynamo.utils.counters",
     why="to keep the compiler out of sharding decisions, and to run a block eagerly that it cannot compile",
     without="blocks cannot be compiled; pass compile=None to shard_model",
 )
@@ -50,7 +49,6 @@ __all__ = [
     "constant_in_graphs",
     "graph_backend",
     "graph_breaks_raise",
-    "graphs_compiled",
     "inductor_backend",
     "keep_compiler_out_of",
 ]
@@ -130,12 +128,6 @@ def compile_errors() -> tuple[type[Exception], ...]:
     """Return what dynamo raises when it or its backend cannot compile. This imports the compiler."""
     _dynamo()
     return (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
-
-
-def graphs_compiled() -> int:
-    """Return the number of graphs that dynamo has compiled in this process."""
-    _dynamo()
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def compiler_is_off() -> bool:
