@@ -71,8 +71,8 @@ def refuse_what_does_not_run(row: Row, device: torch.device, *, stored_in_parts:
     if "stored" in host_phases and not stored_in_parts:
         raise PlanError(
             f'The plan stores "{row.name}" in host memory, unsharded, and computes with it on {device.type}: no '
-            'unshard would copy it there. Shard it with zero(3) or fsdp(), use offload("state"), or leave it out with '
-            "only=."
+            "unshard would copy it there. Shard it with zero(3) or fsdp() over more than one rank, use "
+            'offload("state"), or leave it out with only=.'
         )
     apart = [phase for phase in ("stored", "grad", "state") if phase in row.layouts and phase not in host_phases]
     if "stored" in host_phases and apart:

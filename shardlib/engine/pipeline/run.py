@@ -28,8 +28,6 @@ __all__ = ["Failure", "Losses", "Microbatch", "Run"]
 
 Criterion = Callable[[Any, Any], Any]
 
-_AHEAD = 4  # actions ahead whose receives are posted: a sender waits for them, and posting early costs this rank least
-
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -142,9 +140,10 @@ class Run:
         for number, action in enumerate(actions):
             if number or not self.early:
                 self._meet()
-            for ahead in actions[number : number + _AHEAD]:
-                if self.transport is not None and self.begun and (message := self._needed(ahead)) is not None:
-                    self.transport.expect(message)
+            if self.transport is not None and self.begun:
+                for ahead in actions[number : number + self.transport.channels.ahead]:
+                    if (message := self._needed(ahead)) is not None:
+                        self.transport.expect(message)
             if self.failure is None:
                 try:
                     with self._watched(action):

@@ -216,7 +216,8 @@ class PipelineBuild:
         """
         group = self.pipeline_group
         tagged = dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.FAKE)
-        channels = Channels.open(group, [] if tagged else self.shape.groups((self.axis,)), tagged=tagged)
+        lines = [] if tagged else self.shape.groups((self.axis,))
+        channels = Channels.open(group, lines, self.device, tagged=tagged)
         route = Route(
             model,
             self.skeleton,

@@ -1,9 +1,13 @@
 """Point-to-point messages between the stages of a pipeline, each sent once and received once.
 
 All messages are known before the first is sent: every rank knows the order of actions of all ranks and the shapes of
-all messages. Receives are posted in the order in which the sender sends, some actions ahead of the computation, and
-only the tensors themselves are sent. A back end that matches messages between two ranks by their order alone gets a
-process group for each direction between two ranks; messages of gloo carry a tag.
+all messages. Receives are posted in the order in which the sender sends, and only the tensors themselves are sent.
+
+Messages of gloo carry a tag, and their receives are posted some actions ahead of the computation: a sender waits for
+them. NCCL matches messages between two ranks by their order alone, so each direction between two ranks has a process
+group of its own. There a receive is a kernel that runs until the message is there, and whatever waits for the whole
+device, such as the creation of a communicator, waits for this kernel too. So communicators are created first, and a
+receive is posted by the action that needs it: what it waits for never depends on what this rank has yet to do.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,16 +64,33 @@ class Channels:
     pairs: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup, lines: Sequence[Sequence[int]], *, tagged: bool) -> Channels:
-        """Create the groups. Collective over the job: `lines` are the ranks of every pipeline in it."""
+    def open(
+        cls, group: dist.ProcessGroup, lines: Sequence[Sequence[int]], device: torch.device, *, tagged: bool
+    ) -> Channels:
+        """Create the groups and connect their ranks. Collective over the job.
+
+        Args:
+            group: the group of this rank's pipeline.
+            lines: the ranks of every pipeline of the job.
+            device: the device of the tensors.
+            tagged: whether messages have tags; no groups are then needed.
+        """
         pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         for line in () if tagged else lines:
             for source in range(len(line)):
-                for target in {(source + 1) % len(line), (source - 1) % len(line)} - {source}:
+                for target in sorted({(source + 1) % len(line), (source - 1) % len(line)} - {source}):
                     made = _torch.new_group(sorted((line[source], line[target])))
                     if made is not None:
                         pairs[source, target] = made
+                        begin = dist.isend if line[source] == dist.get_rank() else dist.irecv
+                        other = line[target] if begin is dist.isend else line[source]
+                        _begin_all([dist.P2POp(begin, torch.zeros(1, device=device), other, made)])[0].wait()
         return cls(group, pairs)
+
+    @property
+    def ahead(self) -> int:
+        """The number of actions, this one included, whose receives are posted before an action."""
+        return 1 if self.pairs else 4
 
     def between(self, source: int, target: int) -> dist.ProcessGroup:
         return self.pairs.get((source, target), self.group)
@@ -129,7 +150,7 @@ class Transport:
         self._ranks, self._limit = dist.get_process_group_ranks(channels.group), _torch.limit_of(channels.group)
         self._coming = {source: deque(messages) for source, messages in timetable.coming.items()}
         self._posted: dict[P2PMessage, tuple[list[torch.Tensor], list[dist.Work]]] = {}
-        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sending: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
         self._local: dict[P2PMessage, Sequence[torch.Tensor]] = {}
 
     def metas(self, message: P2PMessage) -> Metas:
@@ -143,11 +164,8 @@ class Transport:
             self._local[message] = tensors
             return
         group = self.channels.between(index, target)
-        for place, tensor in enumerate(tensors):
-            contiguous = tensor.contiguous()
-            work = dist.isend(contiguous, self._ranks[target], group=group, tag=self.timetable.tag(message, place))
-            if work is not None:
-                self._sending.append((work, contiguous))
+        contiguous = [tensor.contiguous() for tensor in tensors]
+        self._sending.append((self._begin(dist.isend, message, contiguous, target, group), contiguous))
 
     def expect(self, message: P2PMessage) -> None:
         """Post the receives of a message, if they are not posted yet."""
@@ -159,13 +177,22 @@ class Transport:
 
     def _post(self, message: P2PMessage, source: int) -> None:
         group = self.channels.between(source, self.timetable.index)
-        tensors, works = [], []
-        for place, (shape, dtype) in enumerate(self.metas(message)):
-            tensors.append(torch.empty(shape, dtype=dtype, device=self.device))
-            work = dist.irecv(tensors[-1], self._ranks[source], group=group, tag=self.timetable.tag(message, place))
-            assert work is not None
-            works.append(work)
-        self._posted[message] = tensors, works
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.metas(message)]
+        self._posted[message] = tensors, self._begin(dist.irecv, message, tensors, source, group)
+
+    def _begin(
+        self,
+        op: Callable[..., Any],
+        message: P2PMessage,
+        tensors: Sequence[torch.Tensor],
+        other: int,
+        group: dist.ProcessGroup,
+    ) -> list[dist.Work]:
+        """Begin to send or receive all tensors of a message."""
+        peer, tag = self._ranks[other], self.timetable.tag
+        return _begin_all(
+            [dist.P2POp(op, tensor, peer, group, tag(message, place)) for place, tensor in enumerate(tensors)]
+        )
 
     def receive(self, message: P2PMessage) -> Sequence[torch.Tensor]:
         """Wait for a message and return its tensors."""
@@ -180,5 +207,10 @@ class Transport:
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
-        _torch.wait_for((work for work, _ in self._sending), self._limit)
+        _torch.wait_for((work for works, _ in self._sending for work in works), self._limit)
         self._sending.clear()
+
+
+def _begin_all(ops: list[dist.P2POp]) -> list[dist.Work]:
+    """Begin operations as one; torch takes no empty list, and returns no work for what it does at once."""
+    return [work for work in dist.batch_isend_irecv(ops) if work is not None] if ops else []

@@ -227,8 +227,8 @@ def _by_pairs() -> list[float]:
     """As on back ends without tags, each direction between two ranks has a group of its own."""
     single, batch = gpt(), tokens(6)
     mean(single(batch), batch).backward()
-    tagless = functools.partial(Channels.open, lines=[[0, 1]], tagged=False)
-    with mock.patch.object(Channels, "open", lambda group, _lines, *, tagged: tagless(group)):
+    by_order = functools.partial(Channels.open, lines=[[0, 1]], device=torch.device("cpu"), tagged=False)
+    with mock.patch.object(Channels, "open", lambda group, *_args, **_options: by_order(group)):
         model = sharded("pp=2", sl.pipeline("interleaved", 4), stages=STAGES)
     pipeline = record_of(model).pipeline
     assert pipeline is not None and len(pipeline.channels.pairs) == 2
