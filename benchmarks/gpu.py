@@ -124,10 +124,11 @@ def sharded(size: Size, case: Case) -> nn.Module:
 
 @dataclass
 class Trained:
-    """Losses and last weights of a run, in float64."""
+    """Losses and last weights of a run, in float64; whether blocks that were to be compiled ran eagerly."""
 
     losses: Tensor
     weights: dict[str, Tensor]
+    eagerly: bool = False
 
     def distance(self, other: Trained, *, weights: bool) -> float:
         pairs = [(self.losses, other.losses)]
@@ -171,7 +172,8 @@ def train(size: Size, case: Case, data: list[Batch]) -> Trained:
     total = torch.stack(losses) / dist.get_world_size()
     dist.all_reduce(total)
     weights = sl.full_state_dict(model)
-    return Trained(total, {name: value.to(DEVICE, torch.float64) for name, value in weights.items()})
+    eagerly = any("runs eagerly" in note for note in sl.plan_of(model).notes)
+    return Trained(total, {name: value.to(DEVICE, torch.float64) for name, value in weights.items()}, eagerly)
 
 
 def limit(case: Case, rounded: float) -> float:
@@ -190,8 +192,9 @@ def prove(size: Size) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"case": str(case), "limit": limit(case, rounded)}
         begin = time.perf_counter()
         try:
-            row["distance"] = train(size, case, data).distance(exact, weights=not case.rounds_to)
-            row["passed"] = row["distance"] <= row["limit"]
+            trained = train(size, case, data)
+            row["distance"] = trained.distance(exact, weights=not case.rounds_to)
+            row |= {"passed": row["distance"] <= row["limit"], "fell_back_to_eager": trained.eagerly}
         except Exception as error:  # the next case may pass
             row |= {"passed": False, "error": f"{type(error).__name__}: {error}"}
         rows.append(row | {"seconds": time.perf_counter() - begin})
@@ -288,9 +291,8 @@ def show(found: dict[str, list[dict[str, Any]]]) -> None:
     table = Table("case", "distance", "limit", "seconds", "")
     for row in found["proof"]:
         distance = f"{row['distance']:.1e}" if "distance" in row else row["error"]
-        table.add_row(
-            row["case"], distance, f"{row['limit']:.1e}", f"{row['seconds']:.1f}", "" if row["passed"] else "WRONG"
-        )
+        said = "WRONG" if not row["passed"] else "blocks ran eagerly" if row["fell_back_to_eager"] else ""
+        table.add_row(row["case"], distance, f"{row['limit']:.1e}", f"{row['seconds']:.1f}", said)
     Console(width=140).print(table)
     table = Table("a training step", "ms", f"ratio to {BASE} (middle half)")
     for row in found.get("speed", ()):

@@ -345,7 +345,8 @@ def test_what_torch_would_have_elsewhere_is_refused(ranks):
     )
     assert run(sl.zero(2), sl.offload("all"))[0] == (
         f'The plan stores "{first}" in host memory, unsharded, and computes with it on cpu: no unshard would copy it '
-        'there. Shard it with zero(3) or fsdp(), use offload("state"), or leave it out with only=.'
+        'there. Shard it with zero(3) or fsdp() over more than one rank, use offload("state"), or leave it out with '
+        "only=."
     )
     assert run(sl.zero(3), sl.offload("params"))[0] == (
         f'The plan stores "{first}" in host memory and its gradient on cpu: torch keeps a gradient where its '

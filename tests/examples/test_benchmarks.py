@@ -21,7 +21,7 @@ ON_TWO_RANKS = {
     "pipeline.py": ("Schedule1F1B, fused AdamW", "Schedule1F1B", "shardlib, 1f1b"),
     "tensor_parallel.py": ("parallelize_module, fused AdamW", "parallelize_module", "shardlib"),
 }
-IN_ONE_PROCESS = ("planning.py", "setup.py")
+IN_ONE_PROCESS = ("gpu.py", "planning.py", "setup.py")
 
 
 def _written(file: Path) -> dict:
