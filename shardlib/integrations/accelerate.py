@@ -132,6 +132,34 @@ class Accelerator(accelerate.Accelerator):
 
     # --- preparing ----------------------------------------------------------------------------------------------------
 
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, data loaders and schedulers, and return them in the same order.
+
+        An optimizer that was built before its model is sharded gets the sharded parameters: prepare both in one call.
+
+        Args:
+            *args: any of these objects; others are returned as they are.
+            device_placement: for each of them, whether batches are moved to this rank's device.
+
+        Raises:
+            ShardingError: an optimizer has made steps before its model is sharded.
+            ShardlibError: an error of `shard_model`, before any change.
+        """
+        models = [one for one in args if isinstance(one, nn.Module) and not _is_prepared(one)]
+        named = {id(param): (model, name) for model in models for name, param in model.named_parameters()}
+        groups = [
+            (group, [named.get(id(param), param) for param in group["params"]])
+            for optimizer in args
+            if isinstance(optimizer, torch.optim.Optimizer) and not _is_prepared(optimizer)
+            for group in _without_state(optimizer, named).param_groups
+        ]
+        for model in models:
+            self.prepare_model(model)
+        params = {id(model): dict(model.named_parameters()) for model in models}
+        for group, keys in groups:
+            group["params"] = [params[id(key[0])][key[1]] if isinstance(key, tuple) else key for key in keys]
+        return super().prepare(*args, device_placement=device_placement)
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -146,7 +174,7 @@ class Accelerator(accelerate.Accelerator):
             PlanError: transforms that accumulate, scale the loss or need stages.
             ShardlibError: an error of `shard_model`, before any change.
         """
-        if getattr(model, "_is_accelerate_prepared", False):
+        if _is_prepared(model):
             if not any(model is one for one in self._models):
                 self._models.append(model)
             return model
@@ -178,7 +206,7 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         """Shard a data loader over the data ranks; all of them see one order of the examples."""
-        if getattr(data_loader, "_is_accelerate_prepared", False):
+        if _is_prepared(data_loader):
             return super().prepare_data_loader(data_loader, *args, **options)
         prepared = super().prepare_data_loader(data_loader, *args, **options)
         sampler = prepared.get_sampler()
@@ -192,7 +220,7 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler, which is stepped once for each data rank, unless `split_batches` is set."""
-        if getattr(scheduler, "_is_accelerate_prepared", False):
+        if _is_prepared(scheduler):
             return super().prepare_scheduler(scheduler)
         host = super().prepare_scheduler(scheduler)
         self._schedulers[-1] = _Scheduler(host, 1 if self.split_batches else self.num_processes)
@@ -338,7 +366,7 @@ class Accelerator(accelerate.Accelerator):
         with self._without_objects():
             folder = super().save_state(output_dir)
         for index, (model, optimizer) in enumerate(pairs):
-            first = {"lr_scheduler": _Several(self._schedulers), "extra": {"step": self.step}} if index == 0 else {}
+            first = {"lr_scheduler": _Several(self._schedulers), "extra": self._counts()} if index == 0 else {}
             save(_path(folder, index), model, optimizer, **first)
         return folder
 
@@ -348,8 +376,8 @@ class Accelerator(accelerate.Accelerator):
         """Load what `save_state` has saved, on this mesh or another one. All ranks call it.
 
         Raises:
-            CheckpointError: hooks of `register_load_state_pre_hook`, options for other formats, or an error of
-                `shardlib.load`.
+            CheckpointError: hooks of `register_load_state_pre_hook`, options for other formats, schedulers that count
+            another number of data ranks, or an error of `shardlib.load`.
         """
         self._refuse_hooks(self._load_model_state_pre_hook, "register_load_state_pre_hook")
         if options or load_kwargs:
@@ -366,6 +394,19 @@ class Accelerator(accelerate.Accelerator):
             loaded = load(_path(folders[0], index), model, optimizer, **first)
             if index == 0:
                 self.step = loaded.extra["step"]
+                self._refuse_other_schedule(loaded.extra["steps_of_schedulers"])
+
+    def _counts(self) -> dict[str, Any]:
+        return {"step": self.step, "steps_of_schedulers": [getattr(one, "times", 1) for one in self._schedulers]}
+
+    def _refuse_other_schedule(self, saved: list[int]) -> None:
+        here = self._counts()["steps_of_schedulers"]
+        if saved != here:
+            raise CheckpointError(
+                f"The schedulers were saved where each training step counted {saved} steps of a schedule, one for each "
+                f"data rank, and here it counts {here}: the learning rate would be another. To resume on another number "
+                "of data ranks, train with DataLoaderConfiguration(split_batches=True), for which it counts one."
+            )
 
     def _refuse_hooks(self, hooks: Mapping[Any, Any], name: str) -> None:
         if hooks:
@@ -387,7 +428,7 @@ class Accelerator(accelerate.Accelerator):
                     "Give one optimizer several groups."
                 )
             left = [one for one in left if one not in found]
-            pairs.append((model, _inner(found[0]) if found else None))
+            pairs.append((model, inner_optimizer(found[0]) if found else None))
         if left:
             raise CheckpointError(f"{len(left)} prepared optimizers have no parameters of a prepared model.")
         return pairs
@@ -436,11 +477,25 @@ class _Several:
             one.load_state_dict(state[str(index)])
 
 
+def _is_prepared(value: Any) -> bool:
+    return bool(getattr(value, "_is_accelerate_prepared", False))
+
+
+def _without_state(optimizer: torch.optim.Optimizer, named: Mapping[int, Any]) -> torch.optim.Optimizer:
+    """Return an optimizer, unless it has state of parameters that are about to be sharded."""
+    if any(id(param) in named and state for param, state in optimizer.state.items()):
+        raise ShardingError(
+            f"The {type(optimizer).__name__} has made steps on parameters that are not sharded yet. Prepare it with its "
+            "model before the first step; load_state continues a run."
+        )
+    return optimizer
+
+
 def _path(folder: Any, index: int) -> Path:
     return Path(folder) / (f"model_{index}" if index else "model")
 
 
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]
