@@ -57,6 +57,8 @@ def run(
 ) -> Ran:
     """Train a small GPT-2 in float64.
 
+    Logged losses are sums in torch's default dtype, which is float64 meanwhile.
+
     Args:
         sharding: ours, or None for transformers' own Trainer.
         folder: of checkpoints.
@@ -66,6 +68,7 @@ def run(
         **options: training arguments.
     """
     reset()
+    torch.set_default_dtype(torch.float64)
     if sharding is None:
         kind, more = transformers.Trainer, {}
     else:
@@ -100,5 +103,6 @@ def run(
         trainer.save_model(f"{folder}/final")
     state = trainer.accelerator.get_state_dict(trainer.model)
     done.weights = {name: value.detach().clone() for name, value in state.items()}
+    torch.set_default_dtype(torch.float32)
     reset()
     return done
