@@ -359,7 +359,7 @@ class Accelerator(accelerate.Accelerator):
         self._refuse_hooks(self._save_model_state_pre_hook, "register_save_state_pre_hook")
         if options or not safe_serialization:
             raise CheckpointError(
-                f"save_state was given {['safe_serialization=False', *options][bool(options):]}. shardlib writes "
+                f"save_state was given {['safe_serialization=False', *options][bool(options) :]}. shardlib writes "
                 "safetensors alone: leave it out."
             )
         pairs = self._pairs()
@@ -455,7 +455,11 @@ class _Scheduler(AcceleratedScheduler):
     def step(self, *args: Any, **options: Any) -> None:
         many = self.step_with_optimizer and self.gradient_state.sync_gradients
         for _ in range(self.times if many else 1):
-            if not many or self.times == 1 or self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+            if (
+                not many
+                or self.times == 1
+                or self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf)
+            ):
                 super().step(*args, **options)
 
 
@@ -534,7 +538,9 @@ def _refuse(options: Mapping[str, Any]) -> None:
     config = options.get("dataloader_config")
     for name in ("dispatch_batches", "use_stateful_dataloader"):
         if getattr(config, name, None):
-            raise PlanError(f"DataLoaderConfiguration({name}=True) was given. Leave it out: each rank reads its own batches.")
+            raise PlanError(
+                f"DataLoaderConfiguration({name}=True) was given. Leave it out: each rank reads its own batches."
+            )
     for handler in options.get("kwargs_handlers") or ():
         kind = type(handler).__name__
         hook = getattr(handler, "comm_hook", None)

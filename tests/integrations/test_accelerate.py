@@ -86,7 +86,10 @@ REFUSED = {
     "parallelism": (lambda: {"parallelism_config": object()}, r'Name the axes in mesh="dp=2,tp=2"'),
     "dynamo": (lambda: {"dynamo_backend": "inductor"}, r'Write compile="inductor"'),
     "fp16": (lambda: {"mixed_precision": "fp16"}, r'Write mixed_precision="bf16"'),
-    "dispatch": (lambda: {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}, "each rank reads its own"),
+    "dispatch": (
+        lambda: {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
+        "each rank reads its own",
+    ),
     "autocast": (lambda: {"kwargs_handlers": [AutocastKwargs(enabled=False)]}, "Write the precision as transforms="),
 }
 

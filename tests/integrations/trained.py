@@ -48,12 +48,27 @@ def arguments(folder: str, batch: int, **options: Any) -> transformers.TrainingA
     )
 
 
+class _Stops(transformers.TrainerCallback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == self.at
+
+
 def data_ranks(sharding: str | None) -> int:
     return 2 if sharding is not None and "dp=2" in sharding else 1
 
 
 def run(
-    sharding: str | None, folder: str, *, resume: bool = False, first: str = "", then: str = "", **options: Any
+    sharding: str | None,
+    folder: str,
+    *,
+    resume: bool = False,
+    stop_at: int = 0,
+    first: str = "",
+    then: str = "",
+    **options: Any,
 ) -> Ran:
     """Train a small GPT-2 in float64.
 
@@ -63,6 +78,7 @@ def run(
         sharding: ours, or None for transformers' own Trainer.
         folder: of checkpoints.
         resume: go on from the last checkpoint.
+        stop_at: the step after which training stops, and would have gone on.
         first: what to do before training: "evaluate".
         then: what to do after it: "predict", "save".
         **options: training arguments.
@@ -90,6 +106,8 @@ def run(
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         **more,
     )
+    if stop_at:
+        trainer.add_callback(_Stops(stop_at))
     done = Ran()
     if first == "evaluate":
         trainer.evaluate()
