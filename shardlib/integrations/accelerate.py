@@ -100,8 +100,8 @@ class Accelerator(accelerate.Accelerator):
         if self.state.num_processes != shape.world_size:
             raise MeshError(
                 f'The mesh "{shape}" has {shape.world_size} ranks, and Accelerate counts {self.state.num_processes} '
-                "processes. Its state was made before: build the Accelerator first; with TrainingArguments on CPU, give "
-                "them use_cpu=True."
+                "processes. Its state was made before: build the Accelerator first. On CPU, give TrainingArguments "
+                "use_cpu=True."
             )
         names = self.mesh.mesh_dim_names or ()
         self._index, self._count = shape.data_place(dict(zip(names, self.mesh.get_coordinate() or (), strict=True)))
@@ -195,8 +195,8 @@ class Accelerator(accelerate.Accelerator):
             raise PlanError(f"The transforms {self.transforms} scale the loss. {_INSTEAD['fp16']}")
         if made.stages:
             raise PlanError(
-                "The rules have stages of a pipeline, which a loop over model(batch) cannot run. Leave the axis pp out, "
-                "or write a loop with shardlib.pipeline_step."
+                "The rules have stages of a pipeline, which a loop over model(batch) cannot run. Leave out the axis "
+                "pp, or write a loop with shardlib.pipeline_step."
             )
         return made
 
@@ -246,7 +246,7 @@ class Accelerator(accelerate.Accelerator):
     def check_trigger(self) -> bool:
         """Return whether any process has called `set_trigger`, and reset it."""
         if self.flag_tensor is None:
-            self.flag_tensor = torch.tensor(0, device=self.device)
+            self.flag_tensor: torch.Tensor | None = torch.tensor(0, device=self.device)
         if self.state.num_processes > 1:
             dist.all_reduce(self.flag_tensor)
         return super().check_trigger()  # type: ignore[no-any-return]
@@ -366,7 +366,9 @@ class Accelerator(accelerate.Accelerator):
         with self._without_objects():
             folder = super().save_state(output_dir)
         for index, (model, optimizer) in enumerate(pairs):
-            first = {"lr_scheduler": _Several(self._schedulers), "extra": self._counts()} if index == 0 else {}
+            first: dict[str, Any] = {}
+            if index == 0:
+                first = {"lr_scheduler": _Several(self._schedulers), "extra": self._counts()}
             save(_path(folder, index), model, optimizer, **first)
         return folder
 
@@ -382,19 +384,26 @@ class Accelerator(accelerate.Accelerator):
         self._refuse_hooks(self._load_model_state_pre_hook, "register_load_state_pre_hook")
         if options or load_kwargs:
             raise CheckpointError(f"load_state was given {[*options, *(load_kwargs or ())]}; leave it out.")
-        pairs, folders = self._pairs(), []
-        handle = self.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
+        pairs: list[Any] = self._pairs()
+        folders: list[str] = []
+
+        def begin(models: Any, folder: str) -> None:
+            """Compare, before Accelerate loads anything from the folder that it has chosen."""
+            folders.append(folder)
+            if pairs:
+                self._refuse_other_schedule(load(_path(folder, 0), random=False).extra["steps_of_schedulers"])
+
+        handle = self.register_load_state_pre_hook(begin)
         try:
             with self._without_objects():
                 super().load_state(input_dir)
         finally:
             handle.remove()
         for index, (model, optimizer) in enumerate(pairs):
-            first = {"lr_scheduler": _Several(self._schedulers)} if index == 0 else {"random": False}
+            first: dict[str, Any] = {"lr_scheduler": _Several(self._schedulers)} if index == 0 else {"random": False}
             loaded = load(_path(folders[0], index), model, optimizer, **first)
             if index == 0:
                 self.step = loaded.extra["step"]
-                self._refuse_other_schedule(loaded.extra["steps_of_schedulers"])
 
     def _counts(self) -> dict[str, Any]:
         return {"step": self.step, "steps_of_schedulers": [getattr(one, "times", 1) for one in self._schedulers]}
@@ -403,9 +412,9 @@ class Accelerator(accelerate.Accelerator):
         here = self._counts()["steps_of_schedulers"]
         if saved != here:
             raise CheckpointError(
-                f"The schedulers were saved where each training step counted {saved} steps of a schedule, one for each "
-                f"data rank, and here it counts {here}: the learning rate would be another. To resume on another number "
-                "of data ranks, train with DataLoaderConfiguration(split_batches=True), for which it counts one."
+                f"The schedulers were saved where a training step counted {saved} steps of a schedule, one for each "
+                f"data rank, and here it counts {here}: the learning rate would be another. To resume on another number of "
+                "data ranks, train with DataLoaderConfiguration(split_batches=True), for which it counts one."
             )
 
     def _refuse_hooks(self, hooks: Mapping[Any, Any], name: str) -> None:
@@ -438,11 +447,13 @@ class Accelerator(accelerate.Accelerator):
         """Let Accelerate save or load everything but the objects that shardlib saves."""
         names = ("_models", "_optimizers", "_schedulers", "_dataloaders")
         kept = {name: getattr(self, name) for name in names}
-        vars(self).update({name: [] for name in names})
+        for name in names:
+            setattr(self, name, [])
         try:
             yield
         finally:
-            vars(self).update(kept)
+            for name, value in kept.items():
+                setattr(self, name, value)
 
 
 class _Scheduler(AcceleratedScheduler):
@@ -453,13 +464,12 @@ class _Scheduler(AcceleratedScheduler):
         self.times = times
 
     def step(self, *args: Any, **options: Any) -> None:
-        many = self.step_with_optimizer and self.gradient_state.sync_gradients
-        for _ in range(self.times if many else 1):
-            if (
-                not many
-                or self.times == 1
-                or self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf)
-            ):
+        if self.times == 1 or not self.step_with_optimizer or not self.gradient_state.sync_gradients:
+            super().step(*args, **options)
+            return
+        last = getattr(self.scheduler, "total_steps", math.inf)
+        for _ in range(self.times):
+            if self.scheduler._step_count <= last:  # as Accelerate: a OneCycleLR has an end
                 super().step(*args, **options)
 
 
@@ -475,7 +485,7 @@ class _Several:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state) != len(self.schedulers):
             raise CheckpointError(
-                f"The checkpoint has {len(state)} schedulers, and {len(self.schedulers)} are prepared. Prepare the same."
+                f"The checkpoint has {len(state)} schedulers, and {len(self.schedulers)} are prepared: prepare as many."
             )
         for index, one in enumerate(self.schedulers):
             one.load_state_dict(state[str(index)])
@@ -489,8 +499,8 @@ def _without_state(optimizer: torch.optim.Optimizer, named: Mapping[int, Any]) -
     """Return an optimizer, unless it has state of parameters that are about to be sharded."""
     if any(id(param) in named and state for param, state in optimizer.state.items()):
         raise ShardingError(
-            f"The {type(optimizer).__name__} has made steps on parameters that are not sharded yet. Prepare it with its "
-            "model before the first step; load_state continues a run."
+            f"The {type(optimizer).__name__} has made steps on parameters that are not sharded yet. Prepare it with "
+            "its model before the first step; load_state continues a run."
         )
     return optimizer
 
@@ -548,6 +558,6 @@ def _refuse(options: Mapping[str, Any]) -> None:
             raise PlanError(f"{kind} was given. Write the precision as transforms= instead.")
         if kind == "DistributedDataParallelKwargs" and str(getattr(hook, "value", hook)) != "no":
             raise PlanError(
-                f"DistributedDataParallelKwargs(comm_hook={hook}) was given. Write the dtype that gradients travel in as "
-                'transforms=shardlib.precision("fp32", reduce="bf16").'
+                f"DistributedDataParallelKwargs(comm_hook={hook}) was given. Write the dtype that gradients travel in, "
+                'as transforms=shardlib.precision("fp32", reduce="bf16").'
             )

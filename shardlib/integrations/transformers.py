@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -169,8 +167,8 @@ class ShardedTrainerMixin:
         model = self.model if model is None else model
         if _is_adapted(model):
             raise CheckpointError(
-                f'Resuming from "{resume_from_checkpoint}" was asked for, and the model has adapters of peft. Load them '
-                "by PeftModel.from_pretrained before the trainer is built."
+                f'Resuming from "{resume_from_checkpoint}" was asked for, and the model has adapters of peft. Load '
+                "them by PeftModel.from_pretrained before the trainer is built."
             )
         load(resume_from_checkpoint, model)
 
