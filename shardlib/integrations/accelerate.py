@@ -386,12 +386,13 @@ class Accelerator(accelerate.Accelerator):
             raise CheckpointError(f"load_state was given {[*options, *(load_kwargs or ())]}; leave it out.")
         pairs: list[Any] = self._pairs()
         folders: list[str] = []
+        counted = self._counts()["steps_of_schedulers"]
 
         def begin(models: Any, folder: str) -> None:
             """Compare, before Accelerate loads anything from the folder that it has chosen."""
             folders.append(folder)
             if pairs:
-                self._refuse_other_schedule(load(_path(folder, 0), random=False).extra["steps_of_schedulers"])
+                _refuse_other_schedule(load(_path(folder, 0), random=False).extra["steps_of_schedulers"], counted)
 
         handle = self.register_load_state_pre_hook(begin)
         try:
@@ -407,15 +408,6 @@ class Accelerator(accelerate.Accelerator):
 
     def _counts(self) -> dict[str, Any]:
         return {"step": self.step, "steps_of_schedulers": [getattr(one, "times", 1) for one in self._schedulers]}
-
-    def _refuse_other_schedule(self, saved: list[int]) -> None:
-        here = self._counts()["steps_of_schedulers"]
-        if saved != here:
-            raise CheckpointError(
-                f"The schedulers were saved where a training step counted {saved} steps of a schedule, one for each "
-                f"data rank, and here it counts {here}: the learning rate would be another. To resume on another number of "
-                "data ranks, train with DataLoaderConfiguration(split_batches=True), for which it counts one."
-            )
 
     def _refuse_hooks(self, hooks: Mapping[Any, Any], name: str) -> None:
         if hooks:
@@ -503,6 +495,15 @@ def _without_state(optimizer: torch.optim.Optimizer, named: Mapping[int, Any]) -
             "its model before the first step; load_state continues a run."
         )
     return optimizer
+
+
+def _refuse_other_schedule(saved: list[int], here: list[int]) -> None:
+    if len(saved) == len(here) and saved != here:
+        raise CheckpointError(
+            f"The schedulers were saved where a training step counted {saved} steps of a schedule, one for each data "
+            f"rank, and here it counts {here}: the learning rate would be another. To resume on another number of data "
+            "ranks, train with DataLoaderConfiguration(split_batches=True), for which it counts one."
+        )
 
 
 def _path(folder: Any, index: int) -> Path:

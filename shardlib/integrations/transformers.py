@@ -97,6 +97,7 @@ class ShardedTrainerMixin:
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
+    current_flos: float
     _train_batch_size: int
 
     def __init__(self, *args: Any, sharding: str | Sharding | None = None, **options: Any) -> None:
@@ -145,6 +146,11 @@ class ShardedTrainerMixin:
             workers, rank = self.args.dataloader_num_workers, self.accelerator.process_index
             loader.base_dataloader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=rank)
         return loader
+
+    def store_flos(self) -> None:
+        """Add this rank's operations to the total: ranks of one data rank work on the same examples."""
+        self.current_flos *= self.accelerator.num_processes / self.accelerator.state.num_processes
+        super().store_flos()  # type: ignore[misc]
 
     def hyperparameter_search(self, *args: Any, **options: Any) -> NoReturn:
         """Raise a `PlanError`."""

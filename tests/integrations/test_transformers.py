@@ -13,7 +13,7 @@ import torch
 from shardlib.errors import CheckpointError, PlanError
 from shardlib.testing import shared_pool
 from tests.families.transformer_models import build, transformers
-from tests.integrations.trained import Ran, arguments, run
+from tests.integrations.trained import Ran, arguments, generates, run
 
 from shardlib.integrations.transformers import Sharding, Trainer  # isort: skip  # after torchvision
 
@@ -124,3 +124,22 @@ def test_optimizer_state_of_a_plain_trainer_is_refused(tmp_path: Path):
     run(None, str(tmp_path), save_strategy="steps", save_steps=12)
     with pytest.raises(CheckpointError, match="was written by transformers' own Trainer"):
         _on_ranks("tp", tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("way", ["tp", "fsdp"])
+def test_a_seq2seq_trainer_generates_as_in_one_process(tmp_path: Path, way: str):
+    """T5 normalises in float32. Under fsdp, data ranks gather weights together until all have generated."""
+    sharding, world = WAYS[way]
+    exact, loss = generates(None, str(tmp_path / "alone"))
+    for found, last in shared_pool(world).run(generates, sharding, str(tmp_path / "run")):
+        assert found.tolist() == exact.tolist() and last == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["tp", "zero"])
+@pytest.mark.parametrize("options", [{"bf16": True}, {"activation_checkpointing": True}], ids=["bf16", "checkpointing"])
+@pytest.mark.covering
+def test_other_arguments_mean_what_they_mean_in_one_process(tmp_path: Path, way: str, options: dict[str, Any]):
+    exact = run(None, str(tmp_path / "alone"), **options)
+    near = {"rtol": 2e-2, "atol": 2e-2} if "bf16" in options else {"rtol": 1e-10, "atol": 1e-10}
+    for ran in _on_ranks(way, tmp_path / "run", **options):
+        torch.testing.assert_close(ran.logs, exact.logs, **near)

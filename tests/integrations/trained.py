@@ -70,7 +70,7 @@ def run(
     then: str = "",
     **options: Any,
 ) -> Ran:
-    """Train a small GPT-2 in float64.
+    """Train a small GPT-2 in float64, or in float32 for bf16.
 
     Logged losses are sums in torch's default dtype, which is float64 meanwhile.
 
@@ -84,7 +84,8 @@ def run(
         **options: training arguments.
     """
     reset()
-    torch.set_default_dtype(torch.float64)
+    dtype = torch.float32 if options.get("bf16") else torch.float64
+    torch.set_default_dtype(dtype)
     if sharding is None:
         kind, more = transformers.Trainer, {}
     else:
@@ -93,7 +94,7 @@ def run(
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]  # as torchrun sets it
         more = {"sharding": sharding}
     torch.manual_seed(0)
-    model = build("GPT2LMHeadModel").double()
+    model = build("GPT2LMHeadModel").to(dtype)
     model.loss_function = loss_in_float64
     ranks = data_ranks(sharding)
     rows = [{name: row[name] for name in ("input_ids", "labels")} for row in examples()]
@@ -124,3 +125,41 @@ def run(
     torch.set_default_dtype(torch.float32)
     reset()
     return done
+
+
+def generates(sharding: str | None, folder: str) -> tuple[Any, float]:
+    """Train a small T5 and let it generate; return what it has generated, and the last loss."""
+    reset()
+    if sharding is None:
+        kind, more = transformers.Seq2SeqTrainer, {}
+    else:
+        from shardlib.integrations.transformers import Seq2SeqTrainer as kind
+
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+        more = {"sharding": sharding}
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 52, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    tokens = {"vocab_size": 67, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **tokens)).double()
+    batch = BATCH // data_ranks(sharding)
+    args = transformers.Seq2SeqTrainingArguments(
+        folder,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        learning_rate=1e-2,
+        num_train_epochs=2,
+        logging_steps=1,
+        predict_with_generate=True,
+        generation_max_length=12,
+    )
+    rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in examples()]
+    trainer = kind(model, args, train_dataset=rows, eval_dataset=rows[:8], **more)
+    trainer.train()
+    loss = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]
+    found = trainer.predict(rows[:8]).predictions
+    reset()
+    return found, loss
