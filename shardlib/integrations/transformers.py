@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import transformers
 from torch import nn
 from transformers.trainer_utils import seed_worker
@@ -97,12 +98,16 @@ class ShardedTrainerMixin:
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
-    current_flos: float
+    compute_loss_func: Any
+    label_smoother: Any
+    model_accepts_loss_kwargs: bool
+    current_flos: Any
     _train_batch_size: int
 
     def __init__(self, *args: Any, sharding: str | Sharding | None = None, **options: Any) -> None:
         self.sharding = Sharding.of(sharding)
         self._accelerator_options: dict[str, Any] = {}
+        self._ignores_count: bool | None = None
         super().__init__(*args, **options)
 
     # --- the accelerator ----------------------------------------------------------------------------------------------
@@ -155,6 +160,44 @@ class ShardedTrainerMixin:
     def hyperparameter_search(self, *args: Any, **options: Any) -> NoReturn:
         """Raise a `PlanError`."""
         raise PlanError(f"hyperparameter_search was called. {_UNTRIED}")
+
+    # --- the loss -----------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss as the trainer does, for a batch of this data rank.
+
+        transformers multiplies the loss by the number of data ranks, since a loss that is divided by the number of all
+        tokens has to be summed over them. Some models, such as T5, accept that number and return a mean nevertheless:
+        theirs is divided again.
+        """
+        means = self._is_mean_after_all(model, inputs, num_items_in_batch)
+        found = super().compute_loss(  # type: ignore[misc]
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+        if not means:
+            return found
+        ranks = self.accelerator.num_processes
+        return (found[0] / ranks, found[1]) if return_outputs else found / ranks
+
+    def _is_mean_after_all(self, model: nn.Module, inputs: Any, count: Any) -> bool:
+        """Return whether the model's own loss is the same for every number of items; all ranks try it once."""
+        host: Any = super()
+        own = host.compute_loss.__func__ is transformers.Trainer.compute_loss and self.compute_loss_func is None
+        smoothed = self.label_smoother is not None and "labels" in inputs
+        multiplied = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
+        if count is None or self.accelerator.num_processes == 1 or not own or smoothed or not multiplied:
+            return False
+        if self._ignores_count is None:
+            training = model.training
+            model.eval()  # neither dropout nor statistics
+            with torch.no_grad():
+                losses = [host.compute_loss(model, dict(inputs), num_items_in_batch=count * k) for k in (1, 2)]
+            model.train(training)
+            changed = (losses[0] - losses[1]).abs().nan_to_num()
+            self._ignores_count = self.accelerator.reduce(changed, "max").item() == 0
+        return self._ignores_count
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ def test_optimizer_state_of_a_plain_trainer_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("way", ["tp", "zero"])
 def test_a_seq2seq_trainer_generates_as_in_one_process(tmp_path: Path, way: str):
-    """T5 normalises in float32."""
+    """T5 normalises in float32. It accepts the number of tokens, and its loss is a mean nevertheless."""
     sharding, world = WAYS[way]
     exact, loss = generates(None, str(tmp_path / "alone"))
     for found, last in shared_pool(world).run(generates, sharding, str(tmp_path / "run")):

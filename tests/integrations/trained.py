@@ -156,7 +156,7 @@ def generates(sharding: str | None, folder: str) -> tuple[Any, float]:
         predict_with_generate=True,
         generation_max_length=12,
     )
-    rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in examples()]
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in examples()]
     trainer = kind(model, args, train_dataset=rows, eval_dataset=rows[:8], **more)
     trainer.train()
     loss = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]
