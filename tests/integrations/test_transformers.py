@@ -13,7 +13,7 @@ import torch
 from shardlib.errors import CheckpointError, PlanError
 from shardlib.testing import shared_pool
 from tests.families.transformer_models import build, transformers
-from tests.integrations.trained import Ran, arguments, generates, run
+from tests.integrations.trained import Ran, arguments, fine_tunes, generates, run
 
 from shardlib.integrations.transformers import Sharding, Trainer  # isort: skip  # after torchvision
 
@@ -143,3 +143,14 @@ def test_other_arguments_mean_what_they_mean_in_one_process(tmp_path: Path, way:
     near = {"rtol": 2e-2, "atol": 2e-2} if "bf16" in options else {"rtol": 1e-10, "atol": 1e-10}
     for ran in _on_ranks(way, tmp_path / "run", **options):
         torch.testing.assert_close(ran.logs, exact.logs, **near)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("way", WAYS)
+def test_trls_sfttrainer_fine_tunes_as_in_one_process(tmp_path: Path, way: str):
+    """Its loss is float32."""
+    sharding, world = WAYS[way]
+    exact = fine_tunes(None, str(tmp_path / "alone"))
+    for ran in shared_pool(world).run(fine_tunes, sharding, str(tmp_path / "run")):
+        torch.testing.assert_close(ran.logs, exact.logs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ran.weights, exact.weights, rtol=1e-5, atol=1e-5)

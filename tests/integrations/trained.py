@@ -163,3 +163,53 @@ def generates(sharding: str | None, folder: str) -> tuple[Any, float]:
     found = trainer.predict(rows[:8]).predictions
     reset()
     return found, loss
+
+
+def fine_tunes(sharding: str | None, folder: str) -> Ran:
+    """Fine-tune a small GPT-2 by TRL's SFTTrainer, on rows of unequal lengths."""
+    import datasets
+    import trl
+    from tokenizers import Tokenizer, models
+
+    reset()
+    kind: Any = trl.SFTTrainer
+    more = {}
+    if sharding is not None:
+        from shardlib.integrations.transformers import ShardedTrainerMixin
+
+        kind = type("SFTTrainer", (ShardedTrainerMixin, trl.SFTTrainer), {})
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+        more = {"sharding": sharding}
+    torch.manual_seed(0)
+    model = build("GPT2LMHeadModel").double()
+    words = models.WordLevel({str(number): number for number in range(67)}, unk_token="0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), pad_token="0", eos_token="2", unk_token="0"
+    )
+    rows = [{"input_ids": row["input_ids"][: 3 + number % 7].tolist()} for number, row in enumerate(examples())]
+    args = trl.SFTConfig(
+        folder,
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        per_device_train_batch_size=BATCH // data_ranks(sharding),
+        learning_rate=1e-2,
+        adam_epsilon=1e-4,
+        gradient_accumulation_steps=3,
+        num_train_epochs=2,
+        save_strategy="epoch",
+        max_length=10,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    data = datasets.Dataset.from_list(rows)
+    trainer = kind(model, args=args, train_dataset=data, processing_class=tokenizer, **more)
+    trainer.train()
+    keep = "loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens"
+    done = Ran([{name: entry[name] for name in keep} for entry in trainer.state.log_history if "loss" in entry])
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    done.weights = {name: value.detach().clone() for name, value in state.items()}
+    reset()
+    return done
