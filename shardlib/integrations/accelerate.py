@@ -49,6 +49,8 @@ _ENVIRONMENT = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
 
+_PREPARED = "_is_accelerate_prepared"  # Accelerate's mark of what need not be prepared again
+
 Transforms = str | Callable[[Plan], Plan] | Sequence[Callable[[Plan], Plan]] | None
 
 
@@ -179,7 +181,7 @@ class Accelerator(accelerate.Accelerator):
                 self._models.append(model)
             return model
         shard_model(model, self.mesh, self._plan(model), compile=self.compile)
-        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        setattr(model, _PREPARED, True)
         self._models.append(model)
         return model
 
@@ -461,7 +463,7 @@ class _Scheduler(AcceleratedScheduler):
             return
         last = getattr(self.scheduler, "total_steps", math.inf)
         for _ in range(self.times):
-            if self.scheduler._step_count <= last:  # as Accelerate: a OneCycleLR has an end
+            if self.scheduler.state_dict()["_step_count"] <= last:  # as Accelerate: a OneCycleLR has an end
                 super().step(*args, **options)
 
 
@@ -484,7 +486,7 @@ class _Several:
 
 
 def _is_prepared(value: Any) -> bool:
-    return bool(getattr(value, "_is_accelerate_prepared", False))
+    return bool(getattr(value, _PREPARED, False))
 
 
 def _without_state(optimizer: torch.optim.Optimizer, named: Mapping[int, Any]) -> torch.optim.Optimizer:

@@ -40,7 +40,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a trainer shards its model.
+    """Mesh, rules and transforms that a trainer shards its model by.
 
     Args:
         mesh: "dp=2,tp=2", a `MeshShape`, or a `DeviceMesh` with named axes; one size may be -1.
