@@ -88,9 +88,10 @@ class ShardedTrainerMixin:
     Raises:
         PlanError: training arguments that shard, compile or scale the loss by other means.
 
-    >>> import trl  # doctest: +SKIP
-    >>> class SFTTrainer(ShardedTrainerMixin, trl.SFTTrainer):  # doctest: +SKIP
+    >>> class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):  # or trl.SFTTrainer, or your own
     ...     pass
+    >>> Seq2SeqTrainer.__mro__[1].__name__
+    'ShardedTrainerMixin'
     """
 
     args: Any
