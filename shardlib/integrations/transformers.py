@@ -1,0 +1,291 @@
+"""`Trainer` and `Seq2SeqTrainer` of transformers on models that are sharded by a plan, and a mixin for others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer_utils import seed_worker
+
+from shardlib._mesh import MeshLike
+from shardlib.checkpoint import load, save
+from shardlib.engine import full_state_dict
+from shardlib.errors import CheckpointError, PlanError
+from shardlib.integrations.accelerate import Accelerator, Transforms, inner_optimizer
+
+__all__ = ["Seq2SeqTrainer", "ShardedTrainerMixin", "Sharding", "Trainer"]
+
+_FOLDER = "shardlib"  # of a checkpoint: the state of optimizer, scheduler and random numbers
+_UNTRIED = "It has not been tried on sharded models: leave it out."
+# Arguments that say something if they are true.
+_REFUSED = {
+    "fsdp": 'Write sharding="dp=-1 | fsdp()".',
+    "deepspeed": 'Write sharding="dp=-1 | zero(2)", or another stage.',
+    "parallelism_config": 'Name the axes in sharding="dp=2,tp=2".',
+    "torch_compile": 'Write sharding=Sharding(..., compile="inductor"), which compiles the blocks of the model.',
+    "fp16": "Write bf16=True. A loss scale needs a loop of your own with shardlib.OptimizerWrapper.",
+    "fp16_full_eval": "A sharded model keeps its dtype. Write bf16=True, whose autocast is on in evaluation too.",
+    "bf16_full_eval": "A sharded model keeps its dtype. Write bf16=True, whose autocast is on in evaluation too.",
+    "auto_find_batch_size": "A model is sharded once. Find the batch size by a plan with an example: shardlib.plan.",
+    "enable_jit_checkpoint": "All ranks save together. Write save_strategy and save_steps.",
+    "neftune_noise_alpha": _UNTRIED,
+    "use_liger_kernel": _UNTRIED,
+}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Mesh, rules and transforms that a trainer shards its model by.
+
+    Args:
+        mesh: "dp=2,tp=2", a `MeshShape`, or a `DeviceMesh` with named axes; one size may be -1.
+        rules: as for `shard_model`; None finds the layout file of the model's class.
+        transforms: text such as "zero(2)", a transform, or several.
+        compile: the backend that compiles repeated blocks, as for `shard_model`; None compiles nothing.
+
+    >>> Sharding.of("dp=2,tp=2 | zero(2)")
+    Sharding(mesh='dp=2,tp=2', rules=None, transforms='zero(2)', compile=None)
+    """
+
+    mesh: MeshLike = "dp=-1"
+    rules: Any = None
+    transforms: Transforms = None
+    compile: str | None = None
+
+    @classmethod
+    def of(cls, given: str | Sharding | None) -> Sharding:
+        """Return the sharding of a text: a mesh, and transforms after a bar.
+
+        Raises:
+            PlanError: something else.
+        """
+        if given is None or isinstance(given, Sharding):
+            return given or cls()
+        if not isinstance(given, str):
+            raise PlanError(
+                f'sharding={given!r} was given; give text such as "dp=2,tp=2 | zero(2)", or '
+                'Sharding(mesh="dp=2,tp=2", rules=..., transforms=...).'
+            )
+        mesh, _, transforms = given.partition("|")
+        return cls(mesh.strip(), transforms=transforms.strip() or None)
+
+
+class ShardedTrainerMixin:
+    """Lets a subclass of `transformers.Trainer` train a sharded model; write it before the trainer's class.
+
+    The trainer's arguments stay as they are. Batch sizes are those of a data rank: ranks that differ only on model
+    axes get the same batches. On CPUs, give `TrainingArguments(use_cpu=True)`.
+
+    Args:
+        *args, **options: the trainer's own.
+        sharding: text such as "dp=2,tp=2 | zero(2)", or a `Sharding`; by default every process is a data rank.
+
+    Raises:
+        PlanError: training arguments that shard, compile or scale the loss by other means.
+
+    >>> class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):  # or trl.SFTTrainer, or your own
+    ...     pass
+    >>> Seq2SeqTrainer.__mro__[1].__name__
+    'ShardedTrainerMixin'
+    """
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    compute_loss_func: Any
+    label_smoother: Any
+    model_accepts_loss_kwargs: bool
+    current_flos: Any
+    _train_batch_size: int
+
+    def __init__(self, *args: Any, sharding: str | Sharding | None = None, **options: Any) -> None:
+        self.sharding = Sharding.of(sharding)
+        self._accelerator_options: dict[str, Any] = {}
+        self._ignores_count: bool | None = None
+        super().__init__(*args, **options)
+
+    # --- the accelerator ----------------------------------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        self._accelerator_options = super()._build_accelerator_args(**options)  # type: ignore[misc]
+        return self._accelerator_options
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator that shards."""
+        _refuse(self.args, self.model)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        how = self.sharding
+        self.accelerator = Accelerator(
+            mesh=how.mesh,
+            rules=how.rules,
+            transforms=how.transforms,
+            compile=how.compile,
+            **{"cpu": self.args.use_cpu, **self._accelerator_options},
+        )
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        """Leave the model where it is: `shard_model` puts each rank's shards on its device."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return model
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the accelerator has the norm of all gradients
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the number of examples in a step of all data ranks."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
+
+    def _get_dataloader(self, *args: Any, **options: Any) -> Any:
+        loader = super()._get_dataloader(*args, **options)  # type: ignore[misc]
+        if getattr(loader, "worker_init_fn", None) is not None:  # workers of one data rank draw the same numbers
+            workers, rank = self.args.dataloader_num_workers, self.accelerator.process_index
+            loader.base_dataloader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=rank)
+        return loader
+
+    def store_flos(self) -> None:
+        """Add this rank's operations to the total: ranks of one data rank work on the same examples."""
+        self.current_flos *= self.accelerator.num_processes / self.accelerator.state.num_processes
+        super().store_flos()  # type: ignore[misc]
+
+    def hyperparameter_search(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise a `PlanError`."""
+        raise PlanError(f"hyperparameter_search was called. {_UNTRIED}")
+
+    # --- the loss -----------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss as the trainer does, for a batch of this data rank.
+
+        transformers multiplies the loss by the number of data ranks, since a loss that is divided by the number of all
+        tokens has to be summed over them. Some models, such as T5, accept that number and return a mean nevertheless:
+        theirs is divided again.
+        """
+        means = self._is_mean_after_all(model, inputs, num_items_in_batch)
+        found = super().compute_loss(  # type: ignore[misc]
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+        if not means:
+            return found
+        ranks = self.accelerator.num_processes
+        return (found[0] / ranks, found[1]) if return_outputs else found / ranks
+
+    def _is_mean_after_all(self, model: nn.Module, inputs: Any, count: Any) -> bool:
+        """Return whether the model's own loss is the same for every number of items; all ranks try it once."""
+        host: Any = super()
+        own = host.compute_loss.__func__ is transformers.Trainer.compute_loss and self.compute_loss_func is None
+        smoothed = self.label_smoother is not None and "labels" in inputs
+        multiplied = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
+        if count is None or self.accelerator.num_processes == 1 or not own or smoothed or not multiplied:
+            return False
+        if self._ignores_count is None:
+            training = model.training
+            model.eval()  # neither dropout nor statistics
+            with torch.no_grad():
+                losses = [host.compute_loss(model, dict(inputs), num_items_in_batch=count * k) for k in (1, 2)]
+            model.train(training)
+            changed = (losses[0] - losses[1]).abs().nan_to_num()
+            self._ignores_count = self.accelerator.reduce(changed, "max").item() == 0
+        return self._ignores_count
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        state_dict = full_state_dict(self.model) if state_dict is None else state_dict  # all ranks take part
+        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = inner_optimizer(self.optimizer)
+        save(Path(output_dir) / _FOLDER, self.model, optimizer, lr_scheduler=self.lr_scheduler, weights="none")
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: random states are with those of the optimizer."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        model = self.model if model is None else model
+        if _is_adapted(model):
+            raise CheckpointError(
+                f'Resuming from "{resume_from_checkpoint}" was asked for, and the model has adapters of peft. Load '
+                "them by PeftModel.from_pretrained before the trainer is built."
+            )
+        load(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        load(self.state.best_model_checkpoint, self.model)  # type: ignore[attr-defined]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint) / _FOLDER
+        if folder.exists():
+            optimizer = inner_optimizer(self.optimizer)
+            load(folder, self.model, optimizer, lr_scheduler=self.lr_scheduler, weights=False, random=False)
+        elif (Path(checkpoint) / "optimizer.pt").exists():
+            raise CheckpointError(
+                f'The optimizer state of "{checkpoint}" was written by transformers\' own Trainer, for a model that is '
+                "not sharded. Start from its weights: from_pretrained, and train() without resume_from_checkpoint."
+            )
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and (folder := Path(checkpoint) / _FOLDER).exists():
+            load(folder, random=True)
+
+
+class Trainer(ShardedTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` on a sharded model: its arguments, and `sharding="dp=2,tp=2 | zero(2)"`.
+
+    See `ShardedTrainerMixin`.
+    """
+
+
+class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` on a sharded model: its arguments, and `sharding="dp=2,tp=2 | zero(2)"`.
+
+    See `ShardedTrainerMixin`. Data ranks that generate go on until all have ended.
+    """
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Evaluate as `transformers.Seq2SeqTrainer` does."""
+        return super().evaluate(*args, **self._together(options))  # type: ignore[no-any-return]
+
+    def predict(self, *args: Any, **options: Any) -> Any:
+        """Predict as `transformers.Seq2SeqTrainer` does."""
+        return super().predict(*args, **self._together(options))
+
+    def _together(self, options: dict[str, Any]) -> dict[str, Any]:
+        several = self.args.predict_with_generate and self.accelerator.num_processes > 1
+        return {"synced_gpus": True, **options} if several else options
+
+
+def _refuse(args: Any, model: Any) -> None:
+    """Raise a `PlanError` about training arguments, or a way to load the model, that a sharded model cannot follow."""
+    for name, instead in _REFUSED.items():
+        if getattr(args, name, None):
+            raise PlanError(f"TrainingArguments({name}={getattr(args, name)!r}) was given. {instead}")
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise PlanError(
+            f"TrainingArguments(train_sampling_strategy={args.train_sampling_strategy!r}) was given. Ranks of one data "
+            'rank might draw different orders: write "random" or "sequential".'
+        )
+    if args.n_gpu > 1:
+        raise PlanError(f"One process sees {args.n_gpu} GPUs. Start one process for each: torchrun --nproc_per_node.")
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise PlanError("The model was sharded by from_pretrained(distributed_config=...). Load it without.")
+    if args.load_best_model_at_end and _is_adapted(model):
+        raise PlanError(f"load_best_model_at_end was given, and the model has adapters of peft. {_UNTRIED}")
+
+
+def _is_adapted(model: Any) -> bool:
+    return hasattr(model, "peft_config")

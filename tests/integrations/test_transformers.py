@@ -1,0 +1,156 @@
+"""Trainers of transformers on sharded models, beside their own classes in one process: losses and weights to 1e-10."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from shardlib.errors import CheckpointError, PlanError
+from shardlib.testing import shared_pool
+from tests.families.transformer_models import build, transformers
+from tests.integrations.trained import Ran, arguments, fine_tunes, generates, run
+
+from shardlib.integrations.transformers import Sharding, Trainer  # isort: skip  # after torchvision
+
+WAYS = {
+    "tp": ("tp=2", 2),
+    "dp": ("dp=2", 2),
+    "fsdp": ("dp=2 | fsdp()", 2),
+    "zero": ("dp=2 | zero(2)", 2),
+    "dp x tp": ("dp=2,tp=2 | zero(2)", 4),
+}
+TRAININGS: dict[str, dict[str, Any]] = {
+    "plain": {"max_grad_norm": 0.0, "lr_scheduler_type": "cosine"},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "clipping": {"max_grad_norm": 0.1, "optim": "sgd", "warmup_steps": 3},
+    "evaluation": {"eval_strategy": "epoch", "first": "evaluate", "then": "predict", "weight_decay": 0.1},
+}
+
+
+@cache
+def _alone(training: str) -> Ran:
+    with TemporaryDirectory() as folder:
+        return run(None, folder, **TRAININGS[training])
+
+
+def _on_ranks(way: str, folder: Path, **options: Any) -> list[Ran]:
+    sharding, world = WAYS[way]
+    return shared_pool(world).run(run, sharding, str(folder), **options)
+
+
+def _equal(ran: Ran, exact: Ran) -> None:
+    torch.testing.assert_close(ran.logs, exact.logs, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(ran.predicted, exact.predicted)
+    torch.testing.assert_close(ran.weights, exact.weights, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trainer_trains_as_in_one_process(tmp_path: Path, way: str, training: str):
+    for ran in _on_ranks(way, tmp_path, **TRAININGS[training]):
+        _equal(ran, _alone(training))
+
+
+STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("tp", "tp"), ("zero", "dp x tp"), ("fsdp", "tp")])
+def test_a_run_resumes_on_its_own_mesh_and_on_another(tmp_path: Path, saved: str, loaded: str):
+    """It stops in the middle of the second epoch, as if it was killed."""
+    exact = run(None, str(tmp_path / "alone"), save_strategy="no")
+    _on_ranks(saved, tmp_path / "run", stop_at=8, save_strategy="steps", save_steps=4, save_total_limit=1)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-8"]
+    for ran in _on_ranks(loaded, tmp_path / "run", resume=True):
+        _equal(ran, exact)
+
+
+def test_the_best_model_is_loaded_and_transformers_reads_it(tmp_path: Path):
+    options = {**STEPS, "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "learning_rate": 0.1}
+    exact = run(None, str(tmp_path / "alone"), **options)
+    for ran in _on_ranks("dp x tp", tmp_path / "run", then="save", **options):
+        _equal(ran, exact)
+    plain = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "run" / "final", dtype=torch.float64)
+    torch.testing.assert_close(dict(plain.state_dict()), exact.weights, rtol=1e-10, atol=1e-10)
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == sorted([*(path.name for path in (tmp_path / "alone").iterdir()), "final"])
+
+
+def test_label_smoothing_is_that_of_one_process(tmp_path: Path):
+    """transformers sums the smoothed part in float32."""
+    options = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 3}
+    exact = run(None, str(tmp_path / "alone"), **options)
+    for ran in _on_ranks("zero", tmp_path / "run", **options):
+        torch.testing.assert_close(ran.logs, exact.logs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ran.weights, exact.weights, rtol=1e-4, atol=1e-5)
+
+
+REFUSED = {
+    "fsdp": (True, r'Write sharding="dp=-1 \| fsdp\(\)"'),
+    "deepspeed": ({}, r'Write sharding="dp=-1 \| zero\(2\)"'),
+    "parallelism_config": (object(), 'Name the axes in sharding="dp=2,tp=2"'),
+    "torch_compile": (True, 'compile="inductor"'),
+    "fp16": (True, "Write bf16=True"),
+    "bf16_full_eval": (True, "A sharded model keeps its dtype"),
+    "auto_find_batch_size": (True, "A model is sharded once"),
+    "neftune_noise_alpha": (5.0, "leave it out"),
+    "use_liger_kernel": (True, "leave it out"),
+    "train_sampling_strategy": ("group_by_length", 'write "random" or "sequential"'),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_shard_by_other_means_are_refused_with_what_to_write(tmp_path: Path, name: str):
+    value, message = REFUSED[name]
+    given = arguments(str(tmp_path), 4)
+    setattr(given, name, value or "config.json")
+    with pytest.raises(PlanError, match=message):
+        Trainer(build("GPT2LMHeadModel"), given, sharding="tp=2")
+
+
+def test_a_sharding_is_text_or_an_object():
+    assert Sharding.of("dp=2,tp=2 | zero(2) | offload()") == Sharding("dp=2,tp=2", transforms="zero(2) | offload()")
+    assert Sharding.of(None) == Sharding("dp=-1")
+    with pytest.raises(PlanError, match="give text such as"):
+        Sharding.of({"tp": 2})
+
+
+def test_optimizer_state_of_a_plain_trainer_is_refused(tmp_path: Path):
+    run(None, str(tmp_path), save_strategy="steps", save_steps=12)
+    with pytest.raises(CheckpointError, match="was written by transformers' own Trainer"):
+        _on_ranks("tp", tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("way", ["tp", "zero"])
+def test_a_seq2seq_trainer_generates_as_in_one_process(tmp_path: Path, way: str):
+    """T5 normalises in float32. It accepts the number of tokens, and its loss is a mean nevertheless."""
+    sharding, world = WAYS[way]
+    exact, loss = generates(None, str(tmp_path / "alone"))
+    for found, last in shared_pool(world).run(generates, sharding, str(tmp_path / "run")):
+        assert found.tolist() == exact.tolist() and last == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["tp", "zero"])
+@pytest.mark.parametrize("options", [{"bf16": True}, {"activation_checkpointing": True}], ids=["bf16", "checkpointing"])
+@pytest.mark.covering
+def test_other_arguments_mean_what_they_mean_in_one_process(tmp_path: Path, way: str, options: dict[str, Any]):
+    exact = run(None, str(tmp_path / "alone"), **options)
+    near = {"rtol": 2e-2, "atol": 2e-2} if "bf16" in options else {"rtol": 1e-10, "atol": 1e-10}
+    for ran in _on_ranks(way, tmp_path / "run", **options):
+        torch.testing.assert_close(ran.logs, exact.logs, **near)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("way", WAYS)
+def test_trls_sfttrainer_fine_tunes_as_in_one_process(tmp_path: Path, way: str):
+    """Its loss is float32."""
+    sharding, world = WAYS[way]
+    exact = fine_tunes(None, str(tmp_path / "alone"))
+    for ran in shared_pool(world).run(fine_tunes, sharding, str(tmp_path / "run")):
+        torch.testing.assert_close(ran.logs, exact.logs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ran.weights, exact.weights, rtol=1e-5, atol=1e-5)

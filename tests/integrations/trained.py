@@ -1,0 +1,215 @@
+"""One script for a Trainer of transformers: on ranks with ours, in one process with transformers' own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.families.transformer_models import build
+from tests.integrations.accelerated import BATCH, examples, reset
+
+import transformers  # isort: skip  # after what makes torchvision importable
+
+
+@dataclass
+class Ran:
+    logs: list[dict[str, float]] = field(default_factory=list)
+    predicted: Any = None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def loss_in_float64(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Any:
+    """transformers' own loss of a causal model computes in float32, whatever the model's dtype."""
+    kind = "mean" if num_items_in_batch is None else "sum"
+    rows = logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(rows, labels[:, 1:].flatten(), reduction=kind)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def accuracy(evaluated: transformers.EvalPrediction) -> dict[str, float]:
+    guesses, labels = evaluated.predictions[:, :-1], evaluated.label_ids[:, 1:]
+    return {"accuracy": float(np.mean((guesses == labels)[labels != -100]))}
+
+
+def arguments(folder: str, batch: int, **options: Any) -> transformers.TrainingArguments:
+    return transformers.TrainingArguments(
+        folder,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        **{"learning_rate": 1e-2, "adam_epsilon": 1e-4, "save_strategy": "no", "num_train_epochs": 2, **options},
+    )
+
+
+class _Stops(transformers.TrainerCallback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == self.at
+
+
+def data_ranks(sharding: str | None) -> int:
+    return 2 if sharding is not None and "dp=2" in sharding else 1
+
+
+def run(
+    sharding: str | None,
+    folder: str,
+    *,
+    resume: bool = False,
+    stop_at: int = 0,
+    first: str = "",
+    then: str = "",
+    **options: Any,
+) -> Ran:
+    """Train a small GPT-2 in float64, or in float32 for bf16.
+
+    Logged losses are sums in torch's default dtype, which is float64 meanwhile.
+
+    Args:
+        sharding: ours, or None for transformers' own Trainer.
+        folder: of checkpoints.
+        resume: go on from the last checkpoint.
+        stop_at: the step after which training stops, and would have gone on.
+        first: what to do before training: "evaluate".
+        then: what to do after it: "predict", "save".
+        **options: training arguments.
+    """
+    reset()
+    dtype = torch.float32 if options.get("bf16") else torch.float64
+    torch.set_default_dtype(dtype)
+    if sharding is None:
+        kind, more = transformers.Trainer, {}
+    else:
+        from shardlib.integrations.transformers import Trainer as kind
+
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]  # as torchrun sets it
+        more = {"sharding": sharding}
+    torch.manual_seed(0)
+    model = build("GPT2LMHeadModel").to(dtype)
+    model.loss_function = loss_in_float64
+    ranks = data_ranks(sharding)
+    rows = [{name: row[name] for name in ("input_ids", "labels")} for row in examples()]
+    trainer = kind(
+        model,
+        arguments(folder, BATCH // ranks, **options),
+        train_dataset=rows,
+        eval_dataset=rows[:8],
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        **more,
+    )
+    if stop_at:
+        trainer.add_callback(_Stops(stop_at))
+    done = Ran()
+    if first == "evaluate":
+        trainer.evaluate()
+    trainer.train(resume_from_checkpoint=resume or None)
+    keep = "loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy"
+    done.logs = [{name: entry[name] for name in keep if name in entry} for entry in trainer.state.log_history]
+    done.logs = [entry for entry in done.logs if entry]
+    if then == "predict":
+        done.predicted = trainer.predict(rows[:8]).predictions
+    if then == "save":
+        trainer.save_model(f"{folder}/final")
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    done.weights = {name: value.detach().clone() for name, value in state.items()}
+    torch.set_default_dtype(torch.float32)
+    reset()
+    return done
+
+
+def generates(sharding: str | None, folder: str) -> tuple[Any, float]:
+    """Train a small T5 and let it generate; return what it has generated, and the last loss."""
+    reset()
+    if sharding is None:
+        kind, more = transformers.Seq2SeqTrainer, {}
+    else:
+        from shardlib.integrations.transformers import Seq2SeqTrainer as kind
+
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+        more = {"sharding": sharding}
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 52, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    tokens = {"vocab_size": 67, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **tokens)).double()
+    batch = BATCH // data_ranks(sharding)
+    args = transformers.Seq2SeqTrainingArguments(
+        folder,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        learning_rate=1e-2,
+        num_train_epochs=2,
+        logging_steps=1,
+        predict_with_generate=True,
+        generation_max_length=12,
+    )
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in examples()]
+    trainer = kind(model, args, train_dataset=rows, eval_dataset=rows[:8], **more)
+    trainer.train()
+    loss = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]
+    found = trainer.predict(rows[:8]).predictions
+    reset()
+    return found, loss
+
+
+def fine_tunes(sharding: str | None, folder: str) -> Ran:
+    """Fine-tune a small GPT-2 by TRL's SFTTrainer, on rows of unequal lengths."""
+    import datasets
+    import trl
+    from tokenizers import Tokenizer, models
+
+    reset()
+    kind: Any = trl.SFTTrainer
+    more = {}
+    if sharding is not None:
+        from shardlib.integrations.transformers import ShardedTrainerMixin
+
+        kind = type("SFTTrainer", (ShardedTrainerMixin, trl.SFTTrainer), {})
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+        more = {"sharding": sharding}
+    torch.manual_seed(0)
+    model = build("GPT2LMHeadModel").double()
+    words = models.WordLevel({str(number): number for number in range(67)}, unk_token="0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), pad_token="0", eos_token="2", unk_token="0"
+    )
+    rows = [{"input_ids": row["input_ids"][: 3 + number % 7].tolist()} for number, row in enumerate(examples())]
+    args = trl.SFTConfig(
+        folder,
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        per_device_train_batch_size=BATCH // data_ranks(sharding),
+        learning_rate=1e-2,
+        adam_epsilon=1e-4,
+        gradient_accumulation_steps=3,
+        num_train_epochs=2,
+        save_strategy="epoch",
+        max_length=10,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    data = datasets.Dataset.from_list(rows)
+    trainer = kind(model, args=args, train_dataset=data, processing_class=tokenizer, **more)
+    trainer.train()
+    keep = "loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens"
+    done = Ran([{name: entry[name] for name in keep} for entry in trainer.state.log_history if "loss" in entry])
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    done.weights = {name: value.detach().clone() for name, value in state.items()}
+    reset()
+    return done
