@@ -1,0 +1,1 @@
+"""Adapters for trainers of other libraries, one module for each; each is imported only on request."""

@@ -1,0 +1,200 @@
+"""A LightningModule trained by Lightning, on one process without shardlib and on ranks. Importable on ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardlib as sl
+from tests.torchvision_on_cpu import let_torchvision_in
+
+let_torchvision_in()  # torchmetrics imports it by the way
+
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from torchmetrics import SumMetric  # noqa: E402
+
+from shardlib.integrations.lightning import ShardlibStrategy  # noqa: E402
+
+ROWS = 8
+RULES = {"up": "colwise", "down": "rowwise", "norm": None}
+KINDS: dict[str, tuple[str, Any]] = {
+    "tp=2": ("tp=2", ()),
+    "dp=2": ("dp=2", ()),
+    "dp=2 fsdp": ("dp=2", "fsdp"),
+    "dp=2 zero(2)": ("dp=2", sl.zero(2)),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 12), nn.BatchNorm1d(4), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Lit(LightningModule):
+    """What a user writes for one device."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = Net()
+        self.total = SumMetric()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.mse_loss(self.model(x), y)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        loss = self.loss(batch)
+        self.log("val", loss, sync_dist=True)
+        self.total.update(loss.detach() * len(batch[0]))
+        self.log("total", self.total)
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.model(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"], eps=1e-4)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ByHand(Lit):
+    """Manual optimization, an optimizer for each layer, accumulation of two batches."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__(lr)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        self.manual_backward(loss / 2)
+        if index % 2:
+            for optimizer in self.optimizers():
+                self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        model = self.model
+        return [
+            torch.optim.AdamW([*model.up.parameters(), *model.norm.parameters()], lr=1e-2, eps=1e-4),
+            torch.optim.SGD(model.down.parameters(), lr=1e-1, momentum=0.9),
+        ]
+
+
+CASES: dict[str, tuple[Callable[[], Lit], dict[str, Any]]] = {
+    "plain": (Lit, {"max_epochs": 1}),
+    "accumulation": (Lit, {"max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+    "clipped by value": (Lit, {"max_epochs": 1, "gradient_clip_val": 1e-2, "gradient_clip_algorithm": "value"}),
+    "manual": (ByHand, {"max_epochs": 1}),
+}
+
+
+@dataclass
+class Trained(Callback):
+    """What Lightning says while it trains, and what is left at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    predicted: list[torch.Tensor] = field(default_factory=list)
+    checkpoint: str = ""
+    steps: int = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.losses.append(trainer.callback_metrics["loss"].item())
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.metrics.append({name: trainer.callback_metrics[name].item() for name in ("val", "total")})
+
+
+def loader(rows: int, batch: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(rows, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    return DataLoader(TensorDataset(x, y), batch_size=batch)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Lightning warns of few workers, and of what it does as asked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def trained(
+    case: str, folder: str, kind: str | None, *, resume: str | None = None, precision: str = "64-true", **options: Any
+) -> Trained:
+    """Train by a kind of sharding, or on one process without shardlib; `resume` is the path of a checkpoint."""
+    make, settings = CASES[case]
+    torch.manual_seed(0)
+    model, result = make(), Trained()
+    strategy: Any = "auto"
+    world = shares = 1
+    if kind is not None:
+        os.environ["TORCHELASTIC_RUN_ID"] = "torchrun"  # the pool sets the other variables of torchrun
+        mesh, transforms = KINDS[kind]
+        shape = sl.MeshShape(mesh)
+        world, shares = shape.world_size, shape.data_ranks
+        strategy = ShardlibStrategy(mesh, RULES if shape.model_axes else None, transforms=transforms)
+        if shares > 1 and torch.distributed.get_rank():
+            nn.init.zeros_(model.model.up.weight)  # the values of rank 0 are what counts
+    else:
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    saving = ModelCheckpoint(folder, filename=f"{kind} {case}", monitor="val", save_last=False)
+    stopping = EarlyStopping("val", min_delta=10.0, patience=3)  # stops in the second epoch
+    with quietly():
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=world,
+            strategy=strategy,
+            precision=precision,  # type: ignore[arg-type]
+            logger=CSVLogger(folder, name=f"{kind} {case}"),
+            callbacks=[result, saving, stopping, LearningRateMonitor("step")],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=1,
+            num_sanity_val_steps=0,
+            val_check_interval=2,
+            **{**settings, **options},
+        )
+        trainer.fit(model, loader(5 * ROWS, ROWS // shares), loader(16, 4 // shares), ckpt_path=resume)
+        result.checkpoint, result.steps = saving.best_model_path, trainer.global_step
+        result.metrics += trainer.validate(model, loader(16, 4 // shares), verbose=False)  # type: ignore[arg-type]
+        predicted = trainer.predict(model, loader(16, 4 // shares))
+    result.predicted = torch.cat(predicted)  # type: ignore
+    result.weights = {name: value.clone() for name, value in sl.full_state_dict(model).items()}
+    return result
+
+
+def grid(kinds: list[str], cases: list[str], folder: str) -> dict[str, dict[str, Any]]:
+    """Train every kind in every case, then one epoch more from the checkpoint that the kind before saved."""
+    found: dict[str, dict[str, Any]] = {kind: {case: trained(case, folder, kind) for case in cases} for kind in kinds}
+    for kind, before in zip(kinds, [kinds[-1], *kinds[:-1]], strict=True):
+        path = found[before]["plain"].checkpoint
+        found[kind]["resumed"] = trained("plain", folder, kind, resume=path, max_epochs=2)
+    return found
