@@ -134,15 +134,15 @@ class ShardlibStrategy(DDPStrategy):
             )
         if self.mesh_shape.pipeline_axes:
             raise InputError(
-                f'ShardlibStrategy was given mesh "{self.mesh_shape}", which has a pipeline axis. A training_step calls '
-                "the model itself, and a pipeline runs by shardlib.pipeline_step. Use data and model axes."
+                f'ShardlibStrategy was given mesh "{self.mesh_shape}", which has a pipeline axis. A training_step '
+                "calls the model itself, and a pipeline runs by shardlib.pipeline_step. Use data and model axes."
             )
         world = self.num_nodes * self.num_processes
         try:
             self.mesh_shape = self.mesh_shape.resolve(world)
         except MeshError as error:
             raise MeshError(
-                f'Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) runs {world} processes, and mesh '
+                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) runs {world} processes, and mesh "
                 f'"{self.mesh_shape}" does not have that size: {error} Write the devices of a node, as in '
                 f"Trainer(devices={self.mesh_shape.world_size if -1 not in self.mesh_shape.sizes else '...'}), or "
                 "another mesh."
@@ -172,7 +172,7 @@ class ShardlibStrategy(DDPStrategy):
         mesh = self._given_mesh if isinstance(self._given_mesh, DeviceMesh) else self.mesh_shape
         self._device_mesh = sl.mesh(mesh, device_type=self.root_device.type)
         axes = tuple(axis for axis in self.mesh_shape.data_axes if self.mesh_shape[axis] > 1)
-        self._data_group = group_over(axes, self._device_mesh) if axes else None
+        self._data_group = group_over(axes, self._device_mesh)  # without axes, that of this rank alone
 
     @property
     def device_mesh(self) -> Any:
@@ -271,18 +271,18 @@ class ShardlibStrategy(DDPStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the data ranks; the mean of integers is a float."""
-        group = group or self._data_group
-        if group is None or not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor):
             return tensor
         is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if is_mean and not tensor.is_floating_point():
             tensor = tensor.double()
-        return super().reduce(tensor, group, reduce_op)
+        return super().reduce(tensor, group or self._data_group, reduce_op)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Gather a tensor of all data ranks, of shape (data ranks, ...); with one data rank, return the tensor."""
-        group = group or self._data_group
-        return tensor if group is None else super().all_gather(tensor, group, sync_grads)
+        if group is None and self.mesh_shape.data_ranks == 1:
+            return tensor
+        return super().all_gather(tensor, group or self._data_group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide alike on every rank, whatever its axes."""

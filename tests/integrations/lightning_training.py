@@ -7,13 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shardlib as sl
 from tests.torchvision_on_cpu import let_torchvision_in
@@ -65,9 +64,8 @@ class Lit(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, index: int) -> None:
-        loss = self.loss(batch)
-        self.log("val", loss, sync_dist=True)
-        self.total.update(loss.detach() * len(batch[0]))
+        self.log("val", self.loss(batch), sync_dist=True)
+        self.total.update((self.model(batch[0]) > 0).sum())
         self.log("total", self.total)
 
     def predict_step(self, batch: Any, index: int) -> torch.Tensor:
@@ -113,29 +111,37 @@ CASES: dict[str, tuple[Callable[[], Lit], dict[str, Any]]] = {
 
 
 @dataclass
-class Trained(Callback):
+class Trained:
     """What Lightning says while it trains, and what is left at the end."""
 
     losses: list[float] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
+    metrics: list[Any] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    predicted: list[torch.Tensor] = field(default_factory=list)
+    predicted: torch.Tensor | None = None
+    share: slice = slice(None)  # the rows that this rank predicts
     checkpoint: str = ""
     steps: int = 0
 
+
+class Watch(Callback):
+    def __init__(self, result: Trained) -> None:
+        self.result = result
+
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.losses.append(trainer.callback_metrics["loss"].item())
-        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.result.losses.append(trainer.callback_metrics["loss"].item())
+        self.result.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.metrics.append({name: trainer.callback_metrics[name].item() for name in ("val", "total")})
+        self.result.metrics.append({name: trainer.callback_metrics[name].item() for name in ("val", "total")})
 
 
-def loader(rows: int, batch: int) -> DataLoader[Any]:
+def loader(rows: int, batch: int, *, as_shuffled: bool = False) -> DataLoader[Any]:
+    """Batches in order; or, on one process, in the order into which Lightning's distributed sampler shuffles them."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(rows, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-    return DataLoader(TensorDataset(x, y), batch_size=batch)
+    data = TensorDataset(x, y)
+    return DataLoader(data, batch_size=batch, sampler=DistributedSampler(data, 1, 0) if as_shuffled else None)
 
 
 @contextmanager
@@ -153,6 +159,8 @@ def trained(
     make, settings = CASES[case]
     torch.manual_seed(0)
     model, result = make(), Trained()
+    if precision == "64-true":
+        model = model.double()  # on one process, Lightning loads a checkpoint before it converts the model
     strategy: Any = "auto"
     world = shares = 1
     if kind is not None:
@@ -174,7 +182,7 @@ def trained(
             strategy=strategy,
             precision=precision,  # type: ignore[arg-type]
             logger=CSVLogger(folder, name=f"{kind} {case}"),
-            callbacks=[result, saving, stopping, LearningRateMonitor("step")],
+            callbacks=[Watch(result), saving, stopping, LearningRateMonitor("step")],
             enable_progress_bar=False,
             enable_model_summary=False,
             log_every_n_steps=1,
@@ -182,11 +190,14 @@ def trained(
             val_check_interval=2,
             **{**settings, **options},
         )
-        trainer.fit(model, loader(5 * ROWS, ROWS // shares), loader(16, 4 // shares), ckpt_path=resume)
+        batches = loader(5 * ROWS, ROWS // shares, as_shuffled=kind is None)
+        trainer.fit(model, batches, loader(16, 4 // shares), ckpt_path=resume)
         result.checkpoint, result.steps = saving.best_model_path, trainer.global_step
         result.metrics += trainer.validate(model, loader(16, 4 // shares), verbose=False)  # type: ignore[arg-type]
         predicted = trainer.predict(model, loader(16, 4 // shares))
     result.predicted = torch.cat(predicted)  # type: ignore
+    if kind is not None:
+        result.share = slice(strategy.distributed_sampler_kwargs["rank"], None, shares)
     result.weights = {name: value.clone() for name, value in sl.full_state_dict(model).items()}
     return result
 

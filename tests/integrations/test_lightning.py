@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ def alone(cases: list[str], folder: str) -> dict[str, Trained]:
 
 def assert_equal(run: Any, exact: Any, where: str) -> None:
     for name in ("losses", "metrics", "rates", "weights", "steps"):
-        torch.testing.assert_close(
-            getattr(run, name), getattr(exact, name), **TOLERANCE, msg=lambda text, name=name: f"{where}, {name}: {text}"
-        )
+        told = functools.partial("{}, {}: {}".format, where, name)
+        torch.testing.assert_close(getattr(run, name), getattr(exact, name), **TOLERANCE, msg=told)
+    torch.testing.assert_close(run.predicted, exact.predicted[run.share], **TOLERANCE, msg=where)
 
 
 def test_each_kind_of_sharding_has_the_numbers_of_one_process(ranks, tmp_path):
