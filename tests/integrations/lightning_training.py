@@ -119,7 +119,7 @@ class Trained:
     rates: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     predicted: torch.Tensor | None = None
-    share: slice = slice(None)  # the rows that this rank predicts
+    share: tuple[int, int] = (0, 1)  # the first row that this rank predicts, and the distance to the next
     checkpoint: str = ""
     steps: int = 0
 
@@ -197,7 +197,7 @@ def trained(
         predicted = trainer.predict(model, loader(16, 4 // shares))
     result.predicted = torch.cat(predicted)  # type: ignore
     if kind is not None:
-        result.share = slice(strategy.distributed_sampler_kwargs["rank"], None, shares)
+        result.share = strategy.distributed_sampler_kwargs["rank"], shares
     result.weights = {name: value.clone() for name, value in sl.full_state_dict(model).items()}
     return result
 
