@@ -182,6 +182,12 @@ class ShardlibStrategy(DDPStrategy):
         return self._device_mesh
 
     @property
+    def sharded_module(self) -> nn.Module:
+        """The module of the LightningModule that is sharded, or will be: for `shardlib.plan_of`, say."""
+        assert self.lightning_module is not None
+        return sharded_part(self.lightning_module)
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The number of data ranks, and the index of this one: ranks of a model axis have the same."""
         place, of = self.mesh_shape.data_place(self.mesh_shape.coordinate(self.global_rank))
@@ -255,8 +261,7 @@ class ShardlibStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        assert self.lightning_module is not None
-        with sl.no_sync(sharded_part(self.lightning_module)):
+        with sl.no_sync(self.sharded_module):
             yield
 
     def teardown(self) -> None:
@@ -308,16 +313,14 @@ class ShardlibStrategy(DDPStrategy):
         return {**given, "state": state}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
                 f"The checkpoint has {len(states)} optimizers, and configure_optimizers returned "
                 f"{len(self.optimizers)}. Return the optimizers that were saved."
             )
-        part = sharded_part(self.lightning_module)
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            sl.OptimizerWrapper(optimizer, part).load_state_dict(state)
+            sl.OptimizerWrapper(optimizer, self.sharded_module).load_state_dict(state)
 
 
 def sharded_part(module: LightningModule) -> nn.Module:

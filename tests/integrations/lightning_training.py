@@ -34,6 +34,12 @@ KINDS: dict[str, tuple[str, Any]] = {
     "dp=2 fsdp": ("dp=2", "fsdp"),
     "dp=2 zero(2)": ("dp=2", sl.zero(2)),
 }
+DEEP: dict[str, tuple[str, Any]] = {
+    "dp=2,tp=2": ("dp=2,tp=2", ()),
+    "dp=2,tp=2 zero(2)": ("dp=2,tp=2", "zero(2)"),
+    "dp=2,tp=2 fsdp": ("dp=2,tp=2", "fsdp"),
+    "dp=2,fsdp=2": ("dp=2,fsdp=2", sl.hsdp(shard="fsdp", replicate="dp")),
+}
 
 
 class Net(nn.Module):
@@ -102,11 +108,24 @@ class ByHand(Lit):
         ]
 
 
+class Late(Lit):
+    """Builds its model in `configure_model`."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__(lr)
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = Net()
+
+
 CASES: dict[str, tuple[Callable[[], Lit], dict[str, Any]]] = {
     "plain": (Lit, {"max_epochs": 1}),
     "accumulation": (Lit, {"max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
     "clipped by value": (Lit, {"max_epochs": 1, "gradient_clip_val": 1e-2, "gradient_clip_algorithm": "value"}),
     "manual": (ByHand, {"max_epochs": 1}),
+    "late": (Late, {"max_epochs": 1}),
 }
 
 
@@ -136,11 +155,11 @@ class Watch(Callback):
         self.result.metrics.append({name: trainer.callback_metrics[name].item() for name in ("val", "total")})
 
 
-def loader(rows: int, batch: int, *, as_shuffled: bool = False) -> DataLoader[Any]:
+def loader(rows: int, batch: int, dtype: torch.dtype, *, as_shuffled: bool = False) -> DataLoader[Any]:
     """Batches in order; or, on one process, in the order into which Lightning's distributed sampler shuffles them."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(rows, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-    data = TensorDataset(x, y)
+    data = TensorDataset(x.to(dtype), y.to(dtype))
     return DataLoader(data, batch_size=batch, sampler=DistributedSampler(data, 1, 0) if as_shuffled else None)
 
 
@@ -158,22 +177,24 @@ def trained(
     """Train by a kind of sharding, or on one process without shardlib; `resume` is the path of a checkpoint."""
     make, settings = CASES[case]
     torch.manual_seed(0)
-    model, result = make(), Trained()
-    if precision == "64-true":
-        model = model.double()  # on one process, Lightning loads a checkpoint before it converts the model
+    # On one process, Lightning loads a checkpoint before it converts the model.
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    model, result = make().to(dtype), Trained()
     strategy: Any = "auto"
     world = shares = 1
     if kind is not None:
         os.environ["TORCHELASTIC_RUN_ID"] = "torchrun"  # the pool sets the other variables of torchrun
-        mesh, transforms = KINDS[kind]
+        mesh, transforms = (KINDS | DEEP)[kind]
         shape = sl.MeshShape(mesh)
         world, shares = shape.world_size, shape.data_ranks
-        strategy = ShardlibStrategy(mesh, RULES if shape.model_axes else None, transforms=transforms)
-        if shares > 1 and torch.distributed.get_rank():
-            nn.init.zeros_(model.model.up.weight)  # the values of rank 0 are what counts
+        rules = RULES if shape.model_axes else None
+        strategy = ShardlibStrategy(mesh, rules, transforms=transforms, lazy=case == "late")
+        torch.manual_seed(torch.distributed.get_rank())  # the values of rank 0 are what counts
+        model = make().to(dtype)
     else:
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
-    saving = ModelCheckpoint(folder, filename=f"{kind} {case}", monitor="val", save_last=False)
+    name = f"{kind} {case} {'resumed' if resume else ''}"
+    saving = ModelCheckpoint(folder, filename=name + "{step}", monitor="val", save_top_k=-1)
     stopping = EarlyStopping("val", min_delta=10.0, patience=3)  # stops in the second epoch
     with quietly():
         trainer = Trainer(
@@ -181,7 +202,7 @@ def trained(
             devices=world,
             strategy=strategy,
             precision=precision,  # type: ignore[arg-type]
-            logger=CSVLogger(folder, name=f"{kind} {case}"),
+            logger=CSVLogger(folder, name=name),
             callbacks=[Watch(result), saving, stopping, LearningRateMonitor("step")],
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -190,11 +211,11 @@ def trained(
             val_check_interval=2,
             **{**settings, **options},
         )
-        batches = loader(5 * ROWS, ROWS // shares, as_shuffled=kind is None)
-        trainer.fit(model, batches, loader(16, 4 // shares), ckpt_path=resume)
+        batches = loader(5 * ROWS, ROWS // shares, dtype, as_shuffled=kind is None)
+        trainer.fit(model, batches, loader(16, 4 // shares, dtype), ckpt_path=resume)
         result.checkpoint, result.steps = saving.best_model_path, trainer.global_step
-        result.metrics += trainer.validate(model, loader(16, 4 // shares), verbose=False)  # type: ignore[arg-type]
-        predicted = trainer.predict(model, loader(16, 4 // shares))
+        result.metrics += trainer.validate(model, loader(16, 4 // shares, dtype), verbose=False)  # type: ignore[arg-type]
+        predicted = trainer.predict(model, loader(16, 4 // shares, dtype))
     result.predicted = torch.cat(predicted)  # type: ignore
     if kind is not None:
         result.share = strategy.distributed_sampler_kwargs["rank"], shares
@@ -209,3 +230,29 @@ def grid(kinds: list[str], cases: list[str], folder: str) -> dict[str, dict[str,
         path = found[before]["plain"].checkpoint
         found[kind]["resumed"] = trained("plain", folder, kind, resume=path, max_epochs=2)
     return found
+
+
+def alone(cases: list[str], folder: str) -> dict[str, Trained]:
+    """Train every case on one process without shardlib."""
+    found = {case: trained(case, folder, None) for case in cases}
+    found["resumed"] = trained("plain", folder, None, resume=found["plain"].checkpoint, max_epochs=2)
+    return found
+
+
+def trainer(mesh: str = "dp=2", rules: Any = None, *, strategy: Any = None, **options: Any) -> Trainer:
+    """Return a trainer of two processes; options of the strategy go to it, others to the trainer."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "torchrun"
+    to_trainer = {"precision", "plugins", "sync_batchnorm", "devices", "callbacks"}
+    of_strategy = {name: value for name, value in options.items() if name not in to_trainer}
+    settings: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_steps": 1, "logger": False}
+    settings |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings |= {name: value for name, value in options.items() if name in to_trainer}
+    with quietly():
+        return Trainer(strategy=strategy or ShardlibStrategy(mesh, rules, **of_strategy), **settings)
+
+
+def fit(trainer: Trainer, model: Any = None) -> Any:
+    model = Lit() if model is None else model
+    with quietly():
+        trainer.fit(model, loader(ROWS, ROWS // 2, torch.float32))
+    return model
