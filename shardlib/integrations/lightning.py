@@ -22,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-import shardlib as sl
 from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh import mesh as make_mesh
+from shardlib._plan import Plan
+from shardlib.engine import LazyInitContext, OptimizerWrapper, full_state_dict, no_sync, plan_of, shard_model
 from shardlib.engine.apply import is_sharded
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, InputError, MeshError, ShardingError, nearest, warn
@@ -127,7 +129,7 @@ class ShardlibStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         """Refuse settings of the Trainer that do not fit, when the Trainer is built."""
         self._refuse_precision()
-        if self._layer_sync is not None:
+        if getattr(self, "_layer_sync", None) is not None:
             raise InputError(
                 "Trainer(sync_batchnorm=True) was given. BatchNorm of a sharded model uses the statistics of all data "
                 "ranks already: leave it out. ShardlibStrategy(global_batch_norm=False) turns that off."
@@ -170,7 +172,7 @@ class ShardlibStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         mesh = self._given_mesh if isinstance(self._given_mesh, DeviceMesh) else self.mesh_shape
-        self._device_mesh = sl.mesh(mesh, device_type=self.root_device.type)
+        self._device_mesh = make_mesh(mesh, device_type=self.root_device.type)
         axes = tuple(axis for axis in self.mesh_shape.data_axes if self.mesh_shape[axis] > 1)
         self._data_group = group_over(axes, self._device_mesh)  # without axes, that of this rank alone
 
@@ -201,7 +203,7 @@ class ShardlibStrategy(DDPStrategy):
             yield
             return
         torch.set_rng_state(self.broadcast(torch.get_rng_state()))  # all ranks compute the values of rank 0
-        with sl.LazyInitContext():
+        with LazyInitContext():
             yield
 
     def setup(self, trainer: Trainer) -> None:
@@ -214,7 +216,6 @@ class ShardlibStrategy(DDPStrategy):
             if isinstance(metric, Metric) and metric.process_group is None:
                 metric.process_group = self._data_group
         if trainer.state.fn == TrainerFn.FITTING:
-            self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -235,14 +236,14 @@ class ShardlibStrategy(DDPStrategy):
         if rules is None and not (self.mesh_shape.model_axes or self.mesh_shape.expert_axes):
             rules = {"**": None}
         transforms = (*self.transforms, _refuse_steps_of_ours)
-        sl.shard_model(part, self.device_mesh, rules, transforms=transforms, **self.options)
+        shard_model(part, self.device_mesh, rules, transforms=transforms, **self.options)
         _sharded_with[part] = asked
 
     def _refuse_another_plan(self, part: nn.Module, asked: tuple[Any, ...]) -> None:
         """A module that is sharded stays as it is: by this strategy, by an equal one, or by the user with this mesh."""
         if _sharded_with.get(part) == asked:
             return
-        mesh = sl.plan_of(part).mesh
+        mesh = plan_of(part).mesh
         if part in _sharded_with or mesh != self.mesh_shape or self.rules is not None or self.transforms:
             raise ShardingError(
                 f'{type(part).__name__} is sharded already, on mesh "{mesh}", and this strategy asks for mesh '
@@ -261,7 +262,7 @@ class ShardlibStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with sl.no_sync(self.sharded_module):
+        with no_sync(self.sharded_module):
             yield
 
     def teardown(self) -> None:
@@ -303,7 +304,7 @@ class ShardlibStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return sl.full_state_dict(self.lightning_module)
+        return full_state_dict(self.lightning_module)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state that the optimizer would have on one process: full tensors, by index of the parameter."""
@@ -320,7 +321,7 @@ class ShardlibStrategy(DDPStrategy):
                 f"{len(self.optimizers)}. Return the optimizers that were saved."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            sl.OptimizerWrapper(optimizer, self.sharded_module).load_state_dict(state)
+            OptimizerWrapper(optimizer, self.sharded_module).load_state_dict(state)
 
 
 def sharded_part(module: LightningModule) -> nn.Module:
@@ -345,7 +346,7 @@ def _full(value: Any) -> Any:
     return value.full_tensor().cpu() if isinstance(value, DTensor) else value
 
 
-def _refuse_steps_of_ours(plan: sl.Plan) -> sl.Plan:
+def _refuse_steps_of_ours(plan: Plan) -> Plan:
     """Refuse, before anything is sharded, transforms whose steps only an `OptimizerWrapper` takes."""
     if plan.step.accumulate > 1:
         raise InputError(

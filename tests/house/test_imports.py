@@ -32,7 +32,7 @@ ROOMS = [
     ("booster",),
     ("trainer",),
     ("jax",),
-    ("functional", "monitor"),
+    ("functional", "integrations", "monitor"),
     ("testing", "cli"),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

@@ -108,6 +108,11 @@ def by_name() -> list[Any]:
     strategy = model.trainer.strategy
     gathered = strategy.all_gather(torch.tensor([rank]))
     mean, total = strategy.reduce(torch.tensor(2 + rank)), strategy.reduce(torch.tensor(rank), reduce_op="sum")
+    x = torch.full((2, 4), 1.0 + rank) * torch.arange(2)[:, None]
+    model.zero_grad()
+    with strategy.block_backward_sync():
+        model.loss((x, x)).backward()
+    own = strategy.all_gather(model.model.down.bias.grad.clone())
     again = fit(trainer(strategy="shardlib"), model)
     alone = fit(trainer("tp=2", {"down": "rowwise", "up": "colwise", "norm": None})).trainer.strategy
     return [
@@ -116,6 +121,7 @@ def by_name() -> list[Any]:
         mean.item(),
         total.item(),
         again is model,
+        torch.equal(own[0], own[1]),
         alone.all_gather(torch.tensor([rank])).tolist(),
         alone.distributed_sampler_kwargs,
         str(sl.plan_of(alone.sharded_module).mesh),
@@ -124,7 +130,7 @@ def by_name() -> list[Any]:
 
 def test_values_are_those_of_data_ranks(ranks):
     for rank, found in enumerate(ranks(2).run(by_name)):
-        assert found == [2, [[0], [1]], 2.5, 1, True, [rank], {"num_replicas": 1, "rank": 0}, "tp=2"]
+        assert found == [2, [[0], [1]], 2.5, 1, True, False, [rank], {"num_replicas": 1, "rank": 0}, "tp=2"]
 
 
 @pytest.mark.deep
