@@ -199,7 +199,7 @@ class ShardlibStrategy(DDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        if not self.lazy:
+        if not self.lazy or is_sharded(self.sharded_module):
             yield
             return
         torch.set_rng_state(self.broadcast(torch.get_rng_state()))  # all ranks compute the values of rank 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shardlib as sl
+from tests.families import transformer_models
 from tests.torchvision_on_cpu import let_torchvision_in
 
 let_torchvision_in()  # torchmetrics imports it by the way
@@ -223,9 +225,10 @@ def trained(
     return result
 
 
-def grid(kinds: list[str], cases: list[str], folder: str) -> dict[str, dict[str, Any]]:
-    """Train every kind in every case, then one epoch more from the checkpoint that the kind before saved."""
-    found: dict[str, dict[str, Any]] = {kind: {case: trained(case, folder, kind) for case in cases} for kind in kinds}
+def grid(cases: dict[str, list[str]], folder: str) -> dict[str, dict[str, Trained]]:
+    """Train every kind in its cases, then one epoch more from the checkpoint that the kind before saved."""
+    found = {kind: {case: trained(case, folder, kind) for case in of_kind} for kind, of_kind in cases.items()}
+    kinds = [*cases]
     for kind, before in zip(kinds, [kinds[-1], *kinds[:-1]], strict=True):
         path = found[before]["plain"].checkpoint
         found[kind]["resumed"] = trained("plain", folder, kind, resume=path, max_epochs=2)
@@ -242,7 +245,7 @@ def alone(cases: list[str], folder: str) -> dict[str, Trained]:
 def trainer(mesh: str = "dp=2", rules: Any = None, *, strategy: Any = None, **options: Any) -> Trainer:
     """Return a trainer of two processes; options of the strategy go to it, others to the trainer."""
     os.environ["TORCHELASTIC_RUN_ID"] = "torchrun"
-    to_trainer = {"precision", "plugins", "sync_batchnorm", "devices", "callbacks"}
+    to_trainer = {"precision", "plugins", "sync_batchnorm", "devices", "callbacks", "max_steps"}
     of_strategy = {name: value for name, value in options.items() if name not in to_trainer}
     settings: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_steps": 1, "logger": False}
     settings |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -256,3 +259,37 @@ def fit(trainer: Trainer, model: Any = None) -> Any:
     with quietly():
         trainer.fit(model, loader(ROWS, ROWS // 2, torch.float32))
     return model
+
+
+class Language(LightningModule):
+    """A model of transformers, for which there is a layout file; its embedding is tied to its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = transformer_models.build("GPT2LMHeadModel").double()
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.model(batch[0], labels=batch[0]).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def language(mesh: str, transforms: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    """Weights after two steps by Lightning and by a loop on one device, and the number of sharded parameters."""
+    ids = torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    plain = Language()
+    model = copy.deepcopy(plain)
+    options: dict[str, Any] = {"transforms": transforms} if transforms else {}
+    with quietly():
+        batches = DataLoader(TensorDataset(ids), batch_size=4 // sl.MeshShape(mesh).data_ranks)
+        run = trainer(mesh, max_steps=2, precision="64-true", **options)
+        run.fit(model, batches)
+    optimizer = plain.configure_optimizers()
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain.training_step([ids], 0).backward()
+        optimizer.step()
+    plan = sl.plan_of(model.model)
+    return sl.full_state_dict(model), plain.state_dict(), sum(bool(row.compute.axes) for row in plan.rows)

@@ -19,6 +19,7 @@ from tests.integrations.lightning_training import (
     alone,
     fit,
     grid,
+    language,
     trained,
     trainer,
 )
@@ -28,6 +29,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # isort: skip
 
 # Sums reordered by another mesh differ by roundings.
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
+# The product of kinds and cases is deep.
+SOME = {
+    "tp=2": [*CASES],
+    "dp=2": ["plain", "accumulation"],
+    "dp=2 fsdp": ["plain", "accumulation", "late"],
+    "dp=2 zero(2)": ["plain", "accumulation", "clipped by value", "manual"],
+}
 
 
 def assert_equal(run: Any, exact: Any, where: str) -> None:
@@ -36,6 +44,13 @@ def assert_equal(run: Any, exact: Any, where: str) -> None:
         torch.testing.assert_close(getattr(run, name), getattr(exact, name), **TOLERANCE, msg=told)
     first, step = run.share
     torch.testing.assert_close(run.predicted, exact.predicted[first::step], **TOLERANCE)
+
+
+def assert_all_equal(everywhere: list[dict[str, dict[str, Trained]]], exact: dict[str, Trained]) -> None:
+    for rank, found in enumerate(everywhere):
+        for kind, runs in found.items():
+            for case, run in runs.items():
+                assert_equal(run, exact[case], f"{kind}, {case}, rank {rank}")
 
 
 def resumed(folder: str, kind: str | None, path: str) -> Trained:
@@ -49,11 +64,8 @@ def in_bfloat16(folder: str, kind: str | None) -> Trained:
 def test_each_kind_of_sharding_has_the_numbers_of_one_process(ranks, tmp_path):
     """Rank 0 alone has the first weights; a kind resumes from the checkpoint of another one."""
     (exact,) = ranks(1).run(alone, [*CASES], str(tmp_path / "alone"), timeout=300)
-    everywhere = ranks(2).run(grid, [*KINDS], [*CASES], str(tmp_path / "ranks"), timeout=500)
-    for rank, found in enumerate(everywhere):
-        for kind, runs in found.items():
-            for case, run in runs.items():
-                assert_equal(run, exact[case], f"{kind}, {case}, rank {rank}")
+    everywhere = ranks(2).run(grid, SOME, str(tmp_path / "ranks"), timeout=500)
+    assert_all_equal(everywhere, exact)
     # From one process to ranks, and back.
     for run in ranks(2).run(resumed, str(tmp_path), "dp=2 zero(2)", exact["plain"].checkpoint):
         assert_equal(run, exact["resumed"], "resumed from one process")
@@ -133,10 +145,15 @@ def test_values_are_those_of_data_ranks(ranks):
         assert found == [2, [[0], [1]], 2.5, 1, True, False, [rank], {"num_replicas": 1, "rank": 0}, "tp=2"]
 
 
+@pytest.mark.parametrize(("mesh", "transforms"), [("tp=2", ""), ("dp=2", "fsdp")])
+def test_a_model_inside_is_sharded_by_its_layout_file(ranks, mesh, transforms):
+    for weights, plain, split in ranks(2).run(language, mesh, transforms):
+        torch.testing.assert_close(weights, plain, **TOLERANCE)
+        assert (split > 0) == (mesh == "tp=2")
+
+
 @pytest.mark.deep
-def test_four_ranks_have_the_numbers_of_one_process(ranks, tmp_path):
+def test_all_kinds_have_the_numbers_of_one_process(ranks, tmp_path):
     (exact,) = ranks(1).run(alone, [*CASES], str(tmp_path / "alone"), timeout=300)
-    for rank, found in enumerate(ranks(4).run(grid, [*DEEP], [*CASES], str(tmp_path / "ranks"), timeout=900)):
-        for kind, runs in found.items():
-            for case, run in runs.items():
-                assert_equal(run, exact[case], f"{kind}, {case}, rank {rank}")
+    assert_all_equal(ranks(4).run(grid, {kind: [*CASES] for kind in DEEP}, str(tmp_path / "four"), timeout=900), exact)
+    assert_all_equal(ranks(2).run(grid, {kind: [*CASES] for kind in KINDS}, str(tmp_path / "two"), timeout=900), exact)
