@@ -10,6 +10,10 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.torchvision_on_cpu import let_torchvision_in
+
+let_torchvision_in()  # torchmetrics imports it by the way, and lightning that
+
 # No clock decides about a test (deadline, too_slow): ranks share cores with whatever else runs. The default draws the
 # same examples each time, so that a change and not chance turns a test red; `make test-deep` draws new and many more.
 _TIMELESS: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""Doors to trainers: Hugging Face Accelerate and transformers. Import the module of the one that you use."""
+"""Adapters for trainers of other libraries, one module for each; each is imported only on request."""

@@ -1,0 +1,159 @@
+"""Lightning trains sharded models with the numbers that it has on one process without shardlib."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import shardlib as sl
+from shardlib.errors import ShardlibError
+from tests.integrations.lightning_training import (
+    CASES,
+    DEEP,
+    KINDS,
+    Lit,
+    Trained,
+    alone,
+    fit,
+    grid,
+    language,
+    trained,
+    trainer,
+)
+
+from lightning.pytorch.callbacks import StochasticWeightAveraging  # isort: skip  after torchvision may be imported
+from lightning.pytorch.plugins.precision import MixedPrecision  # isort: skip
+
+# Sums reordered by another mesh differ by roundings.
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
+# The product of kinds and cases is deep.
+SOME = {
+    "tp=2": [*CASES],
+    "dp=2": ["plain", "accumulation"],
+    "dp=2 fsdp": ["plain", "accumulation", "late"],
+    "dp=2 zero(2)": ["plain", "accumulation", "clipped by value", "manual"],
+}
+
+
+def assert_equal(run: Any, exact: Any, where: str) -> None:
+    for name in ("losses", "metrics", "rates", "weights", "steps"):
+        told = functools.partial("{}, {}: {}".format, where, name)
+        torch.testing.assert_close(getattr(run, name), getattr(exact, name), **TOLERANCE, msg=told)
+    first, step = run.share
+    torch.testing.assert_close(run.predicted, exact.predicted[first::step], **TOLERANCE)
+
+
+def assert_all_equal(everywhere: list[dict[str, dict[str, Trained]]], exact: dict[str, Trained]) -> None:
+    for rank, found in enumerate(everywhere):
+        for kind, runs in found.items():
+            for case, run in runs.items():
+                assert_equal(run, exact[case], f"{kind}, {case}, rank {rank}")
+
+
+def resumed(folder: str, kind: str | None, path: str) -> Trained:
+    return trained("plain", folder, kind, resume=path, max_epochs=2)
+
+
+def in_bfloat16(folder: str, kind: str | None) -> Trained:
+    return trained("plain", folder, kind, precision="bf16-mixed")
+
+
+def test_each_kind_of_sharding_has_the_numbers_of_one_process(ranks, tmp_path):
+    """Rank 0 alone has the first weights; a kind resumes from the checkpoint of another one."""
+    (exact,) = ranks(1).run(alone, [*CASES], str(tmp_path / "alone"), timeout=300)
+    everywhere = ranks(2).run(grid, SOME, str(tmp_path / "ranks"), timeout=500)
+    assert_all_equal(everywhere, exact)
+    # From one process to ranks, and back.
+    for run in ranks(2).run(resumed, str(tmp_path), "dp=2 zero(2)", exact["plain"].checkpoint):
+        assert_equal(run, exact["resumed"], "resumed from one process")
+    (run,) = ranks(1).run(resumed, str(tmp_path), None, everywhere[0]["tp=2"]["plain"].checkpoint)
+    assert_equal(run, exact["resumed"], "resumed on one process")
+    # Autocast rounds the same products in another order.
+    (rounded,) = ranks(1).run(in_bfloat16, str(tmp_path), None)
+    for run in ranks(2).run(in_bfloat16, str(tmp_path), "tp=2"):
+        torch.testing.assert_close(run.losses, rounded.losses, rtol=2**-8, atol=2**-8)
+        assert run.losses != exact["plain"].losses
+
+
+REFUSED = {
+    "16-true": (lambda: trainer(precision="16-true"), 'transforms=shardlib.precision("bf16")'),
+    "bf16-true": (lambda: trainer(precision="bf16-true"), "float32 master weights"),
+    "16-mixed": (lambda: trainer(plugins=[MixedPrecision("16-mixed", "cpu")]), 'Write precision="bf16-mixed"'),
+    "batch norm": (lambda: trainer(sync_batchnorm=True), "leave it out"),
+    "pipeline": (lambda: trainer("pp=2"), "pipeline_step"),
+    "devices": (lambda: trainer(devices=3), "runs 3 processes"),
+    "devices of another mesh": (lambda: trainer("dp=2,tp=2"), "Trainer(devices=4)"),
+    "flag of DDP": (lambda: trainer(find_unused_parameters=True), "Unused parameters need no flag"),
+    "misspelled": (lambda: trainer(bucket=3), 'Did you mean "bucket_mb"'),
+    "accumulate": (lambda: fit(trainer(transforms="accumulate(3)")), "Trainer(accumulate_grad_batches=3)"),
+    "fp16": (lambda: fit(trainer(transforms='precision("fp16")')), 'precision="bf16-mixed"'),
+    "averages": (lambda: fit(trainer(callbacks=[StochasticWeightAveraging(1e-2)])), "Leave it out"),
+    "compiled": (lambda: fit(trainer(), torch.compile(Lit())), "ShardlibStrategy(compile=...)"),
+    "another plan": (lambda: fit(trainer(transforms="fsdp"), fit(trainer())), "is sharded already"),
+}
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+    for name, (call, _) in REFUSED.items():
+        try:
+            call()
+        except ShardlibError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.compiled
+def test_what_cannot_be_is_refused_by_what_to_write(ranks):
+    for found in ranks(2).run(refusals):
+        for name, (_, said) in REFUSED.items():
+            assert said in found.get(name, "nothing was refused"), name
+
+
+def by_name() -> list[Any]:
+    """The strategy by its name, values of data ranks, and a model that a second trainer finds sharded."""
+    rank = torch.distributed.get_rank()
+    model = fit(trainer(strategy="shardlib"))
+    strategy = model.trainer.strategy
+    gathered = strategy.all_gather(torch.tensor([rank]))
+    mean, total = strategy.reduce(torch.tensor(2 + rank)), strategy.reduce(torch.tensor(rank), reduce_op="sum")
+    x = torch.full((2, 4), 1.0 + rank) * torch.arange(2)[:, None]
+    model.zero_grad()
+    with strategy.block_backward_sync():
+        model.loss((x, x)).backward()
+    own = strategy.all_gather(model.model.down.bias.grad.clone())
+    again = fit(trainer(strategy="shardlib"), model)
+    alone = fit(trainer("tp=2", {"down": "rowwise", "up": "colwise", "norm": None})).trainer.strategy
+    return [
+        strategy.distributed_sampler_kwargs["num_replicas"],
+        gathered.tolist(),
+        mean.item(),
+        total.item(),
+        again is model,
+        torch.equal(own[0], own[1]),
+        alone.all_gather(torch.tensor([rank])).tolist(),
+        alone.distributed_sampler_kwargs,
+        str(sl.plan_of(alone.sharded_module).mesh),
+    ]
+
+
+def test_values_are_those_of_data_ranks(ranks):
+    for rank, found in enumerate(ranks(2).run(by_name)):
+        assert found == [2, [[0], [1]], 2.5, 1, True, False, [rank], {"num_replicas": 1, "rank": 0}, "tp=2"]
+
+
+@pytest.mark.parametrize(("mesh", "transforms"), [("tp=2", ""), ("dp=2", "fsdp")])
+def test_a_model_inside_is_sharded_by_its_layout_file(ranks, mesh, transforms):
+    for weights, plain, split in ranks(2).run(language, mesh, transforms):
+        torch.testing.assert_close(weights, plain, **TOLERANCE)
+        assert (split > 0) == (mesh == "tp=2")
+
+
+@pytest.mark.deep
+def test_all_kinds_have_the_numbers_of_one_process(ranks, tmp_path):
+    (exact,) = ranks(1).run(alone, [*CASES], str(tmp_path / "alone"), timeout=300)
+    assert_all_equal(ranks(4).run(grid, {kind: [*CASES] for kind in DEEP}, str(tmp_path / "four"), timeout=900), exact)
+    assert_all_equal(ranks(2).run(grid, {kind: [*CASES] for kind in KINDS}, str(tmp_path / "two"), timeout=900), exact)
