@@ -72,7 +72,7 @@ dist-test: dist
 		.venv-dist/bin/shardlib check -i && \
 		OMP_NUM_THREADS=1 .venv-dist/bin/torchrun --standalone --nproc_per_node 2 tests/installed.py || exit 1; \
 	done
-	$(DIST_PIP) --dry-run "$$(ls dist/*.whl)[testing,jax,hf,lora,tensorboard,orbax,completion]"
+	$(DIST_PIP) --dry-run "$$(ls dist/*.whl)[testing,jax,hf,lora,accelerate,lightning,tensorboard,orbax,completion]"
 
 bench: $(VENV)/.dev .venv-peers/.peers
 	$(RUN) benchmarks/tensor_parallel.py $(ARGS)
