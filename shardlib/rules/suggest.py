@@ -6,6 +6,7 @@ an embedding is long, tied weights, and attributes with the number of heads.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -226,9 +227,8 @@ class _Draft:
 
     def _sized(self, factor: str, path: str) -> str:
         """Record the source of a factor's size; another path for the same factor gets a name of its own."""
-        if self.sizes.setdefault(factor, path) == path:
-            return factor
-        return self._sized(f"{factor}_", path)
+        names = itertools.chain([factor], (f"{factor}{number}" for number in itertools.count(2)))
+        return next(name for name in names if self.sizes.setdefault(name, path) == path)
 
     # MLPs and experts.
 

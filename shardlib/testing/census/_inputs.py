@@ -17,16 +17,21 @@ _SEQ = 8
 _FIRST, _LAST = 3, VOCABULARY - 18  # ids of ordinary tokens
 
 
+_AUDIO = ("input_values", "input_features", "audio_features", "spectrogram")
+_OPTIONAL = ("pixel_values", "input_features", "bbox", "attention_mask")
+
+
 class NoInputs(Exception):
     """The census does not know what a model takes."""
 
 
-def batch_of(model: nn.Module, labels: str, step: int) -> dict[str, Any]:
+def batch_of(model: nn.Module, labels: str, extra: str, step: int) -> dict[str, Any]:
     """Return arguments by name for a model: its main input, what its forward requires, and labels.
 
     Args:
         model: a model of Hugging Face's kind, with `config` and `main_input_name`.
         labels: "tokens", "few tokens", "class", "token classes", or "" for none.
+        extra: "all" gives every argument that there are values for, "transposed" audio features with time last.
         step: the seed.
 
     Raises:
@@ -42,10 +47,14 @@ def batch_of(model: nn.Module, labels: str, step: int) -> dict[str, Any]:
     encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
     if encoder_decoder and "decoder_input_ids" in parameters and "decoder_input_ids" not in names:
         names.append("decoder_input_ids")
+    if extra == "all":
+        names += [name for name in ("input_ids", *_OPTIONAL) if name in parameters and name not in names]
     made = {name: _value(name, model, draw) for name in names}
+    if extra == "transposed":
+        made = {name: x.transpose(-1, -2).contiguous() if name in _AUDIO else x for name, x in made.items()}
     if labels and "labels" in parameters:
         ids = made.get("decoder_input_ids", made.get("input_ids")) if labels == "tokens" else None
-        made["labels"] = _labels(labels, model, draw) if ids is None or not text and not encoder_decoder else ids
+        made["labels"] = _labels(labels, model, draw) if ids is None or (not text and not encoder_decoder) else ids
     return made
 
 
@@ -59,9 +68,12 @@ def _value(name: str, model: nn.Module, draw: torch.Generator) -> torch.Tensor:
         return torch.ones(ROWS, _SEQ, dtype=torch.int64)
     if name in ("pixel_values", "pixel_values_videos", "pixels"):
         return torch.randn(_image(config, name), generator=draw)
-    if name in ("input_values", "audio_values", "audio", "waveform"):
-        return torch.randn(ROWS, 4000, generator=draw)
-    if name in ("input_features", "audio_features", "spectrogram"):
+    if name == "bbox":
+        return torch.arange(4).expand(ROWS, _SEQ, 4).contiguous()
+    if name in ("input_values", "audio_values", "audio", "waveform") and not hasattr(config, "num_mel_bins"):
+        channels = (getattr(config, "audio_channels", 1),) if hasattr(config, "codebook_size") else ()
+        return torch.randn(ROWS, *channels, 4000, generator=draw)
+    if name in _AUDIO:
         return torch.randn(_spectrogram(config), generator=draw)
     raise NoInputs(f'its forward requires "{name}", for which the census has no values')
 
@@ -76,11 +88,15 @@ def _image(config: Any, name: str) -> tuple[int, ...]:
 
 
 def _spectrogram(config: Any) -> tuple[int, ...]:
+    """Return rows, times and features, or, as Whisper takes them, features and times."""
     of = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None) or config
-    if longest := getattr(of, "max_source_positions", None):
+    widths = ("feature_projection_input_dim", "input_feat_per_channel", "feat_dim", "input_dim")
+    width = next((getattr(of, name) for name in widths if getattr(of, name, None)), None)
+    longest = getattr(of, "max_source_positions", None)
+    if longest and width is None:
         return ROWS, getattr(of, "num_mel_bins", 80), 2 * longest
-    width = getattr(of, "num_mel_bins", None) or getattr(of, "feat_dim", None) or getattr(of, "input_dim", None)
-    return ROWS, 64, width or getattr(of, "feature_projection_input_dim", None) or getattr(of, "hidden_size", 80)
+    width = width or getattr(of, "num_mel_bins", None) or getattr(of, "hidden_size", 80)
+    return ROWS, getattr(of, "max_length", None) or 64, width
 
 
 def _labels(kind: str, model: nn.Module, draw: torch.Generator) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardlib.errors import InputError
-from shardlib.testing.census._inputs import NoInputs, batch_of
+from shardlib.testing.census._inputs import batch_of
 from shardlib.testing.census._shrink import facts, shrunk
 
 __all__ = ["LIBRARIES", "MOST_PARAMETERS", "Entry", "TooLarge", "batch", "build", "entries"]
@@ -111,14 +111,11 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", module="transformers")
 
 
-def batch(entry: Entry, labels: str, step: int) -> dict[str, Any]:
+def batch(entry: Entry, labels: str, extra: str, step: int) -> dict[str, Any]:
     """Return the global batch of one step."""
-    return batch_of(_skeleton(entry), labels, step)
+    return batch_of(_skeleton(entry), labels, extra, step)
 
 
 @functools.lru_cache(1)
 def _skeleton(entry: Entry) -> nn.Module:
     return build(entry)
-
-
-_ = NoInputs

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import random
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardlib import layouts
 from shardlib._plan import plan
 from shardlib._plan.rows import Row
+from shardlib.engine._torch import pytree
 from shardlib.testing._pool import HangError, RankDied, preload, shared_pool
 from shardlib.testing.census import _models
 from shardlib.testing.census._inputs import NoInputs
 from shardlib.testing.census._models import Entry, TooLarge
 from shardlib.testing.equivalence import Report, equivalent
-from shardlib.testing.equivalence.case import default_loss
+from shardlib.testing.equivalence.case import as_call
 from shardlib.testing.equivalence.train import cast
 
 __all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
 
 MESHES = ("tp=2", "dp=2,tp=2")
+_DTYPES = (torch.float64, torch.float32)
+_OF_DTYPES = re.compile("dtype|[Dd]ouble|overflow")
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 
 
@@ -42,6 +47,8 @@ class Result:
         library, name, cls: the architecture and the class that was taken for it.
         built: whether the tiny model was built and trained for a step on one device; `error` says why not.
         labels: the labels that it was trained by; "" if its outputs were.
+        extra: which inputs it takes besides its main one; see `batch_of`.
+        dtype: "float64", or "float32" where its code takes no other.
         inputs: the arguments that it was given.
         parameters: the number of its parameters.
         trained: the share of its parameters that got a gradient.
@@ -61,6 +68,8 @@ class Result:
     cls: str
     built: bool = False
     labels: str = ""
+    extra: str = ""
+    dtype: str = "float64"
     inputs: tuple[str, ...] = ()
     parameters: int = 0
     trained: float = 0.0
@@ -75,7 +84,7 @@ class Result:
 
     @property
     def status(self) -> str:
-        """"not built", "proved", "wrong" (numbers differ), or "refused" (an error before there were numbers)."""
+        """ "not built", "proved", "wrong" (numbers differ), or "refused" (an error before there were numbers)."""
         if not self.built:
             return "not built"
         if self.proved and all(self.proved.values()):
@@ -134,11 +143,11 @@ def read(file: Path) -> list[Result]:
     if not file.exists():
         return []
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [
-        Result(**{k: tuple(v) if isinstance(v, list) else v for k, v in line.items()})
-        for line in lines
-        if "name" in line
-    ]
+    return [_result(line) for line in lines if "name" in line]
+
+
+def _result(line: dict[str, Any]) -> Result:
+    return Result(**{name: tuple(value) if isinstance(value, list) else value for name, value in line.items()})
 
 
 def write(file: Path, results: Iterable[Result], **facts: Any) -> None:
@@ -173,14 +182,16 @@ def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
     try:
         report = equivalent(
             functools.partial(_models.build, entry),
-            functools.partial(_models.batch, entry, result.labels),
+            functools.partial(_models.batch, entry, result.labels, result.extra),
             mesh,
+            loss=mean_loss,
             steps=1,
+            dtype=getattr(torch, result.dtype),
             timeout=seconds,
         )
     except Exception as error:
-        found = {"error": result.error or f"{mesh}: {_said(error)}"}
-        return dataclasses.replace(result, proved={**result.proved, mesh: False}, **found)
+        said = result.error or f"{mesh}: {_said(error)}"
+        return dataclasses.replace(result, proved={**result.proved, mesh: False}, error=said)
     where = result.where or ("" if report.ok or report.origin is None else report.origin.module)
     return dataclasses.replace(
         result,
@@ -189,6 +200,27 @@ def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
         where=where,
         gathered=tuple(sorted({*result.gathered, *report.gathered})),
     )
+
+
+def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the loss in the model's output, or means over everything but the features, which have their own weights:
+    also where an output has no dim of rows."""
+    args, kwargs = as_call(batch)
+    output = model(*args, **kwargs)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss if loss.ndim == 0 else loss.mean()
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    found = [_weighted_mean(leaf) for leaf in tensors if leaf.is_floating_point() and leaf.requires_grad]
+    if not found:
+        raise NoInputs("its output has no tensor to train by")
+    return torch.stack(found).sum()
+
+
+def _weighted_mean(output: torch.Tensor) -> torch.Tensor:
+    features = output.shape[-1] if output.ndim else 1
+    weight = torch.linspace(0.5, 1.5, features, dtype=output.dtype, device=output.device)
+    return (output.square() * weight + output.sin()).mean()
 
 
 def _difference(report: Report) -> str:
@@ -208,39 +240,47 @@ def _said(error: Exception) -> str:
 
 def _alone(entry: Entry, mesh: str) -> Result:
     """Build a model on one rank, train it for a step, and plan it."""
-    torch.manual_seed(0)
-    model = _models.build(entry).double()
-    labels = _labels_that_work(entry, model)
-    count = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.grad is not None)
-    result = Result(
-        entry.library, entry.name, entry.cls, True, labels, tuple(_models.batch(entry, labels, 0)), count,
-        round(trained / max(count, 1), 3),
-    )  # fmt: skip
+    try:
+        model, result = _trained(entry)
+    except Exception as error:
+        return Result(entry.library, entry.name, entry.cls, error=_said(error))
     try:
         return _planned(result, model, mesh)
     except Exception as error:
         return dataclasses.replace(result, proved={mesh: False}, error=f"{mesh}: {_said(error)}")
 
 
-def _labels_that_work(entry: Entry, model: torch.nn.Module) -> str:
-    """Train for a step by labels, or, where that fails, by the outputs; the first error is raised."""
+def _trained(entry: Entry) -> tuple[nn.Module, Result]:
+    """Build a model and train it for a step: by labels or else by its outputs, in float64 or else in float32; with its
+    main input alone if that is enough. The first error is raised."""
     first: Exception | None = None
-    for labels in dict.fromkeys((entry.labels, "")):
+    for dtype, extra, labels in itertools.product(
+        _DTYPES, ("", "all", "transposed"), dict.fromkeys((entry.labels, ""))
+    ):
+        torch.manual_seed(0)
+        model = _models.build(entry).to(dtype)
         try:
-            batch = cast(_models.batch(entry, labels, 0), torch.float64)
-            loss = default_loss(model, batch)
+            batch = _models.batch(entry, labels, extra, 0)
+            loss = mean_loss(model, cast(batch, dtype))
             loss.backward()
             if not torch.isfinite(loss):
                 raise FloatingPointError(f"the loss on one device is {loss.item()}")
-            return labels
         except Exception as error:
             first = first or error
+            if dtype is torch.float64 and extra == "transposed" and not labels and not _OF_DTYPES.search(str(first)):
+                break
+            continue
+        count = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.grad is not None)
+        return model, Result(
+            entry.library, entry.name, entry.cls, True, labels, extra, str(dtype).removeprefix("torch."), tuple(batch),
+            count, round(trained / max(count, 1), 3),
+        )  # fmt: skip
     assert first is not None
     raise first
 
 
-def _planned(result: Result, model: torch.nn.Module, mesh: str) -> Result:
+def _planned(result: Result, model: nn.Module, mesh: str) -> Result:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         rules = layouts.for_model(model)

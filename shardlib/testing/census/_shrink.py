@@ -15,12 +15,15 @@ __all__ = ["VOCABULARY", "facts", "shrunk"]
 VOCABULARY = 96
 _FIRST_SPECIAL = 80  # ids of special tokens are this and above: text is drawn below
 _LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|num_decoder_layers|layers|num_blocks")
+_SEVERAL_POSITIONS = re.compile("glm4|glm_|glmga|glm5v|vl|omni")
 _STAGES = r"depths|.*_dims|.*sizes|.*strides|.*ratios|num_heads"
 _BASES = {4: 2, 32: 16, 48: 32}  # of lists of heads, widths and feed-forward widths, which keep their ratios
 _TOKEN = re.compile(r".*(token_id|token_index|token_ids|_id|_index)")
 _USUAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "pad_token_index": 0}
-_DROPOUT = re.compile(r".*(drop|dropout|dropout_prob|dropout_rate|layerdrop|pdrop|drop_path_rate|drop_rate|dropout_p)")
-_OFF = {"use_cache": False, "apply_spec_augment": False, "return_loss": True}
+_DROPOUT = re.compile(
+    r".*(drop|dropout|dropout_prob|dropout_rate|layerdrop|pdrop|drop_path_rate|drop_rate|dropout_p|mask_(time|feature)_prob)"
+)
+_OFF = {"use_cache": False, "apply_spec_augment": False, "ctc_loss_reduction": "mean"}
 
 
 @functools.cache
@@ -53,14 +56,23 @@ class _Ids(dict[str, int]):
 def _walk(config: Any, ids: _Ids) -> dict[str, Any]:
     """Return the changed arguments of one configuration; those of its sub-configurations with their model types."""
     names = inspect.signature(type(config).__init__).parameters
-    fields = {name: getattr(config, name, None) for name in names if name not in facts()["derived"]["names"]}
+    fields = {name: _get(config, name) for name in names if name not in facts()["derived"]["names"]}
     layers = max(2, *(len(dict.fromkeys(kinds)) for kinds in _by_layer(fields)), 2)
     made = {}
     for name, value in fields.items():
         new = _field(name, value, fields, ids, layers)
-        if value is not None and new is not value:
+        if new is not value:
             made[name] = new
+    if "rope_parameters" in fields and _SEVERAL_POSITIONS.search(config.model_type):
+        made["rope_parameters"] = _sections(fields["rope_parameters"] or {})
     return made
+
+
+def _get(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # a field that differs between layers
+        return None
 
 
 def _by_layer(fields: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -79,7 +91,7 @@ def _field(name: str, value: Any, fields: Mapping[str, Any], ids: _Ids, layers: 
     if hasattr(type(value), "model_type"):
         return {**_walk(value, ids), **({"model_type": value.model_type} if value.model_type else {})}
     if isinstance(value, Mapping):
-        return _rope(value, ids) if name == "rope_parameters" else value
+        return _sections(value) if name == "rope_parameters" and "mrope_section" in value else value
     if name in _OFF:
         return _OFF[name]
     if isinstance(value, float):
@@ -89,9 +101,10 @@ def _field(name: str, value: Any, fields: Mapping[str, Any], ids: _Ids, layers: 
     return _number(name, value, fields, ids, layers) if type(value) is int else value
 
 
-def _rope(value: Mapping[str, Any], ids: _Ids) -> Any:
-    """Return parameters of positions in which the sections of several kinds of positions fit a head of 8."""
-    return {**value, "mrope_section": _summing(value["mrope_section"], 4)} if "mrope_section" in value else value
+def _sections(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters of positions whose sections, for several kinds of positions, fit a head of 8."""
+    usual = {"rope_type": "default", "rope_theta": 10000.0}
+    return {**usual, **rope, "mrope_section": _summing(rope.get("mrope_section") or [2, 1, 1], 4)}
 
 
 def _summing(parts: list[int], total: int) -> list[int]:
@@ -114,6 +127,8 @@ def _list(name: str, value: list[Any], fields: Mapping[str, Any], layers: int) -
     rule = _rule(name)
     if not all(type(each) is int for each in value) or not isinstance(rule, int):
         return value
+    if value[0] == 3 and rule == 32 and len(value) > 1:  # the channels of an image
+        return [3, *_list(name, value[1:], {}, layers)]
     if rule in _BASES and (least := min(value)) > 0:
         return [_BASES[rule] * max(1, min(8, round(each / least))) for each in value]
     return [min(each, rule) for each in value]
@@ -121,7 +136,7 @@ def _list(name: str, value: list[Any], fields: Mapping[str, Any], layers: int) -
 
 def _number(name: str, value: int, fields: Mapping[str, Any], ids: _Ids, layers: int) -> int:
     if _TOKEN.fullmatch(name):
-        return value if 0 > value or (name not in _USUAL and value < VOCABULARY - 16) else ids[name]
+        return value if value < 0 or (name not in _USUAL and value < VOCABULARY - 16) else ids[name]
     rule = _rule(name)
     if rule is None or rule == "keep" or value <= 0:
         return value
