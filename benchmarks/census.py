@@ -13,7 +13,7 @@ import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from shardlib.testing import census
+from shardlib.testing import _pool, census
 
 FILE = Path(__file__).parent / "results" / "census.jsonl"
 
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="the longest for building, and for each mesh")
     parser.add_argument("--file", type=Path, default=FILE)
     options = parser.parse_args()
+    _pool.preload(["transformers.modeling_utils", "transformers.models.auto.modeling_auto"])
     start, step = map(int, options.part.split("/"))
     chosen = census.entries("transformers")[start::step]
     if options.names:

@@ -1,6 +1,6 @@
-"""`shardlib init | check | plan | explain | prove | census`: layout files, plans, proofs; `run` starts ranks; `migrate`.
+"""`shardlib init | check | plan | explain | prove | census`: layout files, plans, proofs; `run` starts ranks.
 
-Plans need neither processes nor values.
+Plans need neither processes nor values. `migrate` rewrites scripts for other libraries.
 
 Exit codes: 0 fine, 1 the layout does not do what was asked of it, or a script has lines left to rewrite, 2 what was
 typed names nothing. `run` ends as the first host that fails does.

@@ -59,7 +59,7 @@ def batch_of(model: nn.Module, labels: str, extra: str, step: int) -> dict[str, 
 
 
 def _value(name: str, model: nn.Module, draw: torch.Generator) -> torch.Tensor:
-    config = model.config
+    config: Any = model.config
     if name in ("input_ids", "decoder_input_ids"):
         books = getattr(config, "num_codebooks", None) if "audio" in str(config.model_type) else None
         shape = (ROWS, _SEQ, books) if books else (ROWS, _SEQ)
@@ -95,8 +95,8 @@ def _spectrogram(config: Any) -> tuple[int, ...]:
     longest = getattr(of, "max_source_positions", None)
     if longest and width is None:
         return ROWS, getattr(of, "num_mel_bins", 80), 2 * longest
-    width = width or getattr(of, "num_mel_bins", None) or getattr(of, "hidden_size", 80)
-    return ROWS, getattr(of, "max_length", None) or 64, width
+    width = width or getattr(of, "num_mel_bins", None) or getattr(of, "hidden_size", None) or 80
+    return ROWS, int(getattr(of, "max_length", None) or 64), int(width)
 
 
 def _labels(kind: str, model: nn.Module, draw: torch.Generator) -> torch.Tensor:

@@ -76,12 +76,14 @@ How to read the tables:
 
 - **layout**: `file NAME` is a layout file of shardlib, `tp_plan` the plan that the model carries, `proposed` the rules
   that were suggested from its modules.
-- **sharded**: the share of the bytes of parameters in repeated blocks that is sharded on `tp=2`; of all parameters where
-  no block repeats.
-- **trained**: the share of the parameters that got a gradient. A model of text and images is given text only, so its
-  vision tower is sharded and compared, but not trained.
-- Dropout and layer drop are off. Weights are moved away from their first values, so that no zero or one hides a
-  difference.
+- **sharded**: the share of the bytes of parameters in repeated blocks that is sharded on `tp=2`; of all parameters
+  where no block repeats.
+- **trained**: the share of the parameters that got a gradient. A model of text and images is given text alone if it
+  accepts that; its vision tower is then sharded, and its weights are compared, but it computes nothing.
+- **float32**: the model's code takes no float64. The tolerance is then ten times the error of one device in float32.
+
+Dropout, layer drop and masking of spectra are off, so this says nothing of random numbers. Weights are moved away from
+their first values, so that no zero or one hides a difference.
 """
 
 
@@ -90,13 +92,13 @@ def _tables(results: Sequence[Result]) -> list[str]:
     for result in results:
         by_status.setdefault(result.status, []).append(result)
     proved = [
-        f"| {r.name} | {r.cls} | {r.layout} | {r.sharded:.0%} | {r.trained:.0%} | {_names(r.gathered)} |"
+        f"| {r.name} | {r.cls} | {r.layout} | {r.sharded:.0%} | {r.trained:.0%} | {_remarks(r)} |"
         for r in by_status.get("proved", ())
     ]
     lines = [
         "## Proved",
         "",
-        "| architecture | class | layout | sharded | trained | ops without a sharding rule |",
+        "| architecture | class | layout | sharded | trained | remarks |",
         "|---|---|---|---|---|---|",
         *proved,
     ]
@@ -127,8 +129,9 @@ def _meshes(result: Result) -> str:
     return ", ".join(mesh for mesh, proved in result.proved.items() if proved) or "none"
 
 
-def _names(ops: Iterable[str]) -> str:
-    return ", ".join(op.removeprefix("aten.").removesuffix(".default") for op in ops)
+def _remarks(result: Result) -> str:
+    gathered = [f"`{op.removeprefix('aten.').removesuffix('.default')}` gathered" for op in result.gathered]
+    return ", ".join([result.dtype] * (result.dtype != "float64") + gathered)
 
 
 def _cell(text: str) -> str:

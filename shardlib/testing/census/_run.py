@@ -23,7 +23,7 @@ from shardlib import layouts
 from shardlib._plan import plan
 from shardlib._plan.rows import Row
 from shardlib.engine._torch import pytree
-from shardlib.testing._pool import HangError, RankDied, preload, shared_pool
+from shardlib.testing._pool import HangError, RankDied, shared_pool
 from shardlib.testing.census import _models
 from shardlib.testing.census._inputs import NoInputs
 from shardlib.testing.census._models import Entry, TooLarge
@@ -121,7 +121,6 @@ def run(
     for entry in chosen:
         if (entry.library, entry.name) in known:
             continue
-        _share_imports(entry.library)
         begun = time.perf_counter()
         result = prove(entry, meshes, seconds)
         result = dataclasses.replace(result, seconds=round(time.perf_counter() - begun, 1))
@@ -133,11 +132,6 @@ def run(
     return made
 
 
-@functools.cache
-def _share_imports(library: str) -> None:
-    preload({"transformers": ["transformers.modeling_utils", "transformers.models.auto.modeling_auto"]}[library])
-
-
 def read(file: Path) -> list[Result]:
     """Return the results in a file; none if there is no file."""
     if not file.exists():
@@ -146,8 +140,9 @@ def read(file: Path) -> list[Result]:
     return [_result(line) for line in lines if "name" in line]
 
 
-def _result(line: dict[str, Any]) -> Result:
-    return Result(**{name: tuple(value) if isinstance(value, list) else value for name, value in line.items()})
+def _result(line: Mapping[str, Any]) -> Result:
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in line.items()}
+    return Result(**fields)
 
 
 def write(file: Path, results: Iterable[Result], **facts: Any) -> None:
