@@ -131,7 +131,8 @@ def _meshes(result: Result) -> str:
 
 def _remarks(result: Result) -> str:
     gathered = [f"`{op.removeprefix('aten.').removesuffix('.default')}` gathered" for op in result.gathered]
-    return ", ".join([result.dtype] * (result.dtype != "float64") + gathered)
+    mixes = ["`tp=2` only: it compares the rows of a batch"] if result.mixes else []
+    return ", ".join([result.dtype] * (result.dtype != "float64") + mixes + gathered)
 
 
 def _cell(text: str) -> str:

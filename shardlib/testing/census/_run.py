@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from shardlib import layouts
+from shardlib._mesh import MeshShape
 from shardlib._plan import plan
 from shardlib._plan.rows import Row
 from shardlib.engine._torch import pytree
@@ -51,6 +52,8 @@ class Result:
         dtype: "float64", or "float32" where its code takes no other.
         inputs: the arguments that it was given.
         parameters: the number of its parameters.
+        mixes: whether its outputs compare the rows of a batch with each other, as contrastive models do: data axes then
+            compute something else, and only meshes without them are proved.
         trained: the share of its parameters that got a gradient.
         layout: "file NAME", "tp_plan", or "proposed".
         sharded: the share of the bytes of parameters in repeated blocks that is sharded over tp; of all parameters
@@ -73,6 +76,7 @@ class Result:
     inputs: tuple[str, ...] = ()
     parameters: int = 0
     trained: float = 0.0
+    mixes: bool = False
     layout: str = ""
     sharded: float = 0.0
     notes: tuple[str, ...] = ()
@@ -169,6 +173,8 @@ def prove(entry: Entry, meshes: Sequence[str], seconds: float) -> Result:
     except Exception as error:
         return dataclasses.replace(result, error=_said(error))
     for mesh in meshes if result.built and not result.error else ():
+        if result.mixes and MeshShape.of(mesh).data_ranks > 1:
+            continue
         result = _on_mesh(entry, result, mesh, seconds)
     return result
 
@@ -200,8 +206,15 @@ def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
 def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the loss in the model's output, or means over everything but the features, which have their own weights:
     also where an output has no dim of rows."""
+    return _mean_of(_run(model, batch))
+
+
+def _run(model: nn.Module, batch: Any) -> Any:
     args, kwargs = as_call(batch)
-    output = model(*args, **kwargs)
+    return model(*args, **kwargs)
+
+
+def _mean_of(output: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss if loss.ndim == 0 else loss.mean()
@@ -256,7 +269,8 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
         model = _models.build(entry).to(dtype)
         try:
             batch = _models.batch(entry, labels, extra, 0)
-            loss = mean_loss(model, cast(batch, dtype))
+            output = _run(model, cast(batch, dtype))
+            loss = _mean_of(output)
             loss.backward()
             if not torch.isfinite(loss):
                 raise FloatingPointError(f"the loss on one device is {loss.item()}")
@@ -269,7 +283,7 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
         trained = sum(p.numel() for p in model.parameters() if p.grad is not None)
         return model, Result(
             entry.library, entry.name, entry.cls, True, labels, extra, str(dtype).removeprefix("torch."), tuple(batch),
-            count, round(trained / max(count, 1), 3),
+            count, round(trained / max(count, 1), 3), hasattr(output, "logits_per_text"),
         )  # fmt: skip
     assert first is not None
     raise first
