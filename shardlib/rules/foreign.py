@@ -161,7 +161,8 @@ def _packed_row(draft: _Draft, index: ModelIndex, target: _Target) -> None:
 
 
 def _replicate(draft: _Draft, index: ModelIndex, target: _Target) -> None:
-    draft.rules[target.key] = "replicate"
+    if target.ndim is not None or index.own.get(target.name):  # else a norm without weights: nothing to lay out
+        draft.rules[target.key] = "replicate"
 
 
 def _replicated_output(draft: _Draft, index: ModelIndex, target: _Target) -> None:

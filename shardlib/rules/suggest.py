@@ -334,7 +334,11 @@ class _Draft:
         names = NameIndex([*self.index.modules, *self.index.leaf])
         base = name.removesuffix(".output") if name in self.activations else name
         loose, exact = (names.select(compile_pattern(pattern)) for pattern in (base, f"^{base}"))
-        return name if loose == exact else f"^{name}"
+        key = name if loose == exact else f"^{name}"
+        # A module that is called "output" is named by its tensors: "attention.output" is what attention returns.
+        return (
+            f"{key}.*" if base == name and name.endswith((".input", ".output")) and name not in self.index.leaf else key
+        )
 
 
 def _folded(name: str) -> str:

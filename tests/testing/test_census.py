@@ -15,7 +15,7 @@ import pytest
 
 from shardlib.errors import InputError
 from shardlib.testing import census
-from shardlib.testing.census._page import page
+from shardlib.testing.census._page import page, summary
 from tests.house.source import ROOT
 from tests.torchvision_on_cpu import let_torchvision_in
 
@@ -89,3 +89,4 @@ def test_the_kept_results_are_sorted_and_say_when_and_with_what(kept: dict[str, 
 def test_the_page_of_models_is_that_of_the_kept_results():
     """`python -m shardlib.testing.census --table benchmarks/results/census.jsonl > docs/models.md` writes it."""
     assert (ROOT / "docs" / "models.md").read_text() == page(KEPT)
+    assert summary(census.read(KEPT)) in (ROOT / "README.md").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardlib.testing.census._run import MESHES, Result, read
 
-__all__ = ["page", "totals"]
+__all__ = ["page", "summary", "totals"]
 
 _ENOUGH = 0.6  # the share of a model's block parameters from which it counts as sharded
 
@@ -19,6 +19,12 @@ def page(file: Path) -> str:
     results = read(file)
     facts = json.loads(file.read_text(encoding="utf-8").splitlines()[0])
     return "\n".join([_HEAD.format(**_words(results, facts)), *_tables(results), ""])
+
+
+def summary(results: Sequence[Result]) -> str:
+    """Return the totals in one phrase, as the README has them."""
+    counts, built = totals(results), sum(result.built for result in results)
+    return f"{counts['proved']} of {built} architectures of transformers that the census builds"
 
 
 def totals(results: Iterable[Result]) -> Counter[str]:
@@ -80,7 +86,6 @@ How to read the tables:
   where no block repeats.
 - **trained**: the share of the parameters that got a gradient. A model of text and images is given text alone if it
   accepts that; its vision tower is then sharded, and its weights are compared, but it computes nothing.
-- **float32**: the model's code takes no float64. The tolerance is then ten times the error of one device in float32.
 
 Dropout, layer drop and masking of spectra are off, so this says nothing of random numbers. Weights are moved away from
 their first values, so that no zero or one hides a difference.
@@ -117,7 +122,7 @@ def _tables(results: Sequence[Result]) -> list[str]:
             "",
             "## Not built",
             "",
-            "The census does not know their inputs, or their tiny configuration does not run.",
+            "The census lacks their inputs, their tiny configuration does not run, or their code takes no float64.",
             "",
         ]
         lines += ["| architecture | class | why |", "|---|---|---|"]
@@ -132,7 +137,7 @@ def _meshes(result: Result) -> str:
 def _remarks(result: Result) -> str:
     gathered = [f"`{op.removeprefix('aten.').removesuffix('.default')}` gathered" for op in result.gathered]
     mixes = ["`tp=2` only: it compares the rows of a batch"] if result.mixes else []
-    return ", ".join([result.dtype] * (result.dtype != "float64") + mixes + gathered)
+    return ", ".join(mixes + gathered)
 
 
 def _cell(text: str) -> str:

@@ -35,21 +35,18 @@ from shardlib.testing.equivalence.train import cast
 __all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
 
 MESHES = ("tp=2", "dp=2,tp=2")
-_DTYPES = (torch.float64, torch.float32)
-_OF_DTYPES = re.compile("dtype|[Dd]ouble|overflow")
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the census knows of one architecture.
+    """Result of one architecture.
 
     Attributes:
         library, name, cls: the architecture and the class that was taken for it.
         built: whether the tiny model was built and trained for a step on one device; `error` says why not.
         labels: the labels that it was trained by; "" if its outputs were.
         extra: which inputs it takes besides its main one; see `batch_of`.
-        dtype: "float64", or "float32" where its code takes no other.
         inputs: the arguments that it was given.
         parameters: the number of its parameters.
         mixes: whether its outputs compare the rows of a batch with each other, as contrastive models do: data axes then
@@ -72,7 +69,6 @@ class Result:
     built: bool = False
     labels: str = ""
     extra: str = ""
-    dtype: str = "float64"
     inputs: tuple[str, ...] = ()
     parameters: int = 0
     trained: float = 0.0
@@ -187,7 +183,6 @@ def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
             mesh,
             loss=mean_loss,
             steps=1,
-            dtype=getattr(torch, result.dtype),
             timeout=seconds,
         )
     except Exception as error:
@@ -259,30 +254,26 @@ def _alone(entry: Entry, mesh: str) -> Result:
 
 
 def _trained(entry: Entry) -> tuple[nn.Module, Result]:
-    """Build a model and train it for a step: by labels or else by its outputs, in float64 or else in float32; with its
-    main input alone if that is enough. The first error is raised."""
+    """Build a model and train it for a step: with its main input alone if that is enough, and by labels or else by its
+    outputs. The first error is raised."""
     first: Exception | None = None
-    for dtype, extra, labels in itertools.product(
-        _DTYPES, ("", "all", "transposed"), dict.fromkeys((entry.labels, ""))
-    ):
+    for extra, labels in itertools.product(("", "all", "transposed"), dict.fromkeys((entry.labels, ""))):
         torch.manual_seed(0)
-        model = _models.build(entry).to(dtype)
+        model = _models.build(entry).double()
         try:
             batch = _models.batch(entry, labels, extra, 0)
-            output = _run(model, cast(batch, dtype))
+            output = _run(model, cast(batch, torch.float64))
             loss = _mean_of(output)
             loss.backward()
             if not torch.isfinite(loss):
                 raise FloatingPointError(f"the loss on one device is {loss.item()}")
         except Exception as error:
             first = first or error
-            if dtype is torch.float64 and extra == "transposed" and not labels and not _OF_DTYPES.search(str(first)):
-                break
             continue
         count = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.grad is not None)
         return model, Result(
-            entry.library, entry.name, entry.cls, True, labels, extra, str(dtype).removeprefix("torch."), tuple(batch),
+            entry.library, entry.name, entry.cls, True, labels, extra, tuple(batch),
             count, round(trained / max(count, 1), 3), hasattr(output, "logits_per_text"),
         )  # fmt: skip
     assert first is not None
