@@ -337,7 +337,9 @@ class _Draft:
         key = name if loose == exact else f"^{name}"
         # A module that is called "output" is named by its tensors: "attention.output" is what attention returns.
         return (
-            f"{key}.*" if base == name and name.endswith((".input", ".output")) and name not in self.index.leaf else key
+            f"{key}.*"
+            if base == name and name.rpartition(".")[2] in ("input", "output") and name not in self.index.leaf
+            else key
         )
 
 

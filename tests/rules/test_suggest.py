@@ -60,6 +60,12 @@ def test_two_numbers_of_heads_in_one_model_have_different_names() -> None:
     assert made["text.q_proj.weight"].stored.text == "(heads=2@tp head_dim2=8) in"
 
 
+def test_a_module_called_output_is_named_by_its_tensors() -> None:
+    model = nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.LayerNorm(4)})})
+    rules = suggest(model)
+    assert plan(model, "tp=2", rules)["attention.output.weight"].rule == "attention.output.*"
+
+
 def test_heads_by_their_number_and_by_their_width_do_not_mix() -> None:
     first, second = Attention(4, 16), Attention(2, 16)
     del second.num_heads
