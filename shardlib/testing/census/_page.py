@@ -72,7 +72,7 @@ Run of {date}, on CPU over gloo, with {versions}:
 |---|---|
 | taken up | {all} |
 | built and trained on one device | {built} |
-| proved on both meshes | {proved} ({share} of those built) |
+| proved on both meshes, or on `tp=2` where outputs compare rows of a batch | {proved} ({share} of those built) |
 | proved, with at least 60 % of the block parameters sharded | {enough} |
 | numbers differ from one device | {wrong} |
 | refused by an error | {refused} |
