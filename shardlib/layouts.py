@@ -55,10 +55,10 @@ def load(name: str | Path, mode: str | None = None) -> Rules:
 
 
 def for_model(model: nn.Module, mode: str | None = None) -> Rules:
-    """Find rules for a model: the layout file for its class or a base class; else the plan that the model carries
-    (`tp_plan` of Hugging Face models); else a suggestion, with a `SuggestedLayoutWarning`. For a model with peft
-    adapters, the rules are those of the model without, which lay out adapters too. With `mode`, the rules are in that
-    mode.
+    """Find rules for a model: the layout file for its class or a base class; else the plan that the model carries for
+    its blocks (`tp_plan` of Hugging Face models); else a suggestion, with a `SuggestedLayoutWarning`. For a model with
+    peft adapters, the rules are those of the model without, which lay out adapters too. With `mode`, the rules are in
+    that mode.
 
     Raises:
         RuleError: the rules do not have that mode, two files are for the same class, the model's own plan cannot be

@@ -1,6 +1,6 @@
-"""`shardlib init | check | plan | explain | prove`: layout files, plans, proofs; `run` starts ranks; `migrate`.
+"""`shardlib init | check | plan | explain | prove | census`: layout files, plans, proofs; `run` starts ranks.
 
-Plans need neither processes nor values.
+Plans need neither processes nor values. `migrate` rewrites scripts for other libraries.
 
 Exit codes: 0 fine, 1 the layout does not do what was asked of it, or a script has lines left to rewrite, 2 what was
 typed names nothing. `run` ends as the first host that fails does.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from shardlib.cli import commands, environment, migrate, run
+from shardlib.cli import census, commands, environment, migrate, run
 from shardlib.cli.models import FORMS, UsageError
 from shardlib.errors import MeshError, ShardlibError
 from shardlib.layouts import SuggestedLayoutWarning
@@ -65,12 +65,15 @@ def _parser() -> argparse.ArgumentParser:
         import shtab
 
         shtab.add_argument_to(parser, "--print-completion", help="print the completion script of a shell")
-    subparsers = parser.add_subparsers(required=True, metavar="{init,check,plan,explain,prove,run,migrate,doctor}")
+    subparsers = parser.add_subparsers(
+        required=True, metavar="{init,check,plan,explain,prove,census,run,migrate,doctor}"
+    )
     _add_plan(_command(subparsers, "plan", commands.plan, "show the layout of every tensor of a model on a mesh"))
     _add_check(_command(subparsers, "check", commands.check, "check whether a layout file fits a model", "?"))
     _add_prove(_command(subparsers, "prove", commands.prove, "train sharded and on one device, and compare everything"))
     _add_explain(_command(subparsers, "explain", commands.explain, "show which rule decides about a tensor or module"))
     _add_init(_command(subparsers, "init", commands.init, "write a first layout file for a model"))
+    _add_census(subparsers)
     _add_run(subparsers)
     _add_migrate(subparsers)
     _add_doctor(subparsers)
@@ -130,6 +133,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--diff", metavar="FILE", help="show what changes from a plan that was written by --json")
     parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
     parser.add_argument("--all", action="store_true", help="a line for every tensor: do not fold repeated blocks")
+
+
+def _add_census(subparsers: Any) -> None:
+    summary = "prove every architecture of an installed library: tiny, sharded, one training step beside one device"
+    parser = subparsers.add_parser("census", help=summary, description=summary)
+    census.add_options(parser)
+    parser.set_defaults(run=census.census)
 
 
 def _add_run(subparsers: Any) -> None:

@@ -44,8 +44,14 @@ class _Draft:
 
 
 def has_tp_plan(model: nn.Module) -> bool:
-    """Return whether a model carries a tensor-parallel plan in Hugging Face's form."""
-    return bool(_tp_plan(model))
+    """Return whether a model carries a tensor-parallel plan in Hugging Face's form. One that leaves out the repeated
+    blocks, and names the output layer alone, does not count."""
+    plan = _tp_plan(model)
+    return any("*" in key for key in plan) or (bool(plan) and not _has_blocks(model))
+
+
+def _has_blocks(model: nn.Module) -> bool:
+    return any(name.rpartition(".")[2].isdigit() for name, _ in model.named_modules())
 
 
 def read_tp_plan(model: nn.Module, axis: str = "tp") -> dict[str, Any]:
@@ -155,7 +161,8 @@ def _packed_row(draft: _Draft, index: ModelIndex, target: _Target) -> None:
 
 
 def _replicate(draft: _Draft, index: ModelIndex, target: _Target) -> None:
-    draft.rules[target.key] = "replicate"
+    if target.ndim is not None or index.own.get(target.name):  # else a norm without weights: nothing to lay out
+        draft.rules[target.key] = "replicate"
 
 
 def _replicated_output(draft: _Draft, index: ModelIndex, target: _Target) -> None:

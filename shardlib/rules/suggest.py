@@ -6,11 +6,12 @@ an embedding is long, tied weights, and attributes with the number of heads.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -33,6 +34,7 @@ _DOWN = ("down", "down_proj", "fc2", "c_proj", "w2", "wo", "lin2", "linear2")
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads", "nh", "h")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _HEAD_DIM = ("head_dim", "d_head", "attention_head_size", "key_value_proj_dim", "d_kv")
+_DIGITS = "0123456789"
 _TOKENS = re.compile(r"tok|word|wte|vocab|shared|^embed$|^embedding$|^embeddings$", re.IGNORECASE)
 _NOT_TOKENS = re.compile(r"type|pos|segment|wpe|relative", re.IGNORECASE)
 
@@ -85,6 +87,14 @@ class _Linear:
         return self.name.rpartition(".")[0]
 
 
+class _Heads(NamedTuple):
+    """The names of the factors of an attention's projections: heads, heads of keys and values, and the inner one."""
+
+    own: str
+    kv: str
+    inner: str
+
+
 @dataclass
 class _Draft:
     index: ModelIndex
@@ -92,6 +102,7 @@ class _Draft:
     activations: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int | str] = field(default_factory=dict)
+    open: set[str] = field(default_factory=set)  # factors whose size follows from others
 
     def __post_init__(self) -> None:
         self.linears: dict[str, _Linear] = {}
@@ -162,10 +173,10 @@ class _Draft:
             return
         heads = self._heads_of(q)
         found = self.set if heads else self.guess
-        found(q.name, f"(heads {heads})" if heads else "colwise", _split_by(heads, "query"))
+        found(q.name, f"({heads.own} {heads.inner})" if heads else "colwise", _split_by(heads, "query"))
         for linear in (k, v):
             fewer = linear.outputs < q.outputs
-            text = f"({'kv_heads' if fewer else 'heads'} {heads})" if heads else "colwise"
+            text = f"({heads.kv if fewer else heads.own} {heads.inner})" if heads else "colwise"
             found(linear.name, text, _split_by(heads, "key and value" if fewer else "attention"))
         self._output(q.outputs, v, group)
 
@@ -174,27 +185,26 @@ class _Draft:
         if not heads:
             return
         self.sizes["kv"] = 2
-        self.set(q.name, f"(heads {heads})", _split_by(heads, "query"))
-        self.guess(kv.name, f"(kv heads {heads})", "k and v are stacked; each is sharded by heads")
+        self.set(q.name, f"({heads.own} {heads.inner})", _split_by(heads, "query"))
+        self.guess(kv.name, f"(kv {heads.own} {heads.inner})", "k and v are stacked; each is sharded by heads")
         self._output(q.outputs, kv, group)
 
-    def _heads_of(self, q: _Linear) -> str:
-        """Return the name of the inner factor, once its size (or that of "heads") is known; "" when neither is."""
+    def _heads_of(self, q: _Linear) -> _Heads | None:
+        """Return the names of the factors of a projection, once the size of one is known; None when none is."""
         if path := self._attribute(q.first, _HEAD_DIM, q.outputs):
-            return self._sized("head_dim", path)
+            return _Heads(self._open("heads"), self._open("kv_heads"), self._sized("head_dim", path))
         if path := self._attribute(q.first, _HEADS, q.outputs):
-            self._sized("heads", path)
             kv = self._attribute(q.first, _KV_HEADS, q.outputs)
-            if kv:
-                self._sized("kv_heads", kv)
-            return "head"
-        return ""
+            return _Heads(
+                self._sized("heads", path), self._sized("kv_heads", kv) if kv else self._open("kv_heads"), "head"
+            )
+        return None
 
     def _fused(self, linear: _Linear, group: list[_Linear], *, head_major: bool) -> None:
         path = self._attribute(linear.first, _HEADS, linear.outputs // 3)
         if path:
-            self._sized("heads", path)
-            text = "(heads qkv_head)" if head_major else "(qkv heads head)"
+            heads = self._sized("heads", path)
+            text = f"({heads} qkv_head)" if head_major else f"(qkv {heads} head)"
             order = "head by head" if head_major else "one after the other"
             why = f'q, k and v are stacked {order}, the number of heads is "{path}"'
         else:
@@ -226,9 +236,15 @@ class _Draft:
 
     def _sized(self, factor: str, path: str) -> str:
         """Record the source of a factor's size; another path for the same factor gets a name of its own."""
-        if self.sizes.setdefault(factor, path) == path:
-            return factor
-        return self._sized(f"{factor}_", path)
+        return next(
+            name for name in _numbered(factor) if name not in self.open and self.sizes.setdefault(name, path) == path
+        )
+
+    def _open(self, factor: str) -> str:
+        """Return a name for a factor whose size follows from the other one."""
+        name = next(name for name in _numbered(factor) if name not in self.sizes)
+        self.open.add(name)
+        return name
 
     # MLPs and experts.
 
@@ -295,13 +311,18 @@ class _Draft:
 
     def rules(self) -> Rules:
         used = " ".join((*self.entries.values(), *self.activations.values()))
-        axes = {"heads": "tp", "kv_heads": "tp?", "ff": "tp", "vocab": "tp"}
+        # Heads that do not divide over a mesh are replicated on it, and the plan notes it.
+        axes = {"heads": "tp?", "kv_heads": "tp?", "ff": "tp", "vocab": "tp"}
+        found = dict.fromkeys(re.findall(rf"\b(?:{'|'.join(axes)})\d*\b", used))
         model = type(self.index.model)
         keys = {name: self._key(name) for name in (*self.entries, *self.activations)}
         return Rules(
             {keys[name]: value for name, value in self.entries.items()},
             activations={keys[name]: value for name, value in self.activations.items()},
-            axes={dim: axis for dim, axis in axes.items() if re.search(rf"\b{dim}\b", used)},
+            axes={
+                dim: axes[dim.rstrip(_DIGITS)]
+                for dim in sorted(found, key=lambda dim: list(axes).index(dim.rstrip(_DIGITS)))
+            },
             sizes={name: size for name, size in self.sizes.items() if re.search(rf"\b{name}\b", used)},
             description=f"Suggested for {model.__qualname__} from its modules; check what is a guess",
             models=(f"{model.__module__.partition('.')[0]}.{model.__qualname__}",),
@@ -313,7 +334,13 @@ class _Draft:
         names = NameIndex([*self.index.modules, *self.index.leaf])
         base = name.removesuffix(".output") if name in self.activations else name
         loose, exact = (names.select(compile_pattern(pattern)) for pattern in (base, f"^{base}"))
-        return name if loose == exact else f"^{name}"
+        key = name if loose == exact else f"^{name}"
+        # A module that is called "output" is named by its tensors: "attention.output" is what attention returns.
+        return (
+            f"{key}.*"
+            if base == name and name.rpartition(".")[2] in ("input", "output") and name not in self.index.leaf
+            else key
+        )
 
 
 def _folded(name: str) -> str:
@@ -342,5 +369,11 @@ def _widens(up: _Linear, down: _Linear) -> bool:
     return named or halves or up.outputs == down.inputs > down.outputs
 
 
-def _split_by(heads: str, what: str) -> str:
+def _numbered(factor: str) -> Iterator[str]:
+    """Iterate over `factor`, `factor2`, `factor3`, ..."""
+    yield factor
+    yield from (f"{factor}{number}" for number in itertools.count(2))
+
+
+def _split_by(heads: _Heads | None, what: str) -> str:
     return f"{what} projection, sharded by heads" if heads else f"{what} projection; check that heads divide over tp"

@@ -20,6 +20,7 @@ from shardlib.cli import main
 from shardlib.transforms import accumulate, offload, zero
 from tests.cli.models_for_cli import MLP, tiny
 from tests.house.source import ROOT
+from tests.torchvision_on_cpu import let_torchvision_in
 
 HERE = "tests.cli.models_for_cli"
 GPT = f"{HERE}:tiny"
@@ -334,6 +335,31 @@ def test_what_cannot_be_done_is_said_without_a_traceback(run: Run, arguments: st
     assert err.startswith(f"shardlib: {message}")
     if message.endswith((".", "?")):
         assert err == f"shardlib: {message}\n"
+
+
+def test_census_prints_a_line_for_each_architecture_and_keeps_it(run: Run, ranks, tmp_path: Path):
+    let_torchvision_in()
+    ranks(2).run(let_torchvision_in)  # transformers imports it by the way
+    file = tmp_path / "census.jsonl"
+    arguments = ("census", "--only", "gptj", "--mesh", "tp=2", "--seconds", 60, "-o", file)
+    code, out, err = run(*arguments)
+    first, last = out.splitlines()
+    assert (code, err, last) == (0, "", "1 models: 1 proved")
+    assert first.startswith("transformers gptj (GPTJForCausalLM): proved, proposed, 99% of blocks sharded [")
+    assert json.loads(file.read_text())["proved"] == {"tp=2": True}
+    assert run(*arguments) == (0, "0 models: none new\n", "")
+
+
+def test_census_says_which_architectures_there_are(run: Run):
+    let_torchvision_in()
+    assert run("census", "--only", "lama")[::2] == (
+        2,
+        'shardlib: transformers has no architecture "lama". Did you mean "llama"?\n',
+    )
+    assert run("census", "nonsense")[::2] == (
+        2,
+        'shardlib: The census was given library "nonsense"; it knows transformers.\n',
+    )
 
 
 def test_prove_compares_training_with_one_device(run: Run, mlp_layout: Path):

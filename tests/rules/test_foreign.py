@@ -115,6 +115,7 @@ STYLES: list[tuple[str, nn.Module, str, dict[str, str], dict[tuple[str, str], st
     ("packed_rowwise", Scale(), "m.shift", {"m.shift": "_"}, {}),
     ("grouped_gemm", Scale(), "m.gain", {"m.gain": "_@tp _"}, {}),
     ("replicate", nn.Linear(8, 8), "m", {"m.weight": "_ _"}, {}),
+    ("replicate", nn.LayerNorm(8, elementwise_affine=False), "m", {}, {}),
     ("replicated_with_grad_allreduce", nn.LayerNorm(8), "m", {"m.weight": "_"}, {}),
     ("mla_kv_a_proj", nn.Linear(8, 8), "m", {"m.weight": "_ _"}, {}),
     ("all_reduce", nn.Linear(8, 8), "m", {"m.weight": "_ _"}, {("m", "output"): "..."}),

@@ -109,6 +109,15 @@ def test_without_a_file_the_plan_that_the_model_carries_is_used() -> None:
         assert layouts.for_model(model) == Rules.from_tp_plan(model)
 
 
+def test_a_plan_of_the_output_layer_alone_is_no_plan() -> None:
+    class Decoder(Tiny):
+        _tp_plan: ClassVar = {"head": "colwise_rep"}
+
+    model = on_meta(Decoder)
+    with pytest.warns(layouts.SuggestedLayoutWarning):
+        assert layouts.for_model(model) == suggest(model)
+
+
 def test_without_either_a_suggestion_is_made_and_said_aloud() -> None:
     model = on_meta(Tiny)
     with pytest.warns(layouts.SuggestedLayoutWarning) as caught:

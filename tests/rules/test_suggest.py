@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from shardlib import layouts
+from shardlib._mesh import MeshShape
+from shardlib._plan import plan
 from shardlib.rules import Rules, suggest
 from tests.families.transformer_models import small, transformers
 from tests.rules.zoo import MLP, ConvNet, Tiny, on_meta
@@ -20,7 +22,7 @@ def hugging_face(name: str) -> nn.Module:
 def test_what_is_suggested_and_why() -> None:
     assert suggest(on_meta(Tiny)).to_toml() == (
         'description = "Suggested for Tiny from its modules; check what is a guess"\nmodels = '
-        '["tests.Tiny"]\n\n[axes]\nheads = "tp"\nff = "tp"\nvocab = "tp"\n\n[sizes]\nheads = "n_head"\nqkv = '
+        '["tests.Tiny"]\n\n[axes]\nheads = "tp?"\nff = "tp"\nvocab = "tp"\n\n[sizes]\nheads = "n_head"\nqkv = '
         '3\n\n[params]\n# a table of tokens; its rows, the vocabulary, are sharded\nembed = "rowwise"\n# '
         'the output layer, tied to "embed"\nhead = "vocab"\n# guess: q, k and v are stacked one after the other, the '
         'number of heads is "n_head"\n"blocks.*.attn.qkv" = "(qkv heads head)"\n# takes the heads of '
@@ -28,6 +30,52 @@ def test_what_is_suggested_and_why() -> None:
         'again\n"blocks.*.mlp.up" = "ff"\n# narrows what "up" widened\n"blocks.*.mlp.down" = '
         '"rowwise"\n"blocks.*.norm" = "replicate"\n'
     )
+
+
+class Attention(nn.Module):
+    """Attention that knows its number of heads."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+
+
+def test_heads_that_do_not_divide_are_replicated_and_the_plan_says_so() -> None:
+    model = nn.Sequential(Attention(3, 24))
+    made = plan(model, "tp=2", suggest(model))
+    assert made["0.q_proj.weight"].local_shape(made.mesh) == (24, 24)
+    assert "does not divide" in made["0.q_proj.weight"].note
+    assert made["0.o_proj.weight"].local_shape(made.mesh) == (24, 12)
+    assert plan(model, "tp=3", suggest(model))["0.q_proj.weight"].local_shape(MeshShape.of("tp=3")) == (8, 24)
+
+
+def test_two_numbers_of_heads_in_one_model_have_different_names() -> None:
+    first, second = Attention(4, 16), Attention(2, 16)
+    first.head_dim, second.attention_head_size = 4, 8
+    model = nn.ModuleDict({"image": first, "text": second})
+    rules = suggest(model)
+    assert rules.sizes == {"head_dim": "head_dim", "head_dim2": "attention_head_size"}
+    made = plan(model, "tp=2", rules)
+    assert made["text.q_proj.weight"].stored.text == "(heads=2@tp head_dim2=8) in"
+
+
+def test_a_module_called_output_is_named_by_its_tensors() -> None:
+    model = nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.LayerNorm(4)})})
+    rules = suggest(model)
+    assert plan(model, "tp=2", rules)["attention.output.weight"].rule == "attention.output.*"
+
+
+def test_heads_by_their_number_and_by_their_width_do_not_mix() -> None:
+    first, second = Attention(4, 16), Attention(2, 16)
+    del second.num_heads
+    second.head_dim = 8
+    model = nn.ModuleDict({"image": first, "text": second})
+    rules = suggest(model)
+    assert rules.axes == {"heads": "tp?", "heads2": "tp?"}
+    made = plan(model, "tp=2", rules)
+    assert made["image.q_proj.weight"].stored.text == "(heads=4@tp head=4) in"
+    assert made["text.q_proj.weight"].stored.text == "(heads2=2@tp head_dim=8) in"
 
 
 FAMILIES = [

@@ -1,0 +1,13 @@
+"""A census of an installed library: every architecture, built tiny, sharded, and compared with one device.
+
+`shardlib census` runs it. One line of JSON an architecture says what was built, how it was sharded, and whether a
+training step in float64 computed what one device computes. Nothing is filtered: an architecture that the census cannot
+build, or that fails, is a line that says why.
+"""
+
+from __future__ import annotations
+
+from shardlib.testing.census._models import Entry, entries
+from shardlib.testing.census._run import MESHES, Result, read, run, sample, write
+
+__all__ = ["MESHES", "Entry", "Result", "entries", "read", "run", "sample", "write"]

@@ -1,0 +1,107 @@
+"""Batches for a model whose class is only known by its signature and its configuration."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib.testing.census._shrink import VOCABULARY
+
+__all__ = ["NoInputs", "batch_of"]
+
+ROWS = 4
+_SEQ = 8
+_FIRST, _LAST = 3, VOCABULARY - 18  # ids of ordinary tokens
+
+
+_AUDIO = ("input_values", "input_features", "audio_features", "spectrogram")
+_OPTIONAL = ("pixel_values", "input_features", "bbox", "attention_mask")
+
+
+class NoInputs(Exception):
+    """The census does not know what a model takes."""
+
+
+def batch_of(model: nn.Module, labels: str, extra: str, step: int) -> dict[str, Any]:
+    """Return arguments by name for a model: its main input, what its forward requires, and labels.
+
+    Args:
+        model: a model of Hugging Face's kind, with `config` and `main_input_name`.
+        labels: "tokens", "few tokens", "class", "token classes", or "" for none.
+        extra: "all" gives every argument that there are values for, "transposed" audio features with time last.
+        step: the seed.
+
+    Raises:
+        NoInputs: a required argument has no generator.
+    """
+    draw = torch.Generator().manual_seed(step)
+    parameters = inspect.signature(model.forward).parameters
+    main = getattr(model, "main_input_name", "input_ids")
+    names = [name for name, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if main not in names and (main in parameters or not names):
+        names.insert(0, main)
+    text = "input_ids" in names
+    encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
+    if encoder_decoder and "decoder_input_ids" in parameters and "decoder_input_ids" not in names:
+        names.append("decoder_input_ids")
+    if extra == "all":
+        names += [name for name in ("input_ids", *_OPTIONAL) if name in parameters and name not in names]
+    made = {name: _value(name, model, draw) for name in names}
+    if extra == "transposed":
+        made = {name: x.transpose(-1, -2).contiguous() if name in _AUDIO else x for name, x in made.items()}
+    if labels and "labels" in parameters:
+        ids = made.get("decoder_input_ids", made.get("input_ids")) if labels == "tokens" else None
+        made["labels"] = _labels(labels, model, draw) if ids is None or (not text and not encoder_decoder) else ids
+    return made
+
+
+def _value(name: str, model: nn.Module, draw: torch.Generator) -> torch.Tensor:
+    config: Any = model.config
+    if name in ("input_ids", "decoder_input_ids"):
+        books = getattr(config, "num_codebooks", None) if "audio" in str(config.model_type) else None
+        shape = (ROWS, _SEQ, books) if books else (ROWS, _SEQ)
+        return torch.randint(_FIRST, _LAST, shape, generator=draw)
+    if name in ("attention_mask", "decoder_attention_mask"):
+        return torch.ones(ROWS, _SEQ, dtype=torch.int64)
+    if name in ("pixel_values", "pixel_values_videos", "pixels"):
+        return torch.randn(_image(config, name), generator=draw)
+    if name == "bbox":
+        return torch.arange(4).expand(ROWS, _SEQ, 4).contiguous()
+    if name in ("input_values", "audio_values", "audio", "waveform") and not hasattr(config, "num_mel_bins"):
+        channels = (getattr(config, "audio_channels", 1),) if hasattr(config, "codebook_size") else ()
+        return torch.randn(ROWS, *channels, 4000, generator=draw)
+    if name in _AUDIO:
+        return torch.randn(_spectrogram(config), generator=draw)
+    raise NoInputs(f'its forward requires "{name}", for which the census has no values')
+
+
+def _image(config: Any, name: str) -> tuple[int, ...]:
+    vision = getattr(config, "vision_config", None) or getattr(config, "backbone_config", None) or config
+    size = getattr(config, "image_size", None) or getattr(vision, "image_size", None) or 64
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    channels = getattr(config, "num_channels", None) or getattr(vision, "num_channels", None) or 3
+    frames = getattr(config, "num_frames", None) or (4 if name == "pixel_values_videos" else None)
+    return (ROWS, frames, channels, height, width) if frames else (ROWS, channels, height, width)
+
+
+def _spectrogram(config: Any) -> tuple[int, ...]:
+    """Return rows, times and features, or, as Whisper takes them, features and times."""
+    of = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None) or config
+    widths = ("feature_projection_input_dim", "input_feat_per_channel", "feat_dim", "input_dim")
+    width = next((getattr(of, name) for name in widths if getattr(of, name, None)), None)
+    longest = getattr(of, "max_source_positions", None)
+    if longest and width is None:
+        return ROWS, getattr(of, "num_mel_bins", 80), 2 * longest
+    width = width or getattr(of, "num_mel_bins", None) or getattr(of, "hidden_size", None) or 80
+    return ROWS, int(getattr(of, "max_length", None) or 64), int(width)
+
+
+def _labels(kind: str, model: nn.Module, draw: torch.Generator) -> torch.Tensor:
+    classes = getattr(model.config, "num_labels", 2)
+    shape = {"class": (ROWS,), "few tokens": (ROWS, 3)}.get(kind, (ROWS, _SEQ))
+    vocabulary = getattr(model.config, "vocab_size", None) or VOCABULARY
+    low, high = (0, classes) if "class" in kind else (_FIRST, min(_LAST, vocabulary))
+    return torch.randint(low, high, shape, generator=draw)

@@ -1,0 +1,119 @@
+"""The models of the census: every architecture of an installed library, tiny, and one batch for each."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib.errors import InputError
+from shardlib.testing.census._inputs import batch_of
+from shardlib.testing.census._shrink import facts, shrunk
+
+__all__ = ["LIBRARIES", "MOST_PARAMETERS", "Entry", "TooLarge", "batch", "build", "entries"]
+
+MOST_PARAMETERS = 8_000_000
+
+
+class TooLarge(Exception):
+    """A model that the shrinker does not make tiny."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One architecture.
+
+    Attributes:
+        library: the library's name.
+        name: the architecture's name in it.
+        cls: the class that is proved.
+        labels: the kind of labels that its forward takes; "" for none.
+    """
+
+    library: str
+    name: str
+    cls: str
+    labels: str = ""
+
+
+def entries(library: str) -> list[Entry]:
+    """Return every architecture of an installed library, by name.
+
+    Raises:
+        InputError: a library that the census does not know, or that is not installed.
+    """
+    if library not in LIBRARIES:
+        raise InputError(f'The census was given library "{library}"; it knows {", ".join(LIBRARIES)}.')
+    try:
+        return sorted(LIBRARIES[library](), key=lambda entry: entry.name)
+    except ImportError as error:
+        raise InputError(f"The census of {library} needs it: {error}.") from error
+
+
+def _transformers() -> Iterator[Entry]:
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    tables = [(head, getattr(auto, head["mapping"], {})) for head in facts()["heads"]]
+    others = [getattr(auto, name) for name in dir(auto) if name.startswith("MODEL_") and name.endswith("_NAMES")]
+    for name in sorted({model_type for table in others for model_type in table}):
+        head, table = next(((h, t) for h, t in tables if name in t), ({"labels": ""}, None))
+        found = table[name] if table else next(t[name] for t in others if name in t)
+        yield Entry("transformers", name, found if isinstance(found, str) else found[0], head["labels"])
+
+
+LIBRARIES: dict[str, Callable[[], Iterator[Entry]]] = {"transformers": _transformers}
+
+
+def build(entry: Entry) -> nn.Module:
+    """Build the tiny model of an entry, in training mode, from the current seed.
+
+    Raises:
+        TooLarge: more than `MOST_PARAMETERS` parameters are left.
+    """
+    _quiet()
+    config = _config(entry)
+    cls = getattr(importlib.import_module(entry.library), entry.cls)
+    with torch.device("meta"):
+        _check_size(cls, config)
+    made = cls(config)
+    with torch.no_grad():
+        for parameter in made.parameters():  # away from where they start (0 and 1), which hides mistakes
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return made.train()  # type: ignore[no-any-return]
+
+
+def _check_size(cls: Any, config: Any) -> None:
+    try:
+        count = sum(p.numel() for p in cls(config).parameters())
+    except Exception:  # some classes read values while they are built; they are built once more, with values
+        return
+    if count > MOST_PARAMETERS:
+        raise TooLarge(f"{count:,} parameters are left after shrinking")
+
+
+def _config(entry: Entry) -> Any:
+    transformers = importlib.import_module("transformers")
+    cls = transformers.CONFIG_MAPPING[entry.name]
+    return cls(**shrunk(cls()), experts_implementation="eager")  # the grouped product of CPUs takes no float64
+
+
+def _quiet() -> None:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="transformers")
+
+
+def batch(entry: Entry, labels: str, extra: str, step: int) -> dict[str, Any]:
+    """Return the global batch of one step."""
+    return batch_of(_skeleton(entry), labels, extra, step)
+
+
+@functools.lru_cache(1)
+def _skeleton(entry: Entry) -> nn.Module:
+    return build(entry)

@@ -1,0 +1,303 @@
+"""One architecture after another on the warm pool, each within its time, into a file that a later run continues."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import random
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib import layouts
+from shardlib._mesh import MeshShape
+from shardlib._plan import plan
+from shardlib._plan.rows import Row
+from shardlib.engine._torch import pytree
+from shardlib.testing._pool import HangError, RankDied, shared_pool
+from shardlib.testing.census import _models
+from shardlib.testing.census._inputs import NoInputs
+from shardlib.testing.census._models import Entry, TooLarge
+from shardlib.testing.equivalence import Report, equivalent
+from shardlib.testing.equivalence.case import as_call
+from shardlib.testing.equivalence.train import cast
+
+__all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
+
+MESHES = ("tp=2", "dp=2,tp=2")
+_IN_A_BLOCK = re.compile(r"\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of one architecture.
+
+    Attributes:
+        library, name, cls: the architecture and the class that was taken for it.
+        built: whether the tiny model was built and trained for a step on one device; `error` says why not.
+        labels: the labels that it was trained by; "" if its outputs were.
+        extra: which inputs it takes besides its main one; see `batch_of`.
+        inputs: the arguments that it was given.
+        parameters: the number of its parameters.
+        mixes: whether its outputs compare the rows of a batch with each other, as contrastive models do: data axes then
+            compute something else, and only meshes without them are proved.
+        trained: the share of its parameters that got a gradient.
+        layout: "file NAME", "tp_plan", or "proposed".
+        sharded: the share of the bytes of parameters in repeated blocks that is sharded over tp; of all parameters
+            where no block repeats.
+        notes: remarks of the plan on tp=2.
+        proved: for each mesh whether one training step was that of one device.
+        error: why it was not built, or the first error.
+        where: the first module that differs.
+        gathered: ops that had no sharding rule for what they were given.
+        seconds: wall time.
+    """
+
+    library: str
+    name: str
+    cls: str
+    built: bool = False
+    labels: str = ""
+    extra: str = ""
+    inputs: tuple[str, ...] = ()
+    parameters: int = 0
+    trained: float = 0.0
+    mixes: bool = False
+    layout: str = ""
+    sharded: float = 0.0
+    notes: tuple[str, ...] = ()
+    proved: dict[str, bool] = field(default_factory=dict)
+    error: str = ""
+    where: str = ""
+    gathered: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> str:
+        """ "not built", "proved", "wrong" (numbers differ), or "refused" (an error before there were numbers)."""
+        if not self.built:
+            return "not built"
+        if self.proved and all(self.proved.values()):
+            return "proved"
+        return "wrong" if self.error.startswith("differs") else "refused"
+
+    def __str__(self) -> str:
+        line = f"{self.library} {self.name} ({self.cls}): {self.status}"
+        if self.built:
+            line += f", {self.layout or 'no layout'}, {self.sharded:.0%} of blocks sharded"
+        told = f"; {self.error}" if self.error else ""
+        return f"{line}{told} [{self.seconds:.1f} s]"
+
+
+def run(
+    chosen: Iterable[Entry],
+    output: Path | None = None,
+    *,
+    meshes: Sequence[str] = MESHES,
+    seconds: float = 20.0,
+    report: Callable[[Result], object] = lambda result: None,
+) -> list[Result]:
+    """Prove architectures that do not stand in a file yet, and append a line for each; return the new results.
+
+    Args:
+        chosen: the architectures.
+        output: a file of JSON lines; None keeps nothing.
+        meshes: the meshes that each is proved on.
+        seconds: the longest that building, and each mesh, may take; a hang counts as an error.
+        report: called with each result when it is known.
+    """
+    known = {(result.library, result.name) for result in read(output)} if output else set()
+    made = []
+    for entry in chosen:
+        if (entry.library, entry.name) in known:
+            continue
+        begun = time.perf_counter()
+        result = prove(entry, meshes, seconds)
+        result = dataclasses.replace(result, seconds=round(time.perf_counter() - begun, 1))
+        made.append(result)
+        if output:
+            with output.open("a", encoding="utf-8") as file:
+                file.write(_line(result))
+        report(result)
+    return made
+
+
+def read(file: Path) -> list[Result]:
+    """Return the results in a file; none if there is no file."""
+    if not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [_result(line) for line in lines if "name" in line]
+
+
+def _result(line: Mapping[str, Any]) -> Result:
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in line.items()}
+    return Result(**fields)
+
+
+def write(file: Path, results: Iterable[Result], **facts: Any) -> None:
+    """Write results sorted by library and name, after a line of `facts` (date, versions)."""
+    ordered = sorted(results, key=lambda result: (result.library, result.name))
+    head = [json.dumps(facts) + "\n"] if facts else []
+    file.write_text("".join(head + [_line(result) for result in ordered]), encoding="utf-8")
+
+
+def _line(result: Result) -> str:
+    return json.dumps(dataclasses.asdict(result)) + "\n"
+
+
+def sample(chosen: Sequence[Entry], count: int, seed: int = 0) -> list[Entry]:
+    """Draw some architectures, the same for the same seed."""
+    return random.Random(seed).sample(list(chosen), min(count, len(chosen)))
+
+
+def prove(entry: Entry, meshes: Sequence[str], seconds: float) -> Result:
+    """Return the result of one architecture; an error, crash or hang is part of it."""
+    result = Result(entry.library, entry.name, entry.cls)
+    try:
+        result = shared_pool(1).run(_alone, entry, meshes[0], timeout=seconds)[0]
+    except Exception as error:
+        return dataclasses.replace(result, error=_said(error))
+    for mesh in meshes if result.built and not result.error else ():
+        if result.mixes and MeshShape.of(mesh).data_ranks > 1:
+            continue
+        result = _on_mesh(entry, result, mesh, seconds)
+    return result
+
+
+def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
+    try:
+        report = equivalent(
+            functools.partial(_models.build, entry),
+            functools.partial(_models.batch, entry, result.labels, result.extra),
+            mesh,
+            loss=mean_loss,
+            steps=1,
+            timeout=seconds,
+        )
+    except Exception as error:
+        said = result.error or f"{mesh}: {_said(error)}"
+        return dataclasses.replace(result, proved={**result.proved, mesh: False}, error=said)
+    where = result.where or ("" if report.ok or report.origin is None else report.origin.module)
+    return dataclasses.replace(
+        result,
+        proved={**result.proved, mesh: report.ok},
+        error=result.error or ("" if report.ok else f"differs on {mesh}: {_difference(report)}"),
+        where=where,
+        gathered=tuple(sorted({*result.gathered, *report.gathered})),
+    )
+
+
+def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the loss in the model's output, or means over everything but the features, which have their own weights:
+    also where an output has no dim of rows."""
+    return _mean_of(_run(model, batch))
+
+
+def _run(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = as_call(batch)
+    return model(*args, **kwargs)
+
+
+def _mean_of(output: Any) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss if loss.ndim == 0 else loss.mean()
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    found = [_weighted_mean(leaf) for leaf in tensors if leaf.is_floating_point() and leaf.requires_grad]
+    if not found:
+        raise NoInputs("its output has no tensor to train by")
+    return torch.stack(found).sum()
+
+
+def _weighted_mean(output: torch.Tensor) -> torch.Tensor:
+    features = output.shape[-1] if output.ndim else 1
+    weight = torch.linspace(0.5, 1.5, features, dtype=output.dtype, device=output.device)
+    return (output.square() * weight + output.sin()).mean()
+
+
+def _difference(report: Report) -> str:
+    if report.origin is not None:
+        return report.origin.what
+    first = next(iter(report.failures), None)
+    return str(first) if first else next(iter((*report.replicas.values(), *report.layouts.values())))
+
+
+def _said(error: Exception) -> str:
+    """Return an error in one line."""
+    name = "" if isinstance(error, NoInputs | TooLarge) else f"{type(error).__name__}: "
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = lines[:1] if isinstance(error, HangError | RankDied) else lines[:3]
+    return f"{name}{' '.join(kept)}"[:300]
+
+
+def _alone(entry: Entry, mesh: str) -> Result:
+    """Build a model on one rank, train it for a step, and plan it."""
+    try:
+        model, result = _trained(entry)
+    except Exception as error:
+        return Result(entry.library, entry.name, entry.cls, error=_said(error))
+    try:
+        return _planned(result, model, mesh)
+    except Exception as error:
+        return dataclasses.replace(result, proved={mesh: False}, error=f"{mesh}: {_said(error)}")
+
+
+def _trained(entry: Entry) -> tuple[nn.Module, Result]:
+    """Build a model and train it for a step: with its main input alone if that is enough, and by labels or else by its
+    outputs. The first error is raised."""
+    first: Exception | None = None
+    for extra, labels in itertools.product(("", "all", "transposed"), dict.fromkeys((entry.labels, ""))):
+        torch.manual_seed(0)
+        model = _models.build(entry).double()
+        try:
+            batch = _models.batch(entry, labels, extra, 0)
+            output = _run(model, cast(batch, torch.float64))
+            loss = _mean_of(output)
+            loss.backward()
+            if not torch.isfinite(loss):
+                raise FloatingPointError(f"the loss on one device is {loss.item()}")
+        except Exception as error:
+            first = first or error
+            continue
+        count = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.grad is not None)
+        return model, Result(
+            entry.library, entry.name, entry.cls, True, labels, extra, tuple(batch),
+            count, round(trained / max(count, 1), 3), hasattr(output, "logits_per_text"),
+        )  # fmt: skip
+    assert first is not None
+    raise first
+
+
+def _planned(result: Result, model: nn.Module, mesh: str) -> Result:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        rules = layouts.for_model(model)
+    proposed = any(issubclass(warning.category, layouts.SuggestedLayoutWarning) for warning in heard)
+    file = next((name for name in layouts.available() if layouts.load(name) == rules), None)
+    made = plan(model, mesh, rules)
+    rows = [row for row in made.rows if row.kind == "parameter"]
+    rows = [row for row in rows if _IN_A_BLOCK.search(row.name)] or rows
+    total = sum(_bytes(row) for row in rows)
+    split = sum(_bytes(row) for row in rows if row.local_shape(made.mesh) != row.global_shape)
+    return dataclasses.replace(
+        result,
+        layout=f"file {file}" if file else "proposed" if proposed else "tp_plan",
+        sharded=round(split / max(total, 1), 3),
+        notes=tuple(made.notes),
+    )
+
+
+def _bytes(row: Row) -> int:
+    return math.prod(row.global_shape) * row.dtype.itemsize

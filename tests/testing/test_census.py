@@ -1,0 +1,92 @@
+"""The census: a sample of it runs, what it keeps is what it finds, and nothing stops it.
+
+Set SHARDLIB_CENSUS_SEED to prove another sample of the kept results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from shardlib.errors import InputError
+from shardlib.testing import census
+from shardlib.testing.census._page import page, summary
+from tests.house.source import ROOT
+from tests.torchvision_on_cpu import let_torchvision_in
+
+let_torchvision_in()
+
+KEPT = ROOT / "benchmarks" / "results" / "census.jsonl"
+USUAL = ("gptj", "ijepa", "internlm3", "glm4_moe_lite")  # proposed rules, images, a layout file, a tp_plan
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, census.Result]:
+    return {result.name: result for result in census.read(KEPT)}
+
+
+@pytest.fixture(autouse=True)
+def _torchvision_on_ranks(ranks):
+    ranks(4).run(let_torchvision_in)  # transformers imports it by the way
+
+
+def _entries(*names: str) -> list[census.Entry]:
+    return [entry for entry in census.entries("transformers") if entry.name in names]
+
+
+def _sample(kept: dict[str, census.Result]) -> tuple[str, ...]:
+    seed = os.environ.get("SHARDLIB_CENSUS_SEED")
+    proved = [name for name, result in kept.items() if result.status == "proved" and result.seconds < 6]
+    return USUAL if seed is None else tuple(random.Random(seed).sample(proved, len(USUAL)))
+
+
+def test_a_sample_is_proved_as_the_kept_results_say_and_is_not_proved_twice(
+    kept: dict[str, census.Result], tmp_path: Path
+):
+    chosen, file, told = _entries(*_sample(kept)), tmp_path / "census.jsonl", []
+    found = census.run(chosen, file, seconds=60, report=told.append)
+    assert [dataclasses.replace(r, seconds=0) for r in found] == [
+        dataclasses.replace(kept[entry.name], seconds=0) for entry in chosen
+    ]
+    assert told == found == census.read(file)
+    assert all(result.status == "proved" and result.sharded > 0 for result in found)
+    assert census.run(chosen, file) == []
+
+
+def test_a_model_that_fails_or_hangs_is_a_line(tmp_path: Path):
+    missing = census.Entry("transformers", "llama", "NoSuchModel", "tokens")
+    (failed,) = census.run([missing], tmp_path / "failed.jsonl", seconds=60)
+    assert (failed.status, failed.proved) == ("not built", {}) and "NoSuchModel" in failed.error
+    (hung,) = census.run(_entries("gptj"), tmp_path / "hung.jsonl", seconds=0.001)
+    assert hung.status == "not built" and hung.error.startswith("HangError: rank 0 did not answer within 0.001 s")
+    assert [json.loads(line)["error"] for line in (tmp_path / "hung.jsonl").read_text().splitlines()] == [hung.error]
+
+
+def test_a_difference_is_wrong_and_an_error_on_a_mesh_is_refused():
+    built = census.Result("x", "y", "Y", built=True, proved={"tp=2": True, "dp=2,tp=2": False})
+    assert dataclasses.replace(built, error="differs on dp=2,tp=2: the loss").status == "wrong"
+    assert dataclasses.replace(built, error="dp=2,tp=2: RuleError: no").status == "refused"
+    assert dataclasses.replace(built, proved={"tp=2": True}).status == "proved"
+
+
+def test_only_known_libraries_are_taken():
+    with pytest.raises(InputError, match='The census was given library "nonsense"; it knows transformers'):
+        census.entries("nonsense")
+
+
+def test_the_kept_results_are_sorted_and_say_when_and_with_what(kept: dict[str, census.Result]):
+    head, *lines = map(json.loads, KEPT.read_text().splitlines())
+    assert head.keys() == {"date", "versions"} and head["versions"].keys() == {"torch", "transformers"}
+    assert [line["name"] for line in lines] == sorted(kept) and len(lines) == len(kept)
+    assert all(result.error for result in kept.values() if result.status != "proved")
+
+
+def test_the_page_of_models_is_that_of_the_kept_results():
+    """`python -m shardlib.testing.census --table benchmarks/results/census.jsonl > docs/models.md` writes it."""
+    assert (ROOT / "docs" / "models.md").read_text() == page(KEPT)
+    assert summary(census.read(KEPT)) in (ROOT / "README.md").read_text()
