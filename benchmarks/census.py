@@ -3,41 +3,50 @@
     python benchmarks/census.py [--part 0/20] [--names llama,t5] [--again]
 
 It continues where an earlier run was stopped; --again takes up what was not proved. At the end the file is sorted and
-carries the date and the versions. `python -m shardlib.testing.census --table` writes docs/models.md from it.
+carries the date and the versions. `python -m shardlib.testing.census --table` writes docs/models.md from it. --quick
+proves one architecture and keeps nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
+import tempfile
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+
+from _report import parser, write
 
 from shardlib.testing import _pool, census
 
 FILE = Path(__file__).parent / "results" / "census.jsonl"
+QUICK = "gpt2"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--part", default="0/1", help="every N-th architecture from the I-th on, as I/N")
-    parser.add_argument("--names", help="only these, separated by commas")
-    parser.add_argument("--again", action="store_true", help="also those that stand in the file and are not proved")
-    parser.add_argument("--seconds", type=float, default=20.0, help="the longest for building, and for each mesh")
-    parser.add_argument("--file", type=Path, default=FILE)
-    options = parser.parse_args()
+    p = parser(__doc__)
+    p.add_argument("--part", default="0/1", help="every N-th architecture from the I-th on, as I/N")
+    p.add_argument("--names", help="only these, separated by commas")
+    p.add_argument("--again", action="store_true", help="also those that stand in the file and are not proved")
+    p.add_argument("--seconds", type=float, default=20.0, help="the longest for building, and for each mesh")
+    p.add_argument("--file", type=Path, default=FILE)
+    args = p.parse_args()
+    if args.quick:
+        args.file, args.names = Path(tempfile.mkdtemp()) / FILE.name, QUICK
     _pool.preload(["transformers.modeling_utils", "transformers.models.auto.modeling_auto"])
-    start, step = map(int, options.part.split("/"))
+    start, step = map(int, args.part.split("/"))
     chosen = census.entries("transformers")[start::step]
-    if options.names:
-        chosen = [entry for entry in chosen if entry.name in options.names.split(",")]
-    if options.again:
-        names = {entry.name for entry in chosen}
-        kept = [r for r in census.read(options.file) if r.status == "proved" or r.name not in names]
-        census.write(options.file, kept)
-    census.run(chosen, options.file, seconds=options.seconds, report=lambda result: print(result, flush=True))
+    if args.names:
+        chosen = [entry for entry in chosen if entry.name in args.names.split(",")]
+    names = {entry.name for entry in chosen}
+    if args.again:
+        kept = [r for r in census.read(args.file) if r.status == "proved" or r.name not in names]
+        census.write(args.file, kept)
+    census.run(chosen, args.file, seconds=args.seconds, report=lambda result: print(result, flush=True))
     libraries = {name: version(name) for name in ("torch", "transformers")}
-    census.write(options.file, census.read(options.file), date=str(datetime.date.today()), versions=libraries)
+    census.write(args.file, census.read(args.file), date=str(datetime.date.today()), versions=libraries)
+    if args.json:
+        write(args.json, [asdict(result) for result in census.read(args.file) if result.name in names])
 
 
 if __name__ == "__main__":

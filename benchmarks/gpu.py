@@ -74,8 +74,8 @@ def cases(ranks: int) -> list[Case]:
         "zero(1) | precision('fp8')": torch.float8_e4m3fn,
     }
     found = [Case(data, text) for text in exact] + [Case(data, text, rounds_to=to) for text, to in rounding.items()]
-    found += [Case(model, compile=mode) for mode in (None, "aot_eager", "inductor")]
     if ranks > 1:
+        found += [Case(model, compile=mode) for mode in (None, "aot_eager", "inductor")]
         found.append(Case(f"pp={ranks}", f"pipeline('1f1b', {2 * ranks})"))
     if ranks % 2 == 0 and ranks > 2:
         found += [

@@ -24,7 +24,7 @@ from shardlib._mesh import MeshLike, MeshShape, default_device_type
 from shardlib._mesh import mesh as make_mesh
 from shardlib._plan import Plan
 from shardlib.checkpoint import load, save
-from shardlib.engine import clip_grad_norm_, clip_grad_value_, full_state_dict, no_sync, plan, shard_model
+from shardlib.engine import agree, clip_grad_norm_, clip_grad_value_, full_state_dict, no_sync, plan, shard_model
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, MeshError, PlanError, ShardingError
 from shardlib.transforms import parse, precision
@@ -289,9 +289,7 @@ class Accelerator(accelerate.Accelerator):
         return found[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else found
 
     def _gather_objects(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self._count
-        dist.all_gather_object(found, value, group=self._data_group)
-        return found
+        return agree.exchange(value, self._data_group)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce tensors over the data ranks.
@@ -315,9 +313,7 @@ class Accelerator(accelerate.Accelerator):
     def _of_first_rank(self, number: int) -> int:
         if self.state.num_processes == 1:
             return number
-        value = [number]
-        dist.broadcast_object_list(value, src=0)
-        return value[0]
+        return int(agree.of_first(number))
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:

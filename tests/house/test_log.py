@@ -146,7 +146,7 @@ def _closed(patch: pytest.MonkeyPatch) -> None:
         lambda patch: patch.setenv("TERM", "dumb"),
         lambda patch: patch.setenv("RANK", "1"),
         lambda patch: patch.setattr(log, "level", logging.WARNING),
-        lambda patch: patch.setattr(threading, "current_thread", lambda: None),
+        lambda patch: patch.setattr(threading, "main_thread", lambda: None),
     ],
     ids=["file", "closed", "none", "dumb", "rank", "level", "thread"],
 )
