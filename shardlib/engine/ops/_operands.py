@@ -277,11 +277,15 @@ def in_order(local: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """Return a local tensor whose dims have the memory order of the global strides; a copy unless they already have it.
 
     Kernels and views rely on that order: shards of a contiguous tensor have to be contiguous, including the strides of
-    dims with size 1 or 0, which `view_as_complex` checks and `is_contiguous` does not.
+    dims with size 1 or 0, which `view_as_complex` checks and `is_contiguous` does not. An expanded dim has stride 0 and
+    no place in that order: it goes around the dims behind it, so that the innermost dim stays innermost.
 
     >>> in_order(torch.empty(2, 3, 4)[:0, :, :2], (6, 2, 1)).stride()
     (6, 2, 1)
+    >>> in_order(torch.empty(2, 3, 4), (4, 0, 1)).stride()
+    (12, 4, 1)
     """
+    strides = [stride or max(strides[dim + 1 :], default=0) for dim, stride in enumerate(strides)]
     if list(strides) == sorted(strides, reverse=True) and local.stride() == _packed(local.shape):
         return local
     order = sorted(range(local.ndim), key=lambda dim: (-strides[dim], dim))

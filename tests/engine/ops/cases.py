@@ -41,6 +41,13 @@ def _case(name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 # --- attention ----------------------------------------------------------------------------------------------------
 
 _sdpa = F.scaled_dot_product_attention
+
+
+def _sdpa_repeated(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Repeat one head of keys and values for all queries, as models without `enable_gqa` do."""
+    return _sdpa(query, key.expand(-1, query.shape[1], -1, -1), value.expand(-1, query.shape[1], -1, -1))
+
+
 _qkv = (floats(2, 4, 6, 4), floats(2, 4, 5, 4, seed=1), floats(2, 4, 5, 4, seed=2))
 
 _case("attention", _sdpa, *_qkv)
@@ -62,6 +69,7 @@ _case("attention mask of the heads", _sdpa, *_qkv, attn_mask=plain(1, 4, 6, 5))
 _case("attention mask of bools", _sdpa, *_qkv, attn_mask=ids(6, 5, below=4) > 0)
 _case("attention mask with a gradient", _sdpa, *_qkv, attn_mask=floats(1, 4, 6, 5))
 _case("attention dropout", _sdpa, *_qkv, dropout_p=0.3)
+_case("attention repeated", _sdpa_repeated, floats(2, 4, 6, 4), floats(2, 1, 6, 4), floats(2, 1, 6, 4, seed=2))
 _case("attention grouped", _sdpa, floats(2, 4, 6, 4), floats(2, 2, 6, 4), floats(2, 2, 6, 4, seed=2), enable_gqa=True)
 
 
