@@ -84,6 +84,7 @@ def test_the_kept_results_are_sorted_and_say_when_and_with_what(kept: dict[str, 
     assert head.keys() == {"date", "versions"} and head["versions"].keys() == {"torch", "transformers"}
     assert [line["name"] for line in lines] == sorted(kept) and len(lines) == len(kept)
     assert all(result.error for result in kept.values() if result.status != "proved")
+    assert "site-packages" not in KEPT.read_text()
 
 
 def test_the_page_of_models_is_that_of_the_kept_results():

@@ -234,9 +234,10 @@ def _difference(report: Report) -> str:
 
 
 def _said(error: Exception) -> str:
-    """Return an error in one line."""
+    """Return an error in one line, without the files of a traceback inside it: they are those of this machine."""
     name = "" if isinstance(error, NoInputs | TooLarge) else f"{type(error).__name__}: "
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("Traceback (", 'File "'))]
     kept = lines[:1] if isinstance(error, HangError | RankDied) else lines[:3]
     return f"{name}{' '.join(kept)}"[:300]
 
