@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,8 @@ from shardlib.checkpoint import load, save
 from shardlib.engine import agree, clip_grad_norm_, clip_grad_value_, full_state_dict, no_sync, plan, shard_model
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, MeshError, PlanError, ShardingError
-from shardlib.transforms import parse, precision
+from shardlib.integrations._transforms import Transforms, as_transforms
+from shardlib.transforms import precision
 
 __all__ = ["Accelerator"]
 
@@ -50,8 +51,6 @@ _ENVIRONMENT = {
 }
 
 _PREPARED = "_is_accelerate_prepared"  # Accelerate's mark of what need not be prepared again
-
-Transforms = str | Callable[[Plan], Plan] | Sequence[Callable[[Plan], Plan]] | None
 
 
 class Accelerator(accelerate.Accelerator):
@@ -97,7 +96,7 @@ class Accelerator(accelerate.Accelerator):
         options["cpu"] = options.get("cpu", False) or kind == "cpu"
         super().__init__(**options)
         self.mesh = make_mesh(mesh, device_type=self.device.type)
-        self.rules, self.transforms, self.compile = rules, _transforms(transforms), compile
+        self.rules, self.transforms, self.compile = rules, as_transforms(transforms), compile
         shape = MeshShape.of(self.mesh)
         if self.state.num_processes != shape.world_size:
             raise MeshError(
@@ -520,14 +519,6 @@ def _only_tensors(data: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _transforms(given: Transforms) -> tuple[Callable[[Plan], Plan], ...]:
-    if given is None or given == "":
-        return ()
-    if isinstance(given, str):
-        return (parse(given),)
-    return (given,) if callable(given) else tuple(given)
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,7 @@ from shardlib.engine import LazyInitContext, OptimizerWrapper, full_state_dict, 
 from shardlib.engine.apply import is_sharded
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, InputError, MeshError, ShardingError, nearest, warn
-from shardlib.transforms import parse
+from shardlib.integrations._transforms import Transforms, as_transforms
 
 __all__ = ["ShardlibStrategy"]
 
@@ -104,7 +104,7 @@ class ShardlibStrategy(DDPStrategy):
         mesh: MeshLike = "dp=-1",
         rules: Any = None,
         *,
-        transforms: Callable[..., Any] | Sequence[Callable[..., Any]] | str = (),
+        transforms: Transforms = (),
         lazy: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -116,8 +116,7 @@ class ShardlibStrategy(DDPStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.mesh_shape = MeshShape.of(mesh)
         self.rules = rules
-        given = parse(transforms) if isinstance(transforms, str) else transforms
-        self.transforms = (given,) if callable(given) else tuple(given)
+        self.transforms = as_transforms(transforms)
         self.lazy = lazy
         self.options = options
         self._given_mesh = mesh

@@ -16,7 +16,8 @@ from shardlib._mesh import MeshLike
 from shardlib.checkpoint import load, save
 from shardlib.engine import full_state_dict
 from shardlib.errors import CheckpointError, PlanError
-from shardlib.integrations.accelerate import Accelerator, Transforms, inner_optimizer
+from shardlib.integrations._transforms import Transforms
+from shardlib.integrations.accelerate import Accelerator, inner_optimizer
 
 __all__ = ["Seq2SeqTrainer", "ShardedTrainerMixin", "Sharding", "Trainer"]
 

@@ -153,7 +153,8 @@ class _Rank:
 
         from shardlib.engine._torch import forget_meshes, process_groups
 
-        os.environ.update(RANK=str(call.rank), LOCAL_RANK=str(call.rank), WORLD_SIZE=str(call.world_size))
+        rank, size = str(call.rank), str(call.world_size)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         store = dist.PrefixStore(str(call.number), self._store_at(call))
         dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size)
         dist.barrier()  # a rank that is done would close connections before another has connected

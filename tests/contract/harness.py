@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from shardlib.engine import _torch
@@ -307,7 +307,7 @@ def play(module: str, names: Iterable[str], kind: str, patience: float | None = 
             part, returned = _begin(habits[name], run)
             _all_ended_alike(f"{kind} {name}", part)
             if not part.error:
-                part.values = _full(dict(_flat(returned)))
+                part.values = dict(_flat(returned))
             parts.append(part)
     return parts
 
@@ -353,52 +353,25 @@ class Apart(Exception):
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Iterate over tensors and numbers inside of containers, each with its path."""
+    """Iterate over tensors and numbers inside of containers, each with its path; DTensors become full."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(inner, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
         for i, inner in enumerate(value):
             yield from _flat(inner, f"{path}[{i}]")
+    elif isinstance(value, OfRanks):
+        yield path, OfRanks(value.how, _full(value.value))
     else:
-        yield path, value
+        yield path, _full(value)
 
 
-def _full(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values in which DTensors are full; what a hundred tensors lack is gathered at once."""
-    bare = {path: value.value if isinstance(value, OfRanks) else value for path, value in values.items()}
-    sharded = {path: value for path, value in bare.items() if isinstance(value, DTensor)}
-    joined = {path for path, value in sharded.items() if {*map(type, value.placements)} <= {Shard, Replicate}}
-    local_shards: dict[str, torch.Tensor] = {path: sharded[path].to_local().detach() for path in joined}
-    by_rank: list[Any] = [local_shards] * dist.get_world_size()
-    if any(placement.is_shard() for path in joined for placement in sharded[path].placements):
-        dist.all_gather_object(by_rank, local_shards)
-    full = {}
-    for path, value in bare.items():
-        if isinstance(value, FakeTensor):
-            value = "a tensor without values"
-        elif path in joined:
-            value = _joined_shards(value, [local_shards.get(path) for local_shards in by_rank])
-        elif isinstance(value, DTensor):
-            value = value.full_tensor()
-        full[path] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-    return {path: OfRanks(v.how, full[path]) if isinstance(v, OfRanks) else full[path] for path, v in values.items()}
-
-
-def _joined_shards(tensor: DTensor, by_rank: list[Any]) -> torch.Tensor:
-    """Return the full tensor of local shards; of replicas it has this rank's own."""
-    mesh, here = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
-    assert here is not None
-    pieces = {tuple(at.tolist()): by_rank[mesh[tuple(at)]] for at in torch.ones_like(mesh).nonzero()}
-    for axis, placement in reversed([*enumerate(tensor.placements)]):
-        rows = range(mesh.shape[axis]) if isinstance(placement, Shard) else [here[axis]]
-        lines = {at[:axis] for at in pieces}
-        dim = placement.dim if isinstance(placement, Shard) else 0
-        pieces = {
-            line: torch.cat([pieces[*line, i] for i in rows], dim) if len(rows) > 1 else pieces[*line, rows[0]]
-            for line in lines
-        }
-    return pieces[()]
+def _full(value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        return "a tensor without values"
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 # --- what was found ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +49,6 @@ def make(shards: dict[str, Any] | None, **options: Any) -> Any:
         return accelerate.Accelerator(cpu=True, **options)
     from shardlib.integrations.accelerate import Accelerator
 
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]  # as torchrun sets it
     return Accelerator(**shards, **options)
 
 

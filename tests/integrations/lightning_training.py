@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 class Lit(LightningModule):
-    """What a user writes for one device."""
+    """Fit numbers, as a module written for one device does."""
 
     def __init__(self, lr: float = 1e-2) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Callable[[], Lit], dict[str, Any]]] = {
 
 @dataclass
 class Trained:
-    """What Lightning says while it trains, and what is left at the end."""
+    """Losses, metrics and rates of a run, and its weights, predictions and checkpoint at the end."""
 
     losses: list[float] = field(default_factory=list)
     metrics: list[Any] = field(default_factory=list)

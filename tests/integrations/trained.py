@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +59,17 @@ def data_ranks(sharding: str | None) -> int:
     return 2 if sharding is not None and "dp=2" in sharding else 1
 
 
+def trainer_class(host: Any, sharding: str | None) -> tuple[Any, dict[str, Any]]:
+    """Return the host's class and no options; or ours of that name, else one with the mixin, and its option."""
+    if sharding is None:
+        return host, {}
+    from shardlib.integrations import transformers as ours
+
+    name = host.__name__
+    kind = getattr(ours, name) if name in ours.__all__ else type(name, (ours.ShardedTrainerMixin, host), {})
+    return kind, {"sharding": sharding}
+
+
 def run(
     sharding: str | None,
     folder: str,
@@ -86,13 +96,7 @@ def run(
     reset()
     dtype = torch.float32 if options.get("bf16") else torch.float64
     torch.set_default_dtype(dtype)
-    if sharding is None:
-        kind, more = transformers.Trainer, {}
-    else:
-        from shardlib.integrations.transformers import Trainer as kind
-
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]  # as torchrun sets it
-        more = {"sharding": sharding}
+    kind, more = trainer_class(transformers.Trainer, sharding)
     torch.manual_seed(0)
     model = build("GPT2LMHeadModel").to(dtype)
     model.loss_function = loss_in_float64
@@ -130,13 +134,7 @@ def run(
 def generates(sharding: str | None, folder: str) -> tuple[Any, float]:
     """Train a small T5 and let it generate; return what it has generated, and the last loss."""
     reset()
-    if sharding is None:
-        kind, more = transformers.Seq2SeqTrainer, {}
-    else:
-        from shardlib.integrations.transformers import Seq2SeqTrainer as kind
-
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-        more = {"sharding": sharding}
+    kind, more = trainer_class(transformers.Seq2SeqTrainer, sharding)
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 52, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
     tokens = {"vocab_size": 67, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
@@ -172,14 +170,7 @@ def fine_tunes(sharding: str | None, folder: str) -> Ran:
     from tokenizers import Tokenizer, models
 
     reset()
-    kind: Any = trl.SFTTrainer
-    more = {}
-    if sharding is not None:
-        from shardlib.integrations.transformers import ShardedTrainerMixin
-
-        kind = type("SFTTrainer", (ShardedTrainerMixin, trl.SFTTrainer), {})
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-        more = {"sharding": sharding}
+    kind, more = trainer_class(trl.SFTTrainer, sharding)
     torch.manual_seed(0)
     model = build("GPT2LMHeadModel").double()
     words = models.WordLevel({str(number): number for number in range(67)}, unk_token="0")

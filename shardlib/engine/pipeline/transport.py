@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from shardlib._plan.schedules import Action
 from shardlib.engine import _torch
+from shardlib.engine.transport import exchange
 
 __all__ = ["Channels", "P2PMessage", "Timetable", "Transport"]
 
@@ -82,9 +83,9 @@ class Channels:
                     made = _torch.new_group(sorted((line[source], line[target])))
                     if made is not None:
                         pairs[source, target] = made
-                        begin = dist.isend if line[source] == dist.get_rank() else dist.irecv
-                        other = line[target] if begin is dist.isend else line[source]
-                        _begin_all([dist.P2POp(begin, torch.zeros(1, device=device), other, made)])[0].wait()
+                        sends = dist.get_rank() == line[source]
+                        one = [(torch.zeros(1, device=device), 1 - dist.get_rank(made))]
+                        exchange(one if sends else [], [] if sends else one, made).wait()
         return cls(group, pairs)
 
     @property
@@ -190,9 +191,8 @@ class Transport:
     ) -> list[dist.Work]:
         """Begin to send or receive all tensors of a message."""
         peer, tag = self._ranks[other], self.timetable.tag
-        return _begin_all(
-            [dist.P2POp(op, tensor, peer, group, tag(message, place)) for place, tensor in enumerate(tensors)]
-        )
+        ops = [dist.P2POp(op, tensor, peer, group, tag(message, place)) for place, tensor in enumerate(tensors)]
+        return dist.batch_isend_irecv(ops) if ops else []
 
     def receive(self, message: P2PMessage) -> Sequence[torch.Tensor]:
         """Wait for a message and return its tensors."""
@@ -209,8 +209,3 @@ class Transport:
         """Wait until all sends have completed."""
         _torch.wait_for((work for works, _ in self._sending for work in works), self._limit)
         self._sending.clear()
-
-
-def _begin_all(ops: list[dist.P2POp]) -> list[dist.Work]:
-    """Begin operations as one; torch takes no empty list, and returns no work for what it does at once."""
-    return [work for work in dist.batch_isend_irecv(ops) if work is not None] if ops else []
