@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib.engine._torch import BatchNorm, check_input_dim
-from shardlib.engine.lost import naming_lost_ranks_in_backward
+from shardlib.engine.lost import naming_lost_ranks_in_operations
 
 __all__ = ["is_batch_norm", "use_global_batch"]
 
@@ -96,7 +96,7 @@ class _SumOverRanks(torch.autograd.Function):
         return _sum(grad, ctx.group), None
 
 
-@naming_lost_ranks_in_backward
+@naming_lost_ranks_in_operations
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)

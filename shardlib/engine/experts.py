@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardlib.engine import _torch
 from shardlib.engine.borders import moved
 from shardlib.engine.full_tensor import to_full_tensor
-from shardlib.engine.lost import naming_lost_ranks_in_backward
+from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.region import unwrap_dtensor, wrap_replicated
 from shardlib.errors import InputError, PlanError
 
@@ -327,7 +327,7 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, *ctx.reverse), None, None, None
 
 
-@naming_lost_ranks_in_backward
+@naming_lost_ranks_in_operations
 def _all_to_all(
     out: torch.Tensor,
     rows: torch.Tensor,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import re
@@ -36,7 +37,7 @@ from shardlib.engine import _torch, agree
 from shardlib.engine.transport import Transport
 from shardlib.errors import LostRankError, ShardlibError, hide_frames
 
-__all__ = ["all_say", "leave", "meet", "naming_lost_ranks", "naming_lost_ranks_in_backward", "watch_forward"]
+__all__ = ["all_say", "leave", "meet", "naming_lost_ranks", "naming_lost_ranks_in_operations", "watch_forward"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,6 +49,7 @@ _POLL_INTERVAL = 0.02  # seconds
 _STORE_TIMEOUT = 1.0  # seconds; the rank that hosts the store may be the lost one
 _ERROR_IS_RECENT = 60.0  # seconds after an error in which it explains the end of the rank
 _NEVER_SENT = 0x1057  # a tag
+_OPERATION = "operation on a sharded tensor"
 
 # Messages of gloo, and of the sockets of NCCL and of the store, if the peer is gone or silent. Their other messages,
 # such as those about sizes that do not match, are errors of the program.
@@ -86,10 +88,10 @@ def naming_lost_ranks(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def naming_lost_ranks_in_backward(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that autograd may call, where no function of shardlib is around `loss.backward()`.
+def naming_lost_ranks_in_operations(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that user code or autograd may call, where no function of shardlib is around it.
 
-    In other phases an outer function is decorated, and errors pass.
+    In phases the outer function is decorated, and errors pass.
     """
 
     @functools.wraps(function)
@@ -99,9 +101,19 @@ def naming_lost_ranks_in_backward(function: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             if _torch.backward_id() != -1:
                 _raise_if_lost(error, "backward")
+            elif not _is_in_phase():
+                _raise_if_lost(error, _OPERATION)
             raise
 
     return named
+
+
+def _is_in_phase() -> bool:
+    """Return whether a function that `naming_lost_ranks` has decorated is being called."""
+    frame, phase = inspect.currentframe(), naming_lost_ranks("")(_is_in_phase).__code__
+    while frame is not None and frame.f_code is not phase:
+        frame = frame.f_back
+    return frame is not None
 
 
 def watch_forward(ranks: Collection[int]) -> Callable[..., Any]:
@@ -310,9 +322,9 @@ class _StoreClient:
         ranks, how = json.loads(answer)
         return _Finding(tuple(ranks), how)
 
-    def answer(self, rank: int) -> None:
-        """Write that this rank is alive, and knows that a rank is lost."""
-        self.write("there", rank, "1")
+    def answer(self, rank: int, phase: str) -> None:
+        """Write that this rank is alive, knows that a rank is lost, and was in this phase."""
+        self.write("there", rank, phase)
 
     def silent(self, ranks: Iterable[int]) -> list[int] | None:
         """Return the ranks that have not answered; None if the store does not answer."""
@@ -355,7 +367,7 @@ class _JobMembers:
     def find_lost(self, error: Exception, phase: str) -> LostRankError:
         """Return the error that names the lost ranks, after an error in a phase of this rank. Waits a few seconds."""
         store = self.store()
-        store.answer(self.rank)
+        store.answer(self.rank, phase)
         _within(_STORE_TIMEOUT, _close_connections)
         finding = self._search(store, time.monotonic() + _ANSWER_TIMEOUT)
         message = self._message(store, finding, phase, error)
@@ -395,12 +407,24 @@ class _JobMembers:
         if finding.how == "unknown":
             happened = f"A rank was lost, and the job's store with it, which could have said which one ({error})"
         elif not finding.ranks:
-            happened = f"The ranks lost each other, and all of them answer now ({error})"
+            happened = self._waiting(store, error)
         elif not store.answers and 0 not in finding.ranks and 0 in self._on_this_machine(finding.how):
             happened += ". Rank 0 has ended too, and the job's store with it"
         return (
             f'{happened[:1].upper()}{happened[1:]}. Rank {self.rank} was in phase "{phase}" and cannot go on: end it, '
             "start the job again, and load the last checkpoint."
+        )
+
+    def _waiting(self, store: _StoreClient, error: Exception) -> str:
+        """Say where each rank is that waits for the others, while all of them answer."""
+        phases = store.texts("there", self.ranks) or []
+        places = "; ".join(f'rank {rank} in phase "{phase}"' for rank, phase in zip(self.ranks, phases, strict=False))
+        waited = f"The ranks waited for one another, and all of them answer now ({error}): {places}"
+        if _OPERATION not in phases:
+            return waited
+        return (
+            f"{waited}. The result of an operation on a sharded tensor, as p.grad.norm(), depends on the shards of all "
+            "ranks: compute it on all ranks, and print it on one"
         )
 
     def _happened(self, store: _StoreClient, rank: int, how: str) -> str:

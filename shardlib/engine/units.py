@@ -33,7 +33,7 @@ from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.executor import Executor
 from shardlib.engine.executor.gather import UnshardBucket, unshard_buckets
-from shardlib.engine.lost import naming_lost_ranks_in_backward
+from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.params import ParamState
 from shardlib.engine.schedule import RunOrder
 from shardlib.errors import ShardingError
@@ -103,7 +103,7 @@ class _Unit:
         """Whether the buffer holds the parameters of this unit, or receives them."""
         return self.buffer.holder is self
 
-    @naming_lost_ranks_in_backward
+    @naming_lost_ranks_in_operations
     def begin_unshard(self) -> None:
         """Begin to gather the shards of all ranks. The previous content of the buffer is lost."""
         if self.buffer.busy and self.buffer.holder is not self:
@@ -120,7 +120,7 @@ class _Unit:
         for bucket in self.buckets:
             bucket.begin(purpose)
 
-    @naming_lost_ranks_in_backward
+    @naming_lost_ranks_in_operations
     def wait_for_unshard(self) -> None:
         for bucket in self.buckets:
             bucket.wait()

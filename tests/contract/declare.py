@@ -13,6 +13,7 @@ from tests.contract import habits
 from tests.contract.harness import KINDS
 
 __all__ = [
+    "CUT_GRAPH",
     "ONE_STAGE",
     "OTHER_STAGE",
     "OWN_STATE",
@@ -36,6 +37,10 @@ ONE_STAGE = (
     "sl.clip_grad_norm_ sees those of all"
 )
 OTHER_STAGE = "a module of another stage has no parameters on this rank, as under torch.distributed.pipelining"
+CUT_GRAPH = (
+    "a stage does not see that the graph ends in a later one: its gradients are zeros, where torch.distributed.pipelining "
+    "raises"
+)
 OWN_STATE = (
     "state_dict() has this rank's shards and stages, as under FSDP2; sl.full_state_dict(model), on all ranks, has what "
     "a plain model loads"

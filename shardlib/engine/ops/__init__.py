@@ -25,6 +25,7 @@ from shardlib.engine._torch import (
     restore_handlers,
 )
 from shardlib.engine.full_tensor import to_full_tensor
+from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.ops import _rules
 from shardlib.engine.ops._composite import install as replace_composites
 from shardlib.engine.ops._data import assign_data
@@ -114,6 +115,7 @@ def _has_rules(mesh: DeviceMesh) -> bool:
     return mesh in _MESHES or mesh in _STORED
 
 
+@naming_lost_ranks_in_operations
 def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any) -> Any:
     """Redistribute correctly where PyTorch is wrong: fused splits on several axes, or axes in another order."""
     if _has_rules(source.mesh) and is_fused_beside_others(source, target.placements):

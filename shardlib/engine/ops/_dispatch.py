@@ -38,6 +38,7 @@ from shardlib.engine._torch import (
     splits,
     wrap,
 )
+from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.ops import _alias
 from shardlib.engine.ops._choose import Choice, Pending, choose, is_split
 from shardlib.engine.ops._foreach import foreach, is_foreach
@@ -370,6 +371,7 @@ class _Rank:
     def shape(self, operand: int) -> tuple[int, ...]:
         return tuple(meta_of(self.inputs[operand]).shape)
 
+    @naming_lost_ranks_in_operations
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         pending = tuple(Partial(op) if axis in self.axes else Replicate() for axis in range(self.mesh.ndim))
         source = spec_like(self.mesh, pending, tensor)

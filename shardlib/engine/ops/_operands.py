@@ -32,7 +32,7 @@ from shardlib.engine._torch import (
     split_factor,
     sum_scattered,
 )
-from shardlib.engine.lost import naming_lost_ranks_in_backward
+from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.ops._rows import Op
 from shardlib.errors import ShardingError
 
@@ -162,7 +162,7 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> t
     return local if spec.placements == want else _redistributed(local, spec, want)
 
 
-@naming_lost_ranks_in_backward
+@naming_lost_ranks_in_operations
 def _redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> torch.Tensor:
     local = local.resolve_conj().resolve_neg()  # collectives do not support lazy conjugation or negation
     group = group_to_sum_over(spec.mesh, spec.placements, want)
