@@ -21,14 +21,17 @@ _OTHERS = {"as DDP": DDP, "microbatches": MICRO}  # what a cell is compared with
 
 @dataclass
 class Cells:
-    """The findings of this session, by module, habit and kind; a kind's first question runs the whole module on it."""
+    """The findings of this session, by module, habit and kind.
+
+    A kind's first question runs the module's habits on it, those that are deep apart from the others.
+    """
 
     ranks: Any
-    played: dict[tuple[str, str], dict[str, list[Part] | Finding]] = field(default_factory=dict)
+    played: dict[tuple[str, str, bool], dict[str, list[Part] | Finding]] = field(default_factory=dict)
 
     def found(self, module: str, habit: Habit, kind: str) -> Finding:
         """Return what came of a cell."""
-        parts = self._parts(module, kind)[habit.name]
+        parts = self._parts(module, kind, habit.is_deep(kind))[habit.name]
         if isinstance(parts, Finding):
             return parts
         other = _OTHERS.get(habit.verdict(kind).what, ONE)
@@ -37,15 +40,15 @@ class Cells:
             return Finding("raised", f"on {other} already: {expected}")
         return compare(parts, expected, staged=kind_of(kind).staged)
 
-    def _parts(self, module: str, kind: str) -> dict[str, list[Part] | Finding]:
-        if (module, kind) not in self.played:
-            names, apart, noticed, alone = _divided(module, kind)
+    def _parts(self, module: str, kind: str, deep: bool = False) -> dict[str, list[Part] | Finding]:
+        if (module, kind, deep) not in self.played:
+            names, apart, noticed, alone = _divided(module, kind, deep)
             with ThreadPoolExecutor(_AT_ONCE) as threads:  # they wait, most of the time
                 waiting = threads.map(lambda name: self._on_ranks_of_its_own(module, name, kind), alone)
                 found = self._together(module, names, kind)
                 found |= self._each(module, apart, kind) | self._each(module, noticed, kind, check="always")
-                self.played[module, kind] = found | dict(zip(alone, waiting, strict=True))
-        return self.played[module, kind]
+                self.played[module, kind, deep] = found | dict(zip(alone, waiting, strict=True))
+        return self.played[module, kind, deep]
 
     def _each(self, module: str, names: list[str], kind: str, check: Any = True) -> dict[str, list[Part] | Finding]:
         """Run habits one after the other."""
@@ -94,9 +97,9 @@ class Cells:
         return {name: list(parts) for name, parts in zip(names, zip(*by_rank, strict=True), strict=True)}
 
 
-def _divided(module: str, kind: str) -> tuple[list[str], list[str], list[str], list[str]]:
+def _divided(module: str, kind: str, deep: bool) -> tuple[list[str], list[str], list[str], list[str]]:
     """Return the habits that run together, by themselves, with `check="always"`, and on ranks of their own."""
-    habits = [habit for habit in habits_of(module) if kind in habit.kinds or kind not in KINDS]
+    habits = [h for h in habits_of(module) if kind not in KINDS or (kind in h.kinds and h.is_deep(kind) == deep)]
     for what, other in _OTHERS.items():
         if kind == other:
             habits = [habit for habit in habits if any(v.what == what for v in habit.declared.values())]

@@ -38,8 +38,8 @@ ONE_STAGE = (
 )
 OTHER_STAGE = "a module of another stage has no parameters on this rank, as under torch.distributed.pipelining"
 CUT_GRAPH = (
-    "a stage does not see that the graph ends in a later one: its gradients are zeros, where torch.distributed.pipelining "
-    "raises"
+    "a stage does not see that the graph ends in a later one: its gradients are zeros, where "
+    "torch.distributed.pipelining raises"
 )
 OWN_STATE = (
     "state_dict() has this rank's shards and stages, as under FSDP2; sl.full_state_dict(model), on all ranks, has what "
@@ -47,6 +47,9 @@ OWN_STATE = (
 )
 
 _DECLARED, _EVERYWHERE = "_declared", "_everywhere"
+# Kinds on which every second habit is deep, where it does the same as on one device: what `zero(1)` leaves out,
+# `zero(2)` runs.
+_EVERY_SECOND = {"zero(1)": 0, "zero(2)": 1, "compiled": 0}
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Habit:
     sentence: str
     declared: dict[str, Verdict] = field(default_factory=dict)
     everywhere: bool = False
+    number: int = 0  # in its module
 
     @property
     def kinds(self) -> list[str]:
@@ -78,6 +82,10 @@ class Habit:
 
     def verdict(self, kind: str) -> Verdict:
         return self.declared.get(kind, Verdict("same"))
+
+    def is_deep(self, kind: str) -> bool:
+        """Does only `make test-deep` run it on this kind?"""
+        return self.verdict(kind).what == "same" and self.number % 2 == _EVERY_SECOND.get(kind)
 
 
 def refused(kinds: str, message: str) -> Callable[[Any], Any]:
@@ -155,11 +163,17 @@ def modules() -> list[str]:
 def habits_of(module: str) -> list[Habit]:
     """Return the habits of a module: its functions whose first argument is `run`."""
     found = importlib.import_module(module)
-    functions = {name: f for name, f in vars(found).items() if inspect.isfunction(f) and f.__module__ == module}
+    functions = {
+        name: f
+        for name, f in vars(found).items()
+        if inspect.isfunction(f)
+        and f.__module__ == module
+        and not name.startswith("_")
+        and next(iter(inspect.signature(f).parameters), "") == "run"
+    }
     return [
-        Habit(name, _sentence(function), dict(vars(function).get(_DECLARED, {})), hasattr(function, _EVERYWHERE))
-        for name, function in functions.items()
-        if not name.startswith("_") and next(iter(inspect.signature(function).parameters), "") == "run"
+        Habit(name, _sentence(f), dict(vars(f).get(_DECLARED, {})), hasattr(f, _EVERYWHERE), number)
+        for number, (name, f) in enumerate(functions.items())
     ]
 
 

@@ -22,7 +22,8 @@ A sharded model is promised to be the model that was written for one device. Peo
 calling it in a loop: they write into weights, hook gradients, wrap optimizers, copy, compile, catch exceptions. This
 page is the list of {habits} such habits, each a small program, and of what happens on each kind of sharding. The
 programs are in [tests/contract/habits](../tests/contract/habits); the tests run every cell, and fail where it does
-something else than the table says. This page is written from the same declarations, by
+something else than the table says. `make test` runs each habit, and leaves to `make test-deep` every second cell that
+says "same" of `compiled`, `zero(1)` and `zero(2)`. This page is written from the same declarations, by
 `python -m tests.contract.document`.
 
 Each program runs in float64 on one device and on sharded models of two ranks (four for `fsdp x tp`), data ranks with
@@ -37,7 +38,7 @@ have to agree within 1e-10.
 | *as DDP* | not that of one device, but that of torch's DistributedDataParallel on two ranks; the reason is below |
 | *microbatches* | not that of one device on the batch, but on its microbatches in turn; the reason is below |
 | *own part* | not that of one device, since a rank acts on the part of the model that it holds; the reason is below |
-| **differs** | a known mistake: wrong numbers, an error that helps nobody, or ranks that wait for each other |
+| **differs** | wrong numbers, an error that helps nobody, or ranks that wait for each other; the reason is below |
 
 The kinds: {kinds}. On compiled blocks
 and on four ranks, which cost more, only some of the habits run; the other cells of these columns are empty.
@@ -69,7 +70,7 @@ _TITLES = {
     "as DDP": "Where it is as DDP",
     "microbatches": "Where it is as on microbatches",
     "own part": "Where a rank acts on its own part",
-    "broken": "Known mistakes",
+    "broken": "Where it differs",
 }
 _MARKS = {
     "refused": "*refused* {}",
@@ -118,7 +119,7 @@ def _counts(habits: list[Habit]) -> str:
         "as DDP": "are as DDP has them",
         "microbatches": "are as on microbatches",
         "own part": "act on a rank's own part",
-        "broken": "differ, and are known to",
+        "broken": "differ, for the reason below",
     }
     said = ", ".join(f"{cells[what]} {text}" for what, text in words.items() if cells[what])
     return f"{len(habits)} habits on {len(KINDS)} kinds are {cells.total()} cells: {said}."

@@ -9,7 +9,18 @@ from tests.contract.declare import habits_of, modules
 from tests.contract.document import PAGE, page
 from tests.contract.harness import KINDS
 
-_KINDS = [pytest.param(kind, marks=pytest.mark.compiled if KINDS[kind].compile else ()) for kind in KINDS]
+_PARTS = [
+    pytest.param(
+        module,
+        kind,
+        deep,
+        marks=[pytest.mark.compiled] * (KINDS[kind].compile is not None) + [pytest.mark.deep] * deep,
+        id=f"{module.rpartition('.')[2]}-{kind}{'-deep' * deep}",
+    )
+    for module in modules()
+    for kind in KINDS
+    for deep in sorted({habit.is_deep(kind) for habit in habits_of(module)})
+]
 
 
 @pytest.fixture(scope="session")
@@ -17,10 +28,9 @@ def cells(ranks) -> Cells:
     return Cells(ranks)
 
 
-@pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.rpartition(".")[2])
-def test_habits_do_what_is_declared_of_them(cells: Cells, module: str, kind: str):
-    habits = [habit for habit in habits_of(module) if kind in habit.kinds]
+@pytest.mark.parametrize(("module", "kind", "deep"), _PARTS)
+def test_habits_do_what_is_declared_of_them(cells: Cells, module: str, kind: str, deep: bool):
+    habits = [habit for habit in habits_of(module) if kind in habit.kinds and habit.is_deep(kind) == deep]
     lines = [wrong(habit, kind, cells.found(module, habit, kind)) for habit in habits]
     assert not any(lines), "\n".join(line for line in lines if line)
 
