@@ -12,7 +12,7 @@ from tests.contract.harness import DDP, KINDS, MICRO, ONE, Apart, Finding, Part,
 
 __all__ = ["Cells", "wrong"]
 
-_ALONE = 20.0  # seconds for a cell that is run alone
+_ALONE = 60.0  # seconds for a cell that is run alone, compiling included
 _PATIENCE = 2.0  # that its ranks wait for each other
 _TOGETHER = 110.0
 _AT_ONCE = 4
