@@ -16,6 +16,7 @@ from tests.contract.declare import (
     as_microbatches,
     broken,
     everywhere,
+    noticed,
     own_part,
     refused,
     refused_in_pipelines,
@@ -828,6 +829,20 @@ def exception_in_backward(run: Run, model: Any):
     handle.remove()
     model.zero_grad()
     return raised, run.trained(model)
+
+
+@noticed("replicate, zero(1), zero(2), zero(3), fsdp x tp", "Ranks do different things:")
+@refused_on_some_ranks("tp", "The ranks waited for one another", alone=True)
+@refused_in_pipelines
+def exception_in_backward_on_one_rank(run: Run, model: Any):
+    """Catch an exception of a backward on one rank only, as out of memory, and train on."""
+    handle = model.blocks[0].register_forward_hook(lambda _m, _args, out: _Raises.apply(out))
+    if run.rank != 0:
+        handle.remove()
+    _raises(lambda: run.loss(model).backward())
+    handle.remove()
+    model.zero_grad()
+    return run.trained(model)
 
 
 @refused_on_some_ranks("pp", "Call shardlib.pipeline_step")
