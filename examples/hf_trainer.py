@@ -19,7 +19,7 @@ args = TrainingArguments(
     per_device_train_batch_size=32,
     accelerator_config={"split_batches": True},  # a batch is that of all data ranks
     num_train_epochs=5,
-    learning_rate=1e-2,
+    learning_rate=3e-3,
     lr_scheduler_type="cosine",
     eval_strategy="epoch",
     save_strategy="no",
@@ -46,6 +46,7 @@ def main() -> None:
             patch_size=2,
             num_channels=1,
             hidden_size=32,
+            initializer_range=0.1,
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,

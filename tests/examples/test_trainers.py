@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tests.house.source import ROOT
 from tests.main_on_ranks import run_script
 
-# In float32 sums in another order differ by roundings of 6e-8, which AdamW makes larger where a gradient is small:
-# a few of its steps of 1e-2 are then off in the third digit. A weight that is wrong, swapped or stale is off by several steps.
+# In float32 sums in another order differ by roundings of 6e-8, which AdamW makes larger where a gradient is small: a
+# step of 1e-2 may be off in the third digit. A weight that is wrong, swapped or stale is off by several steps.
 TOLERANCE = 1e-4
 # What makes a script short, and where it writes.
 SHORT = {
