@@ -27,7 +27,9 @@ from shardlib.checkpoint import load, save
 from shardlib.engine import agree, clip_grad_norm_, clip_grad_value_, full_state_dict, no_sync, plan, shard_model
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, MeshError, PlanError, ShardingError
+from shardlib.integrations import tracking
 from shardlib.integrations._transforms import Transforms, as_transforms
+from shardlib.integrations._versions import warn_if_untested
 from shardlib.transforms import precision
 
 __all__ = ["Accelerator"]
@@ -187,9 +189,9 @@ class Accelerator(accelerate.Accelerator):
     def _plan(self, model: nn.Module) -> Plan:
         made = plan(model, self.mesh, self.rules)
         for transform in self.transforms:
-            made = transform(made)
+            made |= transform
         if self.mixed_precision == "bf16":
-            made = precision("bf16", autocast=True)(made)
+            made |= precision("bf16", autocast=True)
         if made.step.accumulate > 1:
             raise PlanError("accumulate() was given as a transform. Write gradient_accumulation_steps= instead.")
         if made.step.scaler is not None:
@@ -336,6 +338,29 @@ class Accelerator(accelerate.Accelerator):
             "join_uneven_inputs is for DDP alone. Give every data rank the same number of batches: even_batches=True "
             "of DataLoaderConfiguration, which is its default."
         )
+
+    # --- tracking -----------------------------------------------------------------------------------------------------
+
+    def log_plan(self, model: nn.Module, step: int | None = 0) -> None:
+        """Log the plan of a prepared model through the trackers of `init_trackers`.
+
+        Every tracker gets the numbers of `tracking.report`, those of TensorBoard and W&B also the plan's table, and the
+        logging folder, if there is one, the page "plan.html".
+
+        Args:
+            model: a prepared model.
+            step: the step that trackers show the numbers at.
+
+        Raises:
+            ShardingError: the model is not sharded.
+        """
+        report = tracking.report(model)
+        self.log(report.numbers, step)
+        for tracker in self.trackers:
+            if tracker.name in ("tensorboard", "wandb"):
+                tracker.log({"plan": report.text}, step=step)
+        if self.is_main_process and self.logging_dir is not None:
+            report.write(self.logging_dir)
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -551,3 +576,6 @@ def _refuse(options: Mapping[str, Any]) -> None:
                 f"DistributedDataParallelKwargs(comm_hook={hook}) was given. Write the dtype that gradients travel in, "
                 'as transforms=shardlib.precision("fp32", reduce="bf16").'
             )
+
+
+warn_if_untested("accelerate", accelerate.__version__, "1.15")

@@ -38,12 +38,18 @@ def arguments(folder: str, batch: int, **options: Any) -> transformers.TrainingA
     return transformers.TrainingArguments(
         folder,
         use_cpu=True,
-        report_to="none",
         disable_tqdm=True,
         logging_steps=1,
         per_device_train_batch_size=batch,
         per_device_eval_batch_size=batch,
-        **{"learning_rate": 1e-2, "adam_epsilon": 1e-4, "save_strategy": "no", "num_train_epochs": 2, **options},
+        **{
+            "report_to": "none",
+            "learning_rate": 1e-2,
+            "adam_epsilon": 1e-4,
+            "save_strategy": "no",
+            "num_train_epochs": 2,
+            **options,
+        },
     )
 
 
