@@ -100,6 +100,11 @@ class Accelerator(accelerate.Accelerator):
         self.mesh = make_mesh(mesh, device_type=self.device.type)
         self.rules, self.transforms, self.compile = rules, as_transforms(transforms), compile
         shape = MeshShape.of(self.mesh)
+        if shape.pipeline_axes:
+            raise MeshError(
+                f'The mesh "{shape}" has a pipeline axis, which a loop over model(batch) cannot run. Use data and '
+                "model axes, or write a loop with shardlib.pipeline_step."
+            )
         if self.state.num_processes != shape.world_size:
             raise MeshError(
                 f'The mesh "{shape}" has {shape.world_size} ranks, and Accelerate counts {self.state.num_processes} '
@@ -174,7 +179,7 @@ class Accelerator(accelerate.Accelerator):
             evaluation_mode: has no effect.
 
         Raises:
-            PlanError: transforms that accumulate, scale the loss or need stages.
+            PlanError: transforms that accumulate or scale the loss.
             ShardlibError: an error of `shard_model`, before any change.
         """
         if _is_prepared(model):
@@ -196,11 +201,6 @@ class Accelerator(accelerate.Accelerator):
             raise PlanError("accumulate() was given as a transform. Write gradient_accumulation_steps= instead.")
         if made.step.scaler is not None:
             raise PlanError(f"The transforms {self.transforms} scale the loss. {_INSTEAD['fp16']}")
-        if made.stages:
-            raise PlanError(
-                "The rules have stages of a pipeline, which a loop over model(batch) cannot run. Leave out the axis "
-                "pp, or write a loop with shardlib.pipeline_step."
-            )
         return made
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
