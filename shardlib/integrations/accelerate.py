@@ -114,7 +114,8 @@ class Accelerator(accelerate.Accelerator):
         names = self.mesh.mesh_dim_names or ()
         self._index, self._count = shape.data_place(dict(zip(names, self.mesh.get_coordinate() or (), strict=True)))
         self._data_group = group_over(shape.data_axes, self.mesh) if self._count > 1 else None
-        self._order = self._gather_objects(self._index) if self._count > 1 else [0]
+        # Of the data group, whose ranks need not be in the order of the data ranks.
+        self._order = agree.exchange(self._index, self._data_group) if self._count > 1 else [0]
 
     # --- what counts data ranks ---------------------------------------------------------------------------------------
 
@@ -214,9 +215,9 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_data_loader(data_loader, *args, **options)
         sampler = prepared.get_sampler()
         if isinstance(sampler, SeedableRandomSampler):
-            if self.dataloader_config.data_seed is None:
+            if self.dataloader_config.data_seed is None and self.state.num_processes > 1:
                 # The first rank's: shard_model has given other data ranks a random stream of their own.
-                sampler.initial_seed = self._of_first_rank(sampler.initial_seed)
+                sampler.initial_seed = agree.of_first(sampler.initial_seed)
         elif isinstance(sampler, RandomSampler) and self.num_processes == 1 and self.state.num_processes > 1:
             prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # it draws its seed from torch's generator
         return prepared
@@ -270,7 +271,11 @@ class Accelerator(accelerate.Accelerator):
         own = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
         found = [torch.empty_like(own) for _ in range(self._count)]
         dist.all_gather(found, own, group=self._data_group)
-        return torch.cat([one for _, one in sorted(zip(self._order, found, strict=True), key=lambda pair: pair[0])])
+        return torch.cat(self._in_order(found))
+
+    def _in_order(self, found: list[Any]) -> list[Any]:
+        """Return what the ranks of the data group gave, in the order of the data ranks."""
+        return [one for _, one in sorted(zip(self._order, found, strict=True), key=lambda pair: pair[0])]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather from all data ranks, without the examples that filled the last batch up.
@@ -281,16 +286,11 @@ class Accelerator(accelerate.Accelerator):
         """
         if not use_gather_object and _only_tensors(input_data):
             return super().gather_for_metrics(input_data)
-        if self._data_group is None:
-            found = input_data
-        else:
-            by_rank = sorted(zip(self._order, self._gather_objects(input_data), strict=True), key=lambda pair: pair[0])
-            found = [item for _, items in by_rank for item in items]
+        found = input_data
+        if self._data_group is not None:
+            found = [item for items in self._in_order(agree.exchange(input_data, self._data_group)) for item in items]
         state = self.gradient_state
         return found[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else found
-
-    def _gather_objects(self, value: Any) -> list[Any]:
-        return agree.exchange(value, self._data_group)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce tensors over the data ranks.
@@ -310,11 +310,6 @@ class Accelerator(accelerate.Accelerator):
             return value
 
         return recursively_apply(one, tensor, error_on_other_type=True)
-
-    def _of_first_rank(self, number: int) -> int:
-        if self.state.num_processes == 1:
-            return number
-        return int(agree.of_first(number))
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
