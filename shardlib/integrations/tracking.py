@@ -1,4 +1,4 @@
-"""What an experiment tracker shows of a sharded model: numbers, a text and a page."""
+"""Reports of a sharded model for experiment trackers: numbers, a text and a page."""
 
 from __future__ import annotations
 
