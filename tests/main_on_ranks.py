@@ -39,7 +39,7 @@ def _as_main(script: str, options: tuple[str, ...], port: int) -> Printed:
     import_torchvision()  # transformers imports it by the way
     dist.destroy_process_group()
     torch.seed()  # as a new process: each rank draws its own numbers
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="torchrun")
     if (state := sys.modules.get("accelerate.state")) is not None:  # as in a new process
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()

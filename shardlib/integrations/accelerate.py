@@ -27,7 +27,9 @@ from shardlib.checkpoint import load, save
 from shardlib.engine import agree, clip_grad_norm_, clip_grad_value_, full_state_dict, no_sync, plan, shard_model
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, MeshError, PlanError, ShardingError
+from shardlib.integrations import tracking
 from shardlib.integrations._transforms import Transforms, as_transforms
+from shardlib.integrations._versions import warn_if_untested
 from shardlib.transforms import precision
 
 __all__ = ["Accelerator"]
@@ -98,6 +100,11 @@ class Accelerator(accelerate.Accelerator):
         self.mesh = make_mesh(mesh, device_type=self.device.type)
         self.rules, self.transforms, self.compile = rules, as_transforms(transforms), compile
         shape = MeshShape.of(self.mesh)
+        if shape.pipeline_axes:
+            raise MeshError(
+                f'The mesh "{shape}" has a pipeline axis, which a loop over model(batch) cannot run. Use data and '
+                "model axes, or write a loop with shardlib.pipeline_step."
+            )
         if self.state.num_processes != shape.world_size:
             raise MeshError(
                 f'The mesh "{shape}" has {shape.world_size} ranks, and Accelerate counts {self.state.num_processes} '
@@ -107,7 +114,8 @@ class Accelerator(accelerate.Accelerator):
         names = self.mesh.mesh_dim_names or ()
         self._index, self._count = shape.data_place(dict(zip(names, self.mesh.get_coordinate() or (), strict=True)))
         self._data_group = group_over(shape.data_axes, self.mesh) if self._count > 1 else None
-        self._order = self._gather_objects(self._index) if self._count > 1 else [0]
+        # Of the data group, whose ranks need not be in the order of the data ranks.
+        self._order = agree.exchange(self._index, self._data_group) if self._count > 1 else [0]
 
     # --- what counts data ranks ---------------------------------------------------------------------------------------
 
@@ -172,7 +180,7 @@ class Accelerator(accelerate.Accelerator):
             evaluation_mode: has no effect.
 
         Raises:
-            PlanError: transforms that accumulate, scale the loss or need stages.
+            PlanError: transforms that accumulate or scale the loss.
             ShardlibError: an error of `shard_model`, before any change.
         """
         if _is_prepared(model):
@@ -187,18 +195,13 @@ class Accelerator(accelerate.Accelerator):
     def _plan(self, model: nn.Module) -> Plan:
         made = plan(model, self.mesh, self.rules)
         for transform in self.transforms:
-            made = transform(made)
+            made |= transform
         if self.mixed_precision == "bf16":
-            made = precision("bf16", autocast=True)(made)
+            made |= precision("bf16", autocast=True)
         if made.step.accumulate > 1:
             raise PlanError("accumulate() was given as a transform. Write gradient_accumulation_steps= instead.")
         if made.step.scaler is not None:
             raise PlanError(f"The transforms {self.transforms} scale the loss. {_INSTEAD['fp16']}")
-        if made.stages:
-            raise PlanError(
-                "The rules have stages of a pipeline, which a loop over model(batch) cannot run. Leave out the axis "
-                "pp, or write a loop with shardlib.pipeline_step."
-            )
         return made
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
@@ -212,9 +215,9 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_data_loader(data_loader, *args, **options)
         sampler = prepared.get_sampler()
         if isinstance(sampler, SeedableRandomSampler):
-            if self.dataloader_config.data_seed is None:
+            if self.dataloader_config.data_seed is None and self.state.num_processes > 1:
                 # The first rank's: shard_model has given other data ranks a random stream of their own.
-                sampler.initial_seed = self._of_first_rank(sampler.initial_seed)
+                sampler.initial_seed = agree.of_first(sampler.initial_seed)
         elif isinstance(sampler, RandomSampler) and self.num_processes == 1 and self.state.num_processes > 1:
             prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # it draws its seed from torch's generator
         return prepared
@@ -268,7 +271,11 @@ class Accelerator(accelerate.Accelerator):
         own = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
         found = [torch.empty_like(own) for _ in range(self._count)]
         dist.all_gather(found, own, group=self._data_group)
-        return torch.cat([one for _, one in sorted(zip(self._order, found, strict=True), key=lambda pair: pair[0])])
+        return torch.cat(self._in_order(found))
+
+    def _in_order(self, found: list[Any]) -> list[Any]:
+        """Return what the ranks of the data group gave, in the order of the data ranks."""
+        return [one for _, one in sorted(zip(self._order, found, strict=True), key=lambda pair: pair[0])]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather from all data ranks, without the examples that filled the last batch up.
@@ -279,16 +286,11 @@ class Accelerator(accelerate.Accelerator):
         """
         if not use_gather_object and _only_tensors(input_data):
             return super().gather_for_metrics(input_data)
-        if self._data_group is None:
-            found = input_data
-        else:
-            by_rank = sorted(zip(self._order, self._gather_objects(input_data), strict=True), key=lambda pair: pair[0])
-            found = [item for _, items in by_rank for item in items]
+        found = input_data
+        if self._data_group is not None:
+            found = [item for items in self._in_order(agree.exchange(input_data, self._data_group)) for item in items]
         state = self.gradient_state
         return found[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else found
-
-    def _gather_objects(self, value: Any) -> list[Any]:
-        return agree.exchange(value, self._data_group)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce tensors over the data ranks.
@@ -308,11 +310,6 @@ class Accelerator(accelerate.Accelerator):
             return value
 
         return recursively_apply(one, tensor, error_on_other_type=True)
-
-    def _of_first_rank(self, number: int) -> int:
-        if self.state.num_processes == 1:
-            return number
-        return int(agree.of_first(number))
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -336,6 +333,29 @@ class Accelerator(accelerate.Accelerator):
             "join_uneven_inputs is for DDP alone. Give every data rank the same number of batches: even_batches=True "
             "of DataLoaderConfiguration, which is its default."
         )
+
+    # --- tracking -----------------------------------------------------------------------------------------------------
+
+    def log_plan(self, model: nn.Module, step: int | None = 0) -> None:
+        """Log the plan of a prepared model through the trackers of `init_trackers`.
+
+        Every tracker gets the numbers of `tracking.report`, those of TensorBoard and W&B also the plan's table, and the
+        logging folder, if there is one, the page "plan.html".
+
+        Args:
+            model: a prepared model.
+            step: the step that trackers show the numbers at.
+
+        Raises:
+            ShardingError: the model is not sharded.
+        """
+        report = tracking.report(model)
+        self.log(report.numbers, step)
+        for tracker in self.trackers:
+            if tracker.name in ("tensorboard", "wandb"):
+                tracker.log({"plan": report.text}, step=step)
+        if self.is_main_process and self.logging_dir is not None:
+            report.write(self.logging_dir)
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -551,3 +571,6 @@ def _refuse(options: Mapping[str, Any]) -> None:
                 f"DistributedDataParallelKwargs(comm_hook={hook}) was given. Write the dtype that gradients travel in, "
                 'as transforms=shardlib.precision("fp32", reduce="bf16").'
             )
+
+
+warn_if_untested("accelerate", accelerate.__version__, "1.15")

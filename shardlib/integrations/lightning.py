@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -12,11 +12,13 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -28,10 +30,13 @@ from shardlib._plan import Plan
 from shardlib.engine import LazyInitContext, OptimizerWrapper, full_state_dict, no_sync, plan_of, shard_model
 from shardlib.engine.apply import is_sharded
 from shardlib.engine.groups import group_over
-from shardlib.errors import CheckpointError, InputError, MeshError, ShardingError, nearest, warn
+from shardlib.errors import CheckpointError, InputError, MeshError, ShardingError, nearest
+from shardlib.integrations import tracking
 from shardlib.integrations._transforms import Transforms, as_transforms
+from shardlib.integrations._versions import warn_if_untested
+from shardlib.monitor import Monitor
 
-__all__ = ["ShardlibStrategy"]
+__all__ = ["ShardingMonitor", "ShardlibStrategy"]
 
 _OPTIONS = ("bucket_mb", "check", "compile", "global_batch_norm", "init", "rng")
 _PRECISIONS = '"64-true", "32-true" or "bf16-mixed"'
@@ -323,6 +328,66 @@ class ShardlibStrategy(DDPStrategy):
             OptimizerWrapper(optimizer, self.sharded_module).load_state_dict(state)
 
 
+class ShardingMonitor(Callback):
+    """Log the plan of a model that `ShardlibStrategy` shards, once, and then throughput and memory.
+
+    When training begins, every logger gets the numbers of `tracking.report`, a logger of TensorBoard or W&B also the
+    plan's table, and `trainer.log_dir` the page "plan.html". Then, every `log_every_n_steps` batches, loggers get
+    "steps_per_second" (batches), "samples_per_second" of all data ranks and "peak_gib", as `shardlib.monitor.Monitor`
+    measures them. Time for validation counts.
+
+    Args:
+        tokens: counts the tokens of a batch; "tokens_per_second" then replaces "samples_per_second".
+
+    >>> Trainer(callbacks=[ShardingMonitor()], logger=False, accelerator="cpu").callbacks[0]  # doctest: +ELLIPSIS
+    <shardlib.integrations.lightning.ShardingMonitor object at ...>
+    """
+
+    def __init__(self, tokens: Callable[[Any], int] | None = None) -> None:
+        self._count = tokens or extract_batch_size
+        self._rate = "tokens_per_second" if tokens else "samples_per_second"
+        self._monitor: Monitor | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the plan.
+
+        Raises:
+            InputError: the trainer has another strategy.
+        """
+        strategy = trainer.strategy
+        if not isinstance(strategy, ShardlibStrategy):
+            raise InputError(
+                f"ShardingMonitor was given to a Trainer with {type(strategy).__name__}. Write "
+                "Trainer(strategy=ShardlibStrategy(...)), or leave the callback out."
+            )
+
+        def write(step: int, values: dict[str, float]) -> None:
+            values[self._rate] = values.pop("tokens_per_second")
+            for logger in trainer.loggers:
+                logger.log_metrics(values, trainer.global_step)
+
+        # A progress bar of its own is not shown, so that the number of steps has no effect.
+        every = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
+        self._monitor = Monitor(strategy.device_mesh, 1, every=every, write=write)
+        folder = trainer.log_dir  # all ranks ask
+        if trainer.is_global_zero and trainer.loggers:
+            report = tracking.report(strategy.sharded_module)
+            for logger in trainer.loggers:
+                logger.log_metrics(report.numbers, trainer.global_step)
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_text("plan", report.text)
+                elif isinstance(logger, WandbLogger):
+                    logger.log_text("plan", ["plan"], [[report.text]])
+            report.write(folder or ".")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count a batch."""
+        assert self._monitor is not None
+        self._monitor.step(tokens=self._count(batch))
+
+
 def sharded_part(module: LightningModule) -> nn.Module:
     """Return the module that the strategy shards: the only child with parameters, or the LightningModule itself.
 
@@ -370,5 +435,4 @@ def _refuse_callbacks(trainer: Trainer) -> None:
 
 
 StrategyRegistry.register("shardlib", ShardlibStrategy, description="Sharded by shardlib, on a mesh of data ranks")
-if not lightning.__version__.startswith("2.6."):
-    warn(f"shardlib.integrations.lightning was tested with lightning 2.6, and {lightning.__version__} is installed.")
+warn_if_untested("lightning", lightning.__version__, "2.6")

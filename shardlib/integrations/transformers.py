@@ -10,13 +10,16 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from torch import nn
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import seed_worker
 
 from shardlib._mesh import MeshLike
 from shardlib.checkpoint import load, save
 from shardlib.engine import full_state_dict
 from shardlib.errors import CheckpointError, PlanError
+from shardlib.integrations import tracking
 from shardlib.integrations._transforms import Transforms
+from shardlib.integrations._versions import warn_if_untested
 from shardlib.integrations.accelerate import Accelerator, inner_optimizer
 
 __all__ = ["Seq2SeqTrainer", "ShardedTrainerMixin", "Sharding", "Trainer"]
@@ -111,6 +114,7 @@ class ShardedTrainerMixin:
         self._accelerator_options: dict[str, Any] = {}
         self._ignores_count: bool | None = None
         super().__init__(*args, **options)
+        self.add_callback(_LogsPlan(self))  # type: ignore[attr-defined]
 
     # --- the accelerator ----------------------------------------------------------------------------------------------
 
@@ -244,6 +248,25 @@ class ShardedTrainerMixin:
             load(folder, random=True)
 
 
+class _LogsPlan(transformers.TrainerCallback):
+    """Tells callbacks that report to trackers about the plan, and no others: it is not a part of the log history."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        reporting = tuple(INTEGRATION_TO_CALLBACK.values())
+        callbacks: list[Any] = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, reporting)]
+        if not callbacks or not state.is_world_process_zero:
+            return
+        model = self._trainer.model
+        report = tracking.report(model)
+        for one in callbacks:
+            text = {"plan": report.text} if type(one).__name__ in ("TensorBoardCallback", "WandbCallback") else {}
+            one.on_log(args, state, control, model=model, logs={**report.numbers, **text})
+        report.write(args.output_dir)
+
+
 class Trainer(ShardedTrainerMixin, transformers.Trainer):
     """`transformers.Trainer` on a sharded model: its arguments, and `sharding="dp=2,tp=2 | zero(2)"`.
 
@@ -290,3 +313,6 @@ def _refuse(args: Any, model: Any) -> None:
 
 def _is_adapted(model: Any) -> bool:
     return hasattr(model, "peft_config")
+
+
+warn_if_untested("transformers", transformers.__version__, "5.23")

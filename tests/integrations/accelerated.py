@@ -35,6 +35,17 @@ def examples(rows: int = ROWS, seed: int = 1) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids[row], "labels": labels[row], "row": torch.tensor(row)} for row in range(rows)]
 
 
+def model_for(sharding: Any) -> str:
+    """Return the class of the model for a sharding, a mesh or ways of several: experts are those of Mixtral."""
+    return "MixtralForCausalLM" if "ep" in str(sharding) else "GPT2LMHeadModel"
+
+
+def build_model(model_class: str) -> torch.nn.Module:
+    """Return a small model; the product of experts that transformers chooses refuses float64."""
+    settings = {"experts_implementation": "eager"} if model_class.startswith("Mixtral") else {}
+    return build(model_class, **settings)
+
+
 def reset() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -62,11 +73,18 @@ def run(
     folder: str | None = None,
     resume: bool = False,
     split: bool = False,
+    model_class: str = "GPT2LMHeadModel",
+    precision: str | None = None,
 ) -> Ran:
-    """Train a small GPT-2 in float64; `folder` is where it saves after the first epoch, or resumes after it."""
+    """Train a small model in float64, or in float32 with a mixed precision.
+
+    `folder` is where it saves after the first epoch, or resumes after it.
+    """
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=1) if folder else None
-    accelerator = make(shards, gradient_accumulation_steps=accumulate, project_config=project, split=split)
-    model = build("GPT2LMHeadModel").double()
+    accelerator = make(
+        shards, gradient_accumulation_steps=accumulate, project_config=project, split=split, mixed_precision=precision
+    )
+    model = build_model(model_class).to(torch.float32 if precision else torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     ranks = accelerator.num_processes
     parts = 1 if split else ranks

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from shardlib.errors import CheckpointError, MeshError, PlanError
 from shardlib.testing import shared_pool
+from tests.families.params import params
 from tests.families.transformer_models import build
-from tests.integrations.accelerated import Ran, make, reset, run
+from tests.integrations.accelerated import Ran, make, model_for, reset, run
 
 from accelerate.utils import AutocastKwargs, DataLoaderConfiguration  # isort: skip
 from shardlib.integrations.accelerate import Accelerator  # isort: skip
@@ -25,6 +26,8 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "fsdp": ({"mesh": "dp=2", "transforms": "fsdp()"}, 2),
     "zero": ({"mesh": "dp=2", "transforms": "zero(2)"}, 2),
     "dp x tp": ({"mesh": "dp=2,tp=2", "transforms": "zero(2)"}, 4),
+    "ep": ({"mesh": "ep=2"}, 2),
+    "ep x tp": ({"mesh": "ep=2,tp=2", "transforms": "zero(2)"}, 4),
 }
 TRAININGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -34,9 +37,20 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
+RESUMED = [("tp", "tp"), ("zero", "dp x tp"), ("fsdp", "tp"), ("ep", "ep x tp")]
+DEEP_RESUMED = [
+    ("dp", "dp"),
+    ("fsdp", "fsdp"),
+    ("zero", "zero"),
+    ("dp x tp", "dp x tp"),
+    ("ep", "ep"),
+    ("ep x tp", "tp"),
+]
+
+
 @cache
-def _alone(training: str) -> Ran:
-    return run(None, **TRAININGS[training])
+def _alone(training: str, model_class: str) -> Ran:
+    return run(None, model_class=model_class, **TRAININGS[training])
 
 
 def _on_ranks(way: str, **options: Any) -> list[Ran]:
@@ -54,15 +68,18 @@ def _equal(ran: Ran, exact: Ran) -> None:
 @pytest.mark.parametrize("training", TRAININGS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loop_trains_as_in_one_process(way: str, training: str):
-    for ran in _on_ranks(way, **TRAININGS[training]):
-        _equal(ran, _alone(training))
+    model = model_for(way)
+    for ran in _on_ranks(way, model_class=model, **TRAININGS[training]):
+        _equal(ran, _alone(training, model))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("tp", "tp"), ("zero", "dp x tp"), ("fsdp", "tp")])
-def test_a_state_resumes_on_its_own_mesh_and_on_another(tmp_path: Path, saved: str, loaded: str):
-    exact = run(None, epochs=2, split=True)
-    _equal(_on_ranks(saved, epochs=1, split=True, folder=str(tmp_path))[0], run(None, epochs=1, split=True))
-    for ran in _on_ranks(loaded, epochs=2, split=True, folder=str(tmp_path), resume=True):
+@pytest.mark.parametrize("ways", params(RESUMED, deep=DEEP_RESUMED))
+def test_a_state_resumes_on_its_own_mesh_and_on_another(tmp_path: Path, ways: tuple[str, str]):
+    saved, loaded = ways
+    options: dict[str, Any] = {"split": True, "model_class": model_for(ways)}
+    exact = run(None, epochs=2, **options)
+    _equal(_on_ranks(saved, epochs=1, folder=str(tmp_path), **options)[0], run(None, epochs=1, **options))
+    for ran in _on_ranks(loaded, epochs=2, folder=str(tmp_path), resume=True, **options):
         assert ran.losses == pytest.approx(exact.losses[6:], rel=1e-10)
         assert ran.rates == pytest.approx(exact.rates[6:], rel=1e-10)
         torch.testing.assert_close(ran.weights, exact.weights, rtol=1e-10, atol=1e-10)
@@ -128,6 +145,8 @@ def _between_ranks() -> None:
     assert sorted(number for batch in everyone[0] + everyone[2] for number in batch) == list(range(8))
     with pytest.raises(MeshError, match="need the same"), accelerator.split_between_processes([1, 2]):
         pass
+    with pytest.raises(MeshError, match="has a pipeline axis"):
+        make({"mesh": "dp=2,pp=2"})
     with pytest.raises(PlanError, match="Write gradient_accumulation_steps= instead"):
         make({"mesh": "dp=2,tp=2", "transforms": "accumulate(2)"}).prepare(build("GPT2LMHeadModel"))
     reset()
@@ -137,26 +156,11 @@ def test_gathers_triggers_and_loaders_go_by_data_ranks():
     shared_pool(4).run(_between_ranks)
 
 
-def _in_bf16(shards: dict[str, Any] | None) -> tuple[list[float], torch.dtype]:
-    accelerator = make(shards, mixed_precision="bf16")
-    model = build("GPT2LMHeadModel")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
-    for _ in range(3):
-        logits = model(torch.arange(3, 23).view(2, 10), use_cache=False).logits
-        loss = logits.float().square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    reset()
-    return losses, logits.dtype
-
-
-@pytest.mark.parametrize("way", ["tp", "fsdp"])
+@pytest.mark.covering
+@pytest.mark.parametrize("way", WAYS)
 def test_mixed_precision_is_the_autocast_of_one_process(way: str):
-    shards, world = WAYS[way]
-    exact, dtype = _in_bf16(None)
-    for losses, found in shared_pool(world).run(_in_bf16, shards):
-        assert losses == pytest.approx(exact, rel=2e-2) and found == dtype == torch.float32
+    options = {"precision": "bf16", "model_class": model_for(way)}
+    exact, in_float32 = run(None, **options), run(None, model_class=options["model_class"])
+    assert exact.losses != pytest.approx(in_float32.losses, rel=1e-6)
+    for ran in _on_ranks(way, **options):
+        assert ran.losses == pytest.approx(exact.losses, rel=2e-2)

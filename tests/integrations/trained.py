@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+import shardlib as sl
 from tests.families.transformer_models import build
-from tests.integrations.accelerated import BATCH, examples, reset
+from tests.integrations.accelerated import BATCH, build_model, examples, reset
 
 import transformers  # isort: skip  # after what makes torchvision importable
 
@@ -38,12 +39,18 @@ def arguments(folder: str, batch: int, **options: Any) -> transformers.TrainingA
     return transformers.TrainingArguments(
         folder,
         use_cpu=True,
-        report_to="none",
         disable_tqdm=True,
         logging_steps=1,
         per_device_train_batch_size=batch,
         per_device_eval_batch_size=batch,
-        **{"learning_rate": 1e-2, "adam_epsilon": 1e-4, "save_strategy": "no", "num_train_epochs": 2, **options},
+        **{
+            "report_to": "none",
+            "learning_rate": 1e-2,
+            "adam_epsilon": 1e-4,
+            "save_strategy": "no",
+            "num_train_epochs": 2,
+            **options,
+        },
     )
 
 
@@ -56,7 +63,7 @@ class _Stops(transformers.TrainerCallback):
 
 
 def data_ranks(sharding: str | None) -> int:
-    return 2 if sharding is not None and "dp=2" in sharding else 1
+    return 1 if sharding is None else sl.MeshShape(sharding.partition("|")[0].strip()).data_ranks
 
 
 def trainer_class(host: Any, sharding: str | None) -> tuple[Any, dict[str, Any]]:
@@ -78,9 +85,10 @@ def run(
     stop_at: int = 0,
     first: str = "",
     then: str = "",
+    model_class: str = "GPT2LMHeadModel",
     **options: Any,
 ) -> Ran:
-    """Train a small GPT-2 in float64, or in float32 for bf16.
+    """Train a small model in float64, or in float32 for bf16.
 
     Logged losses are sums in torch's default dtype, which is float64 meanwhile.
 
@@ -91,6 +99,7 @@ def run(
         stop_at: the step after which training stops, and would have gone on.
         first: what to do before training: "evaluate".
         then: what to do after it: "predict", "save".
+        model_class: of transformers.
         **options: training arguments.
     """
     reset()
@@ -98,7 +107,7 @@ def run(
     torch.set_default_dtype(dtype)
     kind, more = trainer_class(transformers.Trainer, sharding)
     torch.manual_seed(0)
-    model = build("GPT2LMHeadModel").to(dtype)
+    model = build_model(model_class).to(dtype)
     model.loss_function = loss_in_float64
     ranks = data_ranks(sharding)
     rows = [{name: row[name] for name in ("input_ids", "labels")} for row in examples()]
