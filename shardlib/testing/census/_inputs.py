@@ -10,7 +10,7 @@ from torch import nn
 
 from shardlib.testing.census._shrink import VOCABULARY
 
-__all__ = ["NoInputs", "batch_of"]
+__all__ = ["NoInputs", "batch_of", "rows_of"]
 
 ROWS = 4
 _SEQ = 8
@@ -56,6 +56,11 @@ def batch_of(model: nn.Module, labels: str, extra: str, step: int) -> dict[str, 
         ids = made.get("decoder_input_ids", made.get("input_ids")) if labels == "tokens" else None
         made["labels"] = _labels(labels, model, draw) if ids is None or (not text and not encoder_decoder) else ids
     return made
+
+
+def rows_of(batch: Any, index: int, count: int) -> Any:
+    """Return the rows of a batch for one of `count` data ranks: of each tensor with `ROWS` rows, or so many of each."""
+    return {name: x.chunk(count)[index] if x.ndim and len(x) % ROWS == 0 else x for name, x in batch.items()}
 
 
 def _value(name: str, model: nn.Module, draw: torch.Generator) -> torch.Tensor:

@@ -35,12 +35,14 @@ class Entry:
         name: the architecture's name in it.
         cls: the class that is proved.
         labels: the kind of labels that its forward takes; "" for none.
+        share: what divides the widths of its configuration; 0 for the sizes of `census.toml`.
     """
 
     library: str
     name: str
     cls: str
     labels: str = ""
+    share: int = 0
 
 
 def entries(library: str) -> list[Entry]:
@@ -101,7 +103,9 @@ def _check_size(cls: Any, config: Any) -> None:
 def _config(entry: Entry) -> Any:
     transformers = importlib.import_module("transformers")
     cls = transformers.CONFIG_MAPPING[entry.name]
-    return cls(**shrunk(cls()), experts_implementation="eager")  # the grouped product of CPUs takes no float64
+    return cls(
+        **shrunk(cls(), entry.share), experts_implementation="eager"
+    )  # the grouped product of CPUs takes no float64
 
 
 def _quiet() -> None:

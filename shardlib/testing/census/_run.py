@@ -26,7 +26,7 @@ from shardlib._plan.rows import Row
 from shardlib.engine._torch import pytree
 from shardlib.testing._pool import HangError, RankDied, shared_pool
 from shardlib.testing.census import _models
-from shardlib.testing.census._inputs import NoInputs
+from shardlib.testing.census._inputs import NoInputs, rows_of
 from shardlib.testing.census._models import Entry, TooLarge
 from shardlib.testing.equivalence import Report, equivalent
 from shardlib.testing.equivalence.case import as_call
@@ -35,6 +35,7 @@ from shardlib.testing.equivalence.train import cast
 __all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
 
 MESHES = ("tp=2", "dp=2,tp=2")
+SHARES = (0, 8, 2)  # the ways to make a configuration tiny, in the order in which they are tried
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 
 
@@ -47,10 +48,11 @@ class Result:
         built: whether the tiny model was built and trained for a step on one device; `error` says why not.
         labels: the labels that it was trained by; "" if its outputs were.
         extra: which inputs it takes besides its main one; see `batch_of`.
+        share: what divides the widths of its usual configuration; 0 where they have the census's own sizes.
         inputs: the arguments that it was given.
         parameters: the number of its parameters.
-        mixes: whether its outputs compare the rows of a batch with each other, as contrastive models do: data axes then
-            compute something else, and only meshes without them are proved.
+        mixes: whether it compares the rows of a batch with each other, as contrastive models do, or keeps statistics of
+            them: on one device, too, its halves do not make a batch, and only meshes without data axes are proved.
         trained: the share of its parameters that got a gradient.
         layout: "file NAME", "tp_plan", or "proposed".
         sharded: the share of the bytes of parameters in repeated blocks that is sharded over tp; of all parameters
@@ -69,6 +71,7 @@ class Result:
     built: bool = False
     labels: str = ""
     extra: str = ""
+    share: int = 0
     inputs: tuple[str, ...] = ()
     parameters: int = 0
     trained: float = 0.0
@@ -171,17 +174,58 @@ def prove(entry: Entry, meshes: Sequence[str], seconds: float) -> Result:
     for mesh in meshes if result.built and not result.error else ():
         if result.mixes and MeshShape.of(mesh).data_ranks > 1:
             continue
-        result = _on_mesh(entry, result, mesh, seconds)
+        tried = _on_mesh(entry, result, mesh, seconds)
+        differs = tried.status == "wrong" and not result.error and MeshShape.of(mesh).data_ranks > 1
+        result = dataclasses.replace(result, mixes=True) if differs and _mixes(entry, result, seconds) else tried
     return result
 
 
+def _mixes(entry: Entry, result: Result, seconds: float) -> bool:
+    """Return whether a model tells a batch from its halves on one device: data ranks then compute something else."""
+    try:
+        return shared_pool(1).run(_told_apart, entry, result, timeout=seconds)[0]  # type: ignore[no-any-return]
+    except Exception:
+        return False
+
+
+def _told_apart(entry: Entry, result: Result) -> bool:
+    """Compare outputs and buffers after a batch with those after its halves.
+
+    Normalization by statistics of the batch is off here: shardlib takes them over all data ranks.
+    """
+    entry = dataclasses.replace(entry, share=result.share)
+    batch = cast(_models.batch(entry, result.labels, result.extra, 0), torch.float64)
+    seen = []
+    for part in (batch, rows_of(batch, 0, 2), rows_of(batch, 1, 2)):
+        torch.manual_seed(0)
+        model = _models.build(entry).double()
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        leaves = [x.detach() for x in pytree.tree_leaves(_run(model, part)) if isinstance(x, torch.Tensor)]
+        seen.append((leaves, [buffer for _, buffer in model.named_buffers()]))
+    (whole, after), (first, after_first), (second, after_second) = seen
+    parts_fit = all(map(_fits, whole, first, second)) and len(whole) == len(first) == len(second)
+    return not (parts_fit and all(map(_fits, after, after_first, after_second)))
+
+
+def _fits(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether a tensor of a batch is one without rows, the rows of its halves, or their mean."""
+    made = [first] if torch.equal(first, second) else []
+    made += [torch.cat([first, second])] if first.ndim else []
+    made += [(first + second) / 2] if first.is_floating_point() and first.shape == second.shape else []
+    return any(whole.shape == each.shape and torch.allclose(whole, each, 1e-9, 1e-11) for each in made)
+
+
 def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
+    entry = dataclasses.replace(entry, share=result.share)
     try:
         report = equivalent(
             functools.partial(_models.build, entry),
             functools.partial(_models.batch, entry, result.labels, result.extra),
             mesh,
             loss=mean_loss,
+            split=rows_of,
             steps=1,
             timeout=seconds,
         )
@@ -258,10 +302,12 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
     """Build a model and train it for a step: with its main input alone if that is enough, and by labels or else by its
     outputs. The first error is raised."""
     first: Exception | None = None
-    for extra, labels in itertools.product(("", "all", "transposed"), dict.fromkeys((entry.labels, ""))):
+    ways = itertools.product(SHARES, ("", "all", "transposed"), dict.fromkeys((entry.labels, "")))
+    for share, extra, labels in ways:
+        entry = dataclasses.replace(entry, share=share)
         torch.manual_seed(0)
-        model = _models.build(entry).double()
         try:
+            model = _models.build(entry).double()
             batch = _models.batch(entry, labels, extra, 0)
             output = _run(model, cast(batch, torch.float64))
             loss = _mean_of(output)
@@ -274,7 +320,7 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
         count = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.grad is not None)
         return model, Result(
-            entry.library, entry.name, entry.cls, True, labels, extra, tuple(batch),
+            entry.library, entry.name, entry.cls, True, labels, extra, share, tuple(batch),
             count, round(trained / max(count, 1), 3), hasattr(output, "logits_per_text"),
         )  # fmt: skip
     assert first is not None

@@ -18,12 +18,13 @@ _LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|num_decoder_layers
 _SEVERAL_POSITIONS = re.compile("glm4|glm_|glmga|glm5v|vl|omni")
 _STAGES = r"depths|.*_dims|.*sizes|.*strides|.*ratios|num_heads"
 _BASES = {4: 2, 32: 16, 48: 32}  # of lists of heads, widths and feed-forward widths, which keep their ratios
+_SHARED = (4, 8, 32, 48, "kv_heads")  # sizes that divided configurations do not take
 _TOKEN = re.compile(r".*(token_id|token_index|token_ids|_id|_index)")
 _USUAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "pad_token_index": 0}
 _DROPOUT = re.compile(
     r".*(drop|dropout|dropout_prob|dropout_rate|layerdrop|pdrop|drop_path_rate|drop_rate|dropout_p|mask_(time|feature)_prob)"
 )
-_OFF = {"use_cache": False, "apply_spec_augment": False, "ctc_loss_reduction": "mean"}
+_SET = {"use_cache": False, "apply_spec_augment": False, "ctc_loss_reduction": "mean", "router_dtype": "float64"}
 
 
 @functools.cache
@@ -32,20 +33,26 @@ def facts() -> dict[str, Any]:
     return tomllib.loads((Path(__file__).parent / "census.toml").read_text(encoding="utf-8"))
 
 
-def shrunk(config: Any) -> dict[str, Any]:
+def shrunk(config: Any, share: int = 0) -> dict[str, Any]:
     """Return the arguments that make a configuration of this class tiny: the fields that change.
 
     Args:
         config: a configuration of Hugging Face's kind; its model type may have settings of its own in `census.toml`.
+        share: 0 gives widths and numbers of heads the sizes of `census.toml`. Another number divides every width by it
+            and leaves numbers of heads: fields that have to fit each other still do.
     """
-    made = _walk(config, _Ids())
+    made = _walk(config, _Ids(share))
     for path, value in facts()["settings"].get(config.model_type, {}).items():
         _assign(made, path.split("."), value)
     return made
 
 
 class _Ids(dict[str, int]):
-    """Small ids of special tokens: the same for a name everywhere in one configuration."""
+    """Small ids of special tokens: the same for a name everywhere in one configuration; and what divides its widths."""
+
+    def __init__(self, share: int) -> None:
+        super().__init__()
+        self.share = share
 
     def __missing__(self, name: str) -> int:
         free = [i for i in range(VOCABULARY - 1, _FIRST_SPECIAL - 1, -1) if i not in self.values()]
@@ -92,12 +99,12 @@ def _field(name: str, value: Any, fields: Mapping[str, Any], ids: _Ids, layers: 
         return {**_walk(value, ids), **({"model_type": value.model_type} if value.model_type else {})}
     if isinstance(value, Mapping):
         return _sections(value) if name == "rope_parameters" and "mrope_section" in value else value
-    if name in _OFF:
-        return _OFF[name]
+    if name in _SET:
+        return _SET[name]
     if isinstance(value, float):
         return 0.0 if _DROPOUT.fullmatch(name) and value else value
     if isinstance(value, list | tuple):
-        return _list(name, list(value), fields, layers)
+        return _shared(name, list(value), ids.share) if ids.share else _list(name, list(value), fields, layers)
     return _number(name, value, fields, ids, layers) if type(value) is int else value
 
 
@@ -140,6 +147,8 @@ def _number(name: str, value: int, fields: Mapping[str, Any], ids: _Ids, layers:
     rule = _rule(name)
     if rule is None or rule == "keep" or value <= 0:
         return value
+    if ids.share and rule in _SHARED:
+        return _shared(name, value, ids.share)
     if rule == "window":
         return min(value, 4) if value > 4 else value
     if rule == "kv_heads":
@@ -148,6 +157,17 @@ def _number(name: str, value: int, fields: Mapping[str, Any], ids: _Ids, layers:
     if rule == 2 and _LAYERS.fullmatch(name):
         return min(value, layers)
     return min(value, int(rule))
+
+
+def _shared(name: str, value: Any, share: int) -> Any:
+    """Return a width, or nested lists with widths, divided; numbers below 16 count something else."""
+    if isinstance(value, list | tuple):
+        return [_shared(name, each, share) for each in value]
+    if type(value) is not int or _rule(name) == "keep":
+        return value
+    if _rule(name) == 2:
+        return min(value, 2)
+    return max(value // share, 4) if value >= 16 else value
 
 
 def _rule(name: str) -> int | str | None:
