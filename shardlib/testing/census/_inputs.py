@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardlib.testing.census._shrink import VOCABULARY
+from shardlib.testing.census._shrink import VOCABULARY, facts
 
 __all__ = ["NoInputs", "batch_of", "rows_of"]
 
@@ -19,6 +20,11 @@ _FIRST, _LAST = 3, VOCABULARY - 18  # ids of ordinary tokens
 
 _AUDIO = ("input_values", "input_features", "audio_features", "spectrogram")
 _OPTIONAL = ("pixel_values", "input_features", "bbox", "attention_mask")
+_GRID = 4  # patches of an image along each side, where the model takes a list of patches
+_TOGETHER = {  # arguments that have a default and are needed all the same
+    "states": ("actions", "rewards", "returns_to_go", "timesteps"),
+    "past_values": ("past_time_features", "past_observed_mask", "future_values", "future_time_features"),
+}
 
 
 class NoInputs(Exception):
@@ -40,6 +46,7 @@ def batch_of(model: nn.Module, labels: str, extra: str, step: int) -> dict[str, 
     draw = torch.Generator().manual_seed(step)
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
+    main = main if isinstance(main, str) else main[0]
     names = [name for name, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if main not in names and (main in parameters or not names):
         names.insert(0, main)
@@ -49,6 +56,7 @@ def batch_of(model: nn.Module, labels: str, extra: str, step: int) -> dict[str, 
         names.append("decoder_input_ids")
     if extra == "all":
         names += [name for name in ("input_ids", *_OPTIONAL) if name in parameters and name not in names]
+    names += [name for name in _TOGETHER.get(names[0] if names else "", ()) if name in parameters and name not in names]
     made = {name: _value(name, model, draw) for name in names}
     if extra == "transposed":
         made = {name: x.transpose(-1, -2).contiguous() if name in _AUDIO else x for name, x in made.items()}
@@ -71,6 +79,10 @@ def _value(name: str, model: nn.Module, draw: torch.Generator) -> torch.Tensor:
         return torch.randint(_FIRST, _LAST, shape, generator=draw)
     if name in ("attention_mask", "decoder_attention_mask"):
         return torch.ones(ROWS, _SEQ, dtype=torch.int64)
+    if name in ("hidden_states", "pixel_values") and "grid_thw" in inspect.signature(model.forward).parameters:
+        return torch.randn(ROWS * _GRID * _GRID, _patch(config), generator=draw)
+    if name == "grid_thw":
+        return torch.tensor([1, _GRID, _GRID]).repeat(ROWS, 1)
     if name in ("pixel_values", "pixel_values_videos", "pixels"):
         return torch.randn(_image(config, name), generator=draw)
     if name == "bbox":
@@ -80,7 +92,37 @@ def _value(name: str, model: nn.Module, draw: torch.Generator) -> torch.Tensor:
         return torch.randn(ROWS, *channels, 4000, generator=draw)
     if name in _AUDIO:
         return torch.randn(_spectrogram(config), generator=draw)
+    if name.endswith("features_mask") and any(audio in inspect.signature(model.forward).parameters for audio in _AUDIO):
+        *_, longest, _ = _spectrogram(config)
+        return torch.ones(ROWS, longest, dtype=torch.int64)
+    if name in facts()["inputs"]:
+        return _declared(facts()["inputs"][name], config, draw)
     raise NoInputs(f'its forward requires "{name}", for which the census has no values')
+
+
+def _patch(config: Any) -> int:
+    """Return the number of values of one patch of an image, over its times."""
+    channels = getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3
+    times = getattr(config, "temporal_patch_size", None) or getattr(config, "patch_temporal", None) or 1
+    return int(channels * times * config.patch_size**2)
+
+
+def _declared(given: Mapping[str, Any], config: Any, draw: torch.Generator) -> torch.Tensor:
+    """Return a tensor of `census.toml`: its dims are numbers, "rows", "seq", or sums of fields of the configuration."""
+    shape = [_size(dim, config) for dim in given["shape"]]
+    if given["values"] == "normal":
+        return torch.randn(shape, generator=draw)
+    if given["values"] == "ids":
+        return torch.randint(_FIRST, 8, shape, generator=draw)
+    return torch.ones(shape, dtype=torch.int64)
+
+
+def _size(dim: int | str, config: Any) -> int:
+    if isinstance(dim, int):
+        return dim
+    known = {"rows": ROWS, "seq": _SEQ}
+    found = [known[each] if each in known else getattr(config, each) for each in dim.split(" + ")]
+    return int(sum(max(each) if isinstance(each, list) else each for each in found))
 
 
 def _image(config: Any, name: str) -> tuple[int, ...]:

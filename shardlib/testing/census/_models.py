@@ -79,8 +79,8 @@ def build(entry: Entry) -> nn.Module:
         TooLarge: more than `MOST_PARAMETERS` parameters are left.
     """
     _quiet()
-    config = _config(entry)
     cls = getattr(importlib.import_module(entry.library), entry.cls)
+    config = _config(entry, cls)
     with torch.device("meta"):
         _check_size(cls, config)
     made = cls(config)
@@ -100,9 +100,9 @@ def _check_size(cls: Any, config: Any) -> None:
         raise TooLarge(f"{count:,} parameters are left after shrinking")
 
 
-def _config(entry: Entry) -> Any:
+def _config(entry: Entry, model: Any) -> Any:
     transformers = importlib.import_module("transformers")
-    cls = transformers.CONFIG_MAPPING[entry.name]
+    cls = getattr(model, "config_class", None) or transformers.CONFIG_MAPPING[entry.name]
     return cls(
         **shrunk(cls(), entry.share), experts_implementation="eager"
     )  # the grouped product of CPUs takes no float64

@@ -35,7 +35,7 @@ from shardlib.testing.equivalence.train import cast
 __all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
 
 MESHES = ("tp=2", "dp=2,tp=2")
-SHARES = (0, 8, 2)  # the ways to make a configuration tiny, in the order in which they are tried
+SHARES = (0, 8, 4)  # the ways to make a configuration tiny, in the order in which they are tried
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 
 
