@@ -299,7 +299,7 @@ class _Draft:
                 continue
             module_name, module, _ = self.index.owner(leaf.name)
             if isinstance(module, nn.MultiheadAttention):
-                self.set(_folded(module_name), "colwise", "attention of torch; its heads are sharded")
+                self.set(_folded(module_name), "heads", "attention of torch; its heads are sharded")
                 self.set(f"{_folded(module_name)}.out_proj", "rowwise", "takes the heads")
             elif dims_of(module) is not None and module_name:
                 self.set(_folded(module_name), "replicate", "")

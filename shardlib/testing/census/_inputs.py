@@ -37,7 +37,8 @@ def batch_of(model: nn.Module, labels: str, extra: str, step: int) -> dict[str, 
     Args:
         model: a model of Hugging Face's kind, with `config` and `main_input_name`.
         labels: "tokens", "few tokens", "class", "token classes", or "" for none.
-        extra: "all" gives every argument that there are values for, "transposed" audio features with time last.
+        extra: "all" gives every argument that there are values for, "transposed" audio features with time last, and
+            patches as images.
         step: the seed.
 
     Raises:
@@ -59,11 +60,20 @@ def batch_of(model: nn.Module, labels: str, extra: str, step: int) -> dict[str, 
     names += [name for name in _TOGETHER.get(names[0] if names else "", ()) if name in parameters and name not in names]
     made = {name: _value(name, model, draw) for name in names}
     if extra == "transposed":
-        made = {name: x.transpose(-1, -2).contiguous() if name in _AUDIO else x for name, x in made.items()}
+        made = {name: _transposed(name, x, model) for name, x in made.items()}
     if labels and "labels" in parameters:
         ids = made.get("decoder_input_ids", made.get("input_ids")) if labels == "tokens" else None
         made["labels"] = _labels(labels, model, draw) if ids is None or (not text and not encoder_decoder) else ids
     return made
+
+
+def _transposed(name: str, x: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    if name in _AUDIO:
+        return x.transpose(-1, -2).contiguous()
+    if name in ("hidden_states", "pixel_values") and x.ndim == 2:
+        side: int = model.config.patch_size  # type: ignore[union-attr, assignment]
+        return x.view(len(x), -1, side, side)
+    return x
 
 
 def rows_of(batch: Any, index: int, count: int) -> Any:
@@ -108,21 +118,27 @@ def _patch(config: Any) -> int:
 
 
 def _declared(given: Mapping[str, Any], config: Any, draw: torch.Generator) -> torch.Tensor:
-    """Return a tensor of `census.toml`: its dims are numbers, "rows", "seq", or sums of fields of the configuration."""
-    shape = [_size(dim, config) for dim in given["shape"]]
+    """Return a tensor of `census.toml`: its dims are numbers, "rows", "seq", or sums of fields of the configuration.
+
+    A field that a configuration lacks counts as none; a dim of such fields is left out.
+    """
+    shape = [size for dim in given["shape"] if (size := _size(dim, config)) is not None]
     if given["values"] == "normal":
         return torch.randn(shape, generator=draw)
     if given["values"] == "ids":
         return torch.randint(_FIRST, 8, shape, generator=draw)
-    return torch.ones(shape, dtype=torch.int64)
+    return {"zeros": torch.zeros(shape).long(), "ones": torch.ones(shape).long(), "true": torch.ones(shape)}[
+        given["values"]
+    ]
 
 
-def _size(dim: int | str, config: Any) -> int:
+def _size(dim: int | str, config: Any) -> int | None:
     if isinstance(dim, int):
         return dim
     known = {"rows": ROWS, "seq": _SEQ}
-    found = [known[each] if each in known else getattr(config, each) for each in dim.split(" + ")]
-    return int(sum(max(each) if isinstance(each, list) else each for each in found))
+    found = [known.get(each, getattr(config, each, None)) for each in dim.split(" + ")]
+    sizes = [max(each) if isinstance(each, list) else int(each) for each in found if each is not None]
+    return sum(sizes) if sizes else None
 
 
 def _image(config: Any, name: str) -> tuple[int, ...]:
@@ -137,7 +153,7 @@ def _image(config: Any, name: str) -> tuple[int, ...]:
 def _spectrogram(config: Any) -> tuple[int, ...]:
     """Return rows, times and features, or, as Whisper takes them, features and times."""
     of = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None) or config
-    widths = ("feature_projection_input_dim", "input_feat_per_channel", "feat_dim", "input_dim")
+    widths = ("feature_projection_input_dim", "input_feat_per_channel", "feat_dim", "input_dim", "input_size")
     width = next((getattr(of, name) for name in widths if getattr(of, name, None)), None)
     longest = getattr(of, "max_source_positions", None)
     if longest and width is None:

@@ -36,6 +36,8 @@ __all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
 
 MESHES = ("tp=2", "dp=2,tp=2")
 SHARES = (0, 8, 4)  # the ways to make a configuration tiny, in the order in which they are tried
+DTYPES = ("float64", "float32")
+_OF_TYPES = re.compile(r"dtype|[Ff]loat|without overflow")  # errors that may be those of code that takes no float64
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 
 
@@ -49,6 +51,7 @@ class Result:
         labels: the labels that it was trained by; "" if its outputs were.
         extra: which inputs it takes besides its main one; see `batch_of`.
         share: what divides the widths of its usual configuration; 0 where they have the census's own sizes.
+        dtype: what it is compared in: float64, or float32 where its own code takes no other.
         inputs: the arguments that it was given.
         parameters: the number of its parameters.
         mixes: whether it compares the rows of a batch with each other, as contrastive models do, or keeps statistics of
@@ -72,6 +75,7 @@ class Result:
     labels: str = ""
     extra: str = ""
     share: int = 0
+    dtype: str = "float64"
     inputs: tuple[str, ...] = ()
     parameters: int = 0
     trained: float = 0.0
@@ -194,11 +198,11 @@ def _told_apart(entry: Entry, result: Result) -> bool:
     Normalization by statistics of the batch is off here: shardlib takes them over all data ranks.
     """
     entry = dataclasses.replace(entry, share=result.share)
-    batch = cast(_models.batch(entry, result.labels, result.extra, 0), torch.float64)
+    batch = cast(_models.batch(entry, result.labels, result.extra, 0), _dtype(result.dtype))
     seen = []
     for part in (batch, rows_of(batch, 0, 2), rows_of(batch, 1, 2)):
         torch.manual_seed(0)
-        model = _models.build(entry).double()
+        model = _models.build(entry).to(_dtype(result.dtype))
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
@@ -207,6 +211,10 @@ def _told_apart(entry: Entry, result: Result) -> bool:
     (whole, after), (first, after_first), (second, after_second) = seen
     parts_fit = all(map(_fits, whole, first, second)) and len(whole) == len(first) == len(second)
     return not (parts_fit and all(map(_fits, after, after_first, after_second)))
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def _fits(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -226,6 +234,7 @@ def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
             mesh,
             loss=mean_loss,
             split=rows_of,
+            dtype=_dtype(result.dtype),
             steps=1,
             timeout=seconds,
         )
@@ -302,25 +311,34 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
     """Build a model and train it for a step: with its main input alone if that is enough, and by labels or else by its
     outputs. The first error is raised."""
     first: Exception | None = None
-    ways = itertools.product(SHARES, ("", "all", "transposed"), dict.fromkeys((entry.labels, "")))
-    for share, extra, labels in ways:
+    inputs, shares = (
+        (("", "all", "transposed"), SHARES) if entry.library == "transformers" else (("", "larger", "usual"), (0,))
+    )
+    ways = itertools.product(DTYPES, shares, inputs, dict.fromkeys((entry.labels, "")))
+    of_types = False
+    for dtype, share, extra, labels in ways:
+        if dtype != DTYPES[0] and not of_types:
+            break
         entry = dataclasses.replace(entry, share=share)
         torch.manual_seed(0)
         try:
-            model = _models.build(entry).double()
+            model = _models.build(entry).to(_dtype(dtype))
             batch = _models.batch(entry, labels, extra, 0)
-            output = _run(model, cast(batch, torch.float64))
+            output = _run(model, cast(batch, _dtype(dtype)))
             loss = _mean_of(output)
             loss.backward()
+            if found := {str(p.dtype) for p in model.parameters() if p.is_floating_point()} - {str(_dtype(dtype))}:
+                raise TypeError(f"its forward makes parameters {' and '.join(found)}, which were {dtype}")
             if not torch.isfinite(loss):
                 raise FloatingPointError(f"the loss on one device is {loss.item()}")
         except Exception as error:
             first = first or error
+            of_types = of_types or _OF_TYPES.search(str(error)) is not None
             continue
         count = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.grad is not None)
         return model, Result(
-            entry.library, entry.name, entry.cls, True, labels, extra, share, tuple(batch),
+            entry.library, entry.name, entry.cls, True, labels, extra, share, dtype, tuple(batch),
             count, round(trained / max(count, 1), 3), hasattr(output, "logits_per_text"),
         )  # fmt: skip
     assert first is not None

@@ -18,14 +18,14 @@ _LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|num_decoder_layers
 _SEVERAL_POSITIONS = re.compile("glm4|glm_|glmga|glm5v|vl|omni")
 _STAGES = r"depths|.*_dims|.*sizes|.*strides|.*ratios|num_heads"
 _BASES = {4: 2, 32: 16, 48: 32}  # of lists of heads, widths and feed-forward widths, which keep their ratios
-_SHARED = (4, 8, 32, 48, "kv_heads")  # sizes that divided configurations do not take
+_SHARED = (4, 8, 32, 48, "kv_heads", "window")  # sizes that divided configurations do not take
 _SHALLOW = 8  # from this divisor on stages have two layers at most
 _TOKEN = re.compile(r".*(token_id|token_index|token_ids|_id|_index)")
 _USUAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "pad_token_index": 0}
 _DROPOUT = re.compile(
     r".*(drop|dropout|dropout_prob|dropout_rate|layerdrop|pdrop|drop_path_rate|drop_rate|dropout_p|mask_(time|feature)_prob)"
 )
-_SET = {"use_cache": False, "apply_spec_augment": False, "ctc_loss_reduction": "mean", "router_dtype": "float64"}
+_SET = {"use_cache": False, "apply_spec_augment": False, "ctc_loss_reduction": "mean"}
 
 
 @functools.cache
