@@ -84,8 +84,9 @@ def rows_of(batch: Any, index: int, count: int) -> Any:
 def _value(name: str, model: nn.Module, draw: torch.Generator) -> torch.Tensor:
     config: Any = model.config
     if name in ("input_ids", "decoder_input_ids"):
-        books = getattr(config, "num_codebooks", None) if "audio" in str(config.model_type) else None
-        shape = (ROWS, _SEQ, books) if books else (ROWS, _SEQ)
+        books = getattr(config, "num_codebooks", 1)
+        shape = (ROWS, _SEQ, books) if books > 1 and "audio" in config.model_type else (ROWS, _SEQ)
+        shape = (ROWS * books, _SEQ) if "musicgen" in config.model_type else shape  # a row for each codebook
         return torch.randint(_FIRST, _LAST, shape, generator=draw)
     if name in ("attention_mask", "decoder_attention_mask"):
         return torch.ones(ROWS, _SEQ, dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -11,13 +12,14 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from shardlib import layouts
 from shardlib._mesh import MeshShape
@@ -36,7 +38,6 @@ __all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
 
 MESHES = ("tp=2", "dp=2,tp=2")
 SHARES = (0, 8, 4)  # the ways to make a configuration tiny, in the order in which they are tried
-DTYPES = ("float64", "float32")
 _OF_TYPES = re.compile(r"dtype|[Ff]loat|without overflow")  # errors that may be those of code that takes no float64
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 
@@ -51,7 +52,7 @@ class Result:
         labels: the labels that it was trained by; "" if its outputs were.
         extra: which inputs it takes besides its main one; see `batch_of`.
         share: what divides the widths of its usual configuration; 0 where they have the census's own sizes.
-        dtype: what it is compared in: float64, or float32 where its own code takes no other.
+        raised: whether its code asks for float32 where float64 does not fit; it is given float64 then.
         inputs: the arguments that it was given.
         parameters: the number of its parameters.
         mixes: whether it compares the rows of a batch with each other, as contrastive models do, or keeps statistics of
@@ -75,7 +76,7 @@ class Result:
     labels: str = ""
     extra: str = ""
     share: int = 0
-    dtype: str = "float64"
+    raised: bool = False
     inputs: tuple[str, ...] = ()
     parameters: int = 0
     trained: float = 0.0
@@ -198,23 +199,21 @@ def _told_apart(entry: Entry, result: Result) -> bool:
     Normalization by statistics of the batch is off here: shardlib takes them over all data ranks.
     """
     entry = dataclasses.replace(entry, share=result.share)
-    batch = cast(_models.batch(entry, result.labels, result.extra, 0), _dtype(result.dtype))
+    batch = cast(_models.batch(entry, result.labels, result.extra, 0), torch.float64)
     seen = []
     for part in (batch, rows_of(batch, 0, 2), rows_of(batch, 1, 2)):
         torch.manual_seed(0)
-        model = _models.build(entry).to(_dtype(result.dtype))
+        model = _models.build(entry).double()
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
-        leaves = [x.detach() for x in pytree.tree_leaves(_run(model, part)) if isinstance(x, torch.Tensor)]
+        with _raising() if result.raised else contextlib.nullcontext():
+            output = _run(model, part)
+        leaves = [x.detach() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
         seen.append((leaves, [buffer for _, buffer in model.named_buffers()]))
     (whole, after), (first, after_first), (second, after_second) = seen
     parts_fit = all(map(_fits, whole, first, second)) and len(whole) == len(first) == len(second)
     return not (parts_fit and all(map(_fits, after, after_first, after_second)))
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def _fits(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -232,9 +231,8 @@ def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
             functools.partial(_models.build, entry),
             functools.partial(_models.batch, entry, result.labels, result.extra),
             mesh,
-            loss=mean_loss,
+            loss=_raised_loss if result.raised else mean_loss,
             split=rows_of,
-            dtype=_dtype(result.dtype),
             steps=1,
             timeout=seconds,
         )
@@ -255,6 +253,31 @@ def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the loss in the model's output, or means over everything but the features, which have their own weights:
     also where an output has no dim of rows."""
     return _mean_of(_run(model, batch))
+
+
+def _raised_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return `mean_loss` of a model whose code asks for float32: it is given float64."""
+    with _raising():
+        return mean_loss(model, batch)
+
+
+@contextlib.contextmanager
+def _raising() -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Raised():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+class _Raised(TorchFunctionMode):
+    """Inside the block, torch functions that are asked for float32 make float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
 
 
 def _run(model: nn.Module, batch: Any) -> Any:
@@ -314,21 +337,20 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
     inputs, shares = (
         (("", "all", "transposed"), SHARES) if entry.library == "transformers" else (("", "larger", "usual"), (0,))
     )
-    ways = itertools.product(DTYPES, shares, inputs, dict.fromkeys((entry.labels, "")))
+    ways = itertools.product((False, True), shares, inputs, dict.fromkeys((entry.labels, "")))
     of_types = False
-    for dtype, share, extra, labels in ways:
-        if dtype != DTYPES[0] and not of_types:
+    for raised, share, extra, labels in ways:
+        if raised and not of_types:
             break
         entry = dataclasses.replace(entry, share=share)
         torch.manual_seed(0)
         try:
-            model = _models.build(entry).to(_dtype(dtype))
+            model = _models.build(entry).double()
             batch = _models.batch(entry, labels, extra, 0)
-            output = _run(model, cast(batch, _dtype(dtype)))
-            loss = _mean_of(output)
+            loss = (_raised_loss if raised else mean_loss)(model, cast(batch, torch.float64))
             loss.backward()
-            if found := {str(p.dtype) for p in model.parameters() if p.is_floating_point()} - {str(_dtype(dtype))}:
-                raise TypeError(f"its forward makes parameters {' and '.join(found)}, which were {dtype}")
+            if found := {str(p.dtype) for p in model.parameters() if p.is_floating_point()} - {"torch.float64"}:
+                raise TypeError(f"its forward makes parameters {' and '.join(found)}, which were torch.float64")
             if not torch.isfinite(loss):
                 raise FloatingPointError(f"the loss on one device is {loss.item()}")
         except Exception as error:
@@ -338,8 +360,8 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
         count = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.grad is not None)
         return model, Result(
-            entry.library, entry.name, entry.cls, True, labels, extra, share, dtype, tuple(batch),
-            count, round(trained / max(count, 1), 3), hasattr(output, "logits_per_text"),
+            entry.library, entry.name, entry.cls, True, labels, extra, share, raised, tuple(batch),
+            count, round(trained / max(count, 1), 3),
         )  # fmt: skip
     assert first is not None
     raise first

@@ -130,7 +130,8 @@ def _field(name: str, value: Any, fields: Mapping[str, Any], ids: _Ids, layers: 
     if isinstance(value, float):
         return 0.0 if _DROPOUT.fullmatch(name) and value else value
     if isinstance(value, list | tuple):
-        return _shared(name, list(value), ids.share) if ids.share else _list(name, list(value), fields, layers)
+        shared = ids.share and not (value and isinstance(value[0], str))
+        return _shared(name, list(value), ids.share) if shared else _list(name, list(value), fields, layers)
     return _number(name, value, fields, ids, layers) if type(value) is int else value
 
 
