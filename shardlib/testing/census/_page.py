@@ -63,7 +63,7 @@ def _column(results: Sequence[Result]) -> dict[str, str]:
         "taken up": str(len(results)),
         "built and trained on one device": str(len(built)),
         "proved on both meshes, or on `tp=2` where rows of a batch mix": f"{len(proved)} "
-        f"({len(proved) / max(len(built), 1):.0%} of those built)",
+        f"({100 * len(proved) // max(len(built), 1)} % of those built)",
         "proved, with at least 60 % of the block parameters sharded": str(
             sum(result.sharded >= _ENOUGH for result in proved)
         ),
@@ -88,7 +88,8 @@ shardlib census timm --sample 20              # of another library
 python benchmarks/census.py                   # all of transformers, continued where it was stopped
 ```
 
-Of timm and torchvision the census takes one small model of each family. It does not know diffusers and torchaudio.
+Of timm and torchvision the census takes one small model of each family; a family of timm that is not in the table was
+not run. The census does not know diffusers and torchaudio.
 
 Run of {date}, on CPU over gloo, with {versions}:
 
@@ -107,8 +108,8 @@ How to read the tables:
   else then, and the census proves such a model on `tp=2`.
 
 Dropout, layer drop and masking of spectra are off, so this says nothing of random numbers. Code that asks for float32
-where float64 does not fit is given float64. Weights are moved away from their first values, so that no zero or one
-hides a difference.
+where float64 does not fit, or where its rounding hides what is compared, is given float64. Weights are moved away from
+their first values, so that no zero or one hides a difference.
 """
 
 

@@ -52,7 +52,8 @@ class Result:
         labels: the labels that it was trained by; "" if its outputs were.
         extra: which inputs it takes besides its main one; see `batch_of`.
         share: what divides the widths of its usual configuration; 0 where they have the census's own sizes.
-        raised: whether its code asks for float32 where float64 does not fit; it is given float64 then.
+        raised: whether its code asks for float32 where float64 does not fit, or where its rounding hides what is
+            compared; it is given float64 then.
         inputs: the arguments that it was given.
         parameters: the number of its parameters.
         mixes: whether it compares the rows of a batch with each other, as contrastive models do, or keeps statistics of
@@ -180,9 +181,18 @@ def prove(entry: Entry, meshes: Sequence[str], seconds: float) -> Result:
         if result.mixes and MeshShape.of(mesh).data_ranks > 1:
             continue
         tried = _on_mesh(entry, result, mesh, seconds)
-        differs = tried.status == "wrong" and not result.error and MeshShape.of(mesh).data_ranks > 1
-        result = dataclasses.replace(result, mixes=True) if differs and _mixes(entry, result, seconds) else tried
+        if tried.status == "wrong" and not result.error:
+            tried = _looked_into(entry, result, tried, mesh, seconds)
+        result = tried
     return result
+
+
+def _looked_into(entry: Entry, result: Result, wrong: Result, mesh: str, seconds: float) -> Result:
+    """Return the result where a difference is the model's own: it mixes rows, or rounds to float32 on the way."""
+    if MeshShape.of(mesh).data_ranks > 1 and _mixes(entry, result, seconds):
+        return dataclasses.replace(result, mixes=True)
+    again = result if result.raised else _on_mesh(entry, dataclasses.replace(result, raised=True), mesh, seconds)
+    return again if again.proved.get(mesh) else wrong
 
 
 def _mixes(entry: Entry, result: Result, seconds: float) -> bool:
