@@ -118,7 +118,10 @@ def _check_size(make: Callable[[], nn.Module]) -> None:
 
 def _config(entry: Entry, model: Any) -> Any:
     transformers = importlib.import_module("transformers")
-    cls = getattr(model, "config_class", None) or transformers.CONFIG_MAPPING[entry.name]
+    cls = transformers.CONFIG_MAPPING[entry.name]
+    part: Any = getattr(model, "config_class", None)
+    if part in getattr(cls, "sub_configs", {}).values():  # a decoder of a composite model
+        cls = part
     return cls(
         **shrunk(cls(), entry.share), experts_implementation="eager"
     )  # the grouped product of CPUs takes no float64
