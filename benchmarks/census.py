@@ -1,6 +1,6 @@
-"""Prove every architecture of transformers on CPU ranks, and keep a line for each in `results/census.jsonl`.
+"""Prove every architecture of a library on CPU ranks, and keep a line for each in `results/census.jsonl`.
 
-    python benchmarks/census.py [--part 0/20] [--names llama,t5] [--again]
+    python benchmarks/census.py [--source timm] [--part 0/20] [--names llama,t5] [--again]
 
 It continues where an earlier run was stopped; --again takes up what was not proved. At the end the file is sorted and
 carries the date and the versions. `python -m shardlib.testing.census --table` writes docs/models.md from it. --quick
@@ -25,6 +25,7 @@ QUICK = "gpt2"
 
 def main() -> None:
     p = parser(__doc__)
+    p.add_argument("--source", default="transformers", help="the library: transformers, timm or torchvision")
     p.add_argument("--part", default="0/1", help="every N-th architecture from the I-th on, as I/N")
     p.add_argument("--names", help="only these, separated by commas")
     p.add_argument("--again", action="store_true", help="also those that stand in the file and are not proved")
@@ -35,18 +36,27 @@ def main() -> None:
         args.file, args.names = Path(tempfile.mkdtemp()) / FILE.name, QUICK
     _pool.preload(["transformers.modeling_utils", "transformers.models.auto.modeling_auto"])
     start, step = map(int, args.part.split("/"))
-    chosen = census.entries("transformers")[start::step]
+    chosen = census.entries(args.source)[start::step]
     if args.names:
         chosen = [entry for entry in chosen if entry.name in args.names.split(",")]
     names = {entry.name for entry in chosen}
     if args.again:
-        kept = [r for r in census.read(args.file) if r.status == "proved" or r.name not in names]
+        kept = [
+            r for r in census.read(args.file) if r.status == "proved" or r.library != args.source or r.name not in names
+        ]
         census.write(args.file, kept)
     census.run(chosen, args.file, seconds=args.seconds, report=lambda result: print(result, flush=True))
-    libraries = {name: version(name) for name in ("torch", "transformers")}
+    libraries = {name: version(name) for name in ("torch", *census.LIBRARIES)}
     census.write(args.file, census.read(args.file), date=str(datetime.date.today()), versions=libraries)
     if args.json:
-        write(args.json, [asdict(result) for result in census.read(args.file) if result.name in names])
+        write(
+            args.json,
+            [
+                asdict(result)
+                for result in census.read(args.file)
+                if result.library == args.source and result.name in names
+            ],
+        )
 
 
 if __name__ == "__main__":

@@ -7,13 +7,16 @@ averaged over the data axes, in forward and (transposed) in backward. The formul
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
 
 from shardlib.engine._torch import BatchNorm, check_input_dim
 from shardlib.engine.lost import naming_lost_ranks_in_operations
@@ -26,18 +29,49 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def use_global_batch(module: nn.Module, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Normalise with the statistics of all data ranks in training, and return an undo function."""
+    """Normalise with the statistics of all data ranks in training, and return an undo function.
+
+    A subclass with a forward of its own, which may add an activation, keeps it; its call of `F.batch_norm` is replaced.
+    """
     assert isinstance(module, BatchNorm)
     local_forward = module.forward
+    is_torchs = type(module).forward is BatchNorm.forward
 
-    def forward(input: torch.Tensor) -> torch.Tensor:
+    def forward(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not _uses_batch_statistics(module):
-            return local_forward(input)
-        check_input_dim(module, input)
-        return _normalise(module, input, group)
+            return local_forward(input, *args, **kwargs)
+        if is_torchs:
+            check_input_dim(module, input)
+            return _normalise(module, input, group)
+        with _OverAllRanks(group):
+            return local_forward(input, *args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign, assignment]
     return lambda: delattr(module, "forward")
+
+
+class _OverAllRanks(TorchFunctionMode):
+    """Inside the block, `batch_norm` takes its statistics over all data ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        call = _BATCH_NORM.bind(*args, **(kwargs or {}))
+        call.apply_defaults()
+        given = call.arguments
+        if not given["training"]:
+            return func(*args, **(kwargs or {}))
+        running = (given["running_mean"], given["running_var"])
+        return _batch_norm(
+            given["input"], running, given["weight"], given["bias"], given["momentum"], given["eps"], self.group
+        )
+
+
+_BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 def _uses_batch_statistics(module: BatchNorm) -> bool:
@@ -45,6 +79,26 @@ def _uses_batch_statistics(module: BatchNorm) -> bool:
 
 
 def _normalise(module: BatchNorm, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    running: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    momentum = 0.0
+    if module.track_running_stats and module.training:
+        assert module.num_batches_tracked is not None
+        module.num_batches_tracked.add_(1)
+        momentum = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
+        running = (module.running_mean, module.running_var)
+    weight, bias = (module.weight, module.bias) if module.affine else (None, None)
+    return _batch_norm(x, running, weight, bias, momentum, module.eps, group)
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    running: tuple[torch.Tensor | None, torch.Tensor | None],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
     dims = [d for d in range(x.ndim) if d != 1]
     shape = [1, -1] + [1] * (x.ndim - 2)
     dtype = x.dtype
@@ -54,25 +108,23 @@ def _normalise(module: BatchNorm, x: torch.Tensor, group: dist.ProcessGroup) -> 
     mean = _total(x.sum(dims), group) / count
     centred = x - mean.view(shape)
     var = _total(centred.square().sum(dims), group) / count
-    _update_running(
-        module, mean.detach(), (var * count / (count - 1)).detach()
-    )  # dividing integers alone gives float32
-    out = centred * torch.rsqrt(var + module.eps).view(shape)
-    if module.affine:
-        out = out * module.weight.view(shape) + module.bias.view(shape)
+    # Dividing integers alone gives float32.
+    _update_running(running, (mean.detach(), (var * count / (count - 1)).detach()), momentum)
+    out = centred * torch.rsqrt(var + eps).view(shape)
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
     return out.to(dtype)
 
 
 @torch.no_grad()
-def _update_running(module: BatchNorm, mean: torch.Tensor, var: torch.Tensor) -> None:
-    if not module.track_running_stats or not module.training:
-        return
-    assert module.num_batches_tracked is not None and module.running_mean is not None
-    module.num_batches_tracked.add_(1)
-    weight = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-    for running, new in ((module.running_mean, mean), (module.running_var, var)):
-        assert running is not None
-        running.copy_(running * (1 - weight) + new * weight)
+def _update_running(
+    running: tuple[torch.Tensor | None, torch.Tensor | None], new: tuple[torch.Tensor, torch.Tensor], momentum: float
+) -> None:
+    for kept, value in zip(running, new, strict=True):
+        if kept is not None:
+            kept.copy_(kept * (1 - momentum) + value * momentum)
 
 
 def _total(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -35,6 +35,7 @@ _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "hea
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _HEAD_DIM = ("head_dim", "d_head", "attention_head_size", "key_value_proj_dim", "d_kv")
 _DIGITS = "0123456789"
+_ROLES = ("colwise", "rowwise", "replicate")
 _TOKENS = re.compile(r"tok|word|wte|vocab|shared|^embed$|^embedding$|^embeddings$", re.IGNORECASE)
 _NOT_TOKENS = re.compile(r"type|pos|segment|wpe|relative", re.IGNORECASE)
 
@@ -298,7 +299,7 @@ class _Draft:
                 continue
             module_name, module, _ = self.index.owner(leaf.name)
             if isinstance(module, nn.MultiheadAttention):
-                self.set(_folded(module_name), "colwise", "attention of torch; its heads are sharded")
+                self.set(_folded(module_name), "heads", "attention of torch; its heads are sharded")
                 self.set(f"{_folded(module_name)}.out_proj", "rowwise", "takes the heads")
             elif dims_of(module) is not None and module_name:
                 self.set(_folded(module_name), "replicate", "")
@@ -317,7 +318,7 @@ class _Draft:
         model = type(self.index.model)
         keys = {name: self._key(name) for name in (*self.entries, *self.activations)}
         return Rules(
-            {keys[name]: value for name, value in self.entries.items()},
+            dict(each for name, value in self.entries.items() for each in self._by_tensor(name, keys[name], value)),
             activations={keys[name]: value for name, value in self.activations.items()},
             axes={
                 dim: axes[dim.rstrip(_DIGITS)]
@@ -341,6 +342,18 @@ class _Draft:
             if base == name and name.rpartition(".")[2] in ("input", "output") and name not in self.index.leaf
             else key
         )
+
+    def _by_tensor(self, name: str, key: str, value: str) -> Iterator[tuple[str, str]]:
+        """Iterate over the rules of an entry: one, or where the key names tensors, the full dims of each."""
+        linear = self.linears.get(name)
+        if linear is None or not key.endswith(".*") or value in _ROLES:
+            yield key, value
+            return
+        registered = dims_of(self.index.modules[linear.first])
+        assert registered is not None
+        for attr, full in self.index.own[linear.first].items():
+            dims = registered.dims(attr, self.index.leaf[full].tensor.ndim) or ()
+            yield f"{key[:-1]}{attr}", " ".join(value if dim == registered.output else dim for dim in dims)
 
 
 def _folded(name: str) -> str:

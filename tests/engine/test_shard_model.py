@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -403,6 +404,28 @@ def test_batch_norm_counts_more_examples_than_half_precision_can(ranks):
     (largest, variance), _ = ranks(2).run(_batch_norm, torch.float16)
     # Both sides sum in float32. Outputs below 8 lie 2**-8 apart in float16, and the running variance, near 1, 2**-10.
     assert largest <= 2**-8 and variance <= 2**-10
+
+
+class NormAndActivation(nn.BatchNorm2d):
+    """A forward of its own, as timm's `BatchNormAct2d` has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_batches_tracked.add_(1)
+        y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.3, self.eps)
+        return y.relu()
+
+
+def _images(step: int) -> torch.Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+
+
+def test_a_subclass_of_batch_norm_keeps_its_own_forward():
+    model = functools.partial(_convolution, NormAndActivation)
+    assert_equivalent(model, _images, "dp=2,tp=2", rules={"0": "replicate", "1": "replicate"}, steps=2)
+
+
+def _convolution(norm: Callable[[int], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), norm(4))
 
 
 class Nested(nn.Module):

@@ -6,6 +6,7 @@ Set SHARDLIB_CENSUS_SEED to prove another sample of the kept results.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import pytest
 from shardlib.errors import InputError
 from shardlib.testing import census
 from shardlib.testing.census._page import page, summary
+from shardlib.testing.census._shrink import shrunk
 from tests.house.source import ROOT
 from tests.torchvision_on_cpu import let_torchvision_in
 
@@ -27,7 +29,7 @@ USUAL = ("gptj", "ijepa", "internlm3", "glm4_moe_lite")  # proposed rules, image
 
 @pytest.fixture(scope="module")
 def kept() -> dict[str, census.Result]:
-    return {result.name: result for result in census.read(KEPT)}
+    return {result.name: result for result in census.read(KEPT) if result.library == "transformers"}
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +69,30 @@ def test_a_model_that_fails_or_hangs_is_a_line(tmp_path: Path):
     assert [json.loads(line)["error"] for line in (tmp_path / "hung.jsonl").read_text().splitlines()] == [hung.error]
 
 
+def test_a_model_of_timm_is_proved_like_one_of_transformers():
+    entry = next(entry for entry in census.entries("timm") if entry.name == "efficientvit_mit")
+    (found,) = census.run([entry], seconds=60)
+    assert (found.status, found.inputs) == ("proved", ("x",)), found.error
+
+
+def test_a_model_that_tells_a_batch_from_its_halves_is_proved_without_data_axes_alone():
+    (found,) = census.run(_entries("ibert"), seconds=60)
+    assert (found.status, found.mixes, found.proved) == ("proved", True, {"tp=2": True}), found.error
+
+
+def test_code_that_asks_for_float32_is_given_float64():
+    """XGLM's attention fills a float32 tensor with the least float64."""
+    (found,) = census.run(_entries("xglm"), seconds=60)
+    assert (found.status, found.raised) == ("proved", True), found.error
+
+
+def test_widths_in_proportion_still_fit_each_other():
+    config = importlib.import_module("transformers").CvtConfig()
+    made = shrunk(config, 8)
+    assert made["embed_dim"] == [8, 24, 48] and made["depth"] == [1, 2, 2]
+    assert shrunk(config, 4)["depth"] == [1, 2, 10]  # stages as deep as usual
+
+
 def test_a_difference_is_wrong_and_an_error_on_a_mesh_is_refused():
     built = census.Result("x", "y", "Y", built=True, proved={"tp=2": True, "dp=2,tp=2": False})
     assert dataclasses.replace(built, error="differs on dp=2,tp=2: the loss").status == "wrong"
@@ -75,15 +101,18 @@ def test_a_difference_is_wrong_and_an_error_on_a_mesh_is_refused():
 
 
 def test_only_known_libraries_are_taken():
-    with pytest.raises(InputError, match='The census was given library "nonsense"; it knows transformers'):
+    with pytest.raises(
+        InputError, match='The census was given library "nonsense"; it knows transformers, timm, torchvision'
+    ):
         census.entries("nonsense")
 
 
-def test_the_kept_results_are_sorted_and_say_when_and_with_what(kept: dict[str, census.Result]):
+def test_the_kept_results_are_sorted_and_say_when_and_with_what():
     head, *lines = map(json.loads, KEPT.read_text().splitlines())
-    assert head.keys() == {"date", "versions"} and head["versions"].keys() == {"torch", "transformers"}
-    assert [line["name"] for line in lines] == sorted(kept) and len(lines) == len(kept)
-    assert all(result.error for result in kept.values() if result.status != "proved")
+    assert head.keys() == {"date", "versions"} and head["versions"].keys() == {"torch", *census.LIBRARIES}
+    names = [(line["library"], line["name"]) for line in lines]
+    assert names == sorted(set(names)) and {library for library, _ in names} == set(census.LIBRARIES)
+    assert all(result.error for result in census.read(KEPT) if result.status != "proved")
     assert "site-packages" not in KEPT.read_text()
 
 

@@ -7,7 +7,7 @@ build, or that fails, is a line that says why.
 
 from __future__ import annotations
 
-from shardlib.testing.census._models import Entry, entries
+from shardlib.testing.census._models import LIBRARIES, Entry, entries
 from shardlib.testing.census._run import MESHES, Result, read, run, sample, write
 
-__all__ = ["MESHES", "Entry", "Result", "entries", "read", "run", "sample", "write"]
+__all__ = ["LIBRARIES", "MESHES", "Entry", "Result", "entries", "read", "run", "sample", "write"]

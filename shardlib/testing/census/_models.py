@@ -16,10 +16,11 @@ from torch import nn
 from shardlib.errors import InputError
 from shardlib.testing.census._inputs import batch_of
 from shardlib.testing.census._shrink import facts, shrunk
+from shardlib.testing.census._vision import families, images, small_model
 
 __all__ = ["LIBRARIES", "MOST_PARAMETERS", "Entry", "TooLarge", "batch", "build", "entries"]
 
-MOST_PARAMETERS = 8_000_000
+MOST_PARAMETERS = 13_000_000
 
 
 class TooLarge(Exception):
@@ -35,12 +36,14 @@ class Entry:
         name: the architecture's name in it.
         cls: the class that is proved.
         labels: the kind of labels that its forward takes; "" for none.
+        share: what divides the widths of its configuration; 0 for the sizes of `census.toml`.
     """
 
     library: str
     name: str
     cls: str
     labels: str = ""
+    share: int = 0
 
 
 def entries(library: str) -> list[Entry]:
@@ -67,7 +70,15 @@ def _transformers() -> Iterator[Entry]:
         yield Entry("transformers", name, found if isinstance(found, str) else found[0], head["labels"])
 
 
-LIBRARIES: dict[str, Callable[[], Iterator[Entry]]] = {"transformers": _transformers}
+def _of(library: str) -> Iterator[Entry]:
+    return (Entry(library, family, name) for family, name in families(library))
+
+
+LIBRARIES: dict[str, Callable[[], Iterator[Entry]]] = {
+    "transformers": _transformers,
+    "timm": functools.partial(_of, "timm"),
+    "torchvision": functools.partial(_of, "torchvision"),
+}
 
 
 def build(entry: Entry) -> nn.Module:
@@ -77,11 +88,7 @@ def build(entry: Entry) -> nn.Module:
         TooLarge: more than `MOST_PARAMETERS` parameters are left.
     """
     _quiet()
-    config = _config(entry)
-    cls = getattr(importlib.import_module(entry.library), entry.cls)
-    with torch.device("meta"):
-        _check_size(cls, config)
-    made = cls(config)
+    made = _made(entry)
     with torch.no_grad():
         for parameter in made.parameters():  # away from where they start (0 and 1), which hides mistakes
             if parameter.is_floating_point():
@@ -89,19 +96,35 @@ def build(entry: Entry) -> nn.Module:
     return made.train()  # type: ignore[no-any-return]
 
 
-def _check_size(cls: Any, config: Any) -> None:
+def _made(entry: Entry) -> nn.Module:
+    if entry.library == "transformers":
+        cls = getattr(importlib.import_module(entry.library), entry.cls)
+        make = functools.partial(cls, _config(entry, cls))
+    else:
+        make = functools.partial(small_model, entry.library, entry.cls)
+    _check_size(make)
+    return make()
+
+
+def _check_size(make: Callable[[], nn.Module]) -> None:
     try:
-        count = sum(p.numel() for p in cls(config).parameters())
+        with torch.device("meta"):
+            count = sum(p.numel() for p in make().parameters())
     except Exception:  # some classes read values while they are built; they are built once more, with values
         return
     if count > MOST_PARAMETERS:
         raise TooLarge(f"{count:,} parameters are left after shrinking")
 
 
-def _config(entry: Entry) -> Any:
+def _config(entry: Entry, model: Any) -> Any:
     transformers = importlib.import_module("transformers")
     cls = transformers.CONFIG_MAPPING[entry.name]
-    return cls(**shrunk(cls()), experts_implementation="eager")  # the grouped product of CPUs takes no float64
+    part: Any = getattr(model, "config_class", None)
+    if part in getattr(cls, "sub_configs", {}).values():  # a decoder of a composite model
+        cls = part
+    return cls(
+        **shrunk(cls(), entry.share), experts_implementation="eager"
+    )  # the grouped product of CPUs takes no float64
 
 
 def _quiet() -> None:
@@ -111,6 +134,8 @@ def _quiet() -> None:
 
 def batch(entry: Entry, labels: str, extra: str, step: int) -> dict[str, Any]:
     """Return the global batch of one step."""
+    if entry.library != "transformers":
+        return dict(images(_skeleton(entry), extra, step))
     return batch_of(_skeleton(entry), labels, extra, step)
 
 

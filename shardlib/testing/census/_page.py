@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardlib.testing.census._run import MESHES, Result, read
@@ -18,13 +18,22 @@ def page(file: Path) -> str:
     """Return the Markdown of `docs/models.md` for a file of results that `write` made."""
     results = read(file)
     facts = json.loads(file.read_text(encoding="utf-8").splitlines()[0])
-    return "\n".join([_HEAD.format(**_words(results, facts)), *_tables(results), ""])
+    libraries = _by_library(results)
+    head = _HEAD.format(
+        date=facts["date"],
+        versions=", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+        meshes=" and ".join(f"`{mesh}`" for mesh in MESHES),
+        totals=_totals(libraries),
+    )
+    tables = [line for name, found in libraries.items() for line in _tables(name, found)]
+    return "\n".join([head, *tables, ""])
 
 
 def summary(results: Sequence[Result]) -> str:
     """Return the totals in one phrase, as the README has them."""
     counts, built = totals(results), sum(result.built for result in results)
-    return f"{counts['proved']} of {built} architectures of transformers that the census builds"
+    *names, last = _by_library(results)
+    return f"{counts['proved']} of {built} architectures of {', '.join(names)} and {last} that the census builds"
 
 
 def totals(results: Iterable[Result]) -> Counter[str]:
@@ -32,23 +41,35 @@ def totals(results: Iterable[Result]) -> Counter[str]:
     return Counter(result.status for result in results)
 
 
-def _words(results: Sequence[Result], facts: dict[str, object]) -> dict[str, object]:
+def _by_library(results: Iterable[Result]) -> dict[str, list[Result]]:
+    """Return the results of each library, the largest first."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        found.setdefault(result.library, []).append(result)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def _totals(libraries: Mapping[str, Sequence[Result]]) -> str:
+    columns = [_column(results) for results in libraries.values()]
+    lines = [f"| architectures | {' | '.join(libraries)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {what} | {' | '.join(column[what] for column in columns)} |" for what in columns[0]]
+    return "\n".join(lines)
+
+
+def _column(results: Sequence[Result]) -> dict[str, str]:
     counts, built = totals(results), [result for result in results if result.built]
     proved = [result for result in built if result.status == "proved"]
-    versions = facts["versions"]
-    assert isinstance(versions, dict)
     return {
-        "date": facts["date"],
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "all": len(results),
-        "built": len(built),
-        "proved": len(proved),
-        "share": f"{len(proved) / max(len(built), 1):.0%}",
-        "enough": sum(result.sharded >= _ENOUGH for result in proved),
-        "wrong": counts["wrong"],
-        "refused": counts["refused"],
-        "not_built": counts["not built"],
-        "meshes": " and ".join(f"`{mesh}`" for mesh in MESHES),
+        "taken up": str(len(results)),
+        "built and trained on one device": str(len(built)),
+        "proved on both meshes, or on `tp=2` where rows of a batch mix": f"{len(proved)} "
+        f"({100 * len(proved) // max(len(built), 1)} % of those built)",
+        "proved, with at least 60 % of the block parameters sharded": str(
+            sum(result.sharded >= _ENOUGH for result in proved)
+        ),
+        "numbers differ from one device": str(counts["wrong"]),
+        "refused by an error": str(counts["refused"]),
+        "not built by the census": str(counts["not built"]),
     }
 
 
@@ -63,20 +84,16 @@ found on {meshes}. It is generated from `benchmarks/results/census.jsonl`.
 ```text
 shardlib census --only llama whisper          # these
 shardlib census --sample 20 --seed 7          # some
+shardlib census timm --sample 20              # of another library
 python benchmarks/census.py                   # all of transformers, continued where it was stopped
 ```
 
+Of timm and torchvision the census takes one small model of each family; a family of timm that is not in the table was
+not run. The census does not know diffusers and torchaudio.
+
 Run of {date}, on CPU over gloo, with {versions}:
 
-| architectures | number |
-|---|---|
-| taken up | {all} |
-| built and trained on one device | {built} |
-| proved on both meshes, or on `tp=2` where outputs compare rows of a batch | {proved} ({share} of those built) |
-| proved, with at least 60 % of the block parameters sharded | {enough} |
-| numbers differ from one device | {wrong} |
-| refused by an error | {refused} |
-| not built by the census | {not_built} |
+{totals}
 
 How to read the tables:
 
@@ -86,13 +103,17 @@ How to read the tables:
   where no block repeats.
 - **trained**: the share of the parameters that got a gradient. A model of text and images is given text alone if it
   accepts that; its vision tower is then sharded, and its weights are compared, but it computes nothing.
+- **a batch is not its halves**: on one device, too, two halves of a batch do not give what the batch gives, since the
+  model compares its rows, keeps statistics of them, or orders its outputs in another way. Data axes compute something
+  else then, and the census proves such a model on `tp=2`.
 
-Dropout, layer drop and masking of spectra are off, so this says nothing of random numbers. Weights are moved away from
+Dropout, layer drop and masking of spectra are off, so this says nothing of random numbers. Code that asks for float32
+where float64 does not fit, or where its rounding hides what is compared, is given float64. Weights are moved away from
 their first values, so that no zero or one hides a difference.
 """
 
 
-def _tables(results: Sequence[Result]) -> list[str]:
+def _tables(library: str, results: Sequence[Result]) -> list[str]:
     by_status: dict[str, list[Result]] = {}
     for result in results:
         by_status.setdefault(result.status, []).append(result)
@@ -101,17 +122,17 @@ def _tables(results: Sequence[Result]) -> list[str]:
         for r in by_status.get("proved", ())
     ]
     lines = [
-        "## Proved",
+        f"## {library}: proved",
         "",
         "| architecture | class | layout | sharded | trained | remarks |",
         "|---|---|---|---|---|---|",
         *proved,
     ]
-    for status, title in (("wrong", "Numbers that differ"), ("refused", "Refused")):
+    for status, title in (("wrong", "numbers that differ"), ("refused", "refused")):
         if found := by_status.get(status):
             lines += [
                 "",
-                f"## {title}",
+                f"## {library}: {title}",
                 "",
                 "| architecture | class | layout | proved on | why |",
                 "|---|---|---|---|---|",
@@ -120,7 +141,7 @@ def _tables(results: Sequence[Result]) -> list[str]:
     if found := by_status.get("not built"):
         lines += [
             "",
-            "## Not built",
+            f"## {library}: not built",
             "",
             "The census lacks their inputs, their tiny configuration does not run, or their code takes no float64.",
             "",
@@ -136,7 +157,7 @@ def _meshes(result: Result) -> str:
 
 def _remarks(result: Result) -> str:
     gathered = [f"`{op.removeprefix('aten.').removesuffix('.default')}` gathered" for op in result.gathered]
-    mixes = ["`tp=2` only: it compares the rows of a batch"] if result.mixes else []
+    mixes = ["`tp=2` only: a batch is not its halves"] if result.mixes else []
     return ", ".join(mixes + gathered)
 
 

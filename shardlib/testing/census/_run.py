@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -11,13 +12,14 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from shardlib import layouts
 from shardlib._mesh import MeshShape
@@ -26,7 +28,7 @@ from shardlib._plan.rows import Row
 from shardlib.engine._torch import pytree
 from shardlib.testing._pool import HangError, RankDied, shared_pool
 from shardlib.testing.census import _models
-from shardlib.testing.census._inputs import NoInputs
+from shardlib.testing.census._inputs import NoInputs, rows_of
 from shardlib.testing.census._models import Entry, TooLarge
 from shardlib.testing.equivalence import Report, equivalent
 from shardlib.testing.equivalence.case import as_call
@@ -35,6 +37,8 @@ from shardlib.testing.equivalence.train import cast
 __all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
 
 MESHES = ("tp=2", "dp=2,tp=2")
+SHARES = (0, 8, 4)  # the ways to make a configuration tiny, in the order in which they are tried
+_OF_TYPES = re.compile(r"dtype|[Ff]loat|without overflow")  # errors that may be those of code that takes no float64
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 
 
@@ -47,10 +51,13 @@ class Result:
         built: whether the tiny model was built and trained for a step on one device; `error` says why not.
         labels: the labels that it was trained by; "" if its outputs were.
         extra: which inputs it takes besides its main one; see `batch_of`.
+        share: what divides the widths of its usual configuration; 0 where they have the census's own sizes.
+        raised: whether its code asks for float32 where float64 does not fit, or where its rounding hides what is
+            compared; it is given float64 then.
         inputs: the arguments that it was given.
         parameters: the number of its parameters.
-        mixes: whether its outputs compare the rows of a batch with each other, as contrastive models do: data axes then
-            compute something else, and only meshes without them are proved.
+        mixes: whether it compares the rows of a batch with each other, as contrastive models do, or keeps statistics of
+            them: on one device, too, its halves do not make a batch, and only meshes without data axes are proved.
         trained: the share of its parameters that got a gradient.
         layout: "file NAME", "tp_plan", or "proposed".
         sharded: the share of the bytes of parameters in repeated blocks that is sharded over tp; of all parameters
@@ -69,6 +76,8 @@ class Result:
     built: bool = False
     labels: str = ""
     extra: str = ""
+    share: int = 0
+    raised: bool = False
     inputs: tuple[str, ...] = ()
     parameters: int = 0
     trained: float = 0.0
@@ -171,17 +180,69 @@ def prove(entry: Entry, meshes: Sequence[str], seconds: float) -> Result:
     for mesh in meshes if result.built and not result.error else ():
         if result.mixes and MeshShape.of(mesh).data_ranks > 1:
             continue
-        result = _on_mesh(entry, result, mesh, seconds)
+        tried = _on_mesh(entry, result, mesh, seconds)
+        if tried.status == "wrong" and not result.error:
+            tried = _looked_into(entry, result, tried, mesh, seconds)
+        result = tried
     return result
 
 
+def _looked_into(entry: Entry, result: Result, wrong: Result, mesh: str, seconds: float) -> Result:
+    """Return the result where a difference is the model's own: it mixes rows, or rounds to float32 on the way."""
+    if MeshShape.of(mesh).data_ranks > 1 and _mixes(entry, result, seconds):
+        return dataclasses.replace(result, mixes=True)
+    again = result if result.raised else _on_mesh(entry, dataclasses.replace(result, raised=True), mesh, seconds)
+    return again if again.proved.get(mesh) else wrong
+
+
+def _mixes(entry: Entry, result: Result, seconds: float) -> bool:
+    """Return whether a model tells a batch from its halves on one device: data ranks then compute something else."""
+    try:
+        return shared_pool(1).run(_told_apart, entry, result, timeout=seconds)[0]  # type: ignore[no-any-return]
+    except Exception:
+        return False
+
+
+def _told_apart(entry: Entry, result: Result) -> bool:
+    """Compare outputs and buffers after a batch with those after its halves.
+
+    Normalization by statistics of the batch is off here: shardlib takes them over all data ranks.
+    """
+    entry = dataclasses.replace(entry, share=result.share)
+    batch = cast(_models.batch(entry, result.labels, result.extra, 0), torch.float64)
+    seen = []
+    for part in (batch, rows_of(batch, 0, 2), rows_of(batch, 1, 2)):
+        torch.manual_seed(0)
+        model = _models.build(entry).double()
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        with _raising() if result.raised else contextlib.nullcontext():
+            output = _run(model, part)
+        leaves = [x.detach() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        seen.append((leaves, [buffer for _, buffer in model.named_buffers()]))
+    (whole, after), (first, after_first), (second, after_second) = seen
+    parts_fit = all(map(_fits, whole, first, second)) and len(whole) == len(first) == len(second)
+    return not (parts_fit and all(map(_fits, after, after_first, after_second)))
+
+
+def _fits(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether a tensor of a batch is one without rows, the rows of its halves, or their mean."""
+    made = [first] if torch.equal(first, second) else []
+    made += [torch.cat([first, second])] if first.ndim else []
+    made += [(first + second) / 2] if first.is_floating_point() and first.shape == second.shape else []
+    return any(whole.shape == each.shape and torch.allclose(whole, each, 1e-9, 1e-11) for each in made)
+
+
 def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
+    entry = dataclasses.replace(entry, share=result.share)
     try:
         report = equivalent(
             functools.partial(_models.build, entry),
             functools.partial(_models.batch, entry, result.labels, result.extra),
             mesh,
-            loss=mean_loss,
+            loss=_raised_loss if result.raised else mean_loss,
+            split=rows_of,
             steps=1,
             timeout=seconds,
         )
@@ -202,6 +263,31 @@ def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the loss in the model's output, or means over everything but the features, which have their own weights:
     also where an output has no dim of rows."""
     return _mean_of(_run(model, batch))
+
+
+def _raised_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return `mean_loss` of a model whose code asks for float32: it is given float64."""
+    with _raising():
+        return mean_loss(model, batch)
+
+
+@contextlib.contextmanager
+def _raising() -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Raised():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+class _Raised(TorchFunctionMode):
+    """Inside the block, torch functions that are asked for float32 make float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
 
 
 def _run(model: nn.Module, batch: Any) -> Any:
@@ -258,24 +344,34 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
     """Build a model and train it for a step: with its main input alone if that is enough, and by labels or else by its
     outputs. The first error is raised."""
     first: Exception | None = None
-    for extra, labels in itertools.product(("", "all", "transposed"), dict.fromkeys((entry.labels, ""))):
+    inputs, shares = (
+        (("", "all", "transposed"), SHARES) if entry.library == "transformers" else (("", "larger", "usual"), (0,))
+    )
+    ways = itertools.product((False, True), shares, inputs, dict.fromkeys((entry.labels, "")))
+    of_types = False
+    for raised, share, extra, labels in ways:
+        if raised and not of_types:
+            break
+        entry = dataclasses.replace(entry, share=share)
         torch.manual_seed(0)
-        model = _models.build(entry).double()
         try:
+            model = _models.build(entry).double()
             batch = _models.batch(entry, labels, extra, 0)
-            output = _run(model, cast(batch, torch.float64))
-            loss = _mean_of(output)
+            loss = (_raised_loss if raised else mean_loss)(model, cast(batch, torch.float64))
             loss.backward()
+            if found := {str(p.dtype) for p in model.parameters() if p.is_floating_point()} - {"torch.float64"}:
+                raise TypeError(f"its forward makes parameters {' and '.join(found)}, which were torch.float64")
             if not torch.isfinite(loss):
                 raise FloatingPointError(f"the loss on one device is {loss.item()}")
         except Exception as error:
             first = first or error
+            of_types = of_types or _OF_TYPES.search(str(error)) is not None
             continue
         count = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.grad is not None)
         return model, Result(
-            entry.library, entry.name, entry.cls, True, labels, extra, tuple(batch),
-            count, round(trained / max(count, 1), 3), hasattr(output, "logits_per_text"),
+            entry.library, entry.name, entry.cls, True, labels, extra, share, raised, tuple(batch),
+            count, round(trained / max(count, 1), 3),
         )  # fmt: skip
     assert first is not None
     raise first

@@ -18,12 +18,14 @@ _LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|num_decoder_layers
 _SEVERAL_POSITIONS = re.compile("glm4|glm_|glmga|glm5v|vl|omni")
 _STAGES = r"depths|.*_dims|.*sizes|.*strides|.*ratios|num_heads"
 _BASES = {4: 2, 32: 16, 48: 32}  # of lists of heads, widths and feed-forward widths, which keep their ratios
+_SHARED = (4, 8, 32, 48, "kv_heads", "window")  # sizes that divided configurations do not take
+_SHALLOW = 8  # from this divisor on stages have two layers at most
 _TOKEN = re.compile(r".*(token_id|token_index|token_ids|_id|_index)")
 _USUAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "pad_token_index": 0}
 _DROPOUT = re.compile(
     r".*(drop|dropout|dropout_prob|dropout_rate|layerdrop|pdrop|drop_path_rate|drop_rate|dropout_p|mask_(time|feature)_prob)"
 )
-_OFF = {"use_cache": False, "apply_spec_augment": False, "ctc_loss_reduction": "mean"}
+_SET = {"use_cache": False, "apply_spec_augment": False, "ctc_loss_reduction": "mean"}
 
 
 @functools.cache
@@ -32,20 +34,23 @@ def facts() -> dict[str, Any]:
     return tomllib.loads((Path(__file__).parent / "census.toml").read_text(encoding="utf-8"))
 
 
-def shrunk(config: Any) -> dict[str, Any]:
+def shrunk(config: Any, share: int = 0) -> dict[str, Any]:
     """Return the arguments that make a configuration of this class tiny: the fields that change.
 
     Args:
         config: a configuration of Hugging Face's kind; its model type may have settings of its own in `census.toml`.
+        share: 0 gives widths and numbers of heads the sizes of `census.toml`. Another number divides every width by it
+            and leaves numbers of heads: fields that have to fit each other still do.
     """
-    made = _walk(config, _Ids())
-    for path, value in facts()["settings"].get(config.model_type, {}).items():
-        _assign(made, path.split("."), value)
-    return made
+    return _walk(config, _Ids(share))
 
 
 class _Ids(dict[str, int]):
-    """Small ids of special tokens: the same for a name everywhere in one configuration."""
+    """Small ids of special tokens: the same for a name everywhere in one configuration; and what divides its widths."""
+
+    def __init__(self, share: int) -> None:
+        super().__init__()
+        self.share = share
 
     def __missing__(self, name: str) -> int:
         free = [i for i in range(VOCABULARY - 1, _FIRST_SPECIAL - 1, -1) if i not in self.values()]
@@ -65,7 +70,35 @@ def _walk(config: Any, ids: _Ids) -> dict[str, Any]:
             made[name] = new
     if "rope_parameters" in fields and _SEVERAL_POSITIONS.search(config.model_type):
         made["rope_parameters"] = _sections(fields["rope_parameters"] or {})
+    if ids.share:
+        _maps(config, made)
+    _heads(fields, made)
+    for path, value in facts()["settings"].get(config.model_type, {}).items():
+        _assign(made, path.split("."), value)
     return made
+
+
+def _maps(config: Any, made: dict[str, Any]) -> None:
+    """Let a backbone give as many feature maps as it usually does."""
+    maps, stages = getattr(config, "out_features", None), getattr(config, "stage_names", None)
+    if not maps or not stages or len(maps) >= len(stages):
+        return
+    last = len(stages) - 1
+    if isinstance(made.get("num_hidden_layers"), int):
+        last = made["num_hidden_layers"] = max(made["num_hidden_layers"], len(maps))
+    made["out_features"] = [f"stage{i}" for i in range(last - len(maps) + 1, last + 1)]
+
+
+def _heads(fields: Mapping[str, Any], made: dict[str, Any]) -> None:
+    """Give the width of a head where a configuration leaves it to others, and some models do not look there."""
+    if "head_dim" not in fields or fields["head_dim"] is not None:
+        return
+    width, heads = (
+        next((now[name] for now in (made, fields) if type(now.get(name)) is int), 0)
+        for name in ("hidden_size", "num_attention_heads")
+    )
+    if heads and width % heads == 0:
+        made["head_dim"] = width // heads
 
 
 def _get(config: Any, name: str) -> Any:
@@ -92,19 +125,21 @@ def _field(name: str, value: Any, fields: Mapping[str, Any], ids: _Ids, layers: 
         return {**_walk(value, ids), **({"model_type": value.model_type} if value.model_type else {})}
     if isinstance(value, Mapping):
         return _sections(value) if name == "rope_parameters" and "mrope_section" in value else value
-    if name in _OFF:
-        return _OFF[name]
+    if name in _SET:
+        return _SET[name]
     if isinstance(value, float):
         return 0.0 if _DROPOUT.fullmatch(name) and value else value
     if isinstance(value, list | tuple):
-        return _list(name, list(value), fields, layers)
+        shared = ids.share and not (value and isinstance(value[0], str))
+        return _shared(name, list(value), ids.share) if shared else _list(name, list(value), fields, layers)
     return _number(name, value, fields, ids, layers) if type(value) is int else value
 
 
 def _sections(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters of positions whose sections, for several kinds of positions, fit a head of 8."""
     usual = {"rope_type": "default", "rope_theta": 10000.0}
-    return {**usual, **rope, "mrope_section": _summing(rope.get("mrope_section") or [2, 1, 1], 4)}
+    turned = int(4 * (rope.get("partial_rotary_factor") or 1.0))
+    return {**usual, **rope, "mrope_section": _summing(rope.get("mrope_section") or [2, 1, 1], turned)}
 
 
 def _summing(parts: list[int], total: int) -> list[int]:
@@ -140,6 +175,8 @@ def _number(name: str, value: int, fields: Mapping[str, Any], ids: _Ids, layers:
     rule = _rule(name)
     if rule is None or rule == "keep" or value <= 0:
         return value
+    if ids.share and (rule in _SHARED or "image_size" in name):
+        return _shared(name, value, ids.share)
     if rule == "window":
         return min(value, 4) if value > 4 else value
     if rule == "kv_heads":
@@ -148,6 +185,19 @@ def _number(name: str, value: int, fields: Mapping[str, Any], ids: _Ids, layers:
     if rule == 2 and _LAYERS.fullmatch(name):
         return min(value, layers)
     return min(value, int(rule))
+
+
+def _shared(name: str, value: Any, share: int) -> Any:
+    """Return a width, or nested lists with widths, divided; numbers below 16 count something else."""
+    if isinstance(value, list | tuple):
+        return [_shared(name, each, share) for each in value]
+    if type(value) is not int or _rule(name) == "keep":
+        return value
+    if _rule(name) in (2, "window") or "patch" in name:
+        return min(value, 2) if _rule(name) == 2 and share >= _SHALLOW else value
+    if "image_size" in name:
+        return min(value, 64)
+    return max(value // share, 4) if value >= 16 else value
 
 
 def _rule(name: str) -> int | str | None:
