@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -29,26 +30,29 @@ class Kin:
         name: the architecture, as transformers calls it (`config.model_type`).
         mode: of its layout file; the file's own rules without one.
         extra: of `batch_of`: "all" gives a model of texts and images both.
+        cls: a class other than the first of the architecture.
     """
 
     name: str
     mesh: str
     mode: str | None = None
     extra: str = ""
+    cls: str = ""
 
     def __str__(self) -> str:
-        return " ".join(filter(None, (self.name, self.mesh, self.mode, self.extra)))
+        return " ".join(filter(None, (self.cls or self.name, self.mesh, self.mode, self.extra)))
 
     @functools.cached_property
     def entry(self) -> _models.Entry:
-        return next(each for each in _models.entries("transformers") if each.name == self.name)
+        entry = next(each for each in _models.entries("transformers") if each.name == self.name)
+        return dataclasses.replace(entry, cls=self.cls or entry.cls)
 
     def make_model(self) -> nn.Module:
         return _models.build(self.entry)
 
     def make_batch(self, step: int) -> Any:
         made = _models.batch(self.entry, self.entry.labels, self.extra, step)
-        return {name: x[:, :_ODD] if x.dtype == torch.int64 and x.ndim == 2 else x for name, x in made.items()}
+        return {name: x[:, :_ODD].contiguous() if x.dtype == torch.int64 and x.ndim == 2 else x for name, x in made.items()}
 
     def report(self, **changes: Any) -> Report:
         rules = sl.layouts.for_model(self.make_model(), self.mode)
