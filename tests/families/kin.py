@@ -52,7 +52,17 @@ class Kin:
 
     def make_batch(self, step: int) -> Any:
         made = _models.batch(self.entry, self.entry.labels, self.extra, step)
-        return {name: x[:, :_ODD].contiguous() if x.dtype == torch.int64 and x.ndim == 2 else x for name, x in made.items()}
+        made = {name: x[:, :_ODD].contiguous() if x.dtype == torch.int64 and x.ndim == 2 else x for name, x in made.items()}
+        return self._with_places_of_images(made) if self.extra else made
+
+    def _with_places_of_images(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Put an image's tokens before each text; the model takes the rest of its inputs from these."""
+        config = _models.build(self.entry).config
+        of = config.vision_config
+        ids = batch["input_ids"]
+        places = ids.new_full((len(ids), (of.image_size // of.patch_size) ** 2), config.image_token_id)
+        ids = torch.cat([places, ids], 1)
+        return {"input_ids": ids, "pixel_values": batch["pixel_values"], "labels": ids}
 
     def report(self, **changes: Any) -> Report:
         rules = sl.layouts.for_model(self.make_model(), self.mode)
