@@ -4,20 +4,18 @@ ranks."""
 from __future__ import annotations
 
 import dataclasses
-import functools
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-import shardlib as sl
-from shardlib.testing import Report, equivalent
 from shardlib.testing.census import _models
 from shardlib.testing.census._run import mean_loss
 from tests.families.transformer_models import transformers  # noqa: F401  with a torchvision that fits
 
-__all__ = ["Kin"]
+__all__ = ["Kin", "Timm", "kin_of"]
 
 _ODD = 7  # a length of texts that no mesh divides
 
@@ -42,7 +40,7 @@ class Kin:
     def __str__(self) -> str:
         return " ".join(filter(None, (self.cls or self.name, self.mesh, self.mode, self.extra)))
 
-    @functools.cached_property
+    @property
     def entry(self) -> _models.Entry:
         entry = next(each for each in _models.entries("transformers") if each.name == self.name)
         return dataclasses.replace(entry, cls=self.cls or entry.cls)
@@ -52,7 +50,9 @@ class Kin:
 
     def make_batch(self, step: int) -> Any:
         made = _models.batch(self.entry, self.entry.labels, self.extra, step)
-        made = {name: x[:, :_ODD].contiguous() if x.dtype == torch.int64 and x.ndim == 2 else x for name, x in made.items()}
+        made = {
+            name: x[:, :_ODD].contiguous() if x.dtype == torch.int64 and x.ndim == 2 else x for name, x in made.items()
+        }
         return self._with_places_of_images(made) if self.extra else made
 
     def _with_places_of_images(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -64,7 +64,48 @@ class Kin:
         ids = torch.cat([places, ids], 1)
         return {"input_ids": ids, "pixel_values": batch["pixel_values"], "labels": ids}
 
-    def report(self, **changes: Any) -> Report:
-        rules = sl.layouts.for_model(self.make_model(), self.mode)
-        given = {"mesh": self.mesh, "rules": rules, "loss": mean_loss, "steps": 1}
-        return equivalent(self.make_model, self.make_batch, **{**given, **changes})
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return mean_loss(model, batch)
+
+
+def kin_of(family: str, mesh: str, mode: str | None = None) -> Kin:
+    """Return the run of a family, "NAME", "NAME/CLASS" or "NAME/CLASS+EXTRA"."""
+    name, _, more = family.partition("/")
+    cls, _, extra = more.partition("+")
+    return Kin(name, mesh, mode, extra, cls)
+
+
+@dataclass(frozen=True)
+class Timm:
+    """One training run of timm's VisionTransformer.
+
+    Attributes:
+        settings: arguments of the class, beside those that make it small.
+    """
+
+    mesh: str
+    mode: str | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, ("timm", self.mesh, self.mode, *(name for name, _ in self.settings))))
+
+    def make_model(self) -> nn.Module:
+        timm = importlib.import_module("timm.models.vision_transformer")
+        made: nn.Module = timm.VisionTransformer(
+            img_size=8,
+            patch_size=4,
+            embed_dim=16,
+            depth=2,
+            num_heads=4,
+            mlp_ratio=2.0,
+            num_classes=3,
+            **dict(self.settings),
+        )
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        return made.train()
+
+    def make_batch(self, step: int) -> torch.Tensor:
+        return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
