@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.testing.census import _models
+from shardlib.testing.census import Entry, entries
+from shardlib.testing.census._models import batch, build
 from shardlib.testing.census._run import mean_loss
 from tests.families.transformer_models import transformers  # noqa: F401  with a torchvision that fits
 
@@ -41,15 +42,15 @@ class Kin:
         return " ".join(filter(None, (self.cls or self.name, self.mesh, self.mode, self.extra)))
 
     @property
-    def entry(self) -> _models.Entry:
-        entry = next(each for each in _models.entries("transformers") if each.name == self.name)
+    def entry(self) -> Entry:
+        entry = next(each for each in entries("transformers") if each.name == self.name)
         return dataclasses.replace(entry, cls=self.cls or entry.cls)
 
     def make_model(self) -> nn.Module:
-        return _models.build(self.entry)
+        return build(self.entry)
 
     def make_batch(self, step: int) -> Any:
-        made = _models.batch(self.entry, self.entry.labels, self.extra, step)
+        made = batch(self.entry, self.entry.labels, self.extra, step)
         made = {
             name: x[:, :_ODD].contiguous() if x.dtype == torch.int64 and x.ndim == 2 else x for name, x in made.items()
         }
@@ -57,7 +58,7 @@ class Kin:
 
     def _with_places_of_images(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put an image's tokens before each text; the model takes the rest of its inputs from these."""
-        config = _models.build(self.entry).config
+        config = build(self.entry).config
         of = config.vision_config
         ids = batch["input_ids"]
         places = ids.new_full((len(ids), (of.image_size // of.patch_size) ** 2), config.image_token_id)
