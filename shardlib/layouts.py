@@ -1,17 +1,21 @@
-"""Layout files: rules for one model family each, found by name, by path, or by the class of a model."""
+"""Layout files: rules for one model family each, found by name, by path, or by the class or the modules of a model."""
 
 from __future__ import annotations
 
 import tomllib
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 from torch import nn
 
+from shardlib._log import log
+from shardlib._mesh import MeshShape
 from shardlib.errors import RuleError, nearest, warn
 from shardlib.rules import Rules, register_tensor_mode
 from shardlib.rules._adapters import has_adapters, without_adapters
+from shardlib.rules._resolve import Resolver
 from shardlib.rules.foreign import has_tp_plan
 from shardlib.rules.suggest import suggest
 
@@ -55,10 +59,13 @@ def load(name: str | Path, mode: str | None = None) -> Rules:
 
 
 def for_model(model: nn.Module, mode: str | None = None) -> Rules:
-    """Find rules for a model: the layout file for its class or a base class; else the plan that the model carries for
-    its blocks (`tp_plan` of Hugging Face models); else a suggestion, with a `SuggestedLayoutWarning`. For a model with
-    peft adapters, the rules are those of the model without, which lay out adapters too. With `mode`, the rules are in
-    that mode.
+    """Find rules for a model: the layout file for its class or a base class; else a layout file that fits its modules;
+    else the plan that the model carries for its blocks (`tp_plan` of Hugging Face models); else a suggestion, with a
+    `SuggestedLayoutWarning`. For a model with peft adapters, the rules are those of the model without, which lay out
+    adapters too. With `mode`, the rules are in that mode.
+
+    A file fits if each of its rules that is not optional matches, and each parameter has a rule. Of several files the
+    one fits best in which the fewest rules match nothing.
 
     Raises:
         RuleError: the rules do not have that mode, two files are for the same class, the model's own plan cannot be
@@ -74,6 +81,9 @@ def for_model(model: nn.Module, mode: str | None = None) -> Rules:
     for cls in type(model).__mro__:
         if found := _files_for(cls):
             return load(found[0], mode)
+    if (fitting := _file_that_fits(model)) is not None:
+        log.info('rules of layout file "%s" for %s, whose modules they fit', fitting, type(model).__qualname__)
+        return load(fitting, mode)
     if has_tp_plan(model):
         return _in_mode(Rules.from_tp_plan(model), mode)
     if has_adapters(model):
@@ -105,6 +115,17 @@ def _files_for(cls: type) -> list[str]:
             f"one with shardlib.layouts.load({names[0]!r})."
         )
     return names
+
+
+def _file_that_fits(model: nn.Module) -> str | None:
+    """Return the file that fits the modules of a model best, by their names, kinds and sizes."""
+    idle: dict[str, int] = {}
+    for name, rules in _files().items():
+        with suppress(RuleError):
+            resolver = Resolver(rules, model, MeshShape("dp=1"))
+            resolver.resolution()
+            idle[name] = sum(match.empty for match in resolver.matches.values())
+    return min(idle, key=idle.__getitem__, default=None)
 
 
 def _names_class(entry: str, cls: type) -> bool:

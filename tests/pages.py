@@ -104,12 +104,15 @@ def _type(line: str, folder: Path) -> str:
     if words[0] == "torchrun" and not expected:
         return _torchrun(words[1:], folder)
     if words[0] == "shardlib" and words[1] in _HERE and not {">", "|"} & set(words):
+        ranks = shared_pool(MeshShape(words[words.index("--mesh") + 1]).world_size) if words[1] == "prove" else None
         let_torchvision_in()  # transformers imports it by the way
+        if ranks:
+            ranks.run(let_torchvision_in)
         printed = StringIO()
         with imports_of(folder), redirect_stdout(printed), redirect_stderr(printed):
             code = main(words[1:])
-        if words[1] == "prove":
-            shared_pool(MeshShape(words[words.index("--mesh") + 1]).world_size).run(forget, folder)
+        if ranks:
+            ranks.run(forget, folder)
         assert code == expected, f"{line}: exit code {code}\n{printed.getvalue()}"
         return printed.getvalue()
     if expected:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -121,16 +121,11 @@ def _refuse_module(name: str, module: nn.Module, own: list[Row], rows: Sequence[
 
 
 def _takes_tokens(module: nn.Module) -> bool:
-    """Return whether a forward takes three tensors and has no other required argument."""
+    """Return whether a forward takes three tensors, which may have defaults, and has no other required argument."""
     try:
-        given = list(_positional(inspect.signature(module.forward)))
+        given = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
         return False
-    return len(given) == 3
-
-
-def _positional(signature: inspect.Signature) -> Iterator[inspect.Parameter]:
-    for parameter in signature.parameters.values():
-        positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        if positional and parameter.default is parameter.empty:
-            yield parameter
+    positional = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    return len(required) == 3 or len(required) < 3 == len(positional)

@@ -14,6 +14,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.testing import assert_equivalent
+from shardlib.transforms import parse
 from tests.engine.whole import gradients
 from tests.families.transformer_models import FAMILIES, MIXTURE, transformers
 
@@ -45,7 +46,7 @@ class Case:
         return model
 
     def made(self) -> Iterator[Any]:
-        return map(sl.transforms.parse, filter(None, [self.transforms]))
+        return map(parse, filter(None, [self.transforms]))
 
 
 def batch(step: int, **more: Any) -> Any:

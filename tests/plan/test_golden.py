@@ -89,6 +89,28 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "deepseek",
         "dp=2,ep=2,tp=2",
     ),
+    "gpt_neox": (_hugging_face("GPTNeoXForCausalLM", "GPTNeoXConfig", **_TEXT, **_HEADS), "gpt_neox", "dp=2,tp=2"),
+    "bart": (
+        _hugging_face(
+            "BartForConditionalGeneration",
+            "BartConfig",
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            **_TEXT,
+        ),
+        "bart",
+        "tp=2",
+    ),
+    "gpt_oss": (
+        _hugging_face("GptOssForCausalLM", "GptOssConfig", num_local_experts=4, head_dim=8, **_GROUPED),
+        "gpt_oss",
+        "dp=2,ep=2,tp=2",
+    ),
     "mixtral": (
         _hugging_face("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, **_GROUPED),
         "mixtral",

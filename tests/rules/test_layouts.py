@@ -104,6 +104,7 @@ def test_without_a_file_the_plan_that_the_model_carries_is_used() -> None:
     )
     with torch.device("meta"):
         model = transformers.OlmoForCausalLM(config)
+        model.model.scale = torch.nn.Parameter(torch.ones(1))  # fits no file
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert layouts.for_model(model) == Rules.from_tp_plan(model)
