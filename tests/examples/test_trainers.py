@@ -42,10 +42,12 @@ def hosts_own(script: str) -> tuple[str, int]:
 
 
 def weights(saved: Path) -> dict[str, torch.Tensor]:
-    """Return the weights that a script has saved in a file, or in a folder."""
-    if saved.is_dir():
-        return load_file(saved / "model.safetensors")
-    return torch.load(saved, weights_only=True)["state_dict"]
+    """Return the weights that a script has saved in a file, or in a folder, but not the biases of keys.
+
+    A bias of all keys changes no attention: its gradient is zero but for roundings, and AdamW makes steps of them.
+    """
+    found = load_file(saved / "model.safetensors") if saved.is_dir() else torch.load(saved)["state_dict"]
+    return {name: weight for name, weight in found.items() if not name.endswith("key.bias")}
 
 
 def _run(script: str, text: str, processes: int, folder: Path) -> tuple[dict[str, torch.Tensor], str]:
