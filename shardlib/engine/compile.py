@@ -281,9 +281,17 @@ def _give_up(name: str, same_class: dict[str, nn.Module], reason: str, report: C
 
 
 def _reason(error: Exception) -> str:
-    """Return the first informative line of an error; a backend's error begins with a line that only names it."""
+    """Return the first informative line of an error.
+
+    A backend's error begins with a line that only names it; a class of exception may stand on a line of its own.
+
+    >>> _reason(RuntimeError("backend='x' raised:\nNotImplementedError: \nno such kernel\nmore"))
+    'NotImplementedError: no such kernel'
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[1] if lines[0].endswith("raised:") and len(lines) > 1 else lines[0]
+    if lines[0].endswith("raised:") and len(lines) > 1:
+        del lines[0]
+    return " ".join(lines[:2]) if lines[0].endswith("Error:") else lines[0]
 
 
 def _mutable_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
