@@ -281,7 +281,7 @@ def _give_up(name: str, same_class: dict[str, nn.Module], reason: str, report: C
 
 
 def _reason(error: Exception) -> str:
-    """Return the first informative line of an error.
+    r"""Return the first informative line of an error.
 
     A backend's error begins with a line that only names it; a class of exception may stand on a line of its own.
 
