@@ -1,6 +1,6 @@
 """The names that `import shardlib` offers, each with its module: read by type checkers, and by the package itself."""
 
-from . import errors as errors, layouts as layouts
+from . import errors as errors, layouts as layouts, transforms as transforms
 from ._mesh import (
     MeshShape as MeshShape,
     mesh as mesh,
