@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -100,15 +101,26 @@ def prove(options: argparse.Namespace) -> int:
     if type(model).forward is nn.Module.forward:
         raise UsageError(f'"{options.model}" names tensors without a forward to run; give a class or a function.')
     example = inputs.read(options.example) or inputs.of_model(model, shape)
-    report = equivalent(
-        functools.partial(load_model, options.model, "cpu"),
-        functools.partial(inputs.drawn, inputs.of_all_ranks(example, shape.data_ranks), inputs.smallest_table(model)),
-        shape,
-        _rules(options, model),
-        transforms=[_transform(text) for text in options.transform or ()],
-        steps=options.steps,
-        dtype=getattr(torch, options.dtype),
-    )
+    try:
+        report = equivalent(
+            functools.partial(load_model, options.model, "cpu"),
+            functools.partial(
+                inputs.drawn, inputs.of_all_ranks(example, shape.data_ranks), inputs.smallest_table(model)
+            ),
+            shape,
+            _rules(options, model),
+            transforms=[_transform(text) for text in options.transform or ()],
+            steps=options.steps,
+            dtype=getattr(torch, options.dtype),
+        )
+    except Exception as error:
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        if "on the single device" not in notes:
+            raise
+        raise UsageError(
+            f"The model fails on this example before anything is sharded{_last_line_outside(notes)}: "
+            f"{type(error).__name__}: {error}. Give --example the shapes and dtypes that its forward takes."
+        ) from error
     if options.json:
         worst = {kind: dataclasses.asdict(difference) for kind, difference in report.worst().items()}
         gathered = list(report.gathered)
@@ -118,6 +130,17 @@ def prove(options: argparse.Namespace) -> int:
     else:
         print(report)
     return 0 if report else 1
+
+
+def _last_line_outside(traceback: str) -> str:
+    """Name the last line of a traceback that is neither torch's nor shardlib's.
+
+    >>> _last_line_outside('File "net.py", line 9, in forward\\n  File "site/torch/nn/modules/conv.py", line 1, in call')
+    ' (net.py, line 9)'
+    """
+    lines = re.findall(r'File "(.+)", line (\d+)', traceback)
+    own = [(file, line) for file, line in lines if not {"torch", "shardlib"} & {*Path(file).parts}]
+    return " ({}, line {})".format(*own[-1]) if own else ""
 
 
 def init(options: argparse.Namespace) -> int:

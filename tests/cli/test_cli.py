@@ -374,6 +374,10 @@ def test_prove_compares_training_with_one_device(run: Run, mlp_layout: Path):
     assert out.startswith("NOT equivalent") and "First difference, step 0: the ou" in out
     said = json.loads(run(*wrong, "--json")[1])
     assert not said["equivalent"] and said["worst"]["output"]["error"] > 0.4
+    code, out, err = run(*wrong[:-1], "x=2x3:float64")
+    assert (code, out) == (2, "")
+    assert err.startswith("shardlib: The model fails on this example before anything is sharded (")
+    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in err
 
 
 @pytest.mark.parametrize(
