@@ -174,15 +174,18 @@ def test_a_seq2seq_trainer_generates_as_in_one_process(tmp_path: Path, way: str)
 @pytest.mark.parametrize("options", [{"bf16": True}, {"activation_checkpointing": True}], ids=["bf16", "checkpointing"])
 @pytest.mark.covering
 def test_other_arguments_mean_what_they_mean_in_one_process(tmp_path: Path, way: str, options: dict[str, Any]):
-    """In bf16, norms of gradients of a mixture of experts part after some steps, by 4 %; its losses do not."""
+    """In bf16, the first step differs by the rounding of one pass. Later, a router near a tie sends tokens elsewhere and
+    AdamW enlarges small gradients: one process whose weights were changed by a thousandth parts from itself by 17 % in
+    the norm of gradients and by 2 % in losses, so that only losses of experts are compared then."""
     options = {**options, "model_class": model_for(way)}
     exact = run(None, str(tmp_path / "alone"), **options)
-    near = {"rtol": 2e-2, "atol": 2e-2} if "bf16" in options else {"rtol": 1e-10, "atol": 1e-10}
+    bf16 = "bf16" in options
     for ran in _on_ranks(way, tmp_path / "run", **options):
-        for log, exact_log in zip(ran.logs, exact.logs, strict=True):
-            compared = log.keys() - ({"grad_norm"} if "ep" in way and "bf16" in options else set())
+        for step, (log, exact_log) in enumerate(zip(ran.logs, exact.logs, strict=True)):
+            near = 1e-10 if not bf16 else 2**-7 if step == 0 else 2e-2
+            compared = log.keys() - ({"grad_norm"} if "ep" in way and bf16 and step else set())
             for name in compared:
-                torch.testing.assert_close(log[name], exact_log[name], **near)
+                torch.testing.assert_close(log[name], exact_log[name], rtol=near, atol=near)
 
 
 @pytest.mark.deep
