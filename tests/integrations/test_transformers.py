@@ -101,6 +101,17 @@ def test_the_best_model_is_loaded_and_transformers_reads_it(tmp_path: Path):
     assert names == sorted([*(path.name for path in (tmp_path / "alone").iterdir()), "final"])
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_resume_on_another_mesh_and_the_best_ones_are_loaded(tmp_path: Path):
+    options = {**STEPS, "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "adapt": True}
+    options["learning_rate"] = 0.1
+    exact = run(None, str(tmp_path / "alone"), **options)
+    _on_ranks("dp", tmp_path / "run", stop_at=8, **options)
+    assert (tmp_path / "run" / "checkpoint-8" / "adapter_model.safetensors").exists()
+    for ran in _on_ranks("dp x tp", tmp_path / "run", resume=True, **options):
+        _equal(ran, exact)
+
+
 def test_label_smoothing_is_that_of_one_process(tmp_path: Path):
     """transformers sums the smoothed part in float32."""
     options = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 3}
@@ -174,9 +185,9 @@ def test_a_seq2seq_trainer_generates_as_in_one_process(tmp_path: Path, way: str)
 @pytest.mark.parametrize("options", [{"bf16": True}, {"activation_checkpointing": True}], ids=["bf16", "checkpointing"])
 @pytest.mark.covering
 def test_other_arguments_mean_what_they_mean_in_one_process(tmp_path: Path, way: str, options: dict[str, Any]):
-    """In bf16, the first step differs by the rounding of one pass. Later, a router near a tie sends tokens elsewhere and
-    AdamW enlarges small gradients: one process whose weights were changed by a thousandth parts from itself by 17 % in
-    the norm of gradients and by 2 % in losses, so that only losses of experts are compared then."""
+    """In bf16, the first step differs by the rounding of one pass. Later, a router near a tie sends tokens elsewhere,
+    and AdamW enlarges small gradients: after a change of its weights by 1e-3, one process parts from itself by 17 % in
+    the norm of gradients and by 2 % in losses. Therefore, after the first step, only losses of experts are compared."""
     options = {**options, "model_class": model_for(way)}
     exact = run(None, str(tmp_path / "alone"), **options)
     bf16 = "bf16" in options
