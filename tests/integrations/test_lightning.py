@@ -13,13 +13,18 @@ from shardlib.errors import ShardlibError
 from tests.integrations.lightning_training import (
     CASES,
     DEEP,
+    EXPERTS,
     KINDS,
+    MIXTURES,
     Lit,
     Trained,
     alone,
     fit,
     grid,
+    in_bfloat16,
     language,
+    mixture_resumed,
+    mixtures,
     trained,
     trainer,
 )
@@ -57,10 +62,6 @@ def resumed(folder: str, kind: str | None, path: str) -> Trained:
     return trained("plain", folder, kind, resume=path, max_epochs=2)
 
 
-def in_bfloat16(folder: str, kind: str | None) -> Trained:
-    return trained("plain", folder, kind, precision="bf16-mixed")
-
-
 def test_each_kind_of_sharding_has_the_numbers_of_one_process(ranks, tmp_path):
     """Rank 0 alone has the first weights; a kind resumes from the checkpoint of another one."""
     (exact,) = ranks(1).run(alone, [*CASES], str(tmp_path / "alone"), timeout=300)
@@ -71,11 +72,20 @@ def test_each_kind_of_sharding_has_the_numbers_of_one_process(ranks, tmp_path):
         assert_equal(run, exact["resumed"], "resumed from one process")
     (run,) = ranks(1).run(resumed, str(tmp_path), None, everywhere[0]["tp=2"]["plain"].checkpoint)
     assert_equal(run, exact["resumed"], "resumed on one process")
-    # Autocast rounds the same products in another order.
-    (rounded,) = ranks(1).run(in_bfloat16, str(tmp_path), None)
-    for run in ranks(2).run(in_bfloat16, str(tmp_path), "tp=2"):
-        torch.testing.assert_close(run.losses, rounded.losses, rtol=2**-8, atol=2**-8)
-        assert run.losses != exact["plain"].losses
+    assert_near_in_bfloat16(ranks, {"tp=2": "plain"}, tmp_path, exact)
+
+
+def assert_near_in_bfloat16(ranks: Any, cases: dict[str, str], folder: Any, exact: dict[str, Trained]) -> None:
+    """Autocast rounds the same products in another order."""
+    for case in {*cases.values()}:
+        of_case = {kind: one for kind, one in cases.items() if one == case}
+        (rounded,) = ranks(1).run(in_bfloat16, {None: case}, str(folder))
+        assert rounded[None] != exact[case].losses
+        (world,) = {sl.MeshShape((KINDS | DEEP | EXPERTS)[kind][0]).world_size for kind in of_case}
+        for losses in ranks(world).run(in_bfloat16, of_case, str(folder), timeout=500):
+            for kind, own in losses.items():
+                told = functools.partial("{} in {}: {}".format, case, kind)
+                torch.testing.assert_close(own, rounded[None], rtol=2**-8, atol=2**-8, msg=told)
 
 
 REFUSED = {
@@ -157,3 +167,27 @@ def test_all_kinds_have_the_numbers_of_one_process(ranks, tmp_path):
     (exact,) = ranks(1).run(alone, [*CASES], str(tmp_path / "alone"), timeout=300)
     assert_all_equal(ranks(4).run(grid, {kind: [*CASES] for kind in DEEP}, str(tmp_path / "four"), timeout=900), exact)
     assert_all_equal(ranks(2).run(grid, {kind: [*CASES] for kind in KINDS}, str(tmp_path / "two"), timeout=900), exact)
+    assert_near_in_bfloat16(ranks, dict.fromkeys(DEEP, "plain"), tmp_path, exact)
+    assert_near_in_bfloat16(ranks, dict.fromkeys(KINDS, "plain"), tmp_path, exact)
+
+
+@pytest.mark.deep
+def test_a_mixture_of_experts_has_the_numbers_of_one_process_and_resumes_on_another_mesh(ranks, tmp_path):
+    folder = str(tmp_path)
+    alone = {case: ranks(1).run(trained, case, folder, None, timeout=300)[0] for case in MIXTURES}
+    two = [kind for kind in EXPERTS if sl.MeshShape(EXPERTS[kind][0]).world_size == 2]
+    four = [kind for kind in EXPERTS if kind not in two]
+    on_two = ranks(2).run(mixtures, [*two, "tp=2", "dp=2 fsdp", "dp=2 zero(2)"], folder, timeout=900)
+    on_four = ranks(4).run(mixtures, [*four, "dp=2,tp=2 zero(2)"], folder, timeout=900)
+    assert_all_equal(on_two, alone)
+    assert_all_equal(on_four, alone)
+    (exact,) = ranks(1).run(mixture_resumed, None, folder, alone["mixture"].checkpoint)
+    for world, loaded, path in (
+        (4, "ep=2,tp=2 zero(2)", on_two[0]["ep=2"]["mixture"].checkpoint),
+        (2, "ep=2", on_four[0]["ep=2,tp=2 zero(2)"]["mixture"].checkpoint),
+        (2, "tp=2", on_two[0]["ep=2 zero(2)"]["mixture"].checkpoint),
+    ):
+        for run in ranks(world).run(mixture_resumed, loaded, folder, path, timeout=300):
+            assert_equal(run, exact, f"resumed on {loaded}")
+    assert_near_in_bfloat16(ranks, dict.fromkeys(two, "mixture"), tmp_path, alone)
+    assert_near_in_bfloat16(ranks, dict.fromkeys(four, "mixture"), tmp_path, alone)

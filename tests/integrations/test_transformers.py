@@ -15,9 +15,12 @@ from shardlib.testing import shared_pool
 from tests.families.params import params
 from tests.families.transformer_models import build, transformers
 from tests.integrations.accelerated import model_for, reset
-from tests.integrations.trained import Ran, arguments, fine_tunes, generates, run
+from tests.integrations.trained import Ran, adapters, arguments, fine_tunes, generates, peft, run
 
-from shardlib.integrations.transformers import Sharding, Trainer  # isort: skip  # after torchvision
+from shardlib.integrations.transformers import Sharding, Trainer, _load_weights  # isort: skip  # after torchvision
+
+# peft 0.21 asks transformers 5 by a former name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 WAYS = {
     "tp": ("tp=2", 2),
@@ -101,7 +104,6 @@ def test_the_best_model_is_loaded_and_transformers_reads_it(tmp_path: Path):
     assert names == sorted([*(path.name for path in (tmp_path / "alone").iterdir()), "final"])
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_resume_on_another_mesh_and_the_best_ones_are_loaded(tmp_path: Path):
     options = {**STEPS, "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "adapt": True}
     options["learning_rate"] = 0.1
@@ -110,6 +112,17 @@ def test_adapters_resume_on_another_mesh_and_the_best_ones_are_loaded(tmp_path: 
     assert (tmp_path / "run" / "checkpoint-8" / "adapter_model.safetensors").exists()
     for ran in _on_ranks("dp x tp", tmp_path / "run", resume=True, **options):
         _equal(ran, exact)
+
+
+def test_adapters_of_another_config_or_of_add_adapter_are_refused(tmp_path: Path):
+    few, more = (peft.get_peft_model(build("GPT2LMHeadModel"), adapters("c_attn", *rest)) for rest in ([], ["c_fc"]))
+    few.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"only one of both has .*c_fc.lora_A.*Build the model with"):
+        _load_weights(str(tmp_path), more)
+    added = build("GPT2LMHeadModel")
+    added.add_adapter(adapters("c_attn"))
+    with pytest.raises(PlanError, match=r"Write peft.get_peft_model\(model, config\)"):
+        Trainer(added, arguments(str(tmp_path), 4), sharding="tp=2")
 
 
 def test_label_smoothing_is_that_of_one_process(tmp_path: Path):

@@ -56,6 +56,11 @@ def arguments(folder: str, batch: int, **options: Any) -> transformers.TrainingA
     )
 
 
+def adapters(*layers: str) -> Any:
+    """Return the config of adapters of layers of a GPT-2, which trains its last normalisation beside them."""
+    return peft.LoraConfig(r=4, target_modules=[*layers], fan_in_fan_out=True, modules_to_save=["ln_f"])
+
+
 class _Stops(transformers.TrainerCallback):
     def __init__(self, at: int) -> None:
         self.at = at
@@ -116,8 +121,7 @@ def run(
     model = build_model(model_class).to(dtype)
     model.loss_function = loss_in_float64
     if adapt:
-        layers = ["c_attn", "c_proj", "c_fc"]
-        config = peft.LoraConfig(r=4, target_modules=layers, fan_in_fan_out=True, modules_to_save=["ln_f"])
+        config = adapters("c_attn", "c_proj", "c_fc")
         model = peft.get_peft_model(model, config, autocast_adapter_dtype=False).to(dtype)
     ranks = data_ranks(sharding)
     rows = [{name: row[name] for name in ("input_ids", "labels")} for row in examples()]
