@@ -292,9 +292,9 @@ def mixture_resumed(kind: str | None, folder: str, path: str) -> Trained:
     return trained("mixture", folder, kind, resume=path, max_epochs=2)
 
 
-def in_bfloat16(cases: dict[str | None, str], folder: str) -> dict[str | None, list[float]]:
-    """Return losses of kinds, each in a case, under autocast."""
-    return {kind: trained(case, folder, kind, precision="bf16-mixed").losses for kind, case in cases.items()}
+def in_bfloat16(kinds: list[str | None], case: str, folder: str) -> dict[str | None, list[float]]:
+    """Return losses of kinds in a case, under autocast."""
+    return {kind: trained(case, folder, kind, precision="bf16-mixed").losses for kind in kinds}
 
 
 def trainer(mesh: str = "dp=2", rules: Any = None, *, strategy: Any = None, **options: Any) -> Trainer:
