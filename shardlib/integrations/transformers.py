@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import seed_worker
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, is_peft_available
 
 from shardlib._mesh import MeshLike
 from shardlib.checkpoint import load, save
@@ -21,6 +22,9 @@ from shardlib.integrations import tracking
 from shardlib.integrations._transforms import Transforms
 from shardlib.integrations._versions import warn_if_untested
 from shardlib.integrations.accelerate import Accelerator, inner_optimizer
+
+if is_peft_available():
+    from peft import PeftModel, get_peft_model_state_dict
 
 __all__ = ["Seq2SeqTrainer", "ShardedTrainerMixin", "Sharding", "Trainer"]
 
@@ -219,16 +223,10 @@ class ShardedTrainerMixin:
         """Do nothing: random states are with those of the optimizer."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        model = self.model if model is None else model
-        if _is_adapted(model):
-            raise CheckpointError(
-                f'Resuming from "{resume_from_checkpoint}" was asked for, and the model has adapters of peft. Load '
-                "them by PeftModel.from_pretrained before the trainer is built."
-            )
-        load(resume_from_checkpoint, model)
+        _load_weights(resume_from_checkpoint, self.model if model is None else model)
 
     def _load_best_model(self) -> None:
-        load(self.state.best_model_checkpoint, self.model)  # type: ignore[attr-defined]
+        _load_weights(self.state.best_model_checkpoint, self.model)  # type: ignore[attr-defined]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -249,12 +247,24 @@ class ShardedTrainerMixin:
 
 
 class _LogsPlan(transformers.TrainerCallback):
-    """Tells callbacks that report to trackers about the plan, and no others: it is not a part of the log history."""
+    """Tells callbacks that report to trackers about the plan, and no others: it is not a part of the log history.
+
+    It does so when the first epoch begins, which is after `on_train_begin` of callbacks that were added later too.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._told = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._told = False
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(args, state, control)
+
+    def _tell(self, args: Any, state: Any, control: Any) -> None:
         reporting = tuple(INTEGRATION_TO_CALLBACK.values())
         callbacks: list[Any] = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, reporting)]
         if not callbacks or not state.is_world_process_zero:
@@ -307,12 +317,33 @@ def _refuse(args: Any, model: Any) -> None:
         raise PlanError(f"One process sees {args.n_gpu} GPUs. Start one process for each: torchrun --nproc_per_node.")
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise PlanError("The model was sharded by from_pretrained(distributed_config=...). Load it without.")
-    if args.load_best_model_at_end and _is_adapted(model):
-        raise PlanError(f"load_best_model_at_end was given, and the model has adapters of peft. {_UNTRIED}")
+    if hasattr(model, "peft_config") and not _is_peft_model(model):
+        raise PlanError(
+            f"{type(model).__name__}.add_adapter was called. Write peft.get_peft_model(model, config) instead."
+        )
 
 
-def _is_adapted(model: Any) -> bool:
-    return hasattr(model, "peft_config")
+def _is_peft_model(model: Any) -> bool:
+    return is_peft_available() and isinstance(model, PeftModel)
+
+
+def _load_weights(folder: str, model: Any) -> None:
+    """Load the weights that `save_pretrained` has written: those of the adapters alone, where peft has added some."""
+    if not _is_peft_model(model):
+        load(folder, model)
+        return
+    state = model.state_dict()
+    for adapter in model.peft_config:
+        saved = get_peft_model_state_dict(model, state, adapter, save_embedding_layers=False)
+        name_of = {id(value): name for name, value in state.items()}
+        names = {there: name_of[id(value)] for there, value in saved.items()}
+        file = Path(folder) / ("" if adapter == "default" else adapter) / ADAPTER_SAFE_WEIGHTS_NAME
+        loaded = load(file, model, names=names, strict=False)
+        if wrong := sorted({*names.values()} & {*loaded.missing} | {*loaded.unexpected}):
+            raise CheckpointError(
+                f'"{file}" does not have the tensors of the adapter "{adapter}"; only one of both has {wrong[:8]}. '
+                "Build the model with the peft config that was saved."
+            )
 
 
 warn_if_untested("transformers", transformers.__version__, "5.23")

@@ -24,6 +24,7 @@ class Ran:
     metrics: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    output: torch.dtype | None = None  # of the model
 
 
 def examples(rows: int = ROWS, seed: int = 1) -> list[dict[str, torch.Tensor]]:
@@ -114,6 +115,7 @@ def run(
                     total = _cross_entropy(logits, batch["labels"], "sum")
                     loss = total / count * accumulate * ranks
                     done.losses.append(accelerator.reduce(total.detach()).item())
+                done.output = logits.dtype
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and clip is not None:
                     done.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))

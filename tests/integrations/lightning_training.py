@@ -44,6 +44,15 @@ DEEP: dict[str, tuple[str, Any]] = {
 }
 
 
+# Of a mixture of experts, whose rules are those of its layout file.
+EXPERTS: dict[str, tuple[str, Any]] = {
+    "ep=2": ("ep=2", ()),
+    "ep=2 zero(2)": ("ep=2", "zero(2)"),
+    "ep=2,tp=2 zero(2)": ("ep=2,tp=2", "zero(2)"),
+    "dp=2,ep=2": ("dp=2,ep=2", ()),
+}
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -62,9 +71,12 @@ class Lit(LightningModule):
         self.model = Net()
         self.total = SumMetric()
 
+    def outputs(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
-        return F.mse_loss(self.model(x), y)
+        return F.mse_loss(self.outputs(x), y)
 
     def training_step(self, batch: Any, index: int) -> Any:
         loss = self.loss(batch)
@@ -73,11 +85,11 @@ class Lit(LightningModule):
 
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("val", self.loss(batch), sync_dist=True)
-        self.total.update((self.model(batch[0]) > 0).sum())
+        self.total.update((self.outputs(batch[0]) > 0).sum())
         self.log("total", self.total)
 
     def predict_step(self, batch: Any, index: int) -> torch.Tensor:
-        return self.model(batch[0])
+        return self.outputs(batch[0])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"], eps=1e-4)
@@ -122,12 +134,41 @@ class Late(Lit):
             self.model = Net()
 
 
+class Mixture(Lit):
+    """A mixture of experts, and the mean loss of all tokens of a batch, of which data ranks have unequal numbers."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__(lr)
+        self.model = transformer_models.build("MixtralForCausalLM", experts_implementation="eager")
+
+    def outputs(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens(x), use_cache=False).logits
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        labels = tokens(x).masked_fill(y < 0, -100)[:, 1:].flatten()
+        total = F.cross_entropy(self.outputs(x)[:, :-1].flatten(0, 1), labels, reduction="sum")
+        counts = self.all_gather((labels != -100).sum()).flatten()
+        return total / counts.sum() * len(counts)  # Lightning takes the mean over data ranks
+
+
+def tokens(x: torch.Tensor) -> torch.Tensor:
+    return (x.abs() * 30).long() % 67
+
+
 CASES: dict[str, tuple[Callable[[], Lit], dict[str, Any]]] = {
     "plain": (Lit, {"max_epochs": 1}),
     "accumulation": (Lit, {"max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
     "clipped by value": (Lit, {"max_epochs": 1, "gradient_clip_val": 1e-2, "gradient_clip_algorithm": "value"}),
     "manual": (ByHand, {"max_epochs": 1}),
     "late": (Late, {"max_epochs": 1}),
+}
+
+
+# As above, for kinds with experts too.
+MIXTURES: dict[str, tuple[Callable[[], Lit], dict[str, Any]]] = {
+    "mixture": (Mixture, {"max_epochs": 1}),
+    "mixture, accumulation": (Mixture, {"max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
 }
 
 
@@ -177,7 +218,7 @@ def trained(
     case: str, folder: str, kind: str | None, *, resume: str | None = None, precision: str = "64-true", **options: Any
 ) -> Trained:
     """Train by a kind of sharding, or on one process without shardlib; `resume` is the path of a checkpoint."""
-    make, settings = CASES[case]
+    make, settings = (CASES | MIXTURES)[case]
     torch.manual_seed(0)
     # On one process, Lightning loads a checkpoint before it converts the model.
     dtype = torch.float64 if precision == "64-true" else torch.float32
@@ -186,10 +227,10 @@ def trained(
     world = shares = 1
     if kind is not None:
         os.environ["TORCHELASTIC_RUN_ID"] = "torchrun"  # the pool sets the other variables of torchrun
-        mesh, transforms = (KINDS | DEEP)[kind]
+        mesh, transforms = (KINDS | DEEP | EXPERTS)[kind]
         shape = sl.MeshShape(mesh)
         world, shares = shape.world_size, shape.data_ranks
-        rules = RULES if shape.model_axes else None
+        rules = RULES if shape.model_axes and case in CASES else None
         strategy = ShardlibStrategy(mesh, rules, transforms=transforms, lazy=case == "late")
         torch.manual_seed(torch.distributed.get_rank())  # the values of rank 0 are what counts
         model = make().to(dtype)
@@ -240,6 +281,20 @@ def alone(cases: list[str], folder: str) -> dict[str, Trained]:
     found = {case: trained(case, folder, None) for case in cases}
     found["resumed"] = trained("plain", folder, None, resume=found["plain"].checkpoint, max_epochs=2)
     return found
+
+
+def mixtures(kinds: list[str], folder: str) -> dict[str, dict[str, Trained]]:
+    """Train a mixture of experts by kinds of one size."""
+    return {kind: {case: trained(case, folder, kind) for case in MIXTURES} for kind in kinds}
+
+
+def mixture_resumed(kind: str | None, folder: str, path: str) -> Trained:
+    return trained("mixture", folder, kind, resume=path, max_epochs=2)
+
+
+def in_bfloat16(kinds: list[str | None], case: str, folder: str) -> dict[str | None, list[float]]:
+    """Return losses of kinds in a case, under autocast."""
+    return {kind: trained(case, folder, kind, precision="bf16-mixed").losses for kind in kinds}
 
 
 def trainer(mesh: str = "dp=2", rules: Any = None, *, strategy: Any = None, **options: Any) -> Trainer:

@@ -41,11 +41,12 @@ def assert_page(folder: Path) -> None:
 def test_a_trainer_of_transformers_reports_to_tensorboard_and_keeps_its_log_history(tmp_path: Path, ranks):
     for names in ranks(4).run(by_transformers, str(tmp_path)):
         assert names == ["grad_norm", "learning_rate", "loss"]
-    scalars, texts = board(tmp_path)
-    assert_has_plan(scalars, "train/")
-    assert "Plan on dp=2,tp=2" in texts["train/plan/text_summary"]
-    assert scalars["train/train_samples_per_second"][0] > 0
-    assert_page(tmp_path)
+    for folder in (tmp_path / "asked", tmp_path / "added"):
+        scalars, texts = board(folder)
+        assert_has_plan(scalars, "train/")
+        assert "Plan on dp=2,tp=2" in texts["train/plan/text_summary"]
+        assert scalars["train/train_samples_per_second"][0] > 0
+        assert_page(folder)
 
 
 def test_trackers_of_accelerate_get_the_plan_and_throughput(tmp_path: Path, ranks):

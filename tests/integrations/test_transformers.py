@@ -15,9 +15,12 @@ from shardlib.testing import shared_pool
 from tests.families.params import params
 from tests.families.transformer_models import build, transformers
 from tests.integrations.accelerated import model_for, reset
-from tests.integrations.trained import Ran, arguments, fine_tunes, generates, run
+from tests.integrations.trained import Ran, adapters, arguments, fine_tunes, generates, peft, run
 
-from shardlib.integrations.transformers import Sharding, Trainer  # isort: skip  # after torchvision
+from shardlib.integrations.transformers import Sharding, Trainer, _load_weights  # isort: skip  # after torchvision
+
+# peft 0.21 asks transformers 5 by a former name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 WAYS = {
     "tp": ("tp=2", 2),
@@ -101,6 +104,27 @@ def test_the_best_model_is_loaded_and_transformers_reads_it(tmp_path: Path):
     assert names == sorted([*(path.name for path in (tmp_path / "alone").iterdir()), "final"])
 
 
+def test_adapters_resume_on_another_mesh_and_the_best_ones_are_loaded(tmp_path: Path):
+    options = {**STEPS, "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "adapt": True}
+    options["learning_rate"] = 0.1
+    exact = run(None, str(tmp_path / "alone"), **options)
+    _on_ranks("dp", tmp_path / "run", stop_at=8, **options)
+    assert (tmp_path / "run" / "checkpoint-8" / "adapter_model.safetensors").exists()
+    for ran in _on_ranks("dp x tp", tmp_path / "run", resume=True, **options):
+        _equal(ran, exact)
+
+
+def test_adapters_of_another_config_or_of_add_adapter_are_refused(tmp_path: Path):
+    few, more = (peft.get_peft_model(build("GPT2LMHeadModel"), adapters("c_attn", *rest)) for rest in ([], ["c_fc"]))
+    few.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"only one of both has .*c_fc.lora_A.*Build the model with"):
+        _load_weights(str(tmp_path), more)
+    added = build("GPT2LMHeadModel")
+    added.add_adapter(adapters("c_attn"))
+    with pytest.raises(PlanError, match=r"Write peft.get_peft_model\(model, config\)"):
+        Trainer(added, arguments(str(tmp_path), 4), sharding="tp=2")
+
+
 def test_label_smoothing_is_that_of_one_process(tmp_path: Path):
     """transformers sums the smoothed part in float32."""
     options = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 3}
@@ -174,15 +198,18 @@ def test_a_seq2seq_trainer_generates_as_in_one_process(tmp_path: Path, way: str)
 @pytest.mark.parametrize("options", [{"bf16": True}, {"activation_checkpointing": True}], ids=["bf16", "checkpointing"])
 @pytest.mark.covering
 def test_other_arguments_mean_what_they_mean_in_one_process(tmp_path: Path, way: str, options: dict[str, Any]):
-    """In bf16, norms of gradients of a mixture of experts part after some steps, by 4 %; its losses do not."""
+    """In bf16, the first step differs by the rounding of one pass. Later, a router near a tie sends tokens elsewhere,
+    and AdamW enlarges small gradients: after a change of its weights by 1e-3, one process parts from itself by 17 % in
+    the norm of gradients and by 2 % in losses. Therefore, after the first step, only losses of experts are compared."""
     options = {**options, "model_class": model_for(way)}
     exact = run(None, str(tmp_path / "alone"), **options)
-    near = {"rtol": 2e-2, "atol": 2e-2} if "bf16" in options else {"rtol": 1e-10, "atol": 1e-10}
+    bf16 = "bf16" in options
     for ran in _on_ranks(way, tmp_path / "run", **options):
-        for log, exact_log in zip(ran.logs, exact.logs, strict=True):
-            compared = log.keys() - ({"grad_norm"} if "ep" in way and "bf16" in options else set())
+        for step, (log, exact_log) in enumerate(zip(ran.logs, exact.logs, strict=True)):
+            near = 1e-10 if not bf16 else 2**-7 if step == 0 else 2e-2
+            compared = log.keys() - ({"grad_norm"} if "ep" in way and bf16 and step else set())
             for name in compared:
-                torch.testing.assert_close(log[name], exact_log[name], **near)
+                torch.testing.assert_close(log[name], exact_log[name], rtol=near, atol=near)
 
 
 @pytest.mark.deep

@@ -15,15 +15,19 @@ from tests.integrations.trained import run
 
 from accelerate.tracking import GeneralTracker, on_main_process  # isort: skip
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # isort: skip
+from transformers.integrations import TensorBoardCallback  # isort: skip
 from shardlib.integrations.lightning import ShardingMonitor, ShardlibStrategy  # isort: skip
 
 RULES = {"up": "colwise", "down": "rowwise", "norm": None}
 
 
 def by_transformers(folder: str) -> list[str]:
-    """Return the names in the log history of a Trainer that reports to TensorBoard."""
-    ran = run("dp=2,tp=2 | zero(2)", folder, report_to=["tensorboard"], max_steps=2)
-    return sorted({name for entry in ran.logs for name in entry})
+    """Return the names in the log history of two Trainers that report to TensorBoard: as asked for by an argument, and
+    by a callback that is added when the trainer has been built."""
+    sharding = "dp=2,tp=2 | zero(2)"
+    asked = run(sharding, f"{folder}/asked", report_to=["tensorboard"], max_steps=2)
+    added = run(sharding, f"{folder}/added", late=[TensorBoardCallback()], max_steps=2)
+    return sorted({name for ran in (asked, added) for entry in ran.logs for name in entry})
 
 
 class InMemory(GeneralTracker):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,8 @@ import shardlib as sl
 from tests.families.transformer_models import build
 from tests.integrations.accelerated import BATCH, build_model, examples, reset
 
-import transformers  # isort: skip  # after what makes torchvision importable
+import peft  # isort: skip  # after what makes torchvision importable
+import transformers  # isort: skip
 
 
 @dataclass
@@ -54,6 +56,11 @@ def arguments(folder: str, batch: int, **options: Any) -> transformers.TrainingA
     )
 
 
+def adapters(*layers: str) -> Any:
+    """Return the config of adapters of layers of a GPT-2, which trains its last normalisation beside them."""
+    return peft.LoraConfig(r=4, target_modules=[*layers], fan_in_fan_out=True, modules_to_save=["ln_f"])
+
+
 class _Stops(transformers.TrainerCallback):
     def __init__(self, at: int) -> None:
         self.at = at
@@ -86,6 +93,8 @@ def run(
     first: str = "",
     then: str = "",
     model_class: str = "GPT2LMHeadModel",
+    adapt: bool = False,
+    late: Sequence[transformers.TrainerCallback] = (),
     **options: Any,
 ) -> Ran:
     """Train a small model in float64, or in float32 for bf16.
@@ -100,6 +109,8 @@ def run(
         first: what to do before training: "evaluate".
         then: what to do after it: "predict", "save".
         model_class: of transformers.
+        adapt: train adapters of peft.
+        late: callbacks that are added once the trainer is built.
         **options: training arguments.
     """
     reset()
@@ -109,6 +120,9 @@ def run(
     torch.manual_seed(0)
     model = build_model(model_class).to(dtype)
     model.loss_function = loss_in_float64
+    if adapt:
+        config = adapters("c_attn", "c_proj", "c_fc")
+        model = peft.get_peft_model(model, config, autocast_adapter_dtype=False).to(dtype)
     ranks = data_ranks(sharding)
     rows = [{name: row[name] for name in ("input_ids", "labels")} for row in examples()]
     trainer = kind(
@@ -120,8 +134,8 @@ def run(
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         **more,
     )
-    if stop_at:
-        trainer.add_callback(_Stops(stop_at))
+    for callback in (*late, *([_Stops(stop_at)] if stop_at else [])):
+        trainer.add_callback(callback)
     done = Ran()
     if first == "evaluate":
         trainer.evaluate()
