@@ -1,7 +1,7 @@
 """What transformers' Trainer, Accelerate and Lightning do by their own means of sharding, beside one process.
 
     python benchmarks/own_means.py             # some minutes on two cores; prints a table
-    python benchmarks/own_means.py --only lightning
+    python benchmarks/own_means.py --only lightning [--quick] [--json FILE]
 
 A small Llama (Mixtral for experts, two linear layers for Lightning) with random weights is trained in float32 for a few
 steps, on ranks over gloo, and on one process. A cell says that losses are equal to 1e-3, how far they are off, or the
@@ -20,6 +20,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from _report import parser, write
 
 ROWS, LENGTH, BATCH, VOCABULARY, STEPS = 24, 10, 4, 64, 6
 SECONDS = 120
@@ -257,23 +259,30 @@ def said(found: dict[str, Any], exact: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", choices=HOSTS)
-    parser.add_argument("--child", nargs=3)
-    args = parser.parse_args()
+    p = parser(__doc__)
+    p.add_argument("--only", choices=HOSTS)
+    p.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    args = p.parse_args()
     if args.child:
         host, way, folder = args.child
         child(host, way, Path(folder))
-    print(", ".join(f"{name} {version(name)}" for name in ("torch", *HOSTS)))
+    versions = {name: version(name) for name in ("torch", *HOSTS)}
+    print(", ".join(f"{name} {number}" for name, number in versions.items()))
     print(f"| host | mesh | {' | '.join(TRAININGS)} |\n|---|---|{'---|' * len(TRAININGS)}", flush=True)
+    results: dict[str, dict[str, list[str]]] = {}
     for host in [args.only] if args.only else HOSTS:
         exact = trained(host, "alone")
         for way in [way for way in WAYS if way != "alone" and (way != "ep=2" or host == "transformers")]:
+            if args.quick and way != "tp=2":
+                continue
             if way == "ep=2":
                 exact = trained(host, "alone", experts=True)
             found = trained(host, way, experts=way == "ep=2")
             cells = [said(found[training], exact[training]) for training in TRAININGS]
+            results.setdefault(host, {})[way] = cells
             print(f"| {host} | `{way}` | {' | '.join(cells)} |", flush=True)
+    if args.json:
+        write(args.json, results, **versions)
 
 
 if __name__ == "__main__":

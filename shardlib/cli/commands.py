@@ -135,7 +135,7 @@ def prove(options: argparse.Namespace) -> int:
 def _last_line_outside(traceback: str) -> str:
     """Name the last line of a traceback that is neither torch's nor shardlib's.
 
-    >>> _last_line_outside('File "net.py", line 9, in forward\\n  File "site/torch/nn/modules/conv.py", line 1, in call')
+    >>> _last_line_outside('File "net.py", line 9, in f\\n  File "site/torch/nn/conv.py", line 1, in call')
     ' (net.py, line 9)'
     """
     lines = re.findall(r'File "(.+)", line (\d+)', traceback)

@@ -177,7 +177,7 @@ def _host_buffer(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _has_streams(device: torch.device) -> bool:
-    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    current = torch.accelerator.current_accelerator(check_available=True)
     return current is not None and current.type == device.type
 
 

@@ -46,7 +46,8 @@ class Family:
         borders = {f"{self.blocks}.*.{norm}.output": "batch seq embed" for norm in self.norms}
         borders |= {f"{self.blocks}.*.{row}.output": "batch seq@tp embed" for row in self.rows}
         borders |= {f"{self.blocks}.*.output": "batch seq@tp embed"}
-        return sl.Rules({**known.rules, **borders}, axes=known.axes, sizes=known.sizes, optional=known.optional)
+        optional = [key for key in known.optional if key in known.rules]
+        return sl.Rules({**known.rules, **borders}, axes=known.axes, sizes=known.sizes, optional=optional)
 
 
 FAMILIES = [

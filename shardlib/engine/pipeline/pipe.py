@@ -190,7 +190,7 @@ class Pipe(nn.Module):
 
 def _devices(given: Sequence[Any] | None, count: int) -> list[torch.device]:
     if given is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        found = torch.accelerator.current_accelerator(check_available=True)
         kind, there = ("cpu", count) if found is None else (found.type, torch.accelerator.device_count())
         given = ["cpu"] * count if kind == "cpu" else [f"{kind}:{index}" for index in range(there)]
     if len(given) < count:

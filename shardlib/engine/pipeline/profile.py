@@ -113,7 +113,7 @@ def _checked(call: str, partitions: int, module: Any, device: Any) -> torch.devi
         )
     if device is not None:
         return torch.device(device)
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _balance(weights: Sequence[float], partitions: int) -> list[int]:

@@ -26,6 +26,7 @@ from shardlib._mesh import MeshShape
 from shardlib._plan import plan
 from shardlib._plan.rows import Row
 from shardlib.engine._torch import pytree
+from shardlib.engine.batchnorm import is_batch_norm
 from shardlib.testing._pool import HangError, RankDied, shared_pool
 from shardlib.testing.census import _models
 from shardlib.testing.census._inputs import NoInputs, rows_of
@@ -215,7 +216,7 @@ def _told_apart(entry: Entry, result: Result) -> bool:
         torch.manual_seed(0)
         model = _models.build(entry).double()
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if is_batch_norm(module):
                 module.eval()
         with _raising() if result.raised else contextlib.nullcontext():
             output = _run(model, part)

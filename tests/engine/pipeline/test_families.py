@@ -11,6 +11,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.testing import assert_equivalent
+from tests.families.kin import kin_of
 from tests.families.transformer_models import FAMILIES, MIXTURE, build, images, text, transformers
 from tests.torchvision_on_cpu import import_torchvision
 
@@ -141,7 +142,7 @@ def features(model: nn.Module, batch: Any) -> torch.Tensor:
     return (output.square() * weight + output.sin()).mean()
 
 
-# A model without a head for every layout file; that of examples/gpt.py always has one.
+# Models without a head of layout files; that of examples/gpt.py always has one.
 HEADLESS = {
     "bert": (small("BertModel"), padded_alone, sl.Balanced()),
     "deepseek": (functools.partial(mixture, "DeepseekV3"), few_words, sl.Balanced()),
@@ -157,8 +158,42 @@ HEADLESS = {
 }
 
 
-def test_every_family_has_a_model_without_a_head():
-    assert {*(name.partition(" ")[0] for name in HEADLESS), "example_gpt"} == {*sl.layouts.available()}
+# Models of the other files, with their heads, and their stages where modules do not run in the order of registration.
+OPT = (
+    "model.decoder.embed_tokens, model.decoder.embed_positions, model.decoder.layers.0 | "
+    "model.decoder.layers.1, model.decoder.final_layer_norm, lm_head"
+)
+KIN_STAGES = {"bart": "model.encoder | model.decoder, lm_head", "opt": OPT}
+KIN = {
+    "bamba": "bamba",
+    "bart": "bart/BartForConditionalGeneration",
+    "clip": "clip_vision_model",
+    "convnext": "convnext",
+    "deberta": "deberta",
+    "distilbert": "distilbert",
+    "falcon": "falcon",
+    "gpt_neox": "gpt_neox",
+    "gpt_oss": "gpt_oss",
+    "mamba": "mamba2",
+    "opt": "opt",
+    "phi3": "phi3",
+    "swin": "swin",
+}
+
+
+def test_every_family_is_tried_on_stages():
+    tried = {*(name.partition(" ")[0] for name in HEADLESS), *KIN, "example_gpt", "llava", "timm_vit"}
+    assert tried == {*sl.layouts.available()}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("file", KIN)
+def test_a_model_of_the_census_on_stages(file: str):
+    run = kin_of(KIN[file], "pp=2")
+    rules = sl.Rules({"**": None}, stages=KIN_STAGES.get(file, sl.Balanced()))
+    assert_equivalent(
+        run.make_model, run.make_batch, "pp=2", rules, transforms=(sl.pipeline("1f1b", 2),), steps=2, loss=run.loss
+    )
 
 
 @pytest.mark.covering
