@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from shardlib.rules._rules import Rules
 from shardlib.rules.dims import dims_of
 from shardlib.rules.patterns import NameIndex, compile_pattern
 
-__all__ = ["suggest"]
+__all__ = ["complete", "suggest"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 _Q = ("q", "q_proj", "query", "wq", "to_q", "q_lin", "query_proj", "linear_q")
@@ -35,6 +35,7 @@ _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "hea
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _HEAD_DIM = ("head_dim", "d_head", "attention_head_size", "key_value_proj_dim", "d_kv")
 _DIGITS = "0123456789"
+_BY_NAME = ("axes", "sizes", "notes")
 _ROLES = ("colwise", "rowwise", "replicate")
 _TOKENS = re.compile(r"tok|word|wte|vocab|shared|^embed$|^embedding$|^embeddings$", re.IGNORECASE)
 _NOT_TOKENS = re.compile(r"type|pos|segment|wpe|relative", re.IGNORECASE)
@@ -61,13 +62,34 @@ def suggest(model: nn.Module) -> Rules:
     <BLANKLINE>
     """
     draft = _Draft(ModelIndex(model))
-    draft.embeddings()
-    for group in draft.groups():
-        draft.attention(group)
-        draft.mlp(group)
-    draft.experts()
-    draft.replicate_the_rest()
+    draft.fill()
     return draft.rules()
+
+
+def complete(rules: Rules, model: nn.Module) -> Rules:
+    """Add to rules what `suggest` proposes for layers in repeated blocks, where the rules name no layer beside them.
+
+    A plan for the language model of a model of text and images leaves the blocks of its vision tower alone: they get
+    rules too. Rules that name layers of every module are returned as they are. Dims that are added have other names
+    than those of the rules.
+
+    >>> class Tower(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)) for _ in range(2))
+    >>> model = nn.ModuleDict({"text": Tower(), "image": Tower()})
+    >>> complete(Rules({"text.blocks.*.0": "colwise", "text.blocks.*.1": "rowwise"}), model).rules.keys()
+    dict_keys(['text.blocks.*.0', 'text.blocks.*.1', 'image.blocks.*.0', 'image.blocks.*.1'])
+    """
+    draft = _Draft(ModelIndex(model), taken=frozenset(rules.dim_names))
+    draft.fill()
+    draft.keep_beside(rules.rules)
+    if not draft.entries:
+        return rules
+    made = draft.rules()
+    return replace(
+        rules, **{name: {**getattr(rules, name), **getattr(made, name)} for name in (*_BY_NAME, "rules", "activations")}
+    )
 
 
 @dataclass(frozen=True)
@@ -104,6 +126,7 @@ class _Draft:
     notes: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int | str] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)  # factors whose size follows from others
+    taken: frozenset[str] = frozenset()  # names of dims that mean something else already
 
     def __post_init__(self) -> None:
         self.linears: dict[str, _Linear] = {}
@@ -111,6 +134,30 @@ class _Draft:
             shape = _linear_shape(module)
             if shape is not None:
                 self.linears.setdefault(_folded(full), _Linear(_folded(full), full, *shape))
+
+    def fill(self) -> None:
+        """Add a rule for every parameter."""
+        self.embeddings()
+        for group in self.groups():
+            self.attention(group)
+            self.mlp(group)
+        self.experts()
+        self.replicate_the_rest()
+
+    def keep_beside(self, patterns: Iterable[str]) -> None:
+        """Keep what shards layers in repeated blocks, where the patterns find nothing in the same module."""
+        names = NameIndex([*self.index.modules, *self.index.leaf])
+        found = {name for pattern in patterns for name in names.select(compile_pattern(pattern))}
+        laid_out = {_folded(name) for name in found if name in self.index.leaf or self.index.own[name]}
+        named = laid_out | {name.rpartition(".")[0] for name in laid_out}
+        self.entries = {
+            name: value
+            for name, value in self.entries.items()
+            if value != "replicate" and "*" in name and name.rpartition(".")[0] not in named
+        }
+        kept = {name.rpartition(".")[0] for name in self.entries}
+        self.activations = {n: value for n, value in self.activations.items() if n.removesuffix(".output") in kept}
+        self.notes = {n: note for n, note in self.notes.items() if n in self.entries or n in self.activations}
 
     def set(self, name: str, value: str, note: str) -> None:
         if name not in self.entries:
@@ -237,13 +284,12 @@ class _Draft:
 
     def _sized(self, factor: str, path: str) -> str:
         """Record the source of a factor's size; another path for the same factor gets a name of its own."""
-        return next(
-            name for name in _numbered(factor) if name not in self.open and self.sizes.setdefault(name, path) == path
-        )
+        free = (name for name in _numbered(factor) if name not in self.open | self.taken)
+        return next(name for name in free if self.sizes.setdefault(name, path) == path)
 
     def _open(self, factor: str) -> str:
         """Return a name for a factor whose size follows from the other one."""
-        name = next(name for name in _numbered(factor) if name not in self.sizes)
+        name = next(name for name in _numbered(factor) if name not in self.sizes and name not in self.taken)
         self.open.add(name)
         return name
 
