@@ -108,11 +108,11 @@ def _completed_plan(model: nn.Module) -> Rules:
     """Return the rules of a model's own plan, with rules suggested for the blocks that it leaves out."""
     plan = Rules.from_tp_plan(model)
     rules = plan if has_adapters(model) else complete(plan, model)
-    if added := [f'"{key}" = "{rules.rules[key]}"' for key in rules.rules if key not in plan.rules]:
+    if added := [f'"{key}" = "{value}"' for key, value in rules.rules.items() if key not in plan.rules]:
         warn(
-            f"The tp_plan of {type(model).__module__}.{type(model).__qualname__} leaves out layers of its blocks. These "
-            f"rules were suggested for them; `shardlib init` writes rules for the whole model to a file to be checked:\n"
-            + "\n".join(added),
+            f"The tp_plan of {type(model).__module__}.{type(model).__qualname__} leaves out layers of repeated blocks. "
+            "Rules for these were suggested; `shardlib init` writes rules for the whole model to a file to be "
+            "checked:\n" + "\n".join(added),
             SuggestedLayoutWarning,
         )
     return rules

@@ -1,20 +1,22 @@
 """Suggestion of rules for a model without any: from its modules, with reasons; what needs a look is marked as a guess.
 
-Evidence is: usual names of attention and MLPs, pairs of linear layers that widen and narrow again, an output as wide as
-an embedding is long, tied weights, and attributes with the number of heads.
+Evidence is: usual names of attention and MLPs, pairs of linear layers that widen and narrow again, convolutions that
+follow each other in a block, an output as wide as an embedding is long, tied weights, and attributes with the number of
+heads.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from shardlib.rules._chains import FACTORS, Chained, chains
 from shardlib.rules._model import ModelIndex
 from shardlib.rules._rules import Rules
 from shardlib.rules.dims import dims_of
@@ -129,6 +131,7 @@ class _Draft:
     taken: frozenset[str] = frozenset()  # names of dims that mean something else already
 
     def __post_init__(self) -> None:
+        self.names = NameIndex([*self.index.modules, *self.index.leaf])
         self.linears: dict[str, _Linear] = {}
         for full, module in self.index.modules.items():
             shape = _linear_shape(module)
@@ -142,12 +145,12 @@ class _Draft:
             self.attention(group)
             self.mlp(group)
         self.experts()
+        self.chains()
         self.replicate_the_rest()
 
     def keep_beside(self, patterns: Iterable[str]) -> None:
         """Keep what shards layers in repeated blocks, where the patterns find nothing in the same module."""
-        names = NameIndex([*self.index.modules, *self.index.leaf])
-        found = {name for pattern in patterns for name in names.select(compile_pattern(pattern))}
+        found = {name for pattern in patterns for name in self.names.select(compile_pattern(pattern))}
         laid_out = {_folded(name) for name in found if name in self.index.leaf or self.index.own[name]}
         named = laid_out | {name.rpartition(".")[0] for name in laid_out}
         self.entries = {
@@ -336,10 +339,32 @@ class _Draft:
         self.activations[f"{module}.output"] = "replicate"
         self.notes[f"{module}.output"] = "guess: the sum of the experts is replicated here"
 
-    # Everything else, and the result.
+    # Layers in a row, everything else, and the result.
+
+    def chains(self) -> None:
+        known = {name for name, module in self.index.modules.items() if self._entry(name) or not self.index.own[name]}
+        made = chains(self.index, known, (*_Q, *_K, *_V, *_KV, *_FUSED, *_HEAD_MAJOR))
+        for factor, size in FACTORS.items() if made else ():
+            self.sizes[factor] = size
+        self._set_each(made)
+
+    def _set_each(self, values: Mapping[str, Chained]) -> None:
+        """Set rules by full names of modules, each under the shortest pattern whose modules all have that rule."""
+        by_form: dict[str, set[str]] = {}
+        for name in self.index.modules:
+            if self.index.own[name]:
+                value = values[name][0] if name in values else self._entry(name)
+                for form in _forms(name):
+                    by_form.setdefault(form, set()).add(value)
+        for name, (value, note) in values.items():
+            self.set(next(form for form in _forms(name) if len(by_form[form]) == 1), value, note)
+
+    def _entry(self, module_name: str) -> str:
+        return next((self.entries[form] for form in _forms(module_name) if form in self.entries), "")
 
     def replicate_the_rest(self) -> None:
         """Add one rule for each kind of parameter without one: by module where its dims are known, else by name."""
+        rest: dict[str, Chained] = {}
         for leaf in self.index.leaves:
             if leaf.kind == "buffer" or any(self._covered(name) for name in leaf.names):
                 continue
@@ -348,18 +373,19 @@ class _Draft:
                 self.set(_folded(module_name), "heads", "attention of torch; its heads are sharded")
                 self.set(f"{_folded(module_name)}.out_proj", "rowwise", "takes the heads")
             elif dims_of(module) is not None and module_name:
-                self.set(_folded(module_name), "replicate", "")
+                rest[module_name] = "replicate", ""
             else:
                 replicate = self.set if leaf.tensor.ndim < 2 else self.guess
                 replicate(_folded(leaf.name), "replicate", "" if leaf.tensor.ndim < 2 else "not recognised")
+        self._set_each(rest)
 
     def _covered(self, name: str) -> bool:
-        return _folded(name) in self.entries or _folded(self.index.owner(name)[0]) in self.entries
+        return _folded(name) in self.entries or bool(self._entry(self.index.owner(name)[0]))
 
     def rules(self) -> Rules:
         used = " ".join((*self.entries.values(), *self.activations.values()))
-        # Heads that do not divide over a mesh are replicated on it, and the plan notes it.
-        axes = {"heads": "tp?", "kv_heads": "tp?", "ff": "tp", "vocab": "tp"}
+        # Heads and channels that do not divide over a mesh are replicated on it, and the plan notes it.
+        axes = {"heads": "tp?", "kv_heads": "tp?", "ff": "tp", "vocab": "tp", "channel": "tp?", "groups": "tp?"}
         found = dict.fromkeys(re.findall(rf"\b(?:{'|'.join(axes)})\d*\b", used))
         model = type(self.index.model)
         keys = {name: self._key(name) for name in (*self.entries, *self.activations)}
@@ -378,9 +404,8 @@ class _Draft:
 
     def _key(self, name: str) -> str:
         """Return the pattern for a folded name, anchored only where it would otherwise match other modules too."""
-        names = NameIndex([*self.index.modules, *self.index.leaf])
         base = name.removesuffix(".output") if name in self.activations else name
-        loose, exact = (names.select(compile_pattern(pattern)) for pattern in (base, f"^{base}"))
+        loose, exact = (self.names.select(compile_pattern(pattern)) for pattern in (base, f"^{base}"))
         key = name if loose == exact else f"^{name}"
         # A module that is called "output" is named by its tensors: "attention.output" is what attention returns.
         return (
@@ -407,6 +432,17 @@ def _folded(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
+def _forms(name: str) -> Iterator[str]:
+    """Iterate over a name with all numbers inside it folded, with all but the last, and so on to the name itself.
+
+    >>> list(_forms("stages.0.layers.1.conv"))
+    ['stages.*.layers.*.conv', 'stages.*.layers.1.conv', 'stages.0.layers.1.conv']
+    """
+    yield from dict.fromkeys(
+        _NUMBER.sub("*", name, count=count) if count else name for count in range(len(_NUMBER.findall(name)), -1, -1)
+    )
+
+
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
     registered = dims_of(module)
     weight = getattr(module, "weight", None)
@@ -424,8 +460,9 @@ def _widens(up: _Linear, down: _Linear) -> bool:
     if up.inputs != down.outputs or up.outputs not in (down.inputs, 2 * down.inputs):
         return False
     named = up.last in _UP and down.last in _DOWN
-    halves = up.outputs == 2 * down.inputs and up.parent == down.parent and "gate" in up.last
-    return named or halves or up.outputs == down.inputs > down.outputs
+    halves = up.outputs == 2 * down.inputs and up.parent == down.parent
+    gated = halves and ("gate" in up.last or up.last.lower() in _UP)
+    return named or gated or up.outputs == down.inputs > down.outputs
 
 
 def _numbered(factor: str) -> Iterator[str]:
