@@ -25,7 +25,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 class SuggestedLayoutWarning(UserWarning):
-    """Rules were guessed from the modules of a model without a layout file: all of them, or those for the blocks that
+    """Rules were guessed from the modules of a model without a layout file: all of them, or those for layers that
     its own plan leaves out."""
 
 
@@ -110,7 +110,7 @@ def _completed_plan(model: nn.Module) -> Rules:
     rules = plan if has_adapters(model) else complete(plan, model)
     if added := [f'"{key}" = "{value}"' for key, value in rules.rules.items() if key not in plan.rules]:
         warn(
-            f"The tp_plan of {type(model).__module__}.{type(model).__qualname__} leaves out layers of repeated blocks. "
+            f"The tp_plan of {type(model).__module__}.{type(model).__qualname__} leaves out some of its layers. "
             "Rules for these were suggested; `shardlib init` writes rules for the whole model to a file to be "
             "checked:\n" + "\n".join(added),
             SuggestedLayoutWarning,

@@ -55,8 +55,8 @@ def chains(index: ModelIndex, other: Collection[str], not_chained: Collection[st
     found: dict[str, Chained] = {}
     for block in _blocks(index).values():
         free = [layer for layer in block if layer.name not in other and layer.last not in not_chained]
-        for up, between, down in _pairs(free):
-            _shard(found, index, up, between, down)
+        for up, between, downs in _pairs(free):
+            found |= _shard(index, up, between, downs)
     return found
 
 
@@ -76,6 +76,11 @@ def _blocks(index: ModelIndex) -> dict[str, list[_Layer]]:
 
 
 def _layer(index: ModelIndex, name: str, module: Any) -> _Layer | None:
+    """Return a layer whose parameters are all known, under its first name. A module called "output" is left out: a rule
+    of that name would mean what the module around it returns."""
+    registered = dims_of(module)
+    if registered is None or not registered.tensors.keys() >= index.own[name].keys():
+        return None
     if index.module_name(module) != name or name.rpartition(".")[2] in ("input", "output"):
         return None
     if isinstance(module, _CONVS):
@@ -91,24 +96,31 @@ def _around(name: str) -> Iterator[str]:
         yield name
 
 
-def _pairs(layers: list[_Layer]) -> Iterator[tuple[_Layer, list[_Layer], _Layer]]:
-    """Iterate over layers that widen, those that keep each channel by itself after them, and the layer that sums."""
+def _pairs(layers: list[_Layer]) -> Iterator[tuple[_Layer, list[_Layer], list[_Layer]]]:
+    """Iterate over layers that widen, those after them that keep each channel by itself, and the layers that sum."""
     at = 0
     while at < len(layers):
-        up, after = layers[at], at + 1
-        while after < len(layers) and layers[after].keeps_channels and _follows(up, layers[after]):
-            after += 1
-        at += 1
-        if up.groups == 1 and after < len(layers) and layers[after].groups == 1:
-            between, down = layers[at:after], layers[after]
-            channels = (between or [down])[0].inputs
-            if _follows(up, (between or [down])[0]) and down.inputs == channels and _in_a_row(up, down):
-                yield up, between, down
-                at = after + 1
+        up, last = layers[at], at + 1
+        while last < len(layers) and layers[last].keeps_channels and _follows(up, layers[last]):
+            last += 1
+        between, end = layers[at + 1 : last], last
+        while end < len(layers) and _sums(up, between, layers[last:end], layers[end]):
+            end += 1
+        if end > last:
+            yield up, between, layers[last:end]
+        at = end if end > last else at + 1
+
+
+def _sums(up: _Layer, between: list[_Layer], downs: list[_Layer], layer: _Layer) -> bool:
+    """Return whether a layer sums over the channels of `up` too, beside `downs` and not after one of them."""
+    beside = all(each.outputs != layer.inputs for each in downs)
+    same = layer.inputs == between[0].inputs if between else _follows(up, layer)
+    return up.groups == layer.groups == 1 and beside and same and _in_a_row(up, layer)
 
 
 def _follows(up: _Layer, after: _Layer) -> bool:
-    return up.outputs == after.inputs or (isinstance(up.module, _CONVS) and up.outputs == 2 * after.inputs)
+    """Return whether a layer takes as many channels as `up` has, or half as many (of a signal over time: a gate)."""
+    return up.outputs == after.inputs or (isinstance(up.module, nn.Conv1d) and up.outputs == 2 * after.inputs)
 
 
 def _in_a_row(up: _Layer, down: _Layer) -> bool:
@@ -116,10 +128,12 @@ def _in_a_row(up: _Layer, down: _Layer) -> bool:
     if isinstance(up.module, nn.Linear) or isinstance(down.module, nn.Linear):
         same = up.name.rpartition(".")[0] == down.name.rpartition(".")[0] and type(up.module) is type(down.module)
         return same and _DIGIT.sub("", up.last) == _DIGIT.sub("", down.last) and up.last != down.last
-    return up.outputs == down.inputs or not up.last.isdigit()
+    return True
 
 
-def _shard(found: dict[str, Chained], index: ModelIndex, up: _Layer, between: list[_Layer], down: _Layer) -> None:
+def _shard(index: ModelIndex, up: _Layer, between: list[_Layer], downs: list[_Layer]) -> dict[str, Chained]:
+    found: dict[str, Chained] = {}
+    down = downs[0]
     halved = up.outputs == 2 * down.inputs
     why = f'guess: followed by "{_short(down, up)}"{", after one half gates the other" if halved else ""}'
     found[up.name] = "(gate_up channel)" if halved else "channel", why
@@ -127,10 +141,13 @@ def _shard(found: dict[str, Chained], index: ModelIndex, up: _Layer, between: li
         found[layer.name] = "(groups group)", "each group of channels by itself"
     for name in _norms_between(index, up, down):
         found[name] = "channel", "each channel by itself"
-    found[down.name] = "rowwise", f'sums over the channels of "{_short(up, down)}"'
+    for layer in downs:
+        found[layer.name] = "rowwise", f'sums over the channels of "{_short(up, layer)}"'
+    return found
 
 
 def _norms_between(index: ModelIndex, up: _Layer, down: _Layer) -> Iterator[str]:
+    """Iterate over modules, listed between two layers, that compute each of their channels by itself."""
     names = list(index.modules)
     for name in names[names.index(up.name) + 1 : names.index(down.name)]:
         registered = dims_of(index.modules[name])

@@ -64,16 +64,16 @@ def suggest(model: nn.Module) -> Rules:
     <BLANKLINE>
     """
     draft = _Draft(ModelIndex(model))
+    draft.embeddings()
     draft.fill()
     return draft.rules()
 
 
 def complete(rules: Rules, model: nn.Module) -> Rules:
-    """Add to rules what `suggest` proposes for layers in repeated blocks, where the rules name no layer beside them.
+    """Add to rules what `suggest` proposes for attention, MLPs and convolutions of which the rules name no layer.
 
     A plan for the language model of a model of text and images leaves the blocks of its vision tower alone: they get
-    rules too. Rules that name layers of every module are returned as they are. Dims that are added have other names
-    than those of the rules.
+    rules too. Embeddings and output layers do not. Dims that are added have other names than those of the rules.
 
     >>> class Tower(nn.Module):
     ...     def __init__(self):
@@ -139,8 +139,7 @@ class _Draft:
                 self.linears.setdefault(_folded(full), _Linear(_folded(full), full, *shape))
 
     def fill(self) -> None:
-        """Add a rule for every parameter."""
-        self.embeddings()
+        """Add a rule for every parameter without one."""
         for group in self.groups():
             self.attention(group)
             self.mlp(group)
@@ -149,14 +148,14 @@ class _Draft:
         self.replicate_the_rest()
 
     def keep_beside(self, patterns: Iterable[str]) -> None:
-        """Keep what shards layers in repeated blocks, where the patterns find nothing in the same module."""
+        """Keep what shards layers where the patterns find nothing in the same module."""
         found = {name for pattern in patterns for name in self.names.select(compile_pattern(pattern))}
         laid_out = {_folded(name) for name in found if name in self.index.leaf or self.index.own[name]}
         named = laid_out | {name.rpartition(".")[0] for name in laid_out}
         self.entries = {
             name: value
             for name, value in self.entries.items()
-            if value != "replicate" and "*" in name and name.rpartition(".")[0] not in named
+            if value != "replicate" and name.rpartition(".")[0] not in named
         }
         kept = {name.rpartition(".")[0] for name in self.entries}
         self.activations = {n: value for n, value in self.activations.items() if n.removesuffix(".output") in kept}
