@@ -108,7 +108,7 @@ def _completed_plan(model: nn.Module) -> Rules:
     """Return the rules of a model's own plan, with rules suggested for the blocks that it leaves out."""
     plan = Rules.from_tp_plan(model)
     rules = plan if has_adapters(model) else complete(plan, model)
-    if added := [f'"{key}" = "{value}"' for key, value in rules.rules.items() if key not in plan.rules]:
+    if added := [f'"{key}": {rules.notes[key]}' for key in rules.rules if key not in plan.rules]:
         warn(
             f"The tp_plan of {type(model).__module__}.{type(model).__qualname__} leaves out some of its layers. "
             "Rules for these were suggested; `shardlib init` writes rules for the whole model to a file to be "

@@ -88,6 +88,7 @@ def complete(rules: Rules, model: nn.Module) -> Rules:
     draft.keep_beside(rules.rules)
     if not draft.entries:
         return rules
+    draft.notes = {name: f"suggested: {note}" for name, note in draft.notes.items()}
     made = draft.rules()
     return replace(
         rules, **{name: {**getattr(rules, name), **getattr(made, name)} for name in (*_BY_NAME, "rules", "activations")}
