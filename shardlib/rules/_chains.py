@@ -18,7 +18,7 @@ from shardlib.rules.dims import dims_of
 
 __all__ = ["FACTORS", "Chained", "chains"]
 
-FACTORS = {"groups": "groups", "gate_up": 2}  # the sizes of the factors in the values below
+FACTORS: dict[str, int | str] = {"groups": "groups", "gate_up": 2}  # the sizes of the factors in the values below
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _BESIDE = re.compile(r"shortcut|downsample|residual|skip|identity")  # a branch beside the others

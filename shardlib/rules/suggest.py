@@ -37,7 +37,6 @@ _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "hea
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _HEAD_DIM = ("head_dim", "d_head", "attention_head_size", "key_value_proj_dim", "d_kv")
 _DIGITS = "0123456789"
-_BY_NAME = ("axes", "sizes", "notes")
 _ROLES = ("colwise", "rowwise", "replicate")
 _TOKENS = re.compile(r"tok|word|wte|vocab|shared|^embed$|^embedding$|^embeddings$", re.IGNORECASE)
 _NOT_TOKENS = re.compile(r"type|pos|segment|wpe|relative", re.IGNORECASE)
@@ -91,7 +90,12 @@ def complete(rules: Rules, model: nn.Module) -> Rules:
     draft.notes = {name: f"suggested: {note}" for name, note in draft.notes.items()}
     made = draft.rules()
     return replace(
-        rules, **{name: {**getattr(rules, name), **getattr(made, name)} for name in (*_BY_NAME, "rules", "activations")}
+        rules,
+        rules={**rules.rules, **made.rules},
+        activations={**rules.activations, **made.activations},
+        axes={**rules.axes, **made.axes},
+        sizes={**rules.sizes, **made.sizes},
+        notes={**rules.notes, **made.notes},
     )
 
 
@@ -344,8 +348,8 @@ class _Draft:
     def chains(self) -> None:
         known = {name for name, module in self.index.modules.items() if self._entry(name) or not self.index.own[name]}
         made = chains(self.index, known, (*_Q, *_K, *_V, *_KV, *_FUSED, *_HEAD_MAJOR))
-        for factor, size in FACTORS.items() if made else ():
-            self.sizes[factor] = size
+        if made:
+            self.sizes.update(FACTORS)
         self._set_each(made)
 
     def _set_each(self, values: Mapping[str, Chained]) -> None:
