@@ -138,10 +138,12 @@ class _Draft:
     def __post_init__(self) -> None:
         self.names = NameIndex([*self.index.modules, *self.index.leaf])
         self.linears: dict[str, _Linear] = {}
+        self.same: dict[str, list[str]] = {}  # the full names of each
         for full, module in self.index.modules.items():
             shape = _linear_shape(module)
             if shape is not None:
                 self.linears.setdefault(_folded(full), _Linear(_folded(full), full, *shape))
+                self.same.setdefault(_folded(full), []).append(full)
 
     def fill(self) -> None:
         """Add a rule for every parameter without one."""
@@ -246,17 +248,17 @@ class _Draft:
 
     def _heads_of(self, q: _Linear) -> _Heads | None:
         """Return the names of the factors of a projection, once the size of one is known; None when none is."""
-        if path := self._attribute(q.first, _HEAD_DIM, q.outputs):
+        if path := self._attribute(q, _HEAD_DIM):
             return _Heads(self._open("heads"), self._open("kv_heads"), self._sized("head_dim", path))
-        if path := self._attribute(q.first, _HEADS, q.outputs):
-            kv = self._attribute(q.first, _KV_HEADS, q.outputs)
+        if path := self._attribute(q, _HEADS):
+            kv = self._attribute(q, _KV_HEADS)
             return _Heads(
                 self._sized("heads", path), self._sized("kv_heads", kv) if kv else self._open("kv_heads"), "head"
             )
         return None
 
     def _fused(self, linear: _Linear, group: list[_Linear], *, head_major: bool) -> None:
-        path = self._attribute(linear.first, _HEADS, linear.outputs // 3)
+        path = self._attribute(linear, _HEADS, parts=3)
         if path:
             heads = self._sized("heads", path)
             text = f"({heads} qkv_head)" if head_major else f"(qkv {heads} head)"
@@ -277,17 +279,20 @@ class _Draft:
                 self.set(linear.name, "rowwise", f'takes the heads of "{after.parent}"')
                 return
 
-    def _attribute(self, name: str, candidates: tuple[str, ...], width: int) -> str | None:
-        """Return the path of an attribute, on a module around `name` or its config, that divides a width."""
-        for module in self.index.enclosing(name):
-            for path in (*candidates, *(f"config.{each}" for each in candidates)):
-                try:
-                    found = attrgetter(path)(module)
-                except AttributeError:
-                    continue
-                if type(found) is int and found > 0 and width % found == 0:
-                    return path
-        return None
+    def _attribute(self, linear: _Linear, candidates: tuple[str, ...], parts: int = 1) -> str | None:
+        """Return the path of an attribute, on a module around a layer or its config, that divides one of the `parts` of
+        its output, for all layers of its name."""
+        paths = (*candidates, *(f"config.{each}" for each in candidates))
+        found = (path for module in self.index.enclosing(linear.first) for path in paths if _read(module, path))
+        return next(
+            (path for path in found if all(self._divides(n, path, parts) for n in self.same[linear.name])), None
+        )
+
+    def _divides(self, name: str, path: str, parts: int) -> bool:
+        """Return whether the innermost attribute of that path divides a layer's output."""
+        size = next((size for module in self.index.enclosing(name) if (size := _read(module, path)) is not None), None)
+        shape = _linear_shape(self.index.modules[name])
+        return type(size) is int and size > 0 and shape is not None and shape[1] // parts % size == 0
 
     def _sized(self, factor: str, path: str) -> str:
         """Record the source of a factor's size; another path for the same factor gets a name of its own."""
@@ -429,6 +434,13 @@ class _Draft:
         for attr, full in self.index.own[linear.first].items():
             dims = registered.dims(attr, self.index.leaf[full].tensor.ndim) or ()
             yield f"{key[:-1]}{attr}", " ".join(value if dim == registered.output else dim for dim in dims)
+
+
+def _read(module: nn.Module, path: str) -> Any:
+    try:
+        return attrgetter(path)(module)
+    except Exception:  # configurations raise errors of their own for what differs between layers
+        return None
 
 
 def _folded(name: str) -> str:

@@ -62,6 +62,15 @@ def test_two_numbers_of_heads_in_one_model_have_different_names() -> None:
     assert made["text.q_proj.weight"].stored.text == "(heads=2@tp head_dim2=8) in"
 
 
+def test_a_size_has_to_be_known_to_all_layers_of_a_name() -> None:
+    model = nn.ModuleList([nn.ModuleDict({"attn": Attention(4, 16)}), nn.ModuleDict({"attn": Attention(4, 16)})])
+    model[0].attn.head_dim = 4
+    rules = suggest(model)
+    assert rules.sizes == {"heads": "num_heads"}
+    del model[1].attn.num_heads
+    assert suggest(model).sizes == {} and plan(model, "tp=2", suggest(model))["1.attn.q_proj.weight"].stored.axes
+
+
 def test_a_module_called_output_is_named_by_its_tensors() -> None:
     model = nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.LayerNorm(4)})})
     rules = suggest(model)
