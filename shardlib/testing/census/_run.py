@@ -40,6 +40,7 @@ __all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
 MESHES = ("tp=2", "dp=2,tp=2")
 SHARES = (0, 8, 4)  # the ways to make a configuration tiny, in the order in which they are tried
 _OF_TYPES = re.compile(r"dtype|[Ff]loat|without overflow")  # errors that may be those of code that takes no float64
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 
 
@@ -217,7 +218,7 @@ def _told_apart(entry: Entry, result: Result) -> bool:
         torch.manual_seed(0)
         model = _models.build(entry).double()
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, _BATCH_NORMS):
                 module.eval()
         with _raising() if result.raised else contextlib.nullcontext():
             output = _run(model, part)
