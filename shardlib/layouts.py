@@ -17,7 +17,7 @@ from shardlib.rules import Rules, register_tensor_mode
 from shardlib.rules._adapters import has_adapters, without_adapters
 from shardlib.rules._resolve import Resolver
 from shardlib.rules.foreign import has_tp_plan
-from shardlib.rules.suggest import suggest
+from shardlib.rules.suggest import complete, suggest
 
 __all__ = ["SuggestedLayoutWarning", "available", "for_model", "load"]
 
@@ -25,7 +25,8 @@ _HERE = Path(__file__).resolve().parent
 
 
 class SuggestedLayoutWarning(UserWarning):
-    """A model has no layout file and no plan of its own, and its rules were guessed from its modules."""
+    """Rules were guessed from the modules of a model without a layout file: all of them, or those for layers that
+    its own plan leaves out."""
 
 
 def available() -> dict[str, str]:
@@ -61,8 +62,9 @@ def load(name: str | Path, mode: str | None = None) -> Rules:
 def for_model(model: nn.Module, mode: str | None = None) -> Rules:
     """Find rules for a model: the layout file for its class or a base class; else a layout file that fits its modules;
     else the plan that the model carries for its blocks (`tp_plan` of Hugging Face models); else a suggestion, with a
-    `SuggestedLayoutWarning`. For a model with peft adapters, the rules are those of the model without, which lay out
-    adapters too. With `mode`, the rules are in that mode.
+    `SuggestedLayoutWarning`. A plan that leaves out a stack of blocks, such as a vision tower, is completed by what is
+    suggested for it, with the same warning. For a model with peft adapters, the rules are those of the model without,
+    which lay out adapters too; its plan is not completed. With `mode`, the rules are in that mode.
 
     A file fits if each of its rules that is not optional matches, and each parameter has a rule. Of several files the
     one fits best in which the fewest rules match nothing.
@@ -85,7 +87,7 @@ def for_model(model: nn.Module, mode: str | None = None) -> Rules:
         log.info('rules of layout file "%s" for %s, whose modules they fit', fitting, type(model).__qualname__)
         return load(fitting, mode)
     if has_tp_plan(model):
-        return _in_mode(Rules.from_tp_plan(model), mode)
+        return _in_mode(_completed_plan(model), mode)
     if has_adapters(model):
         raise RuleError(
             f"There is no layout file for {type(model).__module__}.{type(model).__qualname__}, and rules can be "
@@ -99,6 +101,20 @@ def for_model(model: nn.Module, mode: str | None = None) -> Rules:
         f"checked:\n{rules.to_toml()}",
         SuggestedLayoutWarning,
     )
+    return rules
+
+
+def _completed_plan(model: nn.Module) -> Rules:
+    """Return the rules of a model's own plan, with rules suggested for the blocks that it leaves out."""
+    plan = Rules.from_tp_plan(model)
+    rules = plan if has_adapters(model) else complete(plan, model)
+    if added := [f'"{key}": {rules.notes[key]}' for key in rules.rules if key not in plan.rules]:
+        warn(
+            f"The tp_plan of {type(model).__module__}.{type(model).__qualname__} leaves out some of its layers. "
+            "Rules for these were suggested; `shardlib init` writes rules for the whole model to a file to be "
+            "checked:\n" + "\n".join(added),
+            SuggestedLayoutWarning,
+        )
     return rules
 
 

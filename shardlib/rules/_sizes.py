@@ -33,7 +33,7 @@ class SizeFinder:
         for module in self.index.enclosing(module_name):
             try:
                 found = attrgetter(given)(module)
-            except AttributeError:
+            except Exception:  # configurations raise errors of their own for what differs between layers
                 continue
             if type(found) is int and found > 0:
                 return found

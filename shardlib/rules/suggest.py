@@ -1,26 +1,28 @@
 """Suggestion of rules for a model without any: from its modules, with reasons; what needs a look is marked as a guess.
 
-Evidence is: usual names of attention and MLPs, pairs of linear layers that widen and narrow again, an output as wide as
-an embedding is long, tied weights, and attributes with the number of heads.
+Evidence is: usual names of attention and MLPs, pairs of linear layers that widen and narrow again, convolutions that
+follow each other in a block, an output as wide as an embedding is long, tied weights, and attributes with the number of
+heads.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from shardlib.rules._chains import FACTORS, Chained, chains
 from shardlib.rules._model import ModelIndex
 from shardlib.rules._rules import Rules
 from shardlib.rules.dims import dims_of
 from shardlib.rules.patterns import NameIndex, compile_pattern
 
-__all__ = ["suggest"]
+__all__ = ["complete", "suggest"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 _Q = ("q", "q_proj", "query", "wq", "to_q", "q_lin", "query_proj", "linear_q")
@@ -62,12 +64,39 @@ def suggest(model: nn.Module) -> Rules:
     """
     draft = _Draft(ModelIndex(model))
     draft.embeddings()
-    for group in draft.groups():
-        draft.attention(group)
-        draft.mlp(group)
-    draft.experts()
-    draft.replicate_the_rest()
+    draft.fill()
     return draft.rules()
+
+
+def complete(rules: Rules, model: nn.Module) -> Rules:
+    """Add to rules what `suggest` proposes for attention, MLPs and convolutions of which the rules name no layer.
+
+    A plan for the language model of a model of text and images leaves the blocks of its vision tower alone: they get
+    rules too. Embeddings and output layers do not. Dims that are added have other names than those of the rules.
+
+    >>> class Tower(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)) for _ in range(2))
+    >>> model = nn.ModuleDict({"text": Tower(), "image": Tower()})
+    >>> complete(Rules({"text.blocks.*.0": "colwise", "text.blocks.*.1": "rowwise"}), model).rules.keys()
+    dict_keys(['text.blocks.*.0', 'text.blocks.*.1', 'image.blocks.*.0', 'image.blocks.*.1'])
+    """
+    draft = _Draft(ModelIndex(model), taken=frozenset(rules.dim_names))
+    draft.fill()
+    draft.keep_beside(rules.rules)
+    if not draft.entries:
+        return rules
+    draft.notes = {name: f"suggested: {note}" for name, note in draft.notes.items()}
+    made = draft.rules()
+    return replace(
+        rules,
+        rules={**rules.rules, **made.rules},
+        activations={**rules.activations, **made.activations},
+        axes={**rules.axes, **made.axes},
+        sizes={**rules.sizes, **made.sizes},
+        notes={**rules.notes, **made.notes},
+    )
 
 
 @dataclass(frozen=True)
@@ -104,13 +133,40 @@ class _Draft:
     notes: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int | str] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)  # factors whose size follows from others
+    taken: frozenset[str] = frozenset()  # names of dims that mean something else already
 
     def __post_init__(self) -> None:
+        self.names = NameIndex([*self.index.modules, *self.index.leaf])
         self.linears: dict[str, _Linear] = {}
+        self.same: dict[str, list[str]] = {}  # the full names of each
         for full, module in self.index.modules.items():
             shape = _linear_shape(module)
             if shape is not None:
                 self.linears.setdefault(_folded(full), _Linear(_folded(full), full, *shape))
+                self.same.setdefault(_folded(full), []).append(full)
+
+    def fill(self) -> None:
+        """Add a rule for every parameter without one."""
+        for group in self.groups():
+            self.attention(group)
+            self.mlp(group)
+        self.experts()
+        self.chains()
+        self.replicate_the_rest()
+
+    def keep_beside(self, patterns: Iterable[str]) -> None:
+        """Keep what shards layers where the patterns find nothing in the same module."""
+        found = {name for pattern in patterns for name in self.names.select(compile_pattern(pattern))}
+        laid_out = {_folded(name) for name in found if name in self.index.leaf or self.index.own[name]}
+        named = laid_out | {name.rpartition(".")[0] for name in laid_out}
+        self.entries = {
+            name: value
+            for name, value in self.entries.items()
+            if value != "replicate" and name.rpartition(".")[0] not in named
+        }
+        kept = {name.rpartition(".")[0] for name in self.entries}
+        self.activations = {n: value for n, value in self.activations.items() if n.removesuffix(".output") in kept}
+        self.notes = {n: note for n, note in self.notes.items() if n in self.entries or n in self.activations}
 
     def set(self, name: str, value: str, note: str) -> None:
         if name not in self.entries:
@@ -192,17 +248,17 @@ class _Draft:
 
     def _heads_of(self, q: _Linear) -> _Heads | None:
         """Return the names of the factors of a projection, once the size of one is known; None when none is."""
-        if path := self._attribute(q.first, _HEAD_DIM, q.outputs):
+        if path := self._attribute(q, _HEAD_DIM):
             return _Heads(self._open("heads"), self._open("kv_heads"), self._sized("head_dim", path))
-        if path := self._attribute(q.first, _HEADS, q.outputs):
-            kv = self._attribute(q.first, _KV_HEADS, q.outputs)
+        if path := self._attribute(q, _HEADS):
+            kv = self._attribute(q, _KV_HEADS)
             return _Heads(
                 self._sized("heads", path), self._sized("kv_heads", kv) if kv else self._open("kv_heads"), "head"
             )
         return None
 
     def _fused(self, linear: _Linear, group: list[_Linear], *, head_major: bool) -> None:
-        path = self._attribute(linear.first, _HEADS, linear.outputs // 3)
+        path = self._attribute(linear, _HEADS, parts=3)
         if path:
             heads = self._sized("heads", path)
             text = f"({heads} qkv_head)" if head_major else f"(qkv {heads} head)"
@@ -223,27 +279,29 @@ class _Draft:
                 self.set(linear.name, "rowwise", f'takes the heads of "{after.parent}"')
                 return
 
-    def _attribute(self, name: str, candidates: tuple[str, ...], width: int) -> str | None:
-        """Return the path of an attribute, on a module around `name` or its config, that divides a width."""
-        for module in self.index.enclosing(name):
-            for path in (*candidates, *(f"config.{each}" for each in candidates)):
-                try:
-                    found = attrgetter(path)(module)
-                except AttributeError:
-                    continue
-                if type(found) is int and found > 0 and width % found == 0:
-                    return path
-        return None
+    def _attribute(self, linear: _Linear, candidates: tuple[str, ...], parts: int = 1) -> str | None:
+        """Return the path of an attribute, on a module around a layer or its config, that divides one of the `parts` of
+        its output, for all layers of its name."""
+        paths = (*candidates, *(f"config.{each}" for each in candidates))
+        found = (path for module in self.index.enclosing(linear.first) for path in paths if _read(module, path))
+        return next(
+            (path for path in found if all(self._divides(n, path, parts) for n in self.same[linear.name])), None
+        )
+
+    def _divides(self, name: str, path: str, parts: int) -> bool:
+        """Return whether the innermost attribute of that path divides a layer's output."""
+        size = next((size for module in self.index.enclosing(name) if (size := _read(module, path)) is not None), None)
+        shape = _linear_shape(self.index.modules[name])
+        return type(size) is int and size > 0 and shape is not None and shape[1] // parts % size == 0
 
     def _sized(self, factor: str, path: str) -> str:
         """Record the source of a factor's size; another path for the same factor gets a name of its own."""
-        return next(
-            name for name in _numbered(factor) if name not in self.open and self.sizes.setdefault(name, path) == path
-        )
+        free = (name for name in _numbered(factor) if name not in self.open | self.taken)
+        return next(name for name in free if self.sizes.setdefault(name, path) == path)
 
     def _open(self, factor: str) -> str:
         """Return a name for a factor whose size follows from the other one."""
-        name = next(name for name in _numbered(factor) if name not in self.sizes)
+        name = next(name for name in _numbered(factor) if name not in self.sizes and name not in self.taken)
         self.open.add(name)
         return name
 
@@ -290,10 +348,32 @@ class _Draft:
         self.activations[f"{module}.output"] = "replicate"
         self.notes[f"{module}.output"] = "guess: the sum of the experts is replicated here"
 
-    # Everything else, and the result.
+    # Layers in a row, everything else, and the result.
+
+    def chains(self) -> None:
+        known = {name for name, module in self.index.modules.items() if self._entry(name) or not self.index.own[name]}
+        made = chains(self.index, known, (*_Q, *_K, *_V, *_KV, *_FUSED, *_HEAD_MAJOR))
+        if made:
+            self.sizes.update(FACTORS)
+        self._set_each(made)
+
+    def _set_each(self, values: Mapping[str, Chained]) -> None:
+        """Set rules by full names of modules, each under the shortest pattern whose modules all have that rule."""
+        by_form: dict[str, set[str]] = {}
+        for name in self.index.modules:
+            if self.index.own[name]:
+                value = values[name][0] if name in values else self._entry(name)
+                for form in _forms(name):
+                    by_form.setdefault(form, set()).add(value)
+        for name, (value, note) in values.items():
+            self.set(next(form for form in _forms(name) if len(by_form[form]) == 1), value, note)
+
+    def _entry(self, module_name: str) -> str:
+        return next((self.entries[form] for form in _forms(module_name) if form in self.entries), "")
 
     def replicate_the_rest(self) -> None:
         """Add one rule for each kind of parameter without one: by module where its dims are known, else by name."""
+        rest: dict[str, Chained] = {}
         for leaf in self.index.leaves:
             if leaf.kind == "buffer" or any(self._covered(name) for name in leaf.names):
                 continue
@@ -302,18 +382,19 @@ class _Draft:
                 self.set(_folded(module_name), "heads", "attention of torch; its heads are sharded")
                 self.set(f"{_folded(module_name)}.out_proj", "rowwise", "takes the heads")
             elif dims_of(module) is not None and module_name:
-                self.set(_folded(module_name), "replicate", "")
+                rest[module_name] = "replicate", ""
             else:
                 replicate = self.set if leaf.tensor.ndim < 2 else self.guess
                 replicate(_folded(leaf.name), "replicate", "" if leaf.tensor.ndim < 2 else "not recognised")
+        self._set_each(rest)
 
     def _covered(self, name: str) -> bool:
-        return _folded(name) in self.entries or _folded(self.index.owner(name)[0]) in self.entries
+        return _folded(name) in self.entries or bool(self._entry(self.index.owner(name)[0]))
 
     def rules(self) -> Rules:
         used = " ".join((*self.entries.values(), *self.activations.values()))
-        # Heads that do not divide over a mesh are replicated on it, and the plan notes it.
-        axes = {"heads": "tp?", "kv_heads": "tp?", "ff": "tp", "vocab": "tp"}
+        # Heads and channels that do not divide over a mesh are replicated on it, and the plan notes it.
+        axes = {"heads": "tp?", "kv_heads": "tp?", "ff": "tp", "vocab": "tp", "channel": "tp?", "groups": "tp?"}
         found = dict.fromkeys(re.findall(rf"\b(?:{'|'.join(axes)})\d*\b", used))
         model = type(self.index.model)
         keys = {name: self._key(name) for name in (*self.entries, *self.activations)}
@@ -332,9 +413,8 @@ class _Draft:
 
     def _key(self, name: str) -> str:
         """Return the pattern for a folded name, anchored only where it would otherwise match other modules too."""
-        names = NameIndex([*self.index.modules, *self.index.leaf])
         base = name.removesuffix(".output") if name in self.activations else name
-        loose, exact = (names.select(compile_pattern(pattern)) for pattern in (base, f"^{base}"))
+        loose, exact = (self.names.select(compile_pattern(pattern)) for pattern in (base, f"^{base}"))
         key = name if loose == exact else f"^{name}"
         # A module that is called "output" is named by its tensors: "attention.output" is what attention returns.
         return (
@@ -356,9 +436,27 @@ class _Draft:
             yield f"{key[:-1]}{attr}", " ".join(value if dim == registered.output else dim for dim in dims)
 
 
+def _read(module: nn.Module, path: str) -> Any:
+    try:
+        return attrgetter(path)(module)
+    except Exception:  # configurations raise errors of their own for what differs between layers
+        return None
+
+
 def _folded(name: str) -> str:
     """Replace numbers inside a name by `*`; a number at the end stays, since it distinguishes layers of one block."""
     return _NUMBER.sub("*", name)
+
+
+def _forms(name: str) -> Iterator[str]:
+    """Iterate over a name with all numbers inside it folded, with all but the last, and so on to the name itself.
+
+    >>> list(_forms("stages.0.layers.1.conv"))
+    ['stages.*.layers.*.conv', 'stages.*.layers.1.conv', 'stages.0.layers.1.conv']
+    """
+    yield from dict.fromkeys(
+        _NUMBER.sub("*", name, count=count) if count else name for count in range(len(_NUMBER.findall(name)), -1, -1)
+    )
 
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
@@ -378,8 +476,9 @@ def _widens(up: _Linear, down: _Linear) -> bool:
     if up.inputs != down.outputs or up.outputs not in (down.inputs, 2 * down.inputs):
         return False
     named = up.last in _UP and down.last in _DOWN
-    halves = up.outputs == 2 * down.inputs and up.parent == down.parent and "gate" in up.last
-    return named or halves or up.outputs == down.inputs > down.outputs
+    halves = up.outputs == 2 * down.inputs and up.parent == down.parent
+    gated = halves and ("gate" in up.last or up.last.lower() in _UP)
+    return named or gated or up.outputs == down.inputs > down.outputs
 
 
 def _numbered(factor: str) -> Iterator[str]:

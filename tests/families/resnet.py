@@ -11,7 +11,7 @@ from torch import nn
 import shardlib as sl
 from tests.torchvision_on_cpu import import_torchvision
 
-__all__ = ["Case"]
+__all__ = ["Case", "Inverted"]
 
 _ROWS, _CHANNELS = 4, 8
 
@@ -53,3 +53,21 @@ class Case:
     def make_batch(self, step: int) -> Any:
         draw = torch.Generator().manual_seed(step)
         return (torch.randn(_ROWS, 3, 48, 48, generator=draw),), {}
+
+
+class Inverted(nn.Module):
+    """Residual blocks that widen, keep channels or groups of them apart, and narrow, as in MobileNet and RegNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_block(groups) for groups in (16, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _block(groups: int) -> nn.Module:
+    layers = nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3, padding=1, groups=groups), nn.BatchNorm2d(16)
+    return nn.Sequential(*layers, nn.ReLU6(), nn.Conv2d(16, 3, 1), nn.BatchNorm2d(3))

@@ -13,9 +13,10 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.engine.recording import record_collectives
+from shardlib.rules import suggest
 from shardlib.testing import assert_equivalent
 from tests.families.params import params
-from tests.families.resnet import Case
+from tests.families.resnet import Case, Inverted
 
 TOLERANCE = 1e-10  # of float64; sums in another order differ by some 1e-15
 # Gradients behind a BatchNorm are partly zero in exact arithmetic: noise, divided by itself plus eps. The small step
@@ -46,6 +47,15 @@ def test_training_gives_the_numbers_of_one_device(case: Case):
     """Running means, variances and the count of batches among them."""
     given = {"loss": _loss, "optimizer": _ADAMW, "rng": "fast", "steps": 2}
     assert assert_equivalent(case.make_model, case.make_batch, case.mesh, **given).gathered == ()
+
+
+@pytest.mark.parametrize("mesh", [BOTH, pytest.param(TP4, marks=pytest.mark.deep)])  # two groups, on two and four ranks
+def test_suggested_rules_of_depthwise_and_grouped_convolutions_give_the_numbers_of_one_device(mesh: str):
+    rules = suggest(Inverted())
+    sharded = [name for name, tensor in rules.resolve(Inverted(), BOTH).tensors.items() if tensor.layout.axes]
+    assert len([name for name in sharded if name.endswith("weight")]) == 10  # all but the last norm of each block
+    given = {"rules": rules, "loss": _loss, "optimizer": _ADAMW, "rng": "fast", "steps": 1}
+    assert assert_equivalent(Inverted, Case(mesh).make_batch, mesh, **given).gathered == ()
 
 
 def _collectives(case: Case) -> list[tuple[str, str, str]]:

@@ -13,6 +13,7 @@ from torch import nn
 from shardlib import layouts
 from shardlib.errors import MeshError, RuleError
 from shardlib.rules import Rules, registered_tensor_modes, suggest, tensor_mode
+from shardlib.rules.suggest import complete
 from tests.families.transformer_models import small, transformers
 from tests.rules.zoo import Tiny, on_meta
 
@@ -108,6 +109,18 @@ def test_without_a_file_the_plan_that_the_model_carries_is_used() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert layouts.for_model(model) == Rules.from_tp_plan(model)
+
+
+def test_a_plan_that_leaves_out_blocks_is_completed_and_said_aloud() -> None:
+    class Decoder(Tiny):
+        _tp_plan: ClassVar = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+
+    model = on_meta(Decoder)
+    said = r'leaves out some of its layers.*\n"blocks.\*.attn.qkv": suggested: guess: q, k and v are stacked'
+    with pytest.warns(layouts.SuggestedLayoutWarning, match=said):
+        rules = layouts.for_model(model)
+    assert rules == complete(Rules.from_tp_plan(model), model) != Rules.from_tp_plan(model)
+    assert rules.resolve(model, "tp=2").tensors["embed.weight"].layout.axes == frozenset()  # not a layer of blocks
 
 
 def test_a_plan_of_the_output_layer_alone_is_no_plan() -> None:

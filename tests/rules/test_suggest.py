@@ -10,6 +10,8 @@ from shardlib import layouts
 from shardlib._mesh import MeshShape
 from shardlib._plan import plan
 from shardlib.rules import Rules, suggest
+from shardlib.rules._values import spelled
+from shardlib.rules.suggest import complete
 from tests.families.transformer_models import small, transformers
 from tests.rules.zoo import MLP, ConvNet, Tiny, on_meta
 
@@ -58,6 +60,15 @@ def test_two_numbers_of_heads_in_one_model_have_different_names() -> None:
     assert rules.sizes == {"head_dim": "head_dim", "head_dim2": "attention_head_size"}
     made = plan(model, "tp=2", rules)
     assert made["text.q_proj.weight"].stored.text == "(heads=2@tp head_dim2=8) in"
+
+
+def test_a_size_has_to_be_known_to_all_layers_of_a_name() -> None:
+    model = nn.ModuleList([nn.ModuleDict({"attn": Attention(4, 16)}), nn.ModuleDict({"attn": Attention(4, 16)})])
+    model[0].attn.head_dim = 4
+    rules = suggest(model)
+    assert rules.sizes == {"heads": "num_heads"}
+    del model[1].attn.num_heads
+    assert suggest(model).sizes == {} and plan(model, "tp=2", suggest(model))["1.attn.q_proj.weight"].stored.axes
 
 
 def test_a_module_called_output_is_named_by_its_tensors() -> None:
@@ -239,3 +250,69 @@ def test_a_suggestion_names_every_parameter_and_resolves(model: type[nn.Module],
 def test_a_pattern_is_anchored_where_it_would_find_more() -> None:
     model = nn.ModuleDict({"norm": nn.LayerNorm(4), "block": nn.ModuleDict({"norm": nn.LayerNorm(4)})})
     assert list(suggest(model).rules) == ["^norm", "block.norm"]
+
+
+class Bottleneck(nn.Module):
+    """A block of convolutions: to fewer channels, grouped, and back, with a shortcut."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(16, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, groups=groups), nn.BatchNorm2d(8)
+        self.conv3, self.bn3 = nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16)
+        self.shortcut = nn.Conv2d(16, 16, 1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "split"),
+    [
+        (1, {"conv1": "channel", "bn1": "channel", "conv2": "rowwise"}),
+        (4, {"conv1": "channel", "bn1": "channel", "conv2": "(groups group)", "bn2": "channel", "conv3": "rowwise"}),
+    ],
+)
+def test_convolutions_that_follow_each_other_are_paired(groups: int, split: dict[str, str]) -> None:
+    model = nn.Sequential(Bottleneck(groups), Bottleneck(groups))
+    rules = suggest(model)
+    values = {key.removeprefix("*."): spelled(value).strip('"') for key, value in rules.rules.items()}
+    assert {key: value for key, value in values.items() if value != "replicate"} == split
+    made = plan(model, "tp=3", rules)  # neither channels nor groups divide over three ranks
+    assert made["0.bn1.weight"].local_shape(made.mesh) == (8,)
+    if groups > 1:
+        assert made["0.conv2.weight"].local_shape(made.mesh) == (8, 2, 3, 3)
+
+
+def test_layers_with_one_name_and_different_roles_get_rules_of_their_own() -> None:
+    blocks = [nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3)) for _ in range(3))) for _ in range(2)]
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.ModuleDict({"layer": block}) for block in blocks)})
+    assert spelled(suggest(model).rules["blocks.0.layer.0.0"]) == '"channel"'
+    tensors = suggest(model).resolve(model, "tp=2").tensors
+    assert [name for name, tensor in tensors.items() if tensor.layout.axes and "bias" in name] == [
+        "blocks.0.layer.0.0.bias",
+        "blocks.0.layer.2.0.bias",
+        "blocks.1.layer.1.0.bias",
+    ]
+
+
+class Tower(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({kind: Attention(4, 16), "mlp": MLP(16)}) for _ in range(2))
+        self.blocks[0][kind].head_dim = self.blocks[1][kind].head_dim = 4
+
+
+def test_what_a_plan_leaves_out_is_completed() -> None:
+    model = nn.ModuleDict({"image": Tower("attn"), "text": Tower("self_attn")})
+    given = Rules(
+        {f"^text.blocks.*.self_attn.{each}_proj": "(heads@tp head_dim)" for each in "qkv"},
+        sizes={"head_dim": "head_dim"},
+        unmatched="replicate",
+    )
+    rules = complete(given, model)
+    assert given.rules.items() <= rules.rules.items()
+    assert {key for key in rules.rules if key.startswith("text")} == {"text.blocks.*.mlp.up", "text.blocks.*.mlp.down"}
+    assert rules.axes == {"heads2": "tp?", "ff": "tp"}
+    text = {name: str(tensor.layout) for name, tensor in rules.resolve(model, "tp=2").tensors.items()}
+    assert text["image.blocks.1.attn.q_proj.weight"] == "(heads2@tp head_dim2) in"
+    assert text["text.blocks.1.self_attn.o_proj.weight"] == "_ _"  # beside what the rules name
+    assert text["text.blocks.1.mlp.up.weight"] == "ff@tp in"
+    assert complete(rules, model) == rules

@@ -24,7 +24,7 @@ from tests.torchvision_on_cpu import let_torchvision_in
 let_torchvision_in()
 
 KEPT = ROOT / "benchmarks" / "results" / "census.jsonl"
-USUAL = ("gptj", "ijepa", "internlm3", "glm4_moe_lite")  # proposed rules, images, a layout file, a tp_plan
+USUAL = ("gptj", "ijepa", "internlm3", "glm_ocr")  # proposed rules, images, a layout file, a completed tp_plan
 
 
 @pytest.fixture(scope="module")

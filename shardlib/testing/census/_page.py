@@ -98,7 +98,9 @@ Run of {date}, on CPU over gloo, with {versions}:
 How to read the tables:
 
 - **layout**: `file NAME` is a layout file of shardlib, `tp_plan` the plan that the model carries, `proposed` the rules
-  that were suggested from its modules.
+  that were suggested from its modules. `tp_plan, proposed` is a plan with rules suggested for blocks that it leaves
+  out, such as those of a vision tower. A line says what was found when it was run; layout files and suggestions that
+  came later may shard more.
 - **sharded**: the share of the bytes of parameters in repeated blocks that is sharded on `tp=2`; of all parameters
   where no block repeats.
 - **trained**: the share of the parameters that got a gradient. A model of text and images is given text alone if it

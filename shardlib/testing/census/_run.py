@@ -27,6 +27,7 @@ from shardlib._plan import plan
 from shardlib._plan.rows import Row
 from shardlib.engine._torch import pytree
 from shardlib.engine.batchnorm import is_batch_norm
+from shardlib.rules.foreign import has_tp_plan
 from shardlib.testing._pool import HangError, RankDied, shared_pool
 from shardlib.testing.census import _models
 from shardlib.testing.census._inputs import NoInputs, rows_of
@@ -60,7 +61,8 @@ class Result:
         mixes: whether it compares the rows of a batch with each other, as contrastive models do, or keeps statistics of
             them: on one device, too, its halves do not make a batch, and only meshes without data axes are proved.
         trained: the share of its parameters that got a gradient.
-        layout: "file NAME", "tp_plan", or "proposed".
+        layout: "file NAME", "tp_plan", "tp_plan, proposed" where rules were proposed for what the plan leaves out, or
+            "proposed".
         sharded: the share of the bytes of parameters in repeated blocks that is sharded over tp; of all parameters
             where no block repeats.
         notes: remarks of the plan on tp=2.
@@ -383,6 +385,7 @@ def _planned(result: Result, model: nn.Module, mesh: str) -> Result:
         warnings.simplefilter("always")
         rules = layouts.for_model(model)
     proposed = any(issubclass(warning.category, layouts.SuggestedLayoutWarning) for warning in heard)
+    own = ["tp_plan"] if has_tp_plan(model) else []
     file = next((name for name in layouts.available() if layouts.load(name) == rules), None)
     made = plan(model, mesh, rules)
     rows = [row for row in made.rows if row.kind == "parameter"]
@@ -391,7 +394,7 @@ def _planned(result: Result, model: nn.Module, mesh: str) -> Result:
     split = sum(_bytes(row) for row in rows if row.local_shape(made.mesh) != row.global_shape)
     return dataclasses.replace(
         result,
-        layout=f"file {file}" if file else "proposed" if proposed else "tp_plan",
+        layout=f"file {file}" if file else ", ".join(own + ["proposed"] * proposed),
         sharded=round(split / max(total, 1), 3),
         notes=tuple(made.notes),
     )

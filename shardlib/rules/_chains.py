@@ -1,0 +1,164 @@
+"""Pairs of layers that follow each other in one block: convolutions, and linear layers in a row.
+
+The first is sharded over its output channels, which the second sums over. Norms and depthwise or grouped convolutions
+between them compute each channel, or group of channels, by itself, and are sharded likewise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardlib.rules._model import ModelIndex
+from shardlib.rules.dims import dims_of
+
+__all__ = ["FACTORS", "Chained", "chains"]
+
+FACTORS: dict[str, int | str] = {"groups": "groups", "gate_up": 2}  # the sizes of the factors in the values below
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_BESIDE = re.compile(r"shortcut|downsample|residual|skip|identity")  # a branch beside the others
+_DIGIT = re.compile(r"\d")
+
+Chained = tuple[str, str]  # the value of a rule, and its reason
+
+
+@dataclass(frozen=True)
+class _Layer:
+    name: str
+    module: Any
+    inputs: int
+    outputs: int
+    groups: int
+
+    @property
+    def last(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def keeps_channels(self) -> bool:
+        return self.groups > 1 and self.inputs == self.outputs
+
+
+def chains(index: ModelIndex, other: Collection[str], not_chained: Collection[str]) -> dict[str, Chained]:
+    """Return rules for layers in a row, by the full name of a module.
+
+    Args:
+        index: the model.
+        other: full names of modules that have rules already.
+        not_chained: last names of layers that do not follow each other, such as queries and keys.
+    """
+    found: dict[str, Chained] = {}
+    for block in _blocks(index).values():
+        free = [layer for layer in block if layer.name not in other and layer.last not in not_chained]
+        for up, between, downs in _pairs(free):
+            found |= _shard(index, up, between, downs)
+    return found
+
+
+def _blocks(index: ModelIndex) -> dict[str, list[_Layer]]:
+    """Return the layers by block: by the innermost module, not counting containers, that holds several of them."""
+    layers = {name: layer for name, module in index.modules.items() if (layer := _layer(index, name, module))}
+    held: dict[str, int] = {}
+    for name in layers:
+        for around in _around(name):
+            held[around] = held.get(around, 0) + 1
+    blocks: dict[str, list[_Layer]] = {}
+    for name, layer in layers.items():
+        block = next((a for a in _around(name) if held[a] > 1 and not isinstance(index.modules[a], _CONTAINERS)), "")
+        if not _BESIDE.search(name.removeprefix(block)):
+            blocks.setdefault(block, []).append(layer)
+    return blocks
+
+
+def _layer(index: ModelIndex, name: str, module: Any) -> _Layer | None:
+    """Return a layer whose parameters are all known, under its first name. A module called "output" is left out: a rule
+    of that name would mean what the module around it returns."""
+    registered = dims_of(module)
+    if registered is None or not registered.tensors.keys() >= index.own[name].keys():
+        return None
+    if index.module_name(module) != name or name.rpartition(".")[2] in ("input", "output"):
+        return None
+    if isinstance(module, _CONVS):
+        return _Layer(name, module, module.in_channels, module.out_channels, module.groups)
+    if isinstance(module, nn.Linear):
+        return _Layer(name, module, module.in_features, module.out_features, 1)
+    return None
+
+
+def _around(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _pairs(layers: list[_Layer]) -> Iterator[tuple[_Layer, list[_Layer], list[_Layer]]]:
+    """Iterate over layers that widen, those after them that keep each channel by itself, and the layers that sum."""
+    at = 0
+    while at < len(layers):
+        up, last = layers[at], at + 1
+        while last < len(layers) and layers[last].keeps_channels and _follows(up, layers[last]):
+            last += 1
+        between, end = layers[at + 1 : last], last
+        while end < len(layers) and _sums(up, between, layers[last:end], layers[end]):
+            end += 1
+        if end > last:
+            yield up, between, layers[last:end]
+        at = end if end > last else at + 1
+
+
+def _sums(up: _Layer, between: list[_Layer], downs: list[_Layer], layer: _Layer) -> bool:
+    """Return whether a layer sums over the channels of `up` too, beside `downs` and not after one of them."""
+    beside = all(each.outputs != layer.inputs for each in downs)
+    same = layer.inputs == between[0].inputs if between else _follows(up, layer)
+    return up.groups == layer.groups == 1 and beside and same and _in_a_row(up, layer)
+
+
+def _follows(up: _Layer, after: _Layer) -> bool:
+    """Return whether a layer takes as many channels as `up` has, or half as many (of a signal over time: a gate)."""
+    return up.outputs == after.inputs or (isinstance(up.module, nn.Conv1d) and up.outputs == 2 * after.inputs)
+
+
+def _in_a_row(up: _Layer, down: _Layer) -> bool:
+    """Return whether two layers follow each other: convolutions of a block; linear layers by their names alone."""
+    if isinstance(up.module, nn.Linear) or isinstance(down.module, nn.Linear):
+        same = up.name.rpartition(".")[0] == down.name.rpartition(".")[0] and type(up.module) is type(down.module)
+        return same and _DIGIT.sub("", up.last) == _DIGIT.sub("", down.last) and up.last != down.last
+    return True
+
+
+def _shard(index: ModelIndex, up: _Layer, between: list[_Layer], downs: list[_Layer]) -> dict[str, Chained]:
+    found: dict[str, Chained] = {}
+    down = downs[0]
+    halved = up.outputs == 2 * down.inputs
+    why = f'guess: followed by "{_short(down, up)}"{", after one half gates the other" if halved else ""}'
+    found[up.name] = "(gate_up channel)" if halved else "channel", why
+    for layer in between:
+        found[layer.name] = "(groups group)", "each group of channels by itself"
+    for name in _norms_between(index, up, down):
+        found[name] = "channel", "each channel by itself"
+    for layer in downs:
+        found[layer.name] = "rowwise", f'sums over the channels of "{_short(up, layer)}"'
+    return found
+
+
+def _norms_between(index: ModelIndex, up: _Layer, down: _Layer) -> Iterator[str]:
+    """Iterate over modules, listed between two layers, that compute each of their channels by itself."""
+    names = list(index.modules)
+    for name in names[names.index(up.name) + 1 : names.index(down.name)]:
+        registered = dims_of(index.modules[name])
+        shapes = [index.leaf[full].tensor.shape for full in index.own[name].values()]
+        per_channel = registered is not None and registered.output == "channel"
+        if per_channel and any(shape == (down.inputs,) for shape in shapes):
+            yield name
+
+
+def _short(layer: _Layer, other: _Layer) -> str:
+    """Return the name of a layer from where it differs from another one."""
+    own, others = layer.name.split("."), other.name.split(".")
+    same = next((i for i, pair in enumerate(zip(own, others, strict=False)) if pair[0] != pair[1]), 0)
+    return ".".join(own[same:])
