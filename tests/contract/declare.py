@@ -47,9 +47,9 @@ OWN_STATE = (
 )
 
 _DECLARED, _EVERYWHERE = "_declared", "_everywhere"
-# Kinds on which every second habit is deep, where it does the same as on one device: what `zero(1)` leaves out,
-# `zero(2)` runs.
-_EVERY_SECOND = {"zero(1)": 0, "zero(2)": 1, "compiled": 0}
+# Kinds on which one habit of so many runs at every commit, and with which number in its module; the others are deep,
+# where they do the same as on one device. Each habit runs on one of the first three, on tp, zero(3) and pp.
+_ONE_OF = {"replicate": (3, 0), "zero(1)": (3, 1), "zero(2)": (3, 2), "fsdp x tp": (2, 1), "compiled": (4, 0)}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class Habit:
 
     def is_deep(self, kind: str) -> bool:
         """Does only `make test-deep` run it on this kind?"""
-        return self.verdict(kind).what == "same" and self.number % 2 == _EVERY_SECOND.get(kind)
+        several, which = _ONE_OF.get(kind, (1, 0))
+        return self.verdict(kind).what == "same" and self.number % several != which
 
 
 def refused(kinds: str, message: str) -> Callable[[Any], Any]:
