@@ -37,8 +37,9 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
-RESUMED = [("tp", "tp"), ("zero", "dp x tp"), ("fsdp", "tp"), ("ep", "ep x tp")]
+RESUMED = [("tp", "tp"), ("zero", "dp x tp"), ("fsdp", "tp")]
 DEEP_RESUMED = [
+    ("ep", "ep x tp"),
     ("dp", "dp"),
     ("fsdp", "fsdp"),
     ("zero", "zero"),
