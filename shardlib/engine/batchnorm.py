@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
-from shardlib.engine._torch import BatchNorm, check_input_dim
+from shardlib.engine._torch import BatchNorm
 from shardlib.engine.lost import naming_lost_ranks_in_operations
 
 __all__ = ["is_batch_norm", "use_global_batch"]
@@ -31,20 +31,13 @@ def is_batch_norm(module: nn.Module) -> bool:
 def use_global_batch(module: nn.Module, group: dist.ProcessGroup) -> Callable[[], None]:
     """Normalise with the statistics of all data ranks in training, and return an undo function.
 
-    A subclass with a forward of its own, which may add an activation, keeps it; its call of `F.batch_norm` is replaced.
+    The module keeps its forward, which counts batches and may add an activation; its `F.batch_norm` is replaced.
     """
-    assert isinstance(module, BatchNorm)
     local_forward = module.forward
-    is_torchs = type(module).forward is BatchNorm.forward
 
-    def forward(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not _uses_batch_statistics(module):
-            return local_forward(input, *args, **kwargs)
-        if is_torchs:
-            check_input_dim(module, input)
-            return _normalise(module, input, group)
+    def forward(*args: Any, **kwargs: Any) -> Any:
         with _OverAllRanks(group):
-            return local_forward(input, *args, **kwargs)
+            return local_forward(*args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign, assignment]
     return lambda: delattr(module, "forward")
@@ -72,22 +65,6 @@ class _OverAllRanks(TorchFunctionMode):
 
 
 _BATCH_NORM = inspect.signature(F.batch_norm)
-
-
-def _uses_batch_statistics(module: BatchNorm) -> bool:
-    return module.training or (module.running_mean is None and module.running_var is None)
-
-
-def _normalise(module: BatchNorm, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    running: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    momentum = 0.0
-    if module.track_running_stats and module.training:
-        assert module.num_batches_tracked is not None
-        module.num_batches_tracked.add_(1)
-        momentum = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-        running = (module.running_mean, module.running_var)
-    weight, bias = (module.weight, module.bias) if module.affine else (None, None)
-    return _batch_norm(x, running, weight, bias, momentum, module.eps, group)
 
 
 def _batch_norm(

@@ -39,8 +39,7 @@ private(
 )
 private(
     "torch.nn.modules.batchnorm._BatchNorm",
-    "torch.nn.modules.batchnorm._BatchNorm._check_input_dim",
-    why="to find every BatchNorm, and to complain of its input as it does itself",
+    why="to find every BatchNorm",
     without="statistics would be those of one rank's examples",
 )
 private(
@@ -59,7 +58,6 @@ private(
 __all__ = [
     "BatchNorm",
     "call_eagerly",
-    "check_input_dim",
     "compiled_call",
     "copied_with",
     "find_weights_again",
@@ -126,11 +124,6 @@ def find_weights_again(module: torch.nn.Module) -> None:
     if isinstance(module, torch.nn.RNNBase):
         for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
             setattr(module, name, weight)
-
-
-def check_input_dim(module: Any, x: torch.Tensor) -> None:
-    """Raise BatchNorm's own error for an input of another number of dims."""
-    module._check_input_dim(x)
 
 
 def compiled_call(module: torch.nn.Module) -> Any:
