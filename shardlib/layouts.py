@@ -15,6 +15,7 @@ from shardlib._mesh import MeshShape
 from shardlib.errors import RuleError, nearest, warn
 from shardlib.rules import Rules, register_tensor_mode
 from shardlib.rules._adapters import has_adapters, without_adapters
+from shardlib.rules._model import ModelIndex
 from shardlib.rules._resolve import Resolver
 from shardlib.rules.foreign import has_tp_plan
 from shardlib.rules.suggest import complete, suggest
@@ -136,9 +137,10 @@ def _files_for(cls: type) -> list[str]:
 def _file_that_fits(model: nn.Module) -> str | None:
     """Return the file that fits the modules of a model best, by their names, kinds and sizes."""
     idle: dict[str, int] = {}
+    index = ModelIndex(model)
     for name, rules in _files().items():
         with suppress(RuleError):
-            resolver = Resolver(rules, model, MeshShape("dp=1"))
+            resolver = Resolver(rules, index, MeshShape("dp=1"))
             resolver.resolution()
             idle[name] = sum(match.empty for match in resolver.matches.values())
     return min(idle, key=idle.__getitem__, default=None)

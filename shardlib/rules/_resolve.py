@@ -35,10 +35,10 @@ class Resolver:
     With `strict=False`, rules that match nothing and parameters without a rule are recorded and do not raise.
     """
 
-    def __init__(self, rules: Rules, model: nn.Module, mesh: MeshShape, *, strict: bool = True) -> None:
+    def __init__(self, rules: Rules, model: nn.Module | ModelIndex, mesh: MeshShape, *, strict: bool = True) -> None:
         self.rules, self.mesh, self.strict = rules, mesh, strict
         self._check_axes()
-        self.index = ModelIndex(model)
+        self.index = model if isinstance(model, ModelIndex) else ModelIndex(model)
         sizes = SizeFinder(self.index, rules.sizes)
         self.maker = LayoutMaker(self.index, mesh, rules.axis_uses, sizes, rules.axis)
         matcher = Matcher(self.index)
