@@ -16,6 +16,18 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
 ROWS, LENGTH, BATCH, VOCABULARY = 24, 10, 4, 67
 
+# What a user who is killed and resumed does: on the same mesh, and on another.
+RESUMED = [("tp", "tp"), ("zero", "dp x tp"), ("fsdp", "tp")]
+DEEP_RESUMED = [
+    ("ep", "ep x tp"),
+    ("dp", "dp"),
+    ("fsdp", "fsdp"),
+    ("zero", "zero"),
+    ("dp x tp", "dp x tp"),
+    ("ep", "ep"),
+    ("ep x tp", "tp"),
+]
+
 
 @dataclass
 class Ran:

@@ -15,7 +15,7 @@ from shardlib.errors import CheckpointError, MeshError, PlanError
 from shardlib.testing import shared_pool
 from tests.families.params import params
 from tests.families.transformer_models import build
-from tests.integrations.accelerated import Ran, make, model_for, reset, run
+from tests.integrations.accelerated import DEEP_RESUMED, RESUMED, Ran, make, model_for, reset, run
 
 from accelerate.utils import AutocastKwargs, DataLoaderConfiguration  # isort: skip
 from shardlib.integrations.accelerate import Accelerator  # isort: skip
@@ -35,18 +35,6 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "clipping": {"clip": 0.1, "epochs": 2},
     "evaluation": {"evaluate": True, "epochs": 2},
 }
-
-
-RESUMED = [("tp", "tp"), ("zero", "dp x tp"), ("fsdp", "tp")]
-DEEP_RESUMED = [
-    ("ep", "ep x tp"),
-    ("dp", "dp"),
-    ("fsdp", "fsdp"),
-    ("zero", "zero"),
-    ("dp x tp", "dp x tp"),
-    ("ep", "ep"),
-    ("ep x tp", "tp"),
-]
 
 
 @cache

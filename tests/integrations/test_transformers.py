@@ -14,7 +14,7 @@ from shardlib.errors import CheckpointError, MeshError, PlanError
 from shardlib.testing import shared_pool
 from tests.families.params import params
 from tests.families.transformer_models import build, transformers
-from tests.integrations.accelerated import model_for, reset
+from tests.integrations.accelerated import DEEP_RESUMED, RESUMED, model_for, reset
 from tests.integrations.trained import Ran, adapters, arguments, fine_tunes, generates, peft, run
 
 from shardlib.integrations.transformers import Sharding, Trainer, _load_weights  # isort: skip  # after torchvision
@@ -37,19 +37,6 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "clipping": {"max_grad_norm": 0.1, "optim": "sgd", "warmup_steps": 3},
     "evaluation": {"eval_strategy": "epoch", "first": "evaluate", "then": "predict", "weight_decay": 0.1},
 }
-
-
-# What a user who is killed and resumed does: on the same mesh, and on another.
-RESUMED = [("tp", "tp"), ("zero", "dp x tp"), ("fsdp", "tp")]
-DEEP_RESUMED = [
-    ("ep", "ep x tp"),
-    ("dp", "dp"),
-    ("fsdp", "fsdp"),
-    ("zero", "zero"),
-    ("dp x tp", "dp x tp"),
-    ("ep", "ep"),
-    ("ep x tp", "tp"),
-]
 
 
 @cache
