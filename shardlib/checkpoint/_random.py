@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardlib.engine.randomness import accelerator_random
 from shardlib.errors import CheckpointError
 
 __all__ = ["restoring", "states"]
@@ -25,7 +26,7 @@ def states() -> dict[str, Any]:
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
         "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
     }
-    if (module := _accelerator()) is not None:
+    if (module := accelerator_random()) is not None:
         found["accelerator"] = module.get_rng_state().cpu()
     return found
 
@@ -46,9 +47,9 @@ def restoring(saved: Mapping[str, Any]) -> Callable[[], None]:
         _check_torch(own)
         _check_python(python)
         _check_numpy(numpy)
-        module = _accelerator() if isinstance(theirs, torch.Tensor) else None
+        module = accelerator_random() if isinstance(theirs, torch.Tensor) else None
         if module is not None:
-            torch.Generator(torch.accelerator.current_accelerator()).set_state(theirs)
+            torch.Generator(torch.accelerator.currentaccelerator_random()).set_state(theirs)
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"the random states cannot be used: {type(error).__name__}: {error}. Use another checkpoint, or load with "
@@ -95,8 +96,3 @@ def _check_numpy(state: tuple[Any, ...]) -> None:
 def _check_number(value: Any, what: str, *, none: bool) -> None:
     if not (isinstance(value, int | float) or (none and value is None)) or (value is not None and value != value):
         raise ValueError(f"{what} is {value!r}, which is not a number")
-
-
-def _accelerator() -> Any:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.get_device_module(device) if device is not None else None

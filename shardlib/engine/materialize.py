@@ -25,6 +25,7 @@ from shardlib.engine import lazy, pretrained
 from shardlib.engine._torch import own_tensors
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.ops import ShardlibGatherWarning
+from shardlib.engine.randomness import random_states, set_random_states
 from shardlib.errors import CheckpointError, ShardingError, nearest
 
 __all__ = ["Source", "checkpoints", "initial_values"]
@@ -234,14 +235,14 @@ def _initialise_in_parts(
     module: nn.Module, init: Any, own: Mapping[str, str], shard_of: ShardOf, make: Make
 ) -> dict[str, torch.Tensor]:
     """Initialise a module's local shards, if the initialiser supports it; else full tensors. All ranks do the same."""
-    state = torch.get_rng_state()
+    states = random_states()
     try:
         with warnings.catch_warnings():
             # Gathering costs little here. If warnings are errors, a warning would stop only the rank that warns.
             warnings.simplefilter("ignore", ShardlibGatherWarning)
             return _initialise(module, init, own, shard_of, make)
     except Exception:
-        torch.set_rng_state(state)
+        set_random_states(states)
         return _initialise(module, init, own, shard_of)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from examples import gpt as example
+from shardlib.engine import randomness
 from shardlib.errors import ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Numbers, Transformer, batch_for, rules_for
@@ -98,6 +100,32 @@ def test_all_ranks_go_on_from_the_random_state_of_the_first(ranks):
     torch_state = torch.Generator().manual_seed(0).get_state()
     assert set(ranks(4).run(_state_after_sharding, "exact")) == {bytes(torch_state.tolist())}
     assert len(set(ranks(4).run(_state_after_sharding, "fast"))) == 4
+
+
+class _Accelerator:
+    """Stands in for `torch.cuda`: its generator's state is a number."""
+
+    def __init__(self, state: int) -> None:
+        self.state = torch.tensor([state], dtype=torch.uint8)
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+def _accelerator_state_after_sharding(rng: str) -> int:
+    accelerator = _Accelerator(dist.get_rank())
+    torch.manual_seed(0)
+    with unittest.mock.patch.object(randomness, "accelerator_random", lambda: accelerator):
+        sl.shard_model(nn.Linear(4, 4), "dp=2,tp=2", {"**": "colwise"}, rng=rng)
+    return int(accelerator.state)
+
+
+def test_ranks_of_a_model_axis_share_the_random_state_of_the_accelerator(ranks):
+    assert ranks(4).run(_accelerator_state_after_sharding, "exact") == [0, 0, 0, 0]
+    assert ranks(4).run(_accelerator_state_after_sharding, "fast") == [0, 0, 2, 2]
 
 
 # --- training -----------------------------------------------------------------------------------------------------

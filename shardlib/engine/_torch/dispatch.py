@@ -37,11 +37,6 @@ private(
     without="their handlers, which come first, would carry them out",
 )
 private(
-    "torch.distributed.tensor.DTensor._op_dispatcher._random_ops",
-    why="to know for which ops torch offsets the generator by shard",
-    without="a random op would be drawn at the global shape, or twice",
-)
-private(
     "torch.distributed.tensor._dispatch.OpDispatcher._allow_implicit_replication",
     why="to let masks and positions that a model makes meet DTensors",
     without="a plain tensor beside a DTensor raises",
@@ -78,7 +73,6 @@ __all__ = [
     "RuntimeSchemaInfo",
     "clear_propagation_cache",
     "dispatcher",
-    "drawn_by_tracker",
     "global_metas",
     "implicit_replication",
     "intercept_propagation",
@@ -157,11 +151,6 @@ def replace_kernels(kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> Ca
         library.impl(op, kernel, key)
     held = [library]  # its kernels are there as long as it is
     return held.clear
-
-
-def drawn_by_tracker(op: Op) -> bool:
-    """Tell whether DTensor's random number tracker offsets the generator for an op, on devices that it supports."""
-    return op in dispatcher()._random_ops
 
 
 @forget_with_meshes

@@ -25,7 +25,6 @@ from shardlib.engine._torch import (
     TensorMeta,
     _StridedShard,
     dispatcher,
-    drawn_by_tracker,
     exchanged,
     forget_with_meshes,
     global_metas,
@@ -68,7 +67,7 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
                 _alias.refuse_write(tensor)
     if _draw_by is not None and is_random(op) and (drawn := _draw_by(op, args, kwargs)) is not NotImplemented:
         return drawn
-    if _is_random(operands):
+    if is_random(op):
         return draw_replicated(operands)
     if is_foreach(operands) and not operands.all_replicated:
         return foreach(operands)
@@ -96,17 +95,6 @@ def drawing_by(draw: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         _draw_by = before
-
-
-def _is_random(operands: Operands) -> bool:
-    """Return whether a call has to draw random numbers at the global shape.
-
-    On accelerators PyTorch's RNG tracker offsets the generator by shard for the ops it knows. On CPUs there is none,
-    and PyTorch warns even if all operands are replicated.
-    """
-    if not is_random(operands.op):
-        return False
-    return operands.mesh.device_type == "cpu" or not (operands.all_replicated or drawn_by_tracker(operands.op))
 
 
 def is_random(op: Op) -> bool:
