@@ -49,7 +49,7 @@ def restoring(saved: Mapping[str, Any]) -> Callable[[], None]:
         _check_numpy(numpy)
         module = accelerator_random() if isinstance(theirs, torch.Tensor) else None
         if module is not None:
-            torch.Generator(torch.accelerator.currentaccelerator_random()).set_state(theirs)
+            torch.Generator(torch.accelerator.current_accelerator()).set_state(theirs)
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"the random states cannot be used: {type(error).__name__}: {error}. Use another checkpoint, or load with "

@@ -1,8 +1,11 @@
-"""Process groups of an axis that has its own rank groups, for user-defined collectives."""
+"""Process groups that are not those of a mesh axis: of an overlay, of several axes, of some ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +14,7 @@ from shardlib._mesh import MeshLike, MeshShape, rank_groups
 from shardlib.engine import _torch
 from shardlib.errors import MeshError
 
-__all__ = ["AxisGroup", "axis_groups", "group_over"]
+__all__ = ["AxisGroup", "axis_groups", "group_of", "group_over"]
 
 
 @dataclass(frozen=True)
@@ -58,23 +61,29 @@ def axis_groups(name: str, mesh: MeshLike) -> tuple[AxisGroup, ...]:
             f'axis_groups("{name}") was asked for on mesh "{shape}"; call it where its {shape.world_size} ranks run, '
             "after shardlib.mesh(...)."
         )
-    key = (name, tuple(map(tuple, found)))
-    job = dist.group.WORLD
-    if (job, key) not in _opened:
-        _opened[job, key] = _open(found)
-    return _opened[job, key]
+    rank, groups = dist.get_rank(), [(ranks, group_of(ranks, name)) for ranks in found]
+    return tuple(AxisGroup(tuple(ranks), ranks.index(rank), group) for ranks, group in groups if group is not None)
 
 
-_opened: dict[tuple[object, object], tuple[AxisGroup, ...]] = {}
+def group_of(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
+    """Return the group of some ranks; None on other ranks.
+
+    Collective over the job. The groups of a job are kept: each has connections, and on a GPU memory of its own, and a
+    second model of the same mesh asks for the same ones.
+
+    Args:
+        ranks: global ranks.
+        purpose: tells groups of equal ranks apart whose collectives or messages must not be mixed.
+    """
+    made = _made.setdefault(dist.group.WORLD, {})
+    key = (purpose, tuple(ranks))
+    if key not in made:
+        made[key] = _torch.new_group(ranks)
+    return made[key]
 
 
-def _open(found: list[list[int]]) -> tuple[AxisGroup, ...]:
-    rank, member_of = dist.get_rank(), []
-    for ranks in found:
-        group = _torch.new_group(ranks)
-        if group is not None:
-            member_of.append(AxisGroup(tuple(ranks), ranks.index(rank), group))
-    return tuple(member_of)
+# The groups of each job that are not those of a mesh axis.
+_made: WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]] = WeakKeyDictionary()
 
 
 def group_over(axes: tuple[str, ...], mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -84,8 +93,7 @@ def group_over(axes: tuple[str, ...], mesh: DeviceMesh) -> dist.ProcessGroup:
     """
     if axes:
         return _torch.flattened(mesh, axes).get_group()
-    key, rank = ("", ()), dist.get_rank()
-    if (dist.group.WORLD, key) not in _opened:
-        alone = dist.new_group([rank], use_local_synchronization=True)
-        _opened[dist.group.WORLD, key] = (AxisGroup((rank,), 0, alone),)
-    return _opened[dist.group.WORLD, key][0].group
+    made, rank = _made.setdefault(dist.group.WORLD, {}), dist.get_rank()
+    group = made.get(("alone", (rank,))) or dist.new_group([rank], use_local_synchronization=True)
+    made["alone", (rank,)] = group
+    return group

@@ -21,6 +21,7 @@ from shardlib._mesh import MeshShape, device_here
 from shardlib._plan import Plan, movements_of, rows_by_name
 from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch
+from shardlib.engine.groups import group_of
 from shardlib.engine.params import ParamState
 from shardlib.engine.pipeline.cut import Place, fake_copy, mesh_with_stages, of_stages, remove_foreign
 from shardlib.engine.pipeline.route import Route
@@ -259,7 +260,7 @@ class PipelineBuild:
         own_group = None
         ranks = _torch.ranks_of_mesh(self.mesh)
         for line in self.shape.lines((self.axis,)):
-            made = _torch.new_group([ranks[line[holder]] for holder in holders])
+            made = group_of([ranks[line[holder]] for holder in holders], "tied parameters")
             own_group = made if made is not None else own_group
         return own_group
 

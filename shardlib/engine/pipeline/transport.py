@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from shardlib._plan.schedules import Action
 from shardlib.engine import _torch
+from shardlib.engine.groups import group_of
 from shardlib.engine.transport import exchange
 
 __all__ = ["Channels", "P2PMessage", "Timetable", "Transport"]
@@ -68,7 +69,7 @@ class Channels:
     def open(
         cls, group: dist.ProcessGroup, lines: Sequence[Sequence[int]], device: torch.device, *, tagged: bool
     ) -> Channels:
-        """Create the groups and connect their ranks. Collective over the job.
+        """Make the groups, once for all models of a job, and connect their ranks. Collective over the job.
 
         Args:
             group: the group of this rank's pipeline.
@@ -80,7 +81,8 @@ class Channels:
         for line in () if tagged else lines:
             for source in range(len(line)):
                 for target in sorted({(source + 1) % len(line), (source - 1) % len(line)} - {source}):
-                    made = _torch.new_group(sorted((line[source], line[target])))
+                    direction = "up" if source < target else "down"
+                    made = group_of(sorted((line[source], line[target])), f"pipeline, {direction}")
                     if made is not None:
                         pairs[source, target] = made
                         sends = dist.get_rank() == line[source]
