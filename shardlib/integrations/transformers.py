@@ -117,6 +117,7 @@ class ShardedTrainerMixin:
         self.sharding = Sharding.of(sharding)
         self._accelerator_options: dict[str, Any] = {}
         self._ignores_count: bool | None = None
+        self._unsharded: dict[str, Any] | None = None  # while the model is saved
         super().__init__(*args, **options)
         self.add_callback(_LogsPlan(self))  # type: ignore[attr-defined]
 
@@ -211,9 +212,15 @@ class ShardedTrainerMixin:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights that the model would have on one device. All ranks call it, and all wait for the files."""
+        self._unsharded = full_state_dict(self.model)
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        self._unsharded = None
+        self.accelerator.wait_for_everyone()
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        state_dict = full_state_dict(self.model) if state_dict is None else state_dict  # all ranks take part
-        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+        super()._save(output_dir, self._unsharded if state_dict is None else state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = inner_optimizer(self.optimizer)
