@@ -191,6 +191,7 @@ class _Call:
         self, name: str, blocks: dict[str, nn.Module], compiled: Callable[..., Any], report: CompileReport
     ) -> None:
         self.name, self.block, self.compiled, self.report = name, blocks[name], compiled, report
+        self.modules = tuple(self.block.modules())
         self.same_class = {n: block for n, block in blocks.items() if type(block) is type(self.block)}
         # AssertionError: activation checkpointing around DTensors fails an assertion inside torch 2.13.0.
         self.failures: tuple[type[Exception], ...] = (*_torch.compile_errors(), AssertionError)
@@ -199,8 +200,8 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.name in self.report.stopped:
             return _torch.call_eagerly(self.block, *args, **kwargs)
-        if container := _mutable_argument(args, kwargs):
-            _report_mutable_argument(self.name, container, self.report)
+        if eagerly := self._derived_weight() or _mutable_argument(args, kwargs):
+            _report_eager(self.name, *eagerly, self.report)
             return _torch.call_eagerly(self.block, *args, **kwargs)
         shapes = tuple(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         if not self._has_graph(shapes):
@@ -217,6 +218,20 @@ class _Call:
         except self.failures as error:
             _give_up(self.name, self.same_class, _reason(error), self.report)
             return _torch.call_eagerly(self.block, *args, **kwargs)
+
+    def _derived_weight(self) -> tuple[str, str] | None:
+        """Return why the call cannot be compiled, and advice, if a hook assigns a tensor to a module before each call.
+
+        So do pruning and the old `weight_norm` and `spectral_norm`: autograd then gives a graph plain zeros in place of
+        gradients of DTensors, and the compiled backward raises.
+        """
+        for module in self.modules:
+            if module._forward_pre_hooks:
+                for attribute, value in vars(module).items():
+                    if isinstance(value, torch.Tensor):
+                        reason = f"a hook of a {type(module).__name__} computes its {attribute} before each call"
+                        return reason, "Use torch.nn.utils.parametrizations before shard_model"
+        return None
 
     def _compile(self, how: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         """Run the first call of this kind of a class, which compiles, with its progress."""
@@ -294,29 +309,27 @@ def _reason(error: Exception) -> str:
     return " ".join(lines[:2]) if lines[0].endswith("Error:") else lines[0]
 
 
-def _mutable_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return the class of an argument in which a block can store tensors, such as a cache of keys and values.
+def _mutable_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
+    """Return why a call cannot be compiled, and advice, if a block can store tensors in an argument, as in a cache.
 
     Stored tensors differ in length at each call. Where one requires a gradient and receives none, autograd passes plain
-    zeros instead of DTensors, and the compiled backward raises. Such calls run eagerly.
+    zeros instead of DTensors, and the compiled backward raises.
     """
     for given in (*args, *kwargs.values()):
         for leaf in () if isinstance(given, _VALUES) else pytree.tree_leaves(given):
             if not isinstance(leaf, _VALUES):
-                return type(leaf).__name__
+                reason = f"it was given a {type(leaf).__name__}, in which it can leave tensors behind"
+                return reason, "Call the model without it (use_cache=False for models of Hugging Face)"
     return None
 
 
 _VALUES = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator, type(None))
 
 
-def _report_mutable_argument(name: str, container: str, report: CompileReport) -> None:
+def _report_eager(name: str, reason: str, advice: str, report: CompileReport) -> None:
+    """Report calls that run eagerly, and warn the first time."""
     if not torch.is_grad_enabled() or name in report.eager:
         return
-    reason = f"it was given a {container}, in which it can leave tensors behind"
     if reason not in report.eager.values():
-        warn(
-            f'"{name}" and blocks like it run eagerly: {reason}. Call the model without it to train compiled blocks '
-            "(use_cache=False for models of Hugging Face), or pass compile=None to shard_model.",
-        )
+        warn(f'"{name}" and blocks like it run eagerly: {reason}. {advice}, or pass compile=None to shard_model.')
     report.eager[name] = reason

@@ -187,8 +187,8 @@ def test_a_cache_is_filled_by_eager_blocks():
     report = prove(Case(LLAMA, "sdpa", TP2, layers=2), batch=text, compile="auto")
     assert [warning for warning in report.warnings if "eagerly" in warning] == [
         '"model.layers.0" and blocks like it run eagerly: it was given a DynamicCache, in which it can leave tensors '
-        "behind. Call the model without it to train compiled blocks (use_cache=False for models of Hugging Face), or "
-        "pass compile=None to shard_model."
+        "behind. Call the model without it (use_cache=False for models of Hugging Face), or pass compile=None to "
+        "shard_model."
     ]
 
 

@@ -12,7 +12,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from tests.contract.declare import (
     OTHER_STAGE,
     as_microbatches,
-    broken,
     everywhere,
     own_part,
     refused,
@@ -662,7 +661,6 @@ def old_weight_norm_before(run: Run):
 
 @refused("replicate, zero(1), zero(2), zero(3), fsdp x tp", "is a new parameter, and ")
 @refused_on_some_ranks("pp", "is a new parameter, and ")
-@broken("compiled", "RuntimeError: During the backward, we encountered a tensor subclass where we ...")
 def old_weight_norm_after(run: Run, model: Any):
     """Apply the old `nn.utils.weight_norm` after sharding."""
     nn.utils.weight_norm(model.blocks[0].up)
@@ -705,7 +703,6 @@ def prune_before(run: Run):
 
 @refused("zero(3), fsdp x tp", "another tensor stands in its place since")
 @refused_on_some_ranks("pp", "gets another place, and ")
-@broken("compiled", "RuntimeError: During the backward, we encountered a tensor subclass where we ...")
 def prune_after(run: Run, model: Any):
     """Prune a layer by `prune.l1_unstructured` after sharding."""
     prune.l1_unstructured(model.blocks[0].up, "weight", amount=0.5)
