@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,11 +24,11 @@ from shardlib._mesh import MeshLike, MeshShape, default_device_type
 from shardlib._mesh import mesh as make_mesh
 from shardlib._plan import Plan
 from shardlib.checkpoint import load, save
-from shardlib.engine import agree, clip_grad_norm_, clip_grad_value_, full_state_dict, no_sync, plan, shard_model
+from shardlib.engine import agree, clip_grad_norm_, clip_grad_value_, full_state_dict, no_sync, shard_model
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, MeshError, PlanError, ShardingError
 from shardlib.integrations import tracking
-from shardlib.integrations._transforms import Transforms, as_transforms
+from shardlib.integrations._transforms import Transforms, as_transforms, leaving_steps_to, without_loss_scale
 from shardlib.integrations._versions import warn_if_untested
 from shardlib.transforms import precision
 
@@ -42,7 +42,6 @@ _INSTEAD = {
     "parallelism_config": 'Name the axes in mesh="dp=2,tp=2".',
     "torch_tp_plugin": 'Name the axes in mesh="dp=2,tp=2".',
     "dynamo": 'Write compile="inductor", which compiles the blocks of the model.',
-    "fp16": 'Write mixed_precision="bf16". A loss scale needs a loop of your own with shardlib.OptimizerWrapper.',
     "fp8": 'Write mixed_precision="bf16". For float8, write a loop of your own with shardlib.precision("fp8").',
 }
 _ENVIRONMENT = {
@@ -52,6 +51,9 @@ _ENVIRONMENT = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
 
+_STEPS = leaving_steps_to(
+    "Accelerate", accumulate="gradient_accumulation_steps", fp16='mixed_precision="fp16", or fp16=True for a Trainer,'
+)
 _PREPARED = "_is_accelerate_prepared"  # Accelerate's mark of what need not be prepared again
 
 
@@ -71,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
         **options: the arguments of `accelerate.Accelerator`.
 
     Raises:
-        PlanError: an option that shards or compiles by other means, or a precision with a loss scale.
+        PlanError: an option that shards or compiles by other means.
         MeshError: the mesh has stages of a pipeline, or Accelerate knows of another number of processes.
 
     >>> accelerator = Accelerator(mesh="dp=1,tp=1", rules={"**": None}, cpu=True)
@@ -97,6 +99,9 @@ class Accelerator(accelerate.Accelerator):
         kind = mesh.device_type if isinstance(mesh, DeviceMesh) else default_device_type()
         options["cpu"] = options.get("cpu", False) or kind == "cpu"
         super().__init__(**options)
+        if self.mixed_precision == "fp16" and self.scaler is None:  # on CPU, where Accelerate trains in float32
+            scale = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
+            self.native_amp, self.scaler = True, torch.amp.GradScaler(self.device.type, **scale)
         self.mesh = make_mesh(mesh, device_type=self.device.type)
         self.rules, self.transforms, self.compile = rules, as_transforms(transforms), compile
         shape = MeshShape.of(self.mesh)
@@ -187,22 +192,15 @@ class Accelerator(accelerate.Accelerator):
             if not any(model is one for one in self._models):
                 self._models.append(model)
             return model
-        shard_model(model, self.mesh, self._plan(model), compile=self.compile)
+        shard_model(model, self.mesh, self.rules, transforms=self._transforms(), compile=self.compile)
         setattr(model, _PREPARED, True)
         self._models.append(model)
         return model
 
-    def _plan(self, model: nn.Module) -> Plan:
-        made = plan(model, self.mesh, self.rules)
-        for transform in self.transforms:
-            made |= transform
-        if self.mixed_precision == "bf16":
-            made |= precision("bf16", autocast=True)
-        if made.step.accumulate > 1:
-            raise PlanError("accumulate() was given as a transform. Write gradient_accumulation_steps= instead.")
-        if made.step.scaler is not None:
-            raise PlanError(f"The transforms {self.transforms} scale the loss. {_INSTEAD['fp16']}")
-        return made
+    def _transforms(self) -> list[Callable[[Plan], Plan]]:
+        low = self.mixed_precision in ("bf16", "fp16")
+        autocast = [precision(self.mixed_precision, autocast=True), without_loss_scale] if low else []
+        return [*self.transforms, _STEPS, *autocast]
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer of a prepared model's parameters; its state is on their device."""
@@ -241,10 +239,12 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Scale gradients so that their norm, over all elements on all ranks, is at most `max_norm`; return the norm
         before."""
+        self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp every element of every gradient to [-clip_value, clip_value]."""
+        self.unscale_gradients()
         clip_grad_value_(parameters, clip_value)
 
     def check_trigger(self) -> bool:
@@ -564,7 +564,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
     for handler in options.get("kwargs_handlers") or ():
         kind = type(handler).__name__
         hook = getattr(handler, "comm_hook", None)
-        if kind in ("AutocastKwargs", "GradScalerKwargs") or "Recipe" in kind:
+        if kind == "AutocastKwargs" or "Recipe" in kind:
             raise PlanError(f"{kind} was given. Write the precision as transforms= instead.")
         if kind == "DistributedDataParallelKwargs" and str(getattr(hook, "value", hook)) != "no":
             raise PlanError(

@@ -26,22 +26,20 @@ from torchmetrics import Metric
 
 from shardlib._mesh import MeshLike, MeshShape
 from shardlib._mesh import mesh as make_mesh
-from shardlib._plan import Plan
 from shardlib.engine import LazyInitContext, OptimizerWrapper, full_state_dict, no_sync, plan_of, shard_model
 from shardlib.engine.apply import is_sharded
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, InputError, MeshError, ShardingError, nearest
 from shardlib.integrations import tracking
-from shardlib.integrations._transforms import Transforms, as_transforms
+from shardlib.integrations._transforms import Transforms, as_transforms, leaving_steps_to
 from shardlib.integrations._versions import warn_if_untested
 from shardlib.monitor import Monitor
 
 __all__ = ["ShardingMonitor", "ShardlibStrategy"]
 
 _OPTIONS = ("bucket_mb", "check", "compile", "global_batch_norm", "init", "rng")
-_PRECISIONS = '"64-true", "32-true" or "bf16-mixed"'
+_PRECISIONS = '"64-true", "32-true", "bf16-mixed" or "16-mixed"'
 _INSTEAD = {
-    "16-mixed": 'Its loss scale would have to agree between ranks. Write precision="bf16-mixed"',
     "bf16-true": 'Write precision="32-true" with ShardlibStrategy(transforms=shardlib.precision("bf16")), which keeps '
     "float32 master weights",
     "16-true": 'Write precision="32-true" with ShardlibStrategy(transforms=shardlib.precision("bf16"))',
@@ -64,6 +62,7 @@ _FLAGS_OF_OTHERS = {
     "save_distributed_checkpoint": "Checkpoints have full tensors, as those of one process",
 }
 
+_STEPS = leaving_steps_to("Lightning", accumulate="accumulate_grad_batches", fp16='precision="16-mixed"')
 # What each module was sharded with. A second trainer may have a strategy of its own that asks for the same.
 _sharded_with: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
 
@@ -163,9 +162,7 @@ class ShardlibStrategy(DDPStrategy):
 
     def _refuse_precision(self) -> None:
         plugin = self.precision_plugin
-        if type(plugin) in (Precision, DoublePrecision) or (
-            type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed"
-        ):
+        if type(plugin) in (Precision, DoublePrecision, MixedPrecision):
             return
         name = str(getattr(plugin, "precision", type(plugin).__name__))
         raise InputError(
@@ -239,7 +236,7 @@ class ShardlibStrategy(DDPStrategy):
         rules = self.rules
         if rules is None and not (self.mesh_shape.model_axes or self.mesh_shape.expert_axes):
             rules = {"**": None}
-        transforms = (*self.transforms, _refuse_steps_of_ours)
+        transforms = (*self.transforms, _STEPS)
         shard_model(part, self.device_mesh, rules, transforms=transforms, **self.options)
         _sharded_with[part] = asked
 
@@ -408,21 +405,6 @@ def sharded_part(module: LightningModule) -> nn.Module:
 
 def _full(value: Any) -> Any:
     return value.full_tensor().cpu() if isinstance(value, DTensor) else value
-
-
-def _refuse_steps_of_ours(plan: Plan) -> Plan:
-    """Refuse, before anything is sharded, transforms whose steps only an `OptimizerWrapper` takes."""
-    if plan.step.accumulate > 1:
-        raise InputError(
-            f"The transforms have accumulate({plan.step.accumulate}). Lightning counts batches itself: write "
-            f"Trainer(accumulate_grad_batches={plan.step.accumulate}) instead."
-        )
-    if plan.step.scaler is not None:
-        raise InputError(
-            'The transforms have precision("fp16"), whose loss scale needs a shardlib.OptimizerWrapper. Write '
-            'shardlib.precision("bf16"), or Trainer(precision="bf16-mixed").'
-        )
-    return plan
 
 
 def _refuse_callbacks(trainer: Trainer) -> None:

@@ -36,8 +36,7 @@ _REFUSED = {
     "deepspeed": 'Write sharding="dp=-1 | zero(2)", or another stage.',
     "parallelism_config": 'Name the axes in sharding="dp=2,tp=2".',
     "torch_compile": 'Write sharding=Sharding(..., compile="inductor"), which compiles the blocks of the model.',
-    "fp16": "Write bf16=True. A loss scale needs a loop of your own with shardlib.OptimizerWrapper.",
-    "fp16_full_eval": "A sharded model keeps its dtype. Write bf16=True, whose autocast is on in evaluation too.",
+    "fp16_full_eval": "A sharded model keeps its dtype. Write fp16=True, whose autocast is on in evaluation too.",
     "bf16_full_eval": "A sharded model keeps its dtype. Write bf16=True, whose autocast is on in evaluation too.",
     "auto_find_batch_size": "A model is sharded once. Find the batch size by a plan with an example: shardlib.plan.",
     "enable_jit_checkpoint": "All ranks save together. Write save_strategy and save_steps.",
@@ -94,7 +93,7 @@ class ShardedTrainerMixin:
         sharding: text such as "dp=2,tp=2 | zero(2)", or a `Sharding`; by default every process is a data rank.
 
     Raises:
-        PlanError: training arguments that shard, compile or scale the loss by other means.
+        PlanError: training arguments that shard or compile by other means.
 
     >>> class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):  # or trl.SFTTrainer, or your own
     ...     pass
@@ -324,27 +323,21 @@ def _refuse(args: Any, model: Any) -> None:
         raise PlanError(f"One process sees {args.n_gpu} GPUs. Start one process for each: torchrun --nproc_per_node.")
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise PlanError("The model was sharded by from_pretrained(distributed_config=...). Load it without.")
-    if hasattr(model, "peft_config") and not _is_peft_model(model):
-        raise PlanError(
-            f"{type(model).__name__}.add_adapter was called. Write peft.get_peft_model(model, config) instead."
-        )
-
-
-def _is_peft_model(model: Any) -> bool:
-    return is_peft_available() and isinstance(model, PeftModel)
 
 
 def _load_weights(folder: str, model: Any) -> None:
     """Load the weights that `save_pretrained` has written: those of the adapters alone, where peft has added some."""
-    if not _is_peft_model(model):
+    if not getattr(model, "peft_config", None):
         load(folder, model)
         return
     state = model.state_dict()
-    for adapter in model.peft_config:
+    added = not isinstance(model, PeftModel)  # by add_adapter: transformers saves the active one, by the names of peft
+    for adapter in model.active_adapters() if added else model.peft_config:
         saved = get_peft_model_state_dict(model, state, adapter, save_embedding_layers=False)
         name_of = {id(value): name for name, value in state.items()}
-        names = {there: name_of[id(value)] for there, value in saved.items()}
-        file = Path(folder) / ("" if adapter == "default" else adapter) / ADAPTER_SAFE_WEIGHTS_NAME
+        prefix = "base_model.model." if added else ""
+        names = {prefix + there: name_of[id(value)] for there, value in saved.items()}
+        file = Path(folder) / ("" if added or adapter == "default" else adapter) / ADAPTER_SAFE_WEIGHTS_NAME
         loaded = load(file, model, names=names, strict=False)
         if wrong := sorted({*names.values()} & {*loaded.missing} | {*loaded.unexpected}):
             raise CheckpointError(

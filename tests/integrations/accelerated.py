@@ -12,7 +12,7 @@ from tests.families.transformer_models import build
 
 import accelerate  # isort: skip  # after what makes torchvision importable
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
 
 ROWS, LENGTH, BATCH, VOCABULARY = 24, 10, 4, 67
 
@@ -37,6 +37,8 @@ class Ran:
     rates: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     output: torch.dtype | None = None  # of the model
+    scales: list[float] = field(default_factory=list)  # of the loss, after each step
+    skipped: list[bool] = field(default_factory=list)
 
 
 def examples(rows: int = ROWS, seed: int = 1) -> list[dict[str, torch.Tensor]]:
@@ -70,7 +72,10 @@ def make(shards: dict[str, Any] | None, **options: Any) -> Any:
     split = options.pop("split", False)
     options["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True, split_batches=split)
     if shards is None:
-        return accelerate.Accelerator(cpu=True, **options)
+        host = accelerate.Accelerator(cpu=True, **options)
+        if host.mixed_precision == "fp16":  # what it does on a GPU
+            host.native_amp, host.scaler = True, torch.amp.GradScaler("cpu", **host.scaler_handler.to_kwargs())
+        return host
     from shardlib.integrations.accelerate import Accelerator
 
     return Accelerator(**shards, **options)
@@ -88,14 +93,21 @@ def run(
     split: bool = False,
     model_class: str = "GPT2LMHeadModel",
     precision: str | None = None,
+    overflows: int | None = None,
 ) -> Ran:
     """Train a small model in float64, or in float32 with a mixed precision.
 
-    `folder` is where it saves after the first epoch, or resumes after it.
+    `folder` is where it saves after the first epoch, or resumes after it. `overflows` is the batch of each epoch whose
+    loss is infinite on the first data rank.
     """
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=1) if folder else None
     accelerator = make(
-        shards, gradient_accumulation_steps=accumulate, project_config=project, split=split, mixed_precision=precision
+        shards,
+        gradient_accumulation_steps=accumulate,
+        project_config=project,
+        split=split,
+        mixed_precision=precision,
+        kwargs_handlers=[GradScalerKwargs(init_scale=2.0**10, growth_interval=3)],
     )
     model = build_model(model_class).to(torch.float32 if precision else torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
@@ -128,13 +140,16 @@ def run(
                     loss = total / count * accumulate * ranks
                     done.losses.append(accelerator.reduce(total.detach()).item())
                 done.output = logits.dtype
-                accelerator.backward(loss)
+                accelerator.backward(loss * torch.inf if step == overflows and accelerator.process_index == 0 else loss)
                 if accelerator.sync_gradients and clip is not None:
                     done.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
                 done.rates.append(scheduler.get_last_lr()[0])
+                if accelerator.scaler is not None:
+                    done.scales.append(accelerator.scaler.get_scale())
+                    done.skipped.append(optimizer.step_was_skipped)
         if evaluate:
             done.metrics += _evaluate(accelerator, model, rest)
         if folder and not resume:

@@ -91,7 +91,7 @@ REFUSED = {
     "megatron": (lambda: {"megatron_lm_plugin": object()}, r'Name the axes in mesh="dp=2,tp=2"'),
     "parallelism": (lambda: {"parallelism_config": object()}, r'Name the axes in mesh="dp=2,tp=2"'),
     "dynamo": (lambda: {"dynamo_backend": "inductor"}, r'Write compile="inductor"'),
-    "fp16": (lambda: {"mixed_precision": "fp16"}, r'Write mixed_precision="bf16"'),
+    "fp8": (lambda: {"mixed_precision": "fp8"}, r'Write mixed_precision="bf16"'),
     "dispatch": (
         lambda: {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
         "each rank reads its own",
@@ -136,8 +136,10 @@ def _between_ranks() -> None:
         pass
     with pytest.raises(MeshError, match="has a pipeline axis"):
         make({"mesh": "dp=2,pp=2"})
-    with pytest.raises(PlanError, match="Write gradient_accumulation_steps= instead"):
+    with pytest.raises(PlanError, match="write gradient_accumulation_steps=2 instead"):
         make({"mesh": "dp=2,tp=2", "transforms": "accumulate(2)"}).prepare(build("GPT2LMHeadModel"))
+    with pytest.raises(PlanError, match='write mixed_precision="fp16"'):
+        make({"mesh": "dp=2,tp=2", "transforms": 'precision("fp16")'}).prepare(build("GPT2LMHeadModel"))
     reset()
 
 
@@ -154,3 +156,22 @@ def test_mixed_precision_is_the_autocast_of_one_process(way: str):
     for ran in _on_ranks(way, **options):
         assert ran.losses == pytest.approx(exact.losses, rel=2e-2)
         assert ran.output == exact.output == torch.float32  # Accelerate converts what the model returns
+
+
+@pytest.mark.parametrize("way", params(["zero", "dp x tp", "ep"], deep=["tp", "dp", "fsdp", "ep x tp"]))
+def test_a_loss_scale_and_the_steps_that_it_skips_are_those_of_one_process(tmp_path: Path, way: str):
+    """The first data rank alone overflows. A norm that is clipped before gradients are unscaled is 1000 times larger.
+
+    float16 has 3 bits more than bfloat16, whose losses are compared to 2e-2.
+    """
+    options = {"precision": "fp16", "model_class": model_for(way), "clip": 0.1, "overflows": 1, "split": True}
+    exact = run(None, epochs=2, **options)
+    assert exact.skipped == [False, True, *[False] * 5, True, *[False] * 4]
+    assert exact.scales == [2.0**power for power in (10, 9, 9, 9, 10, 10, 10, 9, 9, 9, 10, 10)]
+    first = _on_ranks(way, epochs=1, folder=str(tmp_path), **options)
+    resumed = _on_ranks(way, epochs=2, folder=str(tmp_path), resume=True, **options)
+    for before, after in zip(first, resumed, strict=True):
+        assert (before.skipped + after.skipped, before.scales + after.scales) == (exact.skipped, exact.scales)
+        assert before.rates + after.rates == exact.rates
+        assert before.losses + after.losses == pytest.approx(exact.losses, rel=2.5e-3)
+        assert before.norms + after.norms == pytest.approx(exact.norms, rel=2.5e-3, nan_ok=True)

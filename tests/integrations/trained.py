@@ -93,11 +93,11 @@ def run(
     first: str = "",
     then: str = "",
     model_class: str = "GPT2LMHeadModel",
-    adapt: bool = False,
+    adapt: str = "",
     late: Sequence[transformers.TrainerCallback] = (),
     **options: Any,
 ) -> Ran:
-    """Train a small model in float64, or in float32 for bf16.
+    """Train a small model in float64, or in float32 for bf16 and fp16.
 
     Logged losses are sums in torch's default dtype, which is float64 meanwhile.
 
@@ -109,20 +109,23 @@ def run(
         first: what to do before training: "evaluate".
         then: what to do after it: "predict", "save".
         model_class: of transformers.
-        adapt: train adapters of peft.
+        adapt: train adapters that are added by this function: "get_peft_model" of peft, "add_adapter" of the model.
         late: callbacks that are added once the trainer is built.
         **options: training arguments.
     """
     reset()
-    dtype = torch.float32 if options.get("bf16") else torch.float64
+    dtype = torch.float32 if options.get("bf16") or options.get("fp16") else torch.float64
     torch.set_default_dtype(dtype)
     kind, more = trainer_class(transformers.Trainer, sharding)
     torch.manual_seed(0)
     model = build_model(model_class).to(dtype)
     model.loss_function = loss_in_float64
-    if adapt:
-        config = adapters("c_attn", "c_proj", "c_fc")
+    config = adapters("c_attn", "c_proj", "c_fc")
+    if adapt == "get_peft_model":
         model = peft.get_peft_model(model, config, autocast_adapter_dtype=False).to(dtype)
+    elif adapt:
+        model.add_adapter(config)
+        model.to(dtype)
     ranks = data_ranks(sharding)
     rows = [{name: row[name] for name in ("input_ids", "labels")} for row in examples()]
     trainer = kind(
