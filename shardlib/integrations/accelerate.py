@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ from shardlib.engine import agree, clip_grad_norm_, clip_grad_value_, full_state
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, MeshError, PlanError, ShardingError
 from shardlib.integrations import tracking
-from shardlib.integrations._transforms import Transforms, as_transforms, leaving_steps_to, without_loss_scale
+from shardlib.integrations._options import Transforms, as_transforms, leaving_steps_to, refuse, without_loss_scale
 from shardlib.integrations._versions import warn_if_untested
 from shardlib.transforms import precision
 
@@ -41,8 +41,6 @@ _INSTEAD = {
     "megatron_lm_plugin": 'Name the axes in mesh="dp=2,tp=2".',
     "parallelism_config": 'Name the axes in mesh="dp=2,tp=2".',
     "torch_tp_plugin": 'Name the axes in mesh="dp=2,tp=2".',
-    "dynamo": 'Write compile="inductor", which compiles the blocks of the model.',
-    "fp8": 'Write mixed_precision="bf16". For float8, write a loop of your own with shardlib.precision("fp8").',
 }
 _ENVIRONMENT = {
     "ACCELERATE_USE_FSDP": "fsdp_plugin",
@@ -51,6 +49,9 @@ _ENVIRONMENT = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
 
+_OWN_BATCHES = dict.fromkeys(
+    ("dispatch_batches", "use_stateful_dataloader"), "Leave it out: each rank reads its own batches."
+)
 _STEPS = leaving_steps_to(
     "Accelerate", accumulate="gradient_accumulation_steps", fp16='mixed_precision="fp16", or fp16=True for a Trainer,'
 )
@@ -161,11 +162,12 @@ class Accelerator(accelerate.Accelerator):
         """
         models = [one for one in args if isinstance(one, nn.Module) and not _is_prepared(one)]
         named = {id(param): (model, name) for model in models for name, param in model.named_parameters()}
+        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer) and not _is_prepared(one)]
+        _refuse_state(optimizers, named)
         groups = [
             (group, [named.get(id(param), param) for param in group["params"]])
-            for optimizer in args
-            if isinstance(optimizer, torch.optim.Optimizer) and not _is_prepared(optimizer)
-            for group in _without_state(optimizer, named).param_groups
+            for optimizer in optimizers
+            for group in optimizer.param_groups
         ]
         for model in models:
             self.prepare_model(model)
@@ -230,11 +232,9 @@ class Accelerator(accelerate.Accelerator):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate; the first one outside reduces the sum."""
-        with no_sync(model):
-            yield
+        return no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Scale gradients so that their norm, over all elements on all ranks, is at most `max_norm`; return the norm
@@ -352,7 +352,7 @@ class Accelerator(accelerate.Accelerator):
         report = tracking.report(model)
         self.log(report.numbers, step)
         for tracker in self.trackers:
-            if tracker.name in ("tensorboard", "wandb"):
+            if tracking.shows_text(tracker):
                 tracker.log({"plan": report.text}, step=step)
         if self.is_main_process and self.logging_dir is not None:
             report.write(self.logging_dir)
@@ -374,19 +374,14 @@ class Accelerator(accelerate.Accelerator):
                 model, or an error of `shardlib.save`.
         """
         self._refuse_hooks(self._save_model_state_pre_hook, "register_save_state_pre_hook")
-        if options or not safe_serialization:
-            raise CheckpointError(
-                f"save_state was given {['safe_serialization=False', *options][bool(options) :]}. shardlib writes "
-                "safetensors alone: leave it out."
-            )
+        if given := [*options, *([] if safe_serialization else ["safe_serialization=False"])]:
+            raise CheckpointError(f"save_state was given {given}. shardlib writes safetensors alone: leave it out.")
         pairs = self._pairs()
         with self._without_objects():
             folder = super().save_state(output_dir)
+        first: dict[str, Any] = {"lr_scheduler": _Several(self._schedulers), "extra": self._counts()}
         for index, (model, optimizer) in enumerate(pairs):
-            first: dict[str, Any] = {}
-            if index == 0:
-                first = {"lr_scheduler": _Several(self._schedulers), "extra": self._counts()}
-            save(_path(folder, index), model, optimizer, **first)
+            save(_path(folder, index), model, optimizer, **({} if index else first))
         return folder
 
     def load_state(
@@ -504,14 +499,14 @@ def _is_prepared(value: Any) -> bool:
     return bool(getattr(value, _PREPARED, False))
 
 
-def _without_state(optimizer: torch.optim.Optimizer, named: Mapping[int, Any]) -> torch.optim.Optimizer:
-    """Return an optimizer, unless it has state of parameters that are about to be sharded."""
-    if any(id(param) in named and state for param, state in optimizer.state.items()):
-        raise ShardingError(
-            f"The {type(optimizer).__name__} has made steps on parameters that are not sharded yet. Prepare it with "
-            "its model before the first step; load_state continues a run."
-        )
-    return optimizer
+def _refuse_state(optimizers: Sequence[torch.optim.Optimizer], named: Mapping[int, Any]) -> None:
+    """Refuse optimizers that have state of parameters that are about to be sharded."""
+    for optimizer in optimizers:
+        if any(id(param) in named and state for param, state in optimizer.state.items()):
+            raise ShardingError(
+                f"The {type(optimizer).__name__} has made steps on parameters that are not sharded yet. Prepare it "
+                "with its model before the first step; load_state continues a run."
+            )
 
 
 def _refuse_other_schedule(saved: list[int], here: list[int]) -> None:
@@ -543,24 +538,23 @@ def _only_tensors(data: Any) -> bool:
 
 def _refuse(options: Mapping[str, Any]) -> None:
     """Raise a `PlanError` about an option, or a variable of `accelerate launch`, that shards by other means."""
-    for name, instead in _INSTEAD.items():
-        if options.get(name) is not None:
-            raise PlanError(f"{name} was given: a model has one owner of its shards, which is shardlib here. {instead}")
+    refuse("Accelerator", options, _INSTEAD)
+    config = options.get("dataloader_config")
+    refuse("DataLoaderConfiguration", vars(config) if config else {}, _OWN_BATCHES)
     for variable, name in _ENVIRONMENT.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise PlanError(f"{variable} is set, as by `accelerate launch`. {_INSTEAD[name]} Start with torchrun.")
     plugin = options.get("dynamo_plugin") or TorchDynamoPlugin(backend=options.get("dynamo_backend"))
     if plugin.backend != DynamoBackend.NO:
-        raise PlanError(f"Accelerate would compile the whole model, with {plugin.backend}. {_INSTEAD['dynamo']}")
-    mixed = str(options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-    if mixed in _INSTEAD:
-        raise PlanError(f'mixed_precision="{mixed}" was given. {_INSTEAD[mixed]}')
-    config = options.get("dataloader_config")
-    for name in ("dispatch_batches", "use_stateful_dataloader"):
-        if getattr(config, name, None):
-            raise PlanError(
-                f"DataLoaderConfiguration({name}=True) was given. Leave it out: each rank reads its own batches."
-            )
+        raise PlanError(
+            f"Accelerate would compile the whole model, with {plugin.backend}. Write "
+            'compile="inductor", which compiles the blocks of the model.'
+        )
+    if (options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")) == "fp8":
+        raise PlanError(
+            'mixed_precision="fp8" was given. Write mixed_precision="bf16". For float8, write a loop of your own with '
+            'shardlib.precision("fp8").'
+        )
     for handler in options.get("kwargs_handlers") or ():
         kind = type(handler).__name__
         hook = getattr(handler, "comm_hook", None)

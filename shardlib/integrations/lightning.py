@@ -31,7 +31,7 @@ from shardlib.engine.apply import is_sharded
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, InputError, MeshError, ShardingError, nearest
 from shardlib.integrations import tracking
-from shardlib.integrations._transforms import Transforms, as_transforms, leaving_steps_to
+from shardlib.integrations._options import Transforms, as_transforms, leaving_steps_to
 from shardlib.integrations._versions import warn_if_untested
 from shardlib.monitor import Monitor
 

@@ -12,7 +12,7 @@ from torch import nn
 from shardlib._plan import Plan
 from shardlib.engine import plan_of
 
-__all__ = ["PlanReport", "report"]
+__all__ = ["PlanReport", "report", "shows_text"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +69,13 @@ def report(model: nn.Module) -> PlanReport:
     }
     numbers = {f"plan/{name}": float(size) for name, size in sizes.items()}
     return PlanReport(numbers, f"```text\n{plan}\n```", plan._repr_html_(), plan)
+
+
+def shows_text(tracker: object) -> bool:
+    """Return whether a host's tracker, callback or logger is that of TensorBoard or W&B, which show texts.
+
+    >>> class TensorBoardLogger: ...
+    >>> shows_text(TensorBoardLogger()), shows_text([])
+    (True, False)
+    """
+    return any(kind.__name__.lower().startswith(("tensorboard", "wandb")) for kind in type(tracker).__mro__)

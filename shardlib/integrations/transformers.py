@@ -19,7 +19,7 @@ from shardlib.checkpoint import load, save
 from shardlib.engine import full_state_dict
 from shardlib.errors import CheckpointError, PlanError
 from shardlib.integrations import tracking
-from shardlib.integrations._transforms import Transforms
+from shardlib.integrations._options import Transforms, refuse
 from shardlib.integrations._versions import warn_if_untested
 from shardlib.integrations.accelerate import Accelerator, inner_optimizer
 
@@ -278,7 +278,7 @@ class _LogsPlan(transformers.TrainerCallback):
         model = self._trainer.model
         report = tracking.report(model)
         for one in callbacks:
-            text = {"plan": report.text} if type(one).__name__ in ("TensorBoardCallback", "WandbCallback") else {}
+            text = {"plan": report.text} if tracking.shows_text(one) else {}
             one.on_log(args, state, control, model=model, logs={**report.numbers, **text})
         report.write(args.output_dir)
 
@@ -311,9 +311,7 @@ class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
 
 def _refuse(args: Any, model: Any) -> None:
     """Raise a `PlanError` about training arguments, or a way to load the model, that a sharded model cannot follow."""
-    for name, instead in _REFUSED.items():
-        if getattr(args, name, None):
-            raise PlanError(f"TrainingArguments({name}={getattr(args, name)!r}) was given. {instead}")
+    refuse("TrainingArguments", vars(args), _REFUSED)
     if args.train_sampling_strategy not in ("random", "sequential"):
         raise PlanError(
             f"TrainingArguments(train_sampling_strategy={args.train_sampling_strategy!r}) was given. Ranks of one data "

@@ -24,6 +24,7 @@ let_torchvision_in()  # torchmetrics imports it by the way
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from torchmetrics import SumMetric  # noqa: E402
 
 from shardlib.integrations.lightning import ShardlibStrategy  # noqa: E402
@@ -122,6 +123,14 @@ class ByHand(Lit):
         ]
 
 
+class Overflows(Lit):
+    """The loss of the second batch of an epoch is infinite on the first data rank."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        sampler = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
+        return super().training_step(batch, index) * (torch.inf if (index, sampler["rank"]) == (1, 0) else 1)
+
+
 class Late(Lit):
     """Builds its model in `configure_model`."""
 
@@ -163,6 +172,9 @@ CASES: dict[str, tuple[Callable[[], Lit], dict[str, Any]]] = {
     "manual": (ByHand, {"max_epochs": 1}),
     "late": (Late, {"max_epochs": 1}),
 }
+SCALED: dict[str, tuple[Callable[[], Lit], dict[str, Any]]] = {
+    "overflow": (Overflows, {"max_epochs": 1, "gradient_clip_val": 0.1}),
+}
 
 
 # As above, for kinds with experts too.
@@ -179,6 +191,7 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     metrics: list[Any] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)  # of the loss
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     predicted: torch.Tensor | None = None
     share: tuple[int, int] = (0, 1)  # the first row that this rank predicts, and the distance to the next
@@ -193,6 +206,8 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.result.losses.append(trainer.callback_metrics["loss"].item())
         self.result.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
+            self.result.scales.append(scaler.get_scale())
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.result.metrics.append({name: trainer.callback_metrics[name].item() for name in ("val", "total")})
@@ -218,7 +233,7 @@ def trained(
     case: str, folder: str, kind: str | None, *, resume: str | None = None, precision: str = "64-true", **options: Any
 ) -> Trained:
     """Train by a kind of sharding, or on one process without shardlib; `resume` is the path of a checkpoint."""
-    make, settings = (CASES | MIXTURES)[case]
+    make, settings = (CASES | SCALED | MIXTURES)[case]
     torch.manual_seed(0)
     # On one process, Lightning loads a checkpoint before it converts the model.
     dtype = torch.float64 if precision == "64-true" else torch.float32
@@ -230,13 +245,18 @@ def trained(
         mesh, transforms = (KINDS | DEEP | EXPERTS)[kind]
         shape = sl.MeshShape(mesh)
         world, shares = shape.world_size, shape.data_ranks
-        rules = RULES if shape.model_axes and case in CASES else None
+        rules = RULES if shape.model_axes and case not in MIXTURES else None
         strategy = ShardlibStrategy(mesh, rules, transforms=transforms, lazy=case == "late")
         torch.manual_seed(torch.distributed.get_rank())  # the values of rank 0 are what counts
         model = make().to(dtype)
     else:
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
     name = f"{kind} {case} {'resumed' if resume else ''}"
+    if precision == "16-mixed":  # which Lightning gives to GPUs alone
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+    else:
+        options["precision"] = precision
     saving = ModelCheckpoint(folder, filename=name + "{step}", monitor="val", save_top_k=-1)
     stopping = EarlyStopping("val", min_delta=10.0, patience=3)  # stops in the second epoch
     with quietly():
@@ -244,7 +264,6 @@ def trained(
             accelerator="cpu",
             devices=world,
             strategy=strategy,
-            precision=precision,  # type: ignore[arg-type]
             logger=CSVLogger(folder, name=name),
             callbacks=[Watch(result), saving, stopping, LearningRateMonitor("step")],
             enable_progress_bar=False,

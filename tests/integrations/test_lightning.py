@@ -10,6 +10,7 @@ import torch
 
 import shardlib as sl
 from shardlib.errors import ShardlibError
+from tests.families.params import params
 from tests.integrations.lightning_training import (
     CASES,
     DEEP,
@@ -30,7 +31,6 @@ from tests.integrations.lightning_training import (
 )
 
 from lightning.pytorch.callbacks import StochasticWeightAveraging  # isort: skip  after torchvision may be imported
-from lightning.pytorch.plugins.precision import MixedPrecision  # isort: skip
 
 # Sums reordered by another mesh differ by roundings.
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
@@ -88,18 +88,36 @@ def assert_near_in_bfloat16(ranks: Any, world: int, kinds: list[str], case: str,
             torch.testing.assert_close(own, rounded[None], rtol=later, atol=later, msg=told)
 
 
+@pytest.mark.parametrize(
+    "kinds", params([("dp=2 zero(2)", "tp=2")], deep=[("dp=2 fsdp", "dp=2"), ("tp=2", "dp=2 fsdp")])
+)
+def test_a_loss_scale_is_that_of_one_process_and_resumes_on_another_mesh(ranks, tmp_path, kinds):
+    """The first data rank alone overflows. float16 has 3 bits more than bfloat16, which is compared to 2**-8."""
+    scaled = functools.partial(trained, "overflow", str(tmp_path), precision="16-mixed")
+    (exact,) = ranks(1).run(scaled, None)
+    assert exact.scales == [2.0**power for power in (10, 9, 9, 9, 10)]
+    saved, loaded = kinds
+    runs = ranks(2).run(scaled, saved)
+    (resumed,) = ranks(1).run(scaled, None, resume=runs[0].checkpoint, max_epochs=2)
+    assert len(resumed.scales) > 4 and len({*resumed.scales}) > 1
+    runs_resumed = ranks(2).run(scaled, loaded, resume=runs[0].checkpoint, max_epochs=2)
+    for of_one, of_ranks in ((exact, runs), (resumed, runs_resumed)):
+        for run in of_ranks:
+            assert (run.scales, run.rates) == (of_one.scales, of_one.rates)
+            torch.testing.assert_close(run.losses, of_one.losses, rtol=2**-11, atol=2**-11)
+
+
 REFUSED = {
     "16-true": (lambda: trainer(precision="16-true"), 'transforms=shardlib.precision("bf16")'),
     "bf16-true": (lambda: trainer(precision="bf16-true"), "float32 master weights"),
-    "16-mixed": (lambda: trainer(plugins=[MixedPrecision("16-mixed", "cpu")]), 'Write precision="bf16-mixed"'),
     "batch norm": (lambda: trainer(sync_batchnorm=True), "leave it out"),
     "pipeline": (lambda: trainer("pp=2"), "pipeline_step"),
     "devices": (lambda: trainer(devices=3), "runs 3 processes"),
     "devices of another mesh": (lambda: trainer("dp=2,tp=2"), "Trainer(devices=4)"),
     "flag of DDP": (lambda: trainer(find_unused_parameters=True), "Unused parameters need no flag"),
     "misspelled": (lambda: trainer(bucket=3), 'Did you mean "bucket_mb"'),
-    "accumulate": (lambda: fit(trainer(transforms="accumulate(3)")), "Trainer(accumulate_grad_batches=3)"),
-    "fp16": (lambda: fit(trainer(transforms='precision("fp16")')), 'precision="bf16-mixed"'),
+    "accumulate": (lambda: fit(trainer(transforms="accumulate(3)")), "write accumulate_grad_batches=3"),
+    "fp16": (lambda: fit(trainer(transforms='precision("fp16")')), 'write precision="16-mixed"'),
     "averages": (lambda: fit(trainer(callbacks=[StochasticWeightAveraging(1e-2)])), "Leave it out"),
     "compiled": (lambda: fit(trainer(), torch.compile(Lit())), "ShardlibStrategy(compile=...)"),
     "another plan": (lambda: fit(trainer(transforms="fsdp"), fit(trainer())), "is sharded already"),

@@ -1,14 +1,19 @@
-"""Each host's loggers get the plan once, and throughput: TensorBoard, a CSV file, a tracker of the user's own."""
+"""Each host's loggers get the plan once, and throughput: TensorBoard, W&B, a CSV file, a tracker of the user's own."""
 
 from __future__ import annotations
 
 import csv
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from wandb.proto.wandb_internal_pb2 import Record
 
-from tests.integrations.tracked import alone, by_accelerate, by_lightning, by_transformers
+from tests.integrations.tracked import alone, by_accelerate, by_lightning, by_transformers, to_wandb
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # isort: skip
 
@@ -24,6 +29,35 @@ def board(folder: Path) -> tuple[dict[str, list[float]], dict[str, str]]:
     scalars = {tag: [event.value for event in read.Scalars(tag)] for tag in tags["scalars"]}
     texts = {tag: read.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in tags["tensors"]}
     return scalars, texts
+
+
+def offline(folder: Path) -> dict[str, list[Any]]:
+    """Return the history of W&B's only run in a folder."""
+    (file,) = folder.rglob("*.wandb")
+    history: defaultdict[str, list[Any]] = defaultdict(list)
+    for record in _records(file.read_bytes()):
+        for item in Record.FromString(record).history.item:
+            history["/".join(item.nested_key) or item.key].append(json.loads(item.value_json))
+    return history
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Read LevelDB's log format, after a header of seven bytes.
+
+    A record may have several parts, each in one block of 32 KiB: checksum, length, kind (1 is all of a record, 4 its
+    last part), bytes. What is left of a block is zeros if it has no room for these numbers.
+    """
+    at, record = 7, b""
+    while at < len(data):
+        if (left := 2**15 - at % 2**15) < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
 
 
 def assert_has_plan(scalars: dict[str, list[float]], prefix: str = "") -> None:
@@ -74,6 +108,20 @@ def test_loggers_of_lightning_get_the_plan_and_throughput(tmp_path: Path, ranks)
         str(scalars["plan/memory_bytes"][0])
     ]
     assert_page(tmp_path / "board")
+
+
+def test_every_host_reports_to_wandb(tmp_path: Path, ranks):
+    plan, *_ = ranks(2).run(to_wandb, str(tmp_path))
+    by_host = {host: offline(tmp_path / host) for host in ("transformers", "accelerate", "lightning")}
+    assert_has_plan(by_host["transformers"], "train/")
+    assert_has_plan(by_host["accelerate"])
+    assert_has_plan(by_host["lightning"])
+    for (text,) in (by_host["transformers"]["train/plan"], by_host["accelerate"]["plan"]):
+        assert "Plan on dp=2 (2 ranks) after zero(2)" in text
+    (table,) = by_host["lightning"]["plan"]
+    (file,) = (tmp_path / "lightning").rglob(Path(table["path"]).name)
+    assert json.loads(file.read_text())["data"] == [[f"```text\n{plan}\n```"]]
+    assert "loss" in by_host["accelerate"] and by_host["lightning"]["samples_per_second"][0] > 0
 
 
 def test_a_monitor_without_the_strategy_is_refused(ranks):

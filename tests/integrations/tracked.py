@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import torch
+import wandb
 from torch import nn
 
 import shardlib as sl
@@ -14,7 +17,7 @@ from tests.integrations.accelerated import ProjectConfiguration, make, reset
 from tests.integrations.trained import run
 
 from accelerate.tracking import GeneralTracker, on_main_process  # isort: skip
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # isort: skip
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger  # isort: skip
 from transformers.integrations import TensorBoardCallback  # isort: skip
 from shardlib.integrations.lightning import ShardingMonitor, ShardlibStrategy  # isort: skip
 
@@ -49,12 +52,14 @@ class InMemory(GeneralTracker):
         self.logged.append((step, values))
 
 
-def by_accelerate(folder: str) -> list[tuple[int | None, dict[str, Any]]]:
-    """Return what a user's own tracker got on this rank, beside TensorBoard."""
+def by_accelerate(
+    folder: str, mesh: str = "dp=2,tp=2", tracker: str = "tensorboard"
+) -> list[tuple[int | None, dict[str, Any]]]:
+    """Return what a user's own tracker got on this rank, beside one of Accelerate's."""
     own = InMemory()
     project = ProjectConfiguration(folder, logging_dir=folder)
-    shards = {"mesh": "dp=2,tp=2", "transforms": "zero(2)", "rules": RULES}
-    accelerator = make(shards, log_with=[own, "tensorboard"], project_config=project)
+    shards = {"mesh": mesh, "transforms": "zero(2)", "rules": RULES}
+    accelerator = make(shards, log_with=[own, tracker], project_config=project)
     accelerator.init_trackers("run")
     model = lit.Net()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -74,15 +79,18 @@ def by_accelerate(folder: str) -> list[tuple[int | None, dict[str, Any]]]:
     return own.logged
 
 
-def by_lightning(folder: str) -> str:
-    """Train with two loggers; return their folder."""
-    loggers = [TensorBoardLogger(folder, name="board", version=""), CSVLogger(folder, name="csv", version="")]
-    strategy = ShardlibStrategy("dp=2,tp=2", RULES, transforms="zero(2)")
+def by_lightning(folder: str, mesh: str = "dp=2,tp=2", loggers: Any = None) -> str:
+    """Train with loggers, by default two; return the plan."""
+    loggers = loggers or [
+        TensorBoardLogger(folder, name="board", version=""),
+        CSVLogger(folder, name="csv", version=""),
+    ]
+    strategy = ShardlibStrategy(mesh, RULES, transforms="zero(2)")
     settings: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
     with lit.quietly():
         trainer = lit.Trainer(
             accelerator="cpu",
-            devices=4,
+            devices=sl.MeshShape(mesh).world_size,
             strategy=strategy,
             logger=loggers,
             callbacks=[ShardingMonitor()],
@@ -93,6 +101,26 @@ def by_lightning(folder: str) -> str:
         )
         trainer.fit(lit.Lit(), lit.loader(16, 2, torch.float32))
     return str(sl.plan_of(strategy.sharded_module))
+
+
+def to_wandb(folder: str) -> str:
+    """Let each host report to W&B, offline, into a folder of its own; return the plan under Lightning."""
+    hosts = {name: f"{folder}/{name}" for name in ("transformers", "accelerate", "lightning")}
+    for path in hosts.values():
+        os.makedirs(path, exist_ok=True)
+
+    def set_for(host: str) -> Any:
+        return mock.patch.dict(os.environ, {"WANDB_MODE": "offline", "WANDB_DIR": hosts[host], "WANDB_SILENT": "true"})
+
+    with set_for("transformers"):
+        run("dp=2 | zero(2)", hosts["transformers"], report_to=["wandb"], max_steps=2)
+        wandb.finish()
+    with set_for("accelerate"):
+        by_accelerate(hosts["accelerate"], "dp=2", "wandb")
+    with set_for("lightning"):
+        plan = by_lightning(hosts["lightning"], "dp=2", [WandbLogger(save_dir=hosts["lightning"], offline=True)])
+        wandb.finish()
+    return plan
 
 
 def alone(folder: str) -> str:

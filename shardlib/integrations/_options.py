@@ -1,14 +1,16 @@
-"""Transforms as a trainer's user gives them."""
+"""Options of trainers: transforms as users give them, and what a sharded model cannot follow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from shardlib._plan import Plan
 from shardlib.errors import PlanError
 from shardlib.transforms import parse
 
-__all__ = ["Transforms", "as_transforms", "leaving_steps_to", "without_loss_scale"]
+__all__ = ["Transforms", "as_transforms", "leaving_steps_to", "refuse", "without_loss_scale"]
 
 Transforms = str | Callable[[Plan], Plan] | Sequence[Callable[[Plan], Plan]] | None
 
@@ -35,7 +37,7 @@ def leaving_steps_to(host: str, *, accumulate: str, fp16: str) -> Callable[[Plan
         fp16: what to write for the host's autocast to float16, with its loss scale.
     """
 
-    def refuse(plan: Plan) -> Plan:
+    def checked(plan: Plan) -> Plan:
         if plan.step.accumulate > 1:
             raise PlanError(
                 f"The transforms have accumulate({plan.step.accumulate}). {host} counts passes itself: write "
@@ -48,9 +50,22 @@ def leaving_steps_to(host: str, *, accumulate: str, fp16: str) -> Callable[[Plan
             )
         return plan
 
-    return refuse
+    return checked
 
 
 def without_loss_scale(plan: Plan) -> Plan:
     """Leave the scale of the loss to a `torch.amp.GradScaler`, which asks all ranks for what is not finite."""
     return plan.replace(step=plan.step.replace(scaler=None))
+
+
+def refuse(taker: str, given: Mapping[str, Any], instead: Mapping[str, str]) -> None:
+    """Refuse options that are given and true, with what to write instead.
+
+    >>> refuse("TrainingArguments", {"fsdp": True}, {"fsdp": 'Write sharding="dp=-1 | fsdp()".'})
+    Traceback (most recent call last):
+    ...
+    shardlib.errors.PlanError: TrainingArguments(fsdp=True) was given. Write sharding="dp=-1 | fsdp()".
+    """
+    for name, what_to_write in instead.items():
+        if given.get(name):
+            raise PlanError(f"{taker}({name}={reprlib.repr(given[name])}) was given. {what_to_write}")
