@@ -17,11 +17,15 @@ import peft  # isort: skip  # after what makes torchvision importable
 import transformers  # isort: skip
 
 
+FIRST_SCALE = 2.0**24  # too large for float16: some steps are skipped
+
+
 @dataclass
 class Ran:
     logs: list[dict[str, float]] = field(default_factory=list)
     predicted: Any = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    scale: float | None = None  # of the loss, at the end
 
 
 def loss_in_float64(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Any:
@@ -137,6 +141,11 @@ def run(
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         **more,
     )
+    accelerator = trainer.accelerator
+    if options.get("fp16"):
+        if sharding is None:  # what it does on a GPU
+            accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
+        accelerator.scaler.load_state_dict({**accelerator.scaler.state_dict(), "scale": FIRST_SCALE})
     for callback in (*late, *([_Stops(stop_at)] if stop_at else [])):
         trainer.add_callback(callback)
     done = Ran()
@@ -150,7 +159,8 @@ def run(
         done.predicted = trainer.predict(rows[:8]).predictions
     if then == "save":
         trainer.save_model(f"{folder}/final")
-    state = trainer.accelerator.get_state_dict(trainer.model)
+    done.scale = None if accelerator.scaler is None else accelerator.scaler.get_scale()
+    state = accelerator.get_state_dict(trainer.model)
     done.weights = {name: value.detach().clone() for name, value in state.items()}
     torch.set_default_dtype(torch.float32)
     reset()
