@@ -16,7 +16,7 @@ from shardlib.testing import shared_pool
 from tests.families.params import params
 from tests.families.transformer_models import build, transformers
 from tests.integrations.accelerated import DEEP_RESUMED, RESUMED, model_for, reset
-from tests.integrations.trained import FIRST_SCALE, Ran, adapters, arguments, fine_tunes, generates, peft, run
+from tests.integrations.trained import OVERFLOWS, Ran, adapters, arguments, fine_tunes, generates, peft, run
 
 from shardlib.integrations.transformers import Sharding, Trainer, _load_weights  # isort: skip  # after torchvision
 
@@ -190,17 +190,17 @@ def test_other_arguments_mean_what_they_mean_in_one_process(tmp_path: Path, way:
     """In bf16, the first step differs by the rounding of one pass. Later, a router near a tie sends tokens elsewhere,
     and AdamW enlarges small gradients: after a change of its weights by 1e-3, one process parts from itself by 17 % in
     the norm of gradients and by 2 % in losses. Therefore, after the first step, only losses of experts are compared.
-    float16 has 3 bits more. Its first scale is too large, so that all ranks skip the same steps."""
+    float16 has 3 bits more. The first data rank alone overflows in a step, whose loss is not finite on that rank."""
     options = {argument: True, "model_class": model_for(way)}
     exact = run(None, str(tmp_path / "alone"), **options)
     low = argument in ("bf16", "fp16")
     for ran in _on_ranks(way, tmp_path / "run", **options):
-        assert ran.scale == exact.scale and (ran.scale or 0) < FIRST_SCALE
+        assert ran.scale == exact.scale == (2.0**9 if argument == "fp16" else None)
         for step, (log, exact_log) in enumerate(zip(ran.logs, exact.logs, strict=True)):
             near = 1e-10 if not low else 2**-7 if step == 0 else 2e-2
             near = near / 8 if argument == "fp16" else near
             compared = log.keys() - ({"grad_norm"} if "ep" in way and low and step else set())
-            for name in compared:
+            for name in compared - ({"loss"} if argument == "fp16" and step == OVERFLOWS else set()):
                 torch.testing.assert_close(log[name], exact_log[name], rtol=near, atol=near, equal_nan=True)
 
 

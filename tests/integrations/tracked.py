@@ -103,22 +103,17 @@ def by_lightning(folder: str, mesh: str = "dp=2,tp=2", loggers: Any = None) -> s
     return str(sl.plan_of(strategy.sharded_module))
 
 
-def to_wandb(folder: str) -> str:
-    """Let each host report to W&B, offline, into a folder of its own; return the plan under Lightning."""
-    hosts = {name: f"{folder}/{name}" for name in ("transformers", "accelerate", "lightning")}
-    for path in hosts.values():
-        os.makedirs(path, exist_ok=True)
-
-    def set_for(host: str) -> Any:
-        return mock.patch.dict(os.environ, {"WANDB_MODE": "offline", "WANDB_DIR": hosts[host], "WANDB_SILENT": "true"})
-
-    with set_for("transformers"):
-        run("dp=2 | zero(2)", hosts["transformers"], report_to=["wandb"], max_steps=2)
-        wandb.finish()
-    with set_for("accelerate"):
-        by_accelerate(hosts["accelerate"], "dp=2", "wandb")
-    with set_for("lightning"):
-        plan = by_lightning(hosts["lightning"], "dp=2", [WandbLogger(save_dir=hosts["lightning"], offline=True)])
+def to_wandb(host: str, folder: str) -> str:
+    """Let a host report to W&B, offline; return the plan, if the host is Lightning."""
+    os.makedirs(folder, exist_ok=True)
+    with mock.patch.dict(os.environ, {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}):
+        plan = ""
+        if host == "transformers":
+            run("dp=2 | zero(2)", folder, report_to=["wandb"], max_steps=2)
+        elif host == "accelerate":
+            by_accelerate(folder, "dp=2", "wandb")
+        else:
+            plan = by_lightning(folder, "dp=2", [WandbLogger(save_dir=folder, offline=True)])
         wandb.finish()
     return plan
 
