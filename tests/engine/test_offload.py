@@ -26,6 +26,7 @@ import shardlib as sl
 from shardlib.engine import _torch, apply, dryrun, full_step, offload, optimizer, transport, units
 from shardlib.engine._torch import TorchDispatchMode, pytree
 from shardlib.engine.apply import rank_plan
+from shardlib.engine.ops import UNSCALE, unscale
 from shardlib.engine.params import local_of
 from shardlib.engine.sharded import param_state_of
 from shardlib.errors import PlanError, ShardingError
@@ -417,6 +418,12 @@ def _sent(sends: Any, receives: Any, group: dist.ProcessGroup) -> mock.Mock:
     return mock.Mock()
 
 
+def _unscale(grads: list[Any]) -> None:
+    """Divide gradients as `torch.amp.GradScaler` does, on their device. A mode does not see what DTensor's ops call."""
+    one = torch.ones((), device=grads[0].device)
+    unscale(UNSCALE, (grads, torch.zeros_like(one), one), {})
+
+
 ONE_LAYER = ModelFactory(Transformer, (("vocab", 7), ("heads", 2), ("head", 4), ("tied", True), ("bias", False)))
 
 
@@ -450,6 +457,7 @@ def _devices(
         with counting, beginning, _NothingOnTheHostIsSent():
             for _ in range(2):
                 dryrun.run_step(model, (torch.zeros(4, 5, dtype=torch.int64, device=AWAY),), {})
+                _unscale([p.grad for p in model.parameters()])
                 sl.clip_grad_norm_(model, 1.0)
                 stepping.step()
         assert model.to(device) is model  # there already, wherever what is on the host is kept

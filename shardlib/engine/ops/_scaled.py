@@ -26,7 +26,9 @@ def unscale(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     grads, found, inverse = args
     op([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], found, inverse, **kwargs)
     for mesh, dim in _axes(grads):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        sent = found.to(mesh.device_type)  # from host memory, if gradients are offloaded
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        found.copy_(sent)
 
 
 def _axes(grads: Sequence[torch.Tensor]) -> dict[tuple[DeviceMesh, int], None]:
