@@ -42,13 +42,6 @@ _INSTEAD = {
     "parallelism_config": 'Name the axes in mesh="dp=2,tp=2".',
     "torch_tp_plugin": 'Name the axes in mesh="dp=2,tp=2".',
 }
-_ENVIRONMENT = {
-    "ACCELERATE_USE_FSDP": "fsdp_plugin",
-    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
-    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
-}
-
 _OWN_BATCHES = dict.fromkeys(
     ("dispatch_batches", "use_stateful_dataloader"), "Leave it out: each rank reads its own batches."
 )
@@ -541,14 +534,15 @@ def _refuse(options: Mapping[str, Any]) -> None:
     refuse("Accelerator", options, _INSTEAD)
     config = options.get("dataloader_config")
     refuse("DataLoaderConfiguration", vars(config) if config else {}, _OWN_BATCHES)
-    for variable, name in _ENVIRONMENT.items():
+    for name, instead in _INSTEAD.items():
+        variable = "ACCELERATE_USE_" + name.removesuffix("_plugin").upper()
         if os.environ.get(variable, "false").lower() == "true":
-            raise PlanError(f"{variable} is set, as by `accelerate launch`. {_INSTEAD[name]} Start with torchrun.")
+            raise PlanError(f"{variable} is set, as by `accelerate launch`. {instead} Start with torchrun.")
     plugin = options.get("dynamo_plugin") or TorchDynamoPlugin(backend=options.get("dynamo_backend"))
     if plugin.backend != DynamoBackend.NO:
         raise PlanError(
-            f"Accelerate would compile the whole model, with {plugin.backend}. Write "
-            'compile="inductor", which compiles the blocks of the model.'
+            f'Accelerate would compile the whole model, with {plugin.backend}. Write compile="inductor", which '
+            "compiles the blocks of the model."
         )
     if (options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")) == "fp8":
         raise PlanError(
