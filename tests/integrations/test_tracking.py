@@ -118,8 +118,8 @@ def test_every_host_reports_to_wandb(tmp_path: Path, ranks):
         assert_has_plan(by_host[host], "train/" if host == "transformers" else "")
     for (text,) in (by_host["transformers"]["train/plan"], by_host["accelerate"]["plan"]):
         assert "Plan on dp=2 (2 ranks) after zero(2)" in text
-    (table,) = by_host["lightning"]["plan"]
-    (file,) = (tmp_path / "lightning").rglob(Path(table["path"]).name)
+    (table,) = by_host["lightning"]["plan/path"]
+    (file,) = (tmp_path / "lightning").rglob(Path(table).name)
     assert json.loads(file.read_text())["data"] == [[f"```text\n{plans['lightning']}\n```"]]
     assert "loss" in by_host["accelerate"] and by_host["lightning"]["samples_per_second"][0] > 0
 

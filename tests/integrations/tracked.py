@@ -114,7 +114,7 @@ def to_wandb(host: str, folder: str) -> str:
             by_accelerate(folder, "dp=2", "wandb")
         else:
             plan = by_lightning(folder, "dp=2", [WandbLogger(save_dir=folder, offline=True)])
-        wandb.finish()
+        wandb.teardown()  # which also forgets the folder
     return plan
 
 
