@@ -93,7 +93,7 @@ class Accelerator(accelerate.Accelerator):
         kind = mesh.device_type if isinstance(mesh, DeviceMesh) else default_device_type()
         options["cpu"] = options.get("cpu", False) or kind == "cpu"
         super().__init__(**options)
-        if self.mixed_precision == "fp16" and self.scaler is None:  # on CPU, where Accelerate trains in float32
+        if self.mixed_precision == "fp16" and self.device.type == "cpu":  # where Accelerate trains in float32
             scale = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
             self.native_amp, self.scaler = True, torch.amp.GradScaler(self.device.type, **scale)
         self.mesh = make_mesh(mesh, device_type=self.device.type)
@@ -194,8 +194,8 @@ class Accelerator(accelerate.Accelerator):
 
     def _transforms(self) -> list[Callable[[Plan], Plan]]:
         low = self.mixed_precision in ("bf16", "fp16")
-        autocast = [precision(self.mixed_precision, autocast=True), without_loss_scale] if low else []
-        return [*self.transforms, _STEPS, *autocast]
+        made = [*self.transforms, _STEPS]
+        return [*made, precision(self.mixed_precision, autocast=True), without_loss_scale] if low else made
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer of a prepared model's parameters; its state is on their device."""
