@@ -48,6 +48,9 @@ def _as_main(script: str, options: tuple[str, ...], port: int) -> Printed:
     try:
         with imports_of(Path(script).parent), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
     finally:
         sys.argv = before
     return Printed(out.getvalue(), err.getvalue())
@@ -69,7 +72,8 @@ def imports_of(folder: Path) -> Iterator[None]:
 
 def forget(folder: Path) -> None:
     """Forget the modules that were imported from a folder."""
+    names = str(folder), str(folder.resolve())  # to resolve each module's own file takes half a second
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name != "__main__" and file is not None and Path(file).resolve().parent == folder.resolve():
+        if name != "__main__" and file is not None and os.path.dirname(file) in names:
             del sys.modules[name]
