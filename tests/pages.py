@@ -3,21 +3,26 @@
 A page's Python blocks are one script, `train.py`; a block of any language with a title, as ```` ```python
 title="model.py" ````, is a part of the file of that name. A block of `sh` is lines to type, and a block of `text` right
 after it is what they print: each `...` there stands for anything. Where a page says nothing, four ranks run `train.py`.
+
+Most lines run in this process and on its ranks, as if they were typed: with their arguments, output and exit code.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
+import sys
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shardlib import MeshShape
 from shardlib.cli import main
-from shardlib.testing import shared_pool
+from shardlib.testing import _pool, shared_pool
 from tests.house.source import ROOT
 from tests.main_on_ranks import forget, imports_of, run_script
 from tests.scripts import run_shell
@@ -25,6 +30,7 @@ from tests.torchvision_on_cpu import let_torchvision_in
 
 _FENCED = re.compile(r"^```(\w*)(?: +title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HERE = "plan", "check", "explain", "init", "migrate", "prove", "doctor"  # on this process, and the ranks that it has
+_RANKS = 4  # that a line has at most
 _EXITS = re.compile(r"#.*exit code (\d+)")
 
 
@@ -103,21 +109,66 @@ def _type(line: str, folder: Path) -> str:
     words = shlex.split(line, comments=True)
     if words[0] == "torchrun" and not expected:
         return _torchrun(words[1:], folder)
-    if words[0] == "shardlib" and words[1] in _HERE and not {">", "|"} & set(words):
-        ranks = shared_pool(MeshShape(words[words.index("--mesh") + 1]).world_size) if words[1] == "prove" else None
-        let_torchvision_in()  # transformers imports it by the way
-        if ranks:
-            ranks.run(let_torchvision_in)
-        printed = StringIO()
-        with imports_of(folder), redirect_stdout(printed), redirect_stderr(printed):
-            code = main(words[1:])
-        if ranks:
-            ranks.run(forget, folder)
-        assert code == expected, f"{line}: exit code {code}\n{printed.getvalue()}"
-        return printed.getvalue()
+    if run := _in_this_process(words, folder):
+        code, printed = _run_here(partial(_on_ranks_of_its_own, run) if _counts_ranks(words, folder) else run, folder)
+        assert code == expected, f"{line}: exit code {code}\n{printed}"
+        return printed
     if expected:
         line = f"code=0; {line.partition('#')[0]} 2>&1 || code=$?; test $code = {expected}"
     return run_shell(line, folder, library=ROOT)
+
+
+def _in_this_process(words: list[str], folder: Path) -> Callable[[], Any] | None:
+    """Return how to run a line without a new process, which would import everything again; None where it needs one."""
+    if {">", "|"} & set(words):
+        return None
+    if words[0] == "shardlib" and words[1] in _HERE:
+        return partial(main, words[1:])
+    if words[0] == "pytest":
+        words = ["python", "-m", *words]
+    if words[:2] == ["python", "-m"]:
+        return partial(_as_main, words[2:], partial(runpy.run_module, alter_sys=True))
+    if words[0] == "python" and "import jax" not in (folder / words[1]).read_text():  # its devices are a process's
+        return partial(_as_main, words[1:], runpy.run_path)
+    return None
+
+
+def _counts_ranks(words: list[str], folder: Path) -> bool:
+    """Return whether a line runs tests with the plugin, which says how many ranks it has started, and ends them."""
+    return any("mark.shardlib" in (folder / word).read_text() for word in words if word.endswith(".py"))
+
+
+def _on_ranks_of_its_own(run: Callable[[], None]) -> None:
+    shared, _pool._SHARED = _pool._SHARED, _pool._Workers()
+    try:
+        run()
+    finally:
+        _pool._SHARED.close()
+        _pool._SHARED = shared
+
+
+def _as_main(words: list[str], run: Callable[..., Any]) -> None:
+    before, sys.argv = sys.argv, words
+    try:
+        with redirect_stderr(StringIO()):  # where progress is drawn
+            run(words[0], run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def _run_here(run: Callable[[], Any], folder: Path) -> tuple[int, str]:
+    """Return the exit code and what is printed; what it imports from the folder is forgotten here and on ranks."""
+    let_torchvision_in()  # transformers imports it by the way
+    ranks = shared_pool(_RANKS)
+    ranks.run(let_torchvision_in)
+    printed = StringIO()
+    with imports_of(folder), redirect_stdout(printed), redirect_stderr(printed):
+        try:
+            code = run()
+        except SystemExit as end:
+            code = end.code
+    ranks.run(forget, folder)
+    return int(code or 0), printed.getvalue()
 
 
 def _torchrun(words: list[str], folder: Path) -> str:
