@@ -65,6 +65,9 @@ class Verdict:
     alone: bool = False  # it is run on ranks of its own: it ends ranks, or they wait for each other
 
 
+_NO_CALL = Verdict("refused", "Call shardlib.pipeline_step")  # of a pipeline, whatever the habit then does
+
+
 @dataclass(frozen=True)
 class Habit:
     """A habit with its name, its sentence and what is declared of it, by kind."""
@@ -85,8 +88,12 @@ class Habit:
 
     def is_deep(self, kind: str) -> bool:
         """Does only `make test-deep` run it on this kind?"""
-        several, which = _ONE_OF.get(kind, (1, 0))
-        return self.verdict(kind).what == "same" and self.number % several != which
+        verdict = self.verdict(kind)
+        if verdict == _NO_CALL:
+            several, which = 4, 0
+        else:
+            several, which = _ONE_OF.get(kind, (1, 0)) if verdict.what == "same" else (1, 0)
+        return self.number % several != which
 
 
 def refused(kinds: str, message: str) -> Callable[[Any], Any]:
@@ -141,7 +148,7 @@ def everywhere(habit: Any) -> Any:
 
 def refused_in_pipelines(habit: Any) -> Any:
     """Declare that the habit calls the model, which a pipeline refuses."""
-    return refused("pp", "Call shardlib.pipeline_step")(habit)
+    return _declare("pp", _NO_CALL)(habit)
 
 
 def _declare(kinds: str, verdict: Verdict) -> Callable[[Any], Any]:

@@ -23,8 +23,9 @@ calling it in a loop: they write into weights, hook gradients, wrap optimizers, 
 page is the list of {habits} such habits, each a small program, and of what happens on each kind of sharding. The
 programs are in [tests/contract/habits](../tests/contract/habits); the tests run every cell, and fail where it does
 something else than the table says. `make test` runs each habit on `tp`, `zero(3)`, `pp` and one of `replicate`,
-`zero(1)` and `zero(2)`, and leaves most of the other cells that say "same" to `make test-deep`. This page is written
-from the same declarations, by `python -m tests.contract.document`.
+`zero(1)` and `zero(2)`. It leaves most of the other cells that say "same" to `make test-deep`, and three of four habits
+that a pipeline refuses because they call the model. This page is written from the same declarations, by
+`python -m tests.contract.document`.
 
 Each program runs in float64 on one device and on sharded models of two ranks (four for `fsdp x tp`), data ranks with
 their part of the batch, and returns what it saw: losses, gradients, weights after some steps, what it read. The numbers

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 import shardlib as sl
 from shardlib.engine import _torch
 from shardlib.errors import ShardlibError
+from shardlib.layout import Layout
 
 __all__ = ["DDP", "KINDS", "MICRO", "ONE", "Apart", "Block", "Finding", "Kind", "Net", "Run", "compare", "play"]
 
@@ -130,6 +131,22 @@ class OfRanks:
 
     how: str
     value: Any
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank holds of a tensor that is sharded over all ranks."""
+
+    local: torch.Tensor
+    global_shape: tuple[int, ...]
+    placements: tuple[Any, ...]
+    mesh: str
+    rank: int
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the same shard of another tensor."""
+        layout = Layout.from_placements(self.placements, self.mesh, global_shape=self.global_shape)
+        return layout.take(full, self.mesh, sl.MeshShape(self.mesh).coordinate(self.rank))
 
 
 @dataclass
@@ -353,7 +370,7 @@ class Apart(Exception):
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Iterate over tensors and numbers inside of containers, each with its path; DTensors become full."""
+    """Iterate over tensors and numbers inside of containers, each with its path."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(inner, f"{path}.{key}" if path else str(key))
@@ -363,7 +380,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, OfRanks):
         yield path, OfRanks(value.how, _full(value.value))
     else:
-        yield path, _full(value)
+        yield path, _own(value)
 
 
 def _full(value: Any) -> Any:
@@ -372,6 +389,16 @@ def _full(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _own(value: Any) -> Any:
+    """Return this rank's shard of a DTensor of all ranks, which is compared without being gathered."""
+    if not isinstance(value, DTensor) or value.device_mesh.size() < dist.get_world_size():
+        return _full(value)
+    if any(placement.is_partial() for placement in value.placements):
+        return _full(value)
+    mesh = str(sl.MeshShape.of(value.device_mesh))
+    return Shard(_full(value.to_local()), tuple(value.shape), value.placements, mesh, dist.get_rank())
 
 
 # --- what was found ---------------------------------------------------------------------------------------------------
@@ -458,6 +485,10 @@ def _joined(parts: list[Part], mine: Part, path: str, staged: bool) -> Any:
 def _unequal(value: Any, wanted: Any) -> str:
     if isinstance(wanted, OfRanks):
         wanted = wanted.value
+    if isinstance(value, Shard) and isinstance(wanted, torch.Tensor):
+        if value.global_shape != wanted.shape:
+            return f"{list(value.global_shape)} is not {list(wanted.shape)}"
+        value, wanted = value.local, value.of(wanted)
     if not isinstance(wanted, torch.Tensor) or not isinstance(value, torch.Tensor):
         with contextlib.suppress(Exception):
             if type(value) is type(wanted) and (value == wanted or _near(value, wanted)):
