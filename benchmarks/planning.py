@@ -23,7 +23,7 @@ from rich.table import Table
 
 MESH = "pp=16,dp=8,fsdp=16,tp=8"
 LAYERS = (8, 16, 32, 64, 126)
-QUICK = (2, 4)
+QUICK = (2,)
 MIB = 2**20
 
 # As in layouts/llama.toml, with weights and their gradients split over fsdp too.

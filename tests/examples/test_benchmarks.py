@@ -21,7 +21,8 @@ ON_TWO_RANKS = {
     "pipeline.py": ("Schedule1F1B, fused AdamW", "Schedule1F1B", "shardlib, 1f1b"),
     "tensor_parallel.py": ("parallelize_module, fused AdamW", "parallelize_module", "shardlib"),
 }
-IN_ONE_PROCESS = ("gpu.py", "planning.py", "setup.py")
+ON_ONE_RANK = ("gpu.py", "setup.py")
+BY_PYTHON = "planning.py", pytest.param("gpu.py", marks=pytest.mark.deep)  # which starts torchrun
 
 
 def _written(file: Path) -> dict:
@@ -45,8 +46,14 @@ def test_steps_are_compared_with_peers_that_have_the_same_optimizer(tmp_path: Pa
     assert rows[-1]["beside"][base]["ratio"] == rows[-1]["ratio"]
 
 
-@pytest.mark.parametrize("name", IN_ONE_PROCESS)
-def test_what_runs_in_one_process_writes_its_figures(tmp_path: Path, name: str):
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_what_needs_one_rank_writes_its_figures(tmp_path: Path, name: str):
+    run_script(ROOT / "benchmarks" / name, "--quick", "--json", str(tmp_path / "f.json"), processes=1)
+    assert _written(tmp_path / "f.json")
+
+
+@pytest.mark.parametrize("name", BY_PYTHON)
+def test_what_starts_processes_writes_its_figures(tmp_path: Path, name: str):
     command = [sys.executable, f"benchmarks/{name}", "--quick", "--json", str(tmp_path / "f.json")]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
