@@ -38,8 +38,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def _alone(training: str, model_class: str) -> Ran:
-    return run(None, model_class=model_class, **TRAININGS[training])
+def _alone(**options: Any) -> Ran:
+    return run(None, **options)
 
 
 def _on_ranks(way: str, **options: Any) -> list[Ran]:
@@ -59,15 +59,15 @@ def _equal(ran: Ran, exact: Ran) -> None:
 def test_a_loop_trains_as_in_one_process(way: str, training: str):
     model = model_for(way)
     for ran in _on_ranks(way, model_class=model, **TRAININGS[training]):
-        _equal(ran, _alone(training, model))
+        _equal(ran, _alone(model_class=model, **TRAININGS[training]))
 
 
 @pytest.mark.parametrize("ways", params(RESUMED, deep=DEEP_RESUMED))
 def test_a_state_resumes_on_its_own_mesh_and_on_another(tmp_path: Path, ways: tuple[str, str]):
     saved, loaded = ways
     options: dict[str, Any] = {"split": True, "model_class": model_for(ways)}
-    exact = run(None, epochs=2, **options)
-    _equal(_on_ranks(saved, epochs=1, folder=str(tmp_path), **options)[0], run(None, epochs=1, **options))
+    exact = _alone(epochs=2, **options)
+    _equal(_on_ranks(saved, epochs=1, folder=str(tmp_path), **options)[0], _alone(epochs=1, **options))
     for ran in _on_ranks(loaded, epochs=2, folder=str(tmp_path), resume=True, **options):
         assert ran.losses == pytest.approx(exact.losses[6:], rel=1e-10)
         assert ran.rates == pytest.approx(exact.rates[6:], rel=1e-10)
@@ -80,7 +80,7 @@ def test_old_states_are_removed_and_a_schedule_of_other_data_ranks_is_refused(tm
     assert kept.name == "checkpoint_1"
     plain = build("GPT2LMHeadModel").double()
     load_model(plain, str(tmp_path / "final" / "model.safetensors"))
-    torch.testing.assert_close(dict(plain.state_dict()), run(None, epochs=2).weights, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(dict(plain.state_dict()), _alone(epochs=2).weights, rtol=1e-10, atol=1e-10)
     with pytest.raises(CheckpointError, match=r"counted \[2\] steps of a schedule.* and here it counts \[1\]"):
         _on_ranks("tp", epochs=2, folder=str(tmp_path), resume=True)
 
@@ -151,7 +151,7 @@ def test_gathers_triggers_and_loaders_go_by_data_ranks():
 @pytest.mark.parametrize("way", WAYS)
 def test_mixed_precision_is_the_autocast_of_one_process(way: str):
     options = {"precision": "bf16", "model_class": model_for(way)}
-    exact, in_float32 = run(None, **options), run(None, model_class=options["model_class"])
+    exact, in_float32 = _alone(**options), _alone(model_class=options["model_class"])
     assert exact.losses != pytest.approx(in_float32.losses, rel=1e-6)
     for ran in _on_ranks(way, **options):
         assert ran.losses == pytest.approx(exact.losses, rel=2e-2)

@@ -41,9 +41,9 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def _alone(training: str, model_class: str) -> Ran:
+def _alone(**options: Any) -> Ran:
     with TemporaryDirectory() as folder:
-        return run(None, folder, model_class=model_class, **TRAININGS[training])
+        return run(None, folder, **options)
 
 
 def _on_ranks(way: str, folder: Path, **options: Any) -> list[Ran]:
@@ -63,7 +63,7 @@ def _equal(ran: Ran, exact: Ran) -> None:
 def test_a_trainer_trains_as_in_one_process(tmp_path: Path, way: str, training: str):
     model = model_for(way)
     for ran in _on_ranks(way, tmp_path, model_class=model, **TRAININGS[training]):
-        _equal(ran, _alone(training, model))
+        _equal(ran, _alone(model_class=model, **TRAININGS[training]))
 
 
 STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
@@ -74,7 +74,7 @@ def test_a_run_resumes_on_its_own_mesh_and_on_another(tmp_path: Path, ways: tupl
     """It stops in the middle of the second epoch, as if it was killed."""
     saved, loaded = ways
     model = model_for(ways)
-    exact = run(None, str(tmp_path / "alone"), save_strategy="no", model_class=model)
+    exact = _alone(model_class=model)
     stops = {"stop_at": 8, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1, "model_class": model}
     _on_ranks(saved, tmp_path / "run", **stops)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-8"]
@@ -192,7 +192,7 @@ def test_other_arguments_mean_what_they_mean_in_one_process(tmp_path: Path, way:
     the norm of gradients and by 2 % in losses. Therefore, after the first step, only losses of experts are compared.
     float16 has 3 bits more. The first data rank alone overflows in a step, whose loss is not finite on that rank."""
     options = {argument: True, "model_class": model_for(way)}
-    exact = run(None, str(tmp_path / "alone"), **options)
+    exact = _alone(**options)
     low = argument in ("bf16", "fp16")
     for ran in _on_ranks(way, tmp_path / "run", **options):
         assert ran.scale == exact.scale == (2.0**9 if argument == "fp16" else None)
