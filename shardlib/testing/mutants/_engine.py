@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -285,6 +286,9 @@ def _half_gradient(original: Any) -> Any:
     return staticmethod(backward)
 
 
+# Cases that several mutants share pass once.
+_ON_TP, _ON_DP, _ON_IMAGES = partial(transformer, "tp=2"), partial(transformer, "dp=2"), partial(_images, "dp=2")
+
 ENGINE = (
     Mutant(
         "norm gradient", "the gradients of norm weights are not summed over tp under sequence parallelism",
@@ -294,37 +298,37 @@ ENGINE = (
     Mutant(
         "row bias", "the bias of a row-parallel layer is added on every rank before the sum",
         "pytorch/torchtitan#2106", r"blocks\.0\.attn\.proj",
-        lambda: transformer("tp=2"), replaced(linear._Linear, "forward", _bias_on_every_rank),
+        _ON_TP, replaced(linear._Linear, "forward", _bias_on_every_rank),
     ),
     Mutant(
         "row sum", "the output of a row-parallel layer is not summed",
         "pytorch/pytorch#172932", r"blocks\.0\.attn\.proj",
-        lambda: transformer("tp=2"), replaced(linear, "_steps", _changed_steps(reduce_y=None)),
+        _ON_TP, replaced(linear, "_steps", _changed_steps(reduce_y=None)),
     ),
     Mutant(
         "column gradient", "the gradient of a column-parallel layer's input is not summed",
         "pytorch/torchtitan#1805, #4054", r"head",
-        lambda: transformer("tp=2"), replaced(linear, "_steps", _changed_steps(grad_x=_as_replicated)),
+        _ON_TP, replaced(linear, "_steps", _changed_steps(grad_x=_as_replicated)),
     ),
     Mutant(
         "region gradient", "the gradient of a region's replicated input is a partial sum, and is not summed",
         "pytorch/torchtitan#1805, #2416", r"head",
-        lambda: transformer("tp=2"), replaced(region._WrapReplicated, "backward", _cut_gradient),
+        _ON_TP, replaced(region._WrapReplicated, "backward", _cut_gradient),
     ),
     Mutant(
         "exit gradient", "the gradient of a region's output is divided by the number of ranks",
         "meta-pytorch/torchtune#2641", r"head",
-        lambda: transformer("tp=2"), replaced(region._UnwrapDTensor, "backward", _half_gradient),
+        _ON_TP, replaced(region._UnwrapDTensor, "backward", _half_gradient),
     ),
     Mutant(
         "vocabulary sum", "the output of a vocabulary-parallel embedding is not summed over its ranks",
         "hpcaitech/ColossalAI#5110", r"embed",
-        lambda: transformer("tp=2"), replaced(borders, "_moved_locally", _partial_taken_for_whole),
+        _ON_TP, replaced(borders, "_moved_locally", _partial_taken_for_whole),
     ),
     Mutant(
         "fused qkv", "a fused weight of q, k and v is sharded as one dim",
         "pytorch/pytorch#140069; tenstorrent/tt-metal#52818", r"blocks\.0\.attn\.qkv",
-        lambda: transformer("tp=2"), replaced(shard, "local_shard", _fused_cut_as_plain),
+        _ON_TP, replaced(shard, "local_shard", _fused_cut_as_plain),
     ),
     Mutant(
         "axis order", "a dim of two axes is sharded over the inner axis first",
@@ -338,12 +342,12 @@ ENGINE = (
     Mutant(
         "data sum", "gradients are summed over data ranks, not averaged",
         "NVIDIA-NeMo/Automodel#3830; pytorch/torchtitan#2318", r"\(every module\)",
-        lambda: transformer("dp=2"), replaced(reduce.Averaging, "over", _sent_twice),
+        _ON_DP, replaced(reduce.Averaging, "over", _sent_twice),
     ),
     Mutant(
         "data reduction", "gradients are not reduced",
         "NVIDIA-NeMo/Automodel#1260", r"\(every module\)",
-        lambda: transformer("dp=2"), replaced(schedule.Reductions, "_begin", _not_sent),
+        _ON_DP, replaced(schedule.Reductions, "_begin", _not_sent),
     ),
     Mutant(
         "tied twice", "the gradient of a tied weight is reduced once for each of its names",
@@ -385,17 +389,17 @@ ENGINE = (
     Mutant(
         "batch statistics", "BatchNorm normalizes with each rank's own examples",
         "pytorch/pytorch#62967", r"norm",
-        lambda: _images("dp=2"), mistaken=lambda: _images("dp=2", global_batch_norm=False),
+        _ON_IMAGES, mistaken=lambda: _images("dp=2", global_batch_norm=False),
     ),
     Mutant(
         "statistics gradient", "the gradient of BatchNorm's statistics is not summed over ranks",
         "pytorch/pytorch#36382, #64039", r"norm",
-        lambda: _images("dp=2"), replaced(batchnorm._SumOverRanks, "backward", _own_gradient),
+        _ON_IMAGES, replaced(batchnorm._SumOverRanks, "backward", _own_gradient),
     ),
     Mutant(
         "running variance", "BatchNorm's running variance lacks its correction",
         "pytorch/pytorch#40600", r"norm",
-        lambda: _images("dp=2"), replaced(batchnorm, "_update_running", _biased_variance),
+        _ON_IMAGES, replaced(batchnorm, "_update_running", _biased_variance),
     ),
     Mutant(
         "buffers not made", "non-persistent buffers are zero on all ranks but the first",
@@ -410,12 +414,12 @@ ENGINE = (
     Mutant(
         "layout not the plan's", "a weight that the plan shards is replicated",
         "pytorch/pytorch#157182", r"blocks\.0\.mlp\.up",
-        lambda: transformer("tp=2"), after_sharding(_replicate_one),
+        _ON_TP, after_sharding(_replicate_one),
     ),
     Mutant(
         "moments lost", "the last rank resets the optimizer state of some weights in each step",
         "areal-project/AReaL#1468; huggingface/transformers#48569", r"blocks\.0\.(mlp\.up|attn\..*)",
-        lambda: transformer("tp=2"), replaced(optimizer, "_put_back", _moments_lost),
+        _ON_TP, replaced(optimizer, "_put_back", _moments_lost),
     ),
     Mutant(
         "one mask for all", "all data ranks draw the same dropout mask",
