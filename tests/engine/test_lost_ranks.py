@@ -219,9 +219,9 @@ def test_ranks_that_wait_for_a_survivor_name_the_first_that_was_lost(tmp_path: P
     assert max(each["seconds"] for each in told.values()) < _SECONDS
 
 
-@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.deep), "stop"])
-def test_a_rank_that_keeps_the_store_is_named_too(tmp_path: Path, how: str):
-    fault = Fault("forward", rank=0, how=how, timeout=_CHOSEN, keeps_store=True)
+@pytest.mark.deep
+def test_a_killed_rank_that_keeps_the_store_is_named_too(tmp_path: Path):
+    fault = Fault("forward", rank=0, timeout=_CHOSEN, keeps_store=True)
     told = _lose(tmp_path, _case("dp=2,tp=2", 0), fault)
     assert [each["ranks"] for each in told.values()] == [[0]] * 3
     assert max(each["seconds"] for each in told.values()) < _CHOSEN + _SECONDS
@@ -301,10 +301,17 @@ def test_a_rank_that_catches_what_its_forward_raised_goes_on_only_with_the_other
     assert ("raised ZeroDivisionError" in first[1] and "while others waited for it" in first[1]) or other is not None
 
 
-def test_a_rank_that_stands_still_is_named_when_the_chosen_time_is_over(tmp_path: Path):
-    told = _lose(tmp_path, _case("dp=2,tp=2", 1), Fault("forward", rank=2, how="stop", timeout=_CHOSEN))
+@pytest.mark.parametrize(
+    ("stage", "fault"),
+    [
+        (0, Fault("forward", rank=0, how="stop", timeout=_CHOSEN, keeps_store=True)),
+        _deep(1, Fault("forward", rank=2, how="stop", timeout=_CHOSEN)),
+    ],
+)
+def test_a_rank_that_stands_still_is_named_when_the_chosen_time_is_over(tmp_path: Path, stage: int, fault: Fault):
+    told = _lose(tmp_path, _case("dp=2,tp=2", stage), fault)
     for each in told.values():
-        assert each["ranks"] == [2] and _CHOSEN <= each["seconds"] < _CHOSEN + _SECONDS
+        assert each["ranks"] == [fault.rank] and _CHOSEN <= each["seconds"] < _CHOSEN + _SECONDS
         assert "did not answer in time: its process is stopped." in each["message"]
 
 

@@ -71,6 +71,7 @@ def test_what_is_sent_is_what_the_plan_says(ranks, transform: Transform, mesh: s
     _check_bytes(ranks, transform, mesh, sizes, bucket_mb=1e-3)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("transport", ["point-to-point", "collectives"])
 @pytest.mark.parametrize("transform", TRANSFORMS[1:], ids=repr)
 def test_one_bucket_sends_as_much(ranks, monkeypatch, transform: Transform, transport: str):
@@ -227,6 +228,7 @@ def test_each_movement_is_sent_once_for_each_time_that_the_plan_lists_it(ranks, 
         assert sent == planned
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("mesh", "transforms"),
