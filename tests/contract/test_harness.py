@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.tensor as dt
 
 from tests.contract import declare
 from tests.contract.cells import wrong
 from tests.contract.declare import Habit, Verdict, habits_of, modules
-from tests.contract.harness import KINDS, Finding, OfRanks, Part, compare
+from tests.contract.harness import KINDS, Finding, OfRanks, Part, Shard, compare
 
 _ONE = [Part(values={"loss": OfRanks("mean", torch.tensor(2.0).double()), "w": torch.ones(2).double(), "n": 3})]
 
@@ -37,6 +38,19 @@ def test_means_of_data_ranks_are_those_of_one_device():
 )
 def test_what_differs_is_named(others: dict[str, object], how: str):
     assert compare(_ranks(2.0, 2.0, **others), _ONE).how.startswith(how)
+
+
+def test_a_shard_is_compared_with_the_same_shard_of_one_device():
+    def parts(*locals_: torch.Tensor, of: int = 4) -> list[Part]:
+        shards = [Shard(local, (of,), (dt.Shard(0),), "tp=2", rank) for rank, local in enumerate(locals_)]
+        return [Part(rank, {"w": shard}) for rank, shard in enumerate(shards)]
+
+    first, second = torch.arange(4.0).double().chunk(2)
+    one = [Part(values={"w": torch.arange(4.0).double()})]
+    assert compare(parts(first, second), one) == Finding("same")
+    assert compare(parts(first, second + 1e-8), one).how.startswith("w on rank 1: off by 1e-08")
+    assert compare(parts(second, first), one).how.startswith("w on rank 0: off by 2")
+    assert compare(parts(first, second, of=5), one).how == "w on rank 0: [5] is not [4]"
 
 
 def test_a_rank_without_a_value_is_noticed_and_a_stage_may_lack_it():
