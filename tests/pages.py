@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardlib.cli import main
-from shardlib.testing import _pool, shared_pool
+from shardlib.testing import shared_pool
 from tests.house.source import ROOT
 from tests.main_on_ranks import forget, imports_of, run_script
 from tests.scripts import run_shell
@@ -110,7 +110,7 @@ def _type(line: str, folder: Path) -> str:
     if words[0] == "torchrun" and not expected:
         return _torchrun(words[1:], folder)
     if run := _in_this_process(words, folder):
-        code, printed = _run_here(partial(_on_ranks_of_its_own, run) if _counts_ranks(words, folder) else run, folder)
+        code, printed = _run_here(run, folder)
         assert code == expected, f"{line}: exit code {code}\n{printed}"
         return printed
     if expected:
@@ -120,7 +120,8 @@ def _type(line: str, folder: Path) -> str:
 
 def _in_this_process(words: list[str], folder: Path) -> Callable[[], Any] | None:
     """Return how to run a line without a new process, which would import everything again; None where it needs one."""
-    if {">", "|"} & set(words):
+    scripts = [(folder / word).read_text() for word in words[1:] if word.endswith(".py")]
+    if {">", "|"} & set(words) or any(map(_needs_a_process, scripts)):
         return None
     if words[0] == "shardlib" and words[1] in _HERE:
         return partial(main, words[1:])
@@ -128,23 +129,15 @@ def _in_this_process(words: list[str], folder: Path) -> Callable[[], Any] | None
         words = ["python", "-m", *words]
     if words[:2] == ["python", "-m"]:
         return partial(_as_main, words[2:], partial(runpy.run_module, alter_sys=True))
-    if words[0] == "python" and "import jax" not in (folder / words[1]).read_text():  # its devices are a process's
+    if words[0] == "python":
         return partial(_as_main, words[1:], runpy.run_path)
     return None
 
 
-def _counts_ranks(words: list[str], folder: Path) -> bool:
-    """Return whether a line runs tests with the plugin, which says how many ranks it has started, and ends them."""
-    return any("mark.shardlib" in (folder / word).read_text() for word in words if word.endswith(".py"))
-
-
-def _on_ranks_of_its_own(run: Callable[[], None]) -> None:
-    shared, _pool._SHARED = _pool._SHARED, _pool._Workers()
-    try:
-        run()
-    finally:
-        _pool._SHARED.close()
-        _pool._SHARED = shared
+def _needs_a_process(script: str) -> bool:
+    """Return whether a script uses JAX, whose devices are a process's, or the plugin, which counts its ranks and ends
+    them."""
+    return "import jax" in script or "mark.shardlib" in script
 
 
 def _as_main(words: list[str], run: Callable[..., Any]) -> None:
