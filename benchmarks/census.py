@@ -9,10 +9,12 @@ proves one architecture and keeps nothing.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
 import tempfile
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from _report import parser, write
@@ -25,7 +27,7 @@ QUICK = "gpt2"
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--source", default="transformers", help="the library: transformers, timm or torchvision")
+    p.add_argument("--source", default="transformers", help=f"the library: {', '.join(census.LIBRARIES)}")
     p.add_argument("--part", default="0/1", help="every N-th architecture from the I-th on, as I/N")
     p.add_argument("--names", help="only these, separated by commas")
     p.add_argument("--again", action="store_true", help="also those that stand in the file and are not proved")
@@ -46,8 +48,7 @@ def main() -> None:
         ]
         census.write(args.file, kept)
     census.run(chosen, args.file, seconds=args.seconds, report=lambda result: print(result, flush=True))
-    libraries = {name: version(name) for name in ("torch", *census.LIBRARIES)}
-    census.write(args.file, census.read(args.file), date=str(datetime.date.today()), versions=libraries)
+    census.write(args.file, census.read(args.file), date=str(datetime.date.today()), versions=_versions(args.file))
     if args.json:
         write(
             args.json,
@@ -57,6 +58,16 @@ def main() -> None:
                 if result.library == args.source and result.name in names
             ],
         )
+
+
+def _versions(file: Path) -> dict[str, str]:
+    """Return the versions of torch and of the libraries; of one that is not installed, that of the kept results."""
+    head = file.read_text(encoding="utf-8").splitlines()[:1]
+    found = dict(json.loads(head[0]).get("versions", {})) if head else {}
+    for name in ("torch", *census.LIBRARIES):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ of parameters, and the module borders where a plan requires an activation replic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,9 +59,10 @@ def read_tp_plan(model: nn.Module, axis: str = "tp") -> dict[str, Any]:
     """Return the arguments of `Rules` that express a model's `tp_plan`.
 
     The styles are those of transformers 5.23 (`distributed/tensor_parallel.py`, `distributed/expert_parallel.py`) and
-    of 4.50 to 5.22. Query, key and value projections are split by whole heads where the attention knows its `head_dim`;
-    key and value heads fewer than the axis are then replicated. Entries that match nothing in this model (plans are
-    written for a family) become optional.
+    of 4.50 to 5.22, and those of diffusers 0.42 (`hooks/tensor_parallel.py`), where a style may be an object. Query,
+    key and value projections are split by whole heads where the attention knows its `head_dim`; key and value heads
+    fewer than the axis are then replicated. Entries that match nothing in this model (plans are written for a family)
+    become optional.
 
     Raises:
         RuleError: the model carries no plan, or the plan has a style that is unknown or that no layout can express.
@@ -78,7 +80,7 @@ def read_tp_plan(model: nn.Module, axis: str = "tp") -> dict[str, Any]:
     return draft.arguments()
 
 
-def _tp_plan(model: nn.Module) -> dict[str, str]:
+def _tp_plan(model: nn.Module) -> dict[str, Any]:
     own = getattr(model, "_tp_plan", None)
     if own:
         return dict(own)
@@ -90,17 +92,19 @@ def _tp_plan(model: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Target:
-    """The target of a plan entry: a raw parameter of `ndim` dims, or (None) a module."""
+    """The target of a plan entry: a raw parameter of `ndim` dims, or (None) a module; and the widths of its blocks."""
 
     key: str
     name: str
     ndim: int | None
+    blocks: Sequence[int] = ()
 
 
 _Read = Callable[[_Draft, ModelIndex, _Target], None]
 
 
-def _read_style(draft: _Draft, index: ModelIndex, key: str, style: str, found: list[str]) -> None:
+def _read_style(draft: _Draft, index: ModelIndex, key: str, given: Any, found: list[str]) -> None:
+    style = given if isinstance(given, str) else type(given).__name__
     if style in _REFUSED:
         raise RuleError(
             f'tp_plan gives "{key}" the style "{style}", which {_REFUSED[style]}. Write rules for this model instead.'
@@ -116,9 +120,17 @@ def _read_style(draft: _Draft, index: ModelIndex, key: str, style: str, found: l
         draft.notes[f"^{key}"] = f'tp_plan: "{style}"; nothing in this model is called so'
         return
     leaf = index.leaf.get(found[0])
-    _STYLES[style](draft, index, _Target(f"^{key}", found[0], leaf.tensor.ndim if leaf else None))
+    blocks = _blocks_of(given, index.modules.get(found[0]))
+    _STYLES[style](draft, index, _Target(f"^{key}", found[0], leaf.tensor.ndim if leaf else None, blocks))
     if f"^{key}" in draft.rules:
         draft.notes[f"^{key}"] = f'tp_plan: "{style}"'
+
+
+def _blocks_of(style: Any, module: nn.Module | None) -> Sequence[int]:
+    """Return the widths of the blocks that a style of diffusers splits each for itself: its own, or its module's."""
+    own = getattr(style, "blocks", None)
+    attributes = ("_tp_packed_col_blocks", "_tp_packed_row_blocks")
+    return own or next((found for name in attributes if (found := getattr(module, name, None))), ())
 
 
 def _column(draft: _Draft, index: ModelIndex, target: _Target) -> None:
@@ -158,6 +170,27 @@ def _packed_row(draft: _Draft, index: ModelIndex, target: _Target) -> None:
     else:
         draft.sizes["packed"] = 2
         draft.rules[target.key] = f"... (packed features@{draft.axis})"
+
+
+def _block_column(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+    draft.rules[target.key] = _in_parts(draft, target.blocks) if len(target.blocks) > 1 else "colwise"
+
+
+def _block_row(draft: _Draft, index: ModelIndex, target: _Target) -> None:
+    if len(target.blocks) < 2:
+        draft.rules[target.key] = "rowwise"
+        return
+    draft.rules[f"{target.key}.weight"] = f"_ {_in_parts(draft, target.blocks)}"
+    if "bias" in index.own[target.name]:
+        draft.rules[f"{target.key}.bias"] = "replicate"
+
+
+def _in_parts(draft: _Draft, blocks: Sequence[int]) -> str:
+    """Return a dim of blocks that lie one after the other: of the parts of equal width that they consist of, each is
+    split, and so is each block."""
+    parts = sum(blocks) // math.gcd(*blocks)
+    draft.sizes[f"parts{parts}"] = parts
+    return f"(parts{parts} features@{draft.axis})"
 
 
 def _replicate(draft: _Draft, index: ModelIndex, target: _Target) -> None:
@@ -206,6 +239,8 @@ _STYLES: dict[str, _Read] = {
     "local_packed_colwise": _packed_column,
     "packed_rowwise": _packed_row,
     "local_packed_rowwise": _packed_row,
+    "PackedColwiseParallel": _block_column,
+    "PackedRowwiseParallel": _block_row,
     "sequence_parallel": _sequence,
     "replicate": _replicate,
     "replicated_with_grad_allreduce": _replicate,

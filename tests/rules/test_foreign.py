@@ -133,6 +133,42 @@ STYLES: list[tuple[str, nn.Module, str, dict[str, str], dict[tuple[str, str], st
 ]
 
 
+class PackedColwiseParallel:
+    """diffusers' style of that name."""
+
+    def __init__(self, blocks: list[int] | None = None) -> None:
+        self.blocks = blocks
+
+
+class PackedRowwiseParallel(PackedColwiseParallel):
+    pass
+
+
+def with_blocks(blocks: list[int]) -> nn.Linear:
+    linear = nn.Linear(32, 32)
+    linear._tp_packed_row_blocks = blocks
+    return linear
+
+
+BLOCKS: list[tuple[Any, nn.Module, dict[str, str]]] = [
+    (PackedColwiseParallel([1, 1]), nn.Linear(8, 32), {"m.weight": "(parts2 features@tp) in"}),
+    (
+        PackedColwiseParallel([8, 8, 8, 16, 16]),
+        nn.Linear(8, 56),
+        {"m.weight": "(parts7 features@tp) in", "m.bias": "(parts7 features@tp)"},
+    ),
+    (PackedRowwiseParallel(), with_blocks([8, 24]), {"m.weight": "_ (parts4 features@tp)", "m.bias": "_"}),
+    (PackedRowwiseParallel([5]), nn.Linear(8, 8), {"m.weight": "out in@tp", "m.bias": "out"}),
+]
+
+
+@pytest.mark.parametrize(("style", "module", "layouts"), BLOCKS)
+def test_blocks_of_diffusers_are_split_each_for_itself(style: Any, module: nn.Module, layouts: dict[str, str]) -> None:
+    model = carrying({"m": style}, m=module)
+    tensors = Rules.from_tp_plan(model).resolve(model, "tp=2").tensors
+    assert {name: str(tensors[name].layout) for name in layouts} == layouts
+
+
 # Of what a module gives, or of who computes it, but not of how its parameters lie.
 NO_RULE = {"all_reduce", "moe_tp_experts", "ep_dispatch_experts", "local_params"}
 

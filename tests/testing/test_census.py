@@ -11,11 +11,16 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from shardlib.errors import InputError
 from shardlib.testing import census
+from shardlib.testing.census import _diffusion
+from shardlib.testing.census._inputs import ROWS, NoInputs
 from shardlib.testing.census._page import page, summary
 from shardlib.testing.census._shrink import shrunk
 from tests.house.source import ROOT
@@ -91,6 +96,65 @@ def test_widths_in_proportion_still_fit_each_other():
     made = shrunk(config, 8)
     assert made["embed_dim"] == [8, 24, 48] and made["depth"] == [1, 2, 2]
     assert shrunk(config, 4)["depth"] == [1, 2, 10]  # stages as deep as usual
+
+
+class Denoiser(nn.Module):
+    """A model as diffusers has them: its configuration is the arguments of its constructor."""
+
+    def __init__(
+        self,
+        sample_size: int = 64,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        num_layers: int = 28,
+        num_attention_heads: int = 24,
+        attention_head_dim: int = 128,
+        joint_attention_dim: int = 4096,
+        axes_dims_rope: tuple[int, ...] = (16, 56, 56),
+        block_out_channels: tuple[int, ...] = (320, 640, 1280, 1280),
+        norm_num_groups: int = 32,
+        dropout: float = 0.1,
+        guidance_embeds: bool = False,
+        activation_fn: str = "gelu",
+    ) -> None:
+        super().__init__()
+        self.config = {"in_channels": in_channels, "guidance_embeds": guidance_embeds, "axes_dims_rope": axes_dims_rope}
+
+    def forward(
+        self, hidden_states: Any, timestep: Any, class_labels: Any = None, guidance: Any = None, img_ids: Any = None
+    ) -> None: ...
+
+
+def test_arguments_of_diffusers_become_tiny_and_still_fit_each_other():
+    made = _diffusion.small_arguments(Denoiser)
+    assert made == {
+        "sample_size": 16,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "attention_head_dim": 16,
+        "joint_attention_dim": 64,
+        "axes_dims_rope": (4, 6, 6),
+        "block_out_channels": (16, 32, 64, 64),
+        "norm_num_groups": 4,
+        "dropout": 0.0,
+    }
+    assert sum(made["axes_dims_rope"]) == made["attention_head_dim"]
+
+
+def test_inputs_of_diffusers_are_those_that_its_forward_requires_or_all():
+    model = Denoiser(**_diffusion.small_arguments(Denoiser))
+    required = _diffusion.batch_of(model, "video", 0)
+    assert {name: tuple(x.shape) for name, x in required.items()} == {
+        "hidden_states": (ROWS, 4, 5, 16, 16),
+        "timestep": (ROWS,),
+    }
+    assert [*_diffusion.batch_of(model, "image, all", 0)] == ["hidden_states", "timestep", "class_labels", "img_ids"]
+    model.config["guidance_embeds"] = True
+    assert "guidance" in _diffusion.batch_of(model, "image, all", 0)
+    assert not torch.equal(_diffusion.batch_of(model, "video", 1)["hidden_states"], required["hidden_states"])
+    model.forward = lambda sample, nonsense: None
+    with pytest.raises(NoInputs, match='its forward requires "nonsense", for which the census has no values'):
+        _diffusion.batch_of(model, "image", 0)
 
 
 def test_a_difference_is_wrong_and_an_error_on_a_mesh_is_refused():

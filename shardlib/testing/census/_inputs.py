@@ -78,7 +78,11 @@ def _transposed(name: str, x: torch.Tensor, model: nn.Module) -> torch.Tensor:
 
 def rows_of(batch: Any, index: int, count: int) -> Any:
     """Return the rows of a batch for one of `count` data ranks: of each tensor with `ROWS` rows, or so many of each."""
-    return {name: x.chunk(count)[index] if x.ndim and len(x) % ROWS == 0 else x for name, x in batch.items()}
+    return {name: x.chunk(count)[index] if _has_rows(x) else x for name, x in batch.items()}
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 0 and len(x) % ROWS == 0
 
 
 def _value(name: str, model: nn.Module, draw: torch.Generator) -> torch.Tensor:

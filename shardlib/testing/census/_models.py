@@ -6,7 +6,7 @@ import functools
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from shardlib.errors import InputError
+from shardlib.testing.census import _diffusion
 from shardlib.testing.census._inputs import batch_of
 from shardlib.testing.census._shrink import facts, shrunk
 from shardlib.testing.census._vision import families, images, small_model
 
-__all__ = ["LIBRARIES", "MOST_PARAMETERS", "Entry", "TooLarge", "batch", "build", "entries"]
+__all__ = ["LIBRARIES", "MOST_PARAMETERS", "Entry", "Library", "TooLarge", "batch", "build", "entries"]
 
 MOST_PARAMETERS = 13_000_000
 
@@ -46,6 +47,25 @@ class Entry:
     share: int = 0
 
 
+@dataclass(frozen=True)
+class Library:
+    """What the census knows of a library.
+
+    Attributes:
+        entries: returns its architectures.
+        make: builds the tiny model of one.
+        batch: returns the batch of a step, of a model, the kind of its labels, which inputs it takes, and a seed.
+        extras: the choices of inputs, in the order in which they are tried.
+        shares: the ways to make a model tiny, in the order in which they are tried; see `Entry.share`.
+    """
+
+    entries: Callable[[], Iterable[Entry]]
+    make: Callable[[Entry], nn.Module]
+    batch: Callable[[nn.Module, str, str, int], dict[str, Any]]
+    extras: tuple[str, ...]
+    shares: tuple[int, ...] = (0,)
+
+
 def entries(library: str) -> list[Entry]:
     """Return every architecture of an installed library, by name.
 
@@ -55,7 +75,7 @@ def entries(library: str) -> list[Entry]:
     if library not in LIBRARIES:
         raise InputError(f'The census was given library "{library}"; it knows {", ".join(LIBRARIES)}.')
     try:
-        return sorted(LIBRARIES[library](), key=lambda entry: entry.name)
+        return sorted(LIBRARIES[library].entries(), key=lambda entry: entry.name)
     except ImportError as error:
         raise InputError(f"The census of {library} needs it: {error}.") from error
 
@@ -70,14 +90,30 @@ def _transformers() -> Iterator[Entry]:
         yield Entry("transformers", name, found if isinstance(found, str) else found[0], head["labels"])
 
 
-def _of(library: str) -> Iterator[Entry]:
-    return (Entry(library, family, name) for family, name in families(library))
+def _transformer(entry: Entry) -> nn.Module:
+    cls = getattr(importlib.import_module("transformers"), entry.cls)
+    return cls(_config(entry, cls))  # type: ignore[no-any-return]
 
 
-LIBRARIES: dict[str, Callable[[], Iterator[Entry]]] = {
-    "transformers": _transformers,
-    "timm": functools.partial(_of, "timm"),
-    "torchvision": functools.partial(_of, "torchvision"),
+def _vision(library: str) -> Library:
+    return Library(
+        entries=lambda: [Entry(library, family, name) for family, name in families(library)],
+        make=lambda entry: small_model(library, entry.cls),
+        batch=lambda model, labels, extra, step: dict(images(model, extra, step)),
+        extras=("", "larger", "usual"),
+    )
+
+
+LIBRARIES: dict[str, Library] = {
+    "transformers": Library(_transformers, _transformer, batch_of, ("", "all", "transposed"), (0, 8, 4)),
+    "timm": _vision("timm"),
+    "torchvision": _vision("torchvision"),
+    "diffusers": Library(
+        entries=lambda: [Entry("diffusers", name, name) for name in _diffusion.names()],
+        make=lambda entry: _diffusion.small_model(_diffusion.class_of(entry.cls)),
+        batch=lambda model, labels, extra, step: _diffusion.batch_of(model, extra, step),
+        extras=_diffusion.EXTRAS,
+    ),
 }
 
 
@@ -97,11 +133,7 @@ def build(entry: Entry) -> nn.Module:
 
 
 def _made(entry: Entry) -> nn.Module:
-    if entry.library == "transformers":
-        cls = getattr(importlib.import_module(entry.library), entry.cls)
-        make = functools.partial(cls, _config(entry, cls))
-    else:
-        make = functools.partial(small_model, entry.library, entry.cls)
+    make = functools.partial(LIBRARIES[entry.library].make, entry)
     _check_size(make)
     return make()
 
@@ -134,9 +166,7 @@ def _quiet() -> None:
 
 def batch(entry: Entry, labels: str, extra: str, step: int) -> dict[str, Any]:
     """Return the global batch of one step."""
-    if entry.library != "transformers":
-        return dict(images(_skeleton(entry), extra, step))
-    return batch_of(_skeleton(entry), labels, extra, step)
+    return LIBRARIES[entry.library].batch(_skeleton(entry), labels, extra, step)
 
 
 @functools.lru_cache(1)

@@ -39,7 +39,6 @@ from shardlib.testing.equivalence.train import cast
 __all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
 
 MESHES = ("tp=2", "dp=2,tp=2")
-SHARES = (0, 8, 4)  # the ways to make a configuration tiny, in the order in which they are tried
 _OF_TYPES = re.compile(r"dtype|[Ff]loat|without overflow")  # errors that may be those of code that takes no float64
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 
@@ -347,10 +346,8 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
     """Build a model and train it for a step: with its main input alone if that is enough, and by labels or else by its
     outputs. The first error is raised."""
     first: Exception | None = None
-    inputs, shares = (
-        (("", "all", "transposed"), SHARES) if entry.library == "transformers" else (("", "larger", "usual"), (0,))
-    )
-    ways = itertools.product((False, True), shares, inputs, dict.fromkeys((entry.labels, "")))
+    library = _models.LIBRARIES[entry.library]
+    ways = itertools.product((False, True), library.shares, library.extras, dict.fromkeys((entry.labels, "")))
     of_types = False
     for raised, share, extra, labels in ways:
         if raised and not of_types:
