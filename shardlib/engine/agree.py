@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
-from shardlib.engine._torch import pytree
+from shardlib.engine._torch import flatten_with_path, pytree
 from shardlib.errors import CheckpointError, InputError, PlanError, ShardingError, ShardlibError, by_rank, warn
 
 __all__ = [
@@ -190,7 +190,7 @@ def _tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, t
 
 
 def _flat(tree: Any) -> list[tuple[Any, Any]]:
-    return pytree.tree_flatten_with_path(tree)[0]
+    return flatten_with_path(tree)[0]
 
 
 @_torch.no_modes()

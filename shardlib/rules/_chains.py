@@ -56,7 +56,8 @@ def chains(index: ModelIndex, other: Collection[str], not_chained: Collection[st
     for block in _blocks(index).values():
         free = [layer for layer in block if layer.name not in other and layer.last not in not_chained]
         for up, between, downs in _pairs(free):
-            found |= _shard(index, up, between, downs)
+            if not _list_between(index, up, downs[0]):
+                found |= _shard(index, up, between, downs)
     return found
 
 
@@ -97,11 +98,12 @@ def _around(name: str) -> Iterator[str]:
 
 
 def _pairs(layers: list[_Layer]) -> Iterator[tuple[_Layer, list[_Layer], list[_Layer]]]:
-    """Iterate over layers that widen, those after them that keep each channel by itself, and the layers that sum."""
+    """Iterate over layers that widen, those after them that keep each channel by itself or join it, and those that
+    sum."""
     at = 0
     while at < len(layers):
         up, last = layers[at], at + 1
-        while last < len(layers) and layers[last].keeps_channels and _follows(up, layers[last]):
+        while last < len(layers) and (_keeps(up, layers[last]) or _joins(up, layers[last])):
             last += 1
         between, end = layers[at + 1 : last], last
         while end < len(layers) and _sums(up, between, layers[last:end], layers[end]):
@@ -114,8 +116,18 @@ def _pairs(layers: list[_Layer]) -> Iterator[tuple[_Layer, list[_Layer], list[_L
 def _sums(up: _Layer, between: list[_Layer], downs: list[_Layer], layer: _Layer) -> bool:
     """Return whether a layer sums over the channels of `up` too, beside `downs` and not after one of them."""
     beside = all(each.outputs != layer.inputs for each in downs)
-    same = layer.inputs == between[0].inputs if between else _follows(up, layer)
+    grouped = next((each for each in between if each.keeps_channels), None)
+    same = layer.inputs == grouped.inputs if grouped else _follows(up, layer)
     return up.groups == layer.groups == 1 and beside and same and _in_a_row(up, layer)
+
+
+def _keeps(up: _Layer, after: _Layer) -> bool:
+    return after.keeps_channels and _follows(up, after)
+
+
+def _joins(up: _Layer, after: _Layer) -> bool:
+    """Return whether a linear layer gives a value for each channel of a convolution, such as one of the time."""
+    return isinstance(up.module, _CONVS) and isinstance(after.module, nn.Linear) and up.outputs == after.outputs
 
 
 def _follows(up: _Layer, after: _Layer) -> bool:
@@ -138,7 +150,10 @@ def _shard(index: ModelIndex, up: _Layer, between: list[_Layer], downs: list[_La
     why = f'guess: followed by "{_short(down, up)}"{", after one half gates the other" if halved else ""}'
     found[up.name] = "(gate_up channel)" if halved else "channel", why
     for layer in between:
-        found[layer.name] = "(groups group)", "each group of channels by itself"
+        if layer.keeps_channels:
+            found[layer.name] = "(groups group)", "each group of channels by itself"
+        else:
+            found[layer.name] = "channel", f'as wide as "{_short(up, layer)}", whose channels it joins'
     for name in _norms_between(index, up, down):
         found[name] = "channel", "each channel by itself"
     for layer in downs:
@@ -146,11 +161,22 @@ def _shard(index: ModelIndex, up: _Layer, between: list[_Layer], downs: list[_La
     return found
 
 
+def _list_between(index: ModelIndex, up: _Layer, down: _Layer) -> bool:
+    """Return whether a list of modules stands between two layers, as the blocks of a net do between its first and its
+    last layer."""
+    return any(isinstance(module, nn.ModuleList) for module in _between(index, up, down).values())
+
+
+def _between(index: ModelIndex, up: _Layer, down: _Layer) -> dict[str, nn.Module]:
+    """Return the modules that are listed between two layers, by name."""
+    names = list(index.modules)
+    return {name: index.modules[name] for name in names[names.index(up.name) + 1 : names.index(down.name)]}
+
+
 def _norms_between(index: ModelIndex, up: _Layer, down: _Layer) -> Iterator[str]:
     """Iterate over modules, listed between two layers, that compute each of their channels by itself."""
-    names = list(index.modules)
-    for name in names[names.index(up.name) + 1 : names.index(down.name)]:
-        registered = dims_of(index.modules[name])
+    for name, module in _between(index, up, down).items():
+        registered = dims_of(module)
         shapes = [index.leaf[full].tensor.shape for full in index.own[name].values()]
         per_channel = registered is not None and registered.output == "channel"
         if per_channel and any(shape == (down.inputs,) for shape in shapes):

@@ -25,9 +25,9 @@ from shardlib.rules.patterns import NameIndex, compile_pattern
 __all__ = ["complete", "suggest"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
-_Q = ("q", "q_proj", "query", "wq", "to_q", "q_lin", "query_proj", "linear_q")
-_K = ("k", "k_proj", "key", "wk", "to_k", "k_lin", "key_proj", "linear_k")
-_V = ("v", "v_proj", "value", "wv", "to_v", "v_lin", "value_proj", "linear_v")
+_Q = ("q", "q_proj", "query", "wq", "to_q", "q_lin", "query_proj", "linear_q", "add_q_proj")
+_K = ("k", "k_proj", "key", "wk", "to_k", "k_lin", "key_proj", "linear_k", "add_k_proj")
+_V = ("v", "v_proj", "value", "wv", "to_v", "v_lin", "value_proj", "linear_v", "add_v_proj")
 _KV = ("kv", "kv_proj", "key_value", "wkv", "to_kv", "kv_lin", "linear_kv")
 _FUSED = ("qkv", "qkv_proj", "c_attn", "wqkv", "in_proj", "to_qkv", "attn_qkv")
 _HEAD_MAJOR = ("query_key_value",)
@@ -177,12 +177,23 @@ class _Draft:
         self.set(name, value, f"guess: {note}")
 
     def groups(self) -> Iterable[list[_Linear]]:
-        """Return the linear layers by block: by the element of a list of modules that contains them."""
+        """Return the linear layers by block: by the element of a list of modules that contains them. A list that has
+        one layer, beside others of other kinds, is a part of the block around it."""
         blocks: dict[str, list[_Linear]] = {}
         for linear in self.linears.values():
-            block = re.match(r"(?:.*\*\.)?", linear.name)
-            blocks.setdefault(block[0] if block else "", []).append(linear)
-        return blocks.values()
+            blocks.setdefault(_block_of(linear.name), []).append(linear)
+        alone = {block for block, found in blocks.items() if len(found) == 1 and self._is_part(found[0])}
+        made: dict[str, list[_Linear]] = {}
+        for linear in self.linears.values():
+            block = _block_of(linear.name)
+            made.setdefault(_block_of(block[:-2]) if block in alone else block, []).append(linear)
+        return made.values()
+
+    def _is_part(self, linear: _Linear) -> bool:
+        """Return whether each of the blocks around a list has one layer of a name inside the list."""
+        around = _block_of(_block_of(linear.name)[:-2]).count("*")
+        names = self.same[linear.name]
+        return around > 0 and len(names) == len({tuple(_NUMBER.findall(name)[:around]) for name in names})
 
     # Embeddings and the output layer.
 
@@ -222,7 +233,12 @@ class _Draft:
 
     def _separate(self, q: _Linear, group: list[_Linear]) -> None:
         named = {each.last: each for each in group if each.parent == q.parent}
-        k, v, kv = (next((named[n] for n in names if n in named), None) for names in (_K, _V, _KV))
+
+        def first(names: tuple[str, ...]) -> _Linear | None:
+            return next((named[name] for name in names if name in named), None)
+
+        k, v = (named.get(names[_Q.index(q.last)], first(names)) for names in (_K, _V))
+        kv = first(_KV)
         if kv is not None and kv.outputs == 2 * q.outputs:
             self._fused_pair(q, kv, group)
             return
@@ -275,7 +291,7 @@ class _Draft:
     def _output(self, width: int, after: _Linear, group: list[_Linear]) -> None:
         """Find the layer that reads the output of attention: the next one in the block that is as wide as all heads."""
         for linear in group[group.index(after) + 1 :]:
-            if linear.inputs == width and linear.name not in self.entries and linear.last not in _Q:
+            if linear.inputs == width and linear.name not in self.entries and linear.last not in (*_Q, *_K, *_V):
                 self.set(linear.name, "rowwise", f'takes the heads of "{after.parent}"')
                 return
 
@@ -448,6 +464,13 @@ def _folded(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
+def _block_of(folded: str) -> str:
+    """Return the start of a folded name up to the innermost element of a list; "" where it is in none."""
+    found = re.match(r"(?:.*\*\.)?", folded)
+    assert found is not None
+    return found[0]
+
+
 def _forms(name: str) -> Iterator[str]:
     """Iterate over a name with all numbers inside it folded, with all but the last, and so on to the name itself.
 
@@ -476,8 +499,9 @@ def _widens(up: _Linear, down: _Linear) -> bool:
     if up.inputs != down.outputs or up.outputs not in (down.inputs, 2 * down.inputs):
         return False
     named = up.last in _UP and down.last in _DOWN
-    halves = up.outputs == 2 * down.inputs and up.parent == down.parent
-    gated = halves and ("gate" in up.last or up.last.lower() in _UP)
+    wrapped = up.parent == f"{down.parent}.*"  # in a module that gates, and stands before `down` in a list
+    halves = up.outputs == 2 * down.inputs and (up.parent == down.parent or wrapped)
+    gated = halves and ("gate" in up.last or up.last.lower() in _UP or wrapped)
     return named or gated or up.outputs == down.inputs > down.outputs
 
 

@@ -281,6 +281,62 @@ def test_convolutions_that_follow_each_other_are_paired(groups: int, split: dict
         assert made["0.conv2.weight"].local_shape(made.mesh) == (8, 2, 3, 3)
 
 
+class Wrapped(nn.Module):
+    """A block of two streams, as diffusers writes it: joint attention; layers that widen stand in activations."""
+
+    def __init__(self, widened: int) -> None:
+        super().__init__()
+        self.attn = nn.Module()
+        self.attn.heads = 4
+        for name in ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "add_q_proj"):
+            self.attn.add_module(name, nn.Linear(16, 16))
+        self.attn.to_out = nn.ModuleList([nn.Linear(16, 16), nn.Dropout(0.0)])
+        self.attn.to_add_out = nn.Linear(16, 16)
+        activation = nn.ModuleDict({"proj": nn.Linear(16, widened)})
+        self.ff = nn.ModuleDict({"net": nn.ModuleList([activation, nn.Dropout(0.0), nn.Linear(64, 16)])})
+
+
+@pytest.mark.parametrize(("widened", "value"), [(64, "ff"), (128, "(gate_up ff)")])
+def test_a_layer_alone_in_a_list_belongs_to_the_block_around_it(widened: int, value: str) -> None:
+    rules = suggest(nn.ModuleList([Wrapped(widened), Wrapped(widened)])).rules
+    assert {key.removeprefix("*."): spelled(value).strip('"') for key, value in rules.items()} == {
+        **{
+            f"attn.{name}": "(heads head)"
+            for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+        },
+        "attn.to_out.0": "rowwise",
+        "attn.to_add_out": "rowwise",
+        "ff.net.*.proj": value,
+        "ff.net.2": "rowwise",
+    }
+
+
+class Timed(nn.Module):
+    """A block of convolutions with a value for each channel between them, from an embedding of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.time, self.norm2 = nn.Conv2d(16, 8, 3), nn.Linear(4, 8), nn.GroupNorm(2, 8)
+        self.conv2 = nn.Conv2d(8, 16, 3)
+
+
+def test_what_joins_the_channels_of_a_convolution_is_sharded_with_it() -> None:
+    rules = suggest(nn.ModuleList([Timed(), Timed()])).rules
+    values = {key.removeprefix("*."): spelled(value).strip('"') for key, value in rules.items()}
+    assert values == {"conv1": "channel", "time": "channel", "norm2": "channel", "conv2": "rowwise"}
+
+
+def test_the_first_and_the_last_convolution_of_a_net_do_not_follow_each_other() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv_in, self.blocks = nn.Conv2d(3, 16, 3), nn.ModuleList([Timed(), Timed()])
+            self.conv_out = nn.Conv2d(16, 3, 3)
+
+    rules = suggest(Net()).rules
+    assert spelled(rules["conv_in"]) == spelled(rules["conv_out"]) == '"replicate"'
+
+
 def test_layers_with_one_name_and_different_roles_get_rules_of_their_own() -> None:
     blocks = [nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3)) for _ in range(3))) for _ in range(2)]
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.ModuleDict({"layer": block}) for block in blocks)})

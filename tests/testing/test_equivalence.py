@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import UserList
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import MeshShape, Rules
@@ -84,6 +86,41 @@ def test_functions_may_be_local_to_the_test():
 def test_batches_of_every_form():
     for batch in (rows(0), (rows(0),), {"input": rows(0)}, ((), {"input": rows(0)}), ((rows(0),), {})):
         assert equivalent(mlp, lambda step, batch=batch: batch, "dp=2", {"**": None}, steps=1)
+
+
+class Pair(UserList[Any]):
+    """A container that its library registered without names for what it holds."""
+
+
+class Paired(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = mlp()
+
+    def forward(self, pair: Pair) -> Pair:
+        return Pair([self.mlp(pair[0]), pair[1]])
+
+
+def _register_pairs() -> None:
+    if Pair not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(Pair, lambda pair: (list(pair), None), lambda held, _: Pair(held))
+
+
+def _on_pairs() -> Report:
+    _register_pairs()
+    return equivalent(
+        Paired,
+        lambda step: (Pair([rows(step), rows(step + 1)]),),
+        "tp=2",
+        {"mlp.0": "colwise", "mlp.2": "rowwise"},
+        loss=lambda model, batch: model(*batch)[0].square().mean(),
+        steps=1,
+    )
+
+
+def test_containers_that_have_no_names_for_what_they_hold(ranks):
+    report = ranks(2).run(_on_pairs)[0]
+    assert report.ok and "output[0]" in {difference.name for difference in report.differences}
 
 
 def _on_the_ranks() -> Report:

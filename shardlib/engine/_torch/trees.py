@@ -10,6 +10,7 @@ import torch
 from shardlib.engine._torch._private import private
 
 private(
+    "torch.utils._pytree.SequenceKey",
     "torch.utils._pytree.keystr",
     "torch.utils._pytree.tree_flatten",
     "torch.utils._pytree.tree_flatten_with_path",
@@ -25,6 +26,7 @@ private(
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "flatten_with_path",
     "leaves_of",
     "pytree",
 ]
@@ -41,6 +43,18 @@ def leaves_of(*values: Any) -> Iterator[Any]:
             yield from leaves_of(*value.values())
         else:
             yield from pytree.tree_leaves(value)
+
+
+def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return the leaves of a tree with their paths, and its structure.
+
+    If a container was registered without names for what it holds, as those of diffusers are, the leaves are counted.
+    """
+    try:
+        return pytree.tree_flatten_with_path(tree)
+    except ValueError:
+        leaves, structure = pytree.tree_flatten(tree)
+        return [((pytree.SequenceKey(i),), leaf) for i, leaf in enumerate(leaves)], structure
 
 
 _LEAVES = (torch.Tensor, type(None), bool, int, float, str)

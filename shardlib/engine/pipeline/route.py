@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
-from shardlib.engine._torch import pytree
+from shardlib.engine._torch import flatten_with_path, pytree
 from shardlib.engine.pipeline.batch import refuse_unfit
 from shardlib.engine.region import unwrap_dtensor, wrap_replicated
 from shardlib.engine.undo import Undo
@@ -223,7 +223,7 @@ class Route:
         if boundary.lacks_first and args and self.region is None:
             return (one.received[0], *args[1:]), kwargs
         given = {message.path: value for message, value in zip(boundary.messages, one.received, strict=True)}
-        flat, spec = pytree.tree_flatten_with_path((args, kwargs))
+        flat, spec = flatten_with_path((args, kwargs))
         leaves = [given.pop(pytree.keystr(path), leaf) for path, leaf in flat]
         if self.region is not None:
             leaves = [wrap_replicated(leaf, self.region) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -237,7 +237,7 @@ class Route:
         if boundary.lacks_first and args:
             found = {boundary.messages[0].path: args[0]}
         else:
-            found = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]}
+            found = {pytree.keystr(path): leaf for path, leaf in flatten_with_path((args, kwargs))[0]}
         values = []
         for message in boundary.messages:
             value = found.get(message.path)
@@ -253,7 +253,7 @@ class Route:
     def _refuse_fakes(self, one: _Pass, name: str, args: Any, kwargs: Any) -> None:
         if _all_have_values(args, kwargs):
             return
-        flat = pytree.tree_flatten_with_path((args, kwargs))[0]
+        flat = flatten_with_path((args, kwargs))[0]
         path = next(pytree.keystr(path) for path, leaf in flat if not has_values(leaf))
         began = f'begins with "{one.entry.module}"' if one.entry is not None else "is the first"
         raise PlanError(
@@ -349,7 +349,7 @@ class Route:
             )
         own = self._stage_of[name] == one.stage
         if own:
-            flat = pytree.tree_flatten_with_path((args, kwargs))[0]
+            flat = flatten_with_path((args, kwargs))[0]
             lacking = tuple(
                 Message(pytree.keystr(path), tuple(leaf.shape), leaf.dtype)
                 for path, leaf in flat

@@ -89,7 +89,8 @@ python benchmarks/census.py                   # all of transformers, continued w
 ```
 
 Of timm and torchvision the census takes one small model of each family; a family of timm that is not in the table was
-not run. The census does not know diffusers and torchaudio.
+not run. Of diffusers it takes every UNet, transformer and autoencoder. It does not know torchaudio, which was built for
+CUDA and does not import beside a torch for CPUs.
 
 Run of {date}, on CPU over gloo, with {versions}:
 

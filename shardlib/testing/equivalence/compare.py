@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardlib._mesh import MeshShape
 from shardlib._progress import Progress
 from shardlib.engine import agree, ops, plan_of
-from shardlib.engine._torch import pytree
+from shardlib.engine._torch import flatten_with_path, pytree
 from shardlib.engine.schedule import wait_for_updates
 from shardlib.engine.sharded import is_sharded
 from shardlib.errors import InputError
@@ -281,7 +281,7 @@ def _relative(got: float, want: float, scale: float) -> float:
 
 
 def _named_leaves(output: Any, suffix: str) -> dict[str, torch.Tensor]:
-    flat = pytree.tree_flatten_with_path(output)[0]
+    flat = flatten_with_path(output)[0]
     return {f"output{pytree.keystr(path)}{suffix}": leaf for path, leaf in flat if isinstance(leaf, torch.Tensor)}
 
 

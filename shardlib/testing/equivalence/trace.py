@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardlib.engine._torch import pytree
+from shardlib.engine._torch import flatten_with_path, pytree
 
 __all__ = ["Call", "Side", "Trace", "Where", "clean", "tracing"]
 
@@ -110,7 +110,7 @@ class _Recorder:
         return enter, leave
 
     def _watched(self, call: Call, side: Side, tree: Any) -> Any:
-        flat, spec = pytree.tree_flatten_with_path(tree)
+        flat, spec = flatten_with_path(tree)
         leaves = [self._watch(call, side, pytree.keystr(path), leaf) for path, leaf in flat]
         return pytree.tree_unflatten(leaves, spec)
 
