@@ -19,7 +19,7 @@ from torch import nn
 
 from shardlib.errors import InputError
 from shardlib.testing import census
-from shardlib.testing.census import _diffusion
+from shardlib.testing.census._diffusion import batch_of, small_arguments
 from shardlib.testing.census._inputs import ROWS, NoInputs
 from shardlib.testing.census._page import page, summary
 from shardlib.testing.census._shrink import shrunk
@@ -126,7 +126,7 @@ class Denoiser(nn.Module):
 
 
 def test_arguments_of_diffusers_become_tiny_and_still_fit_each_other():
-    made = _diffusion.small_arguments(Denoiser)
+    made = small_arguments(Denoiser)
     assert made == {
         "sample_size": 16,
         "num_layers": 2,
@@ -142,19 +142,19 @@ def test_arguments_of_diffusers_become_tiny_and_still_fit_each_other():
 
 
 def test_inputs_of_diffusers_are_those_that_its_forward_requires_or_all():
-    model = Denoiser(**_diffusion.small_arguments(Denoiser))
-    required = _diffusion.batch_of(model, "video", 0)
+    model = Denoiser(**small_arguments(Denoiser))
+    required = batch_of(model, "video", 0)
     assert {name: tuple(x.shape) for name, x in required.items()} == {
         "hidden_states": (ROWS, 4, 5, 16, 16),
         "timestep": (ROWS,),
     }
-    assert [*_diffusion.batch_of(model, "image, all", 0)] == ["hidden_states", "timestep", "class_labels", "img_ids"]
+    assert [*batch_of(model, "image, all", 0)] == ["hidden_states", "timestep", "class_labels", "img_ids"]
     model.config["guidance_embeds"] = True
-    assert "guidance" in _diffusion.batch_of(model, "image, all", 0)
-    assert not torch.equal(_diffusion.batch_of(model, "video", 1)["hidden_states"], required["hidden_states"])
+    assert "guidance" in batch_of(model, "image, all", 0)
+    assert not torch.equal(batch_of(model, "video", 1)["hidden_states"], required["hidden_states"])
     model.forward = lambda sample, nonsense: None
     with pytest.raises(NoInputs, match='its forward requires "nonsense", for which the census has no values'):
-        _diffusion.batch_of(model, "image", 0)
+        batch_of(model, "image", 0)
 
 
 def test_a_difference_is_wrong_and_an_error_on_a_mesh_is_refused():
