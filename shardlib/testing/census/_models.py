@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Library:
-    """What the census knows of a library.
+    """A library that the census knows.
 
     Attributes:
         entries: returns its architectures.
