@@ -226,11 +226,9 @@ class _Call:
         gradients of DTensors, and the compiled backward raises.
         """
         for module in self.modules:
-            if module._forward_pre_hooks:
-                for attribute, value in vars(module).items():
-                    if isinstance(value, torch.Tensor):
-                        reason = f"a hook of a {type(module).__name__} computes its {attribute} before each call"
-                        return reason, "Use torch.nn.utils.parametrizations before shard_model"
+            if (name := _torch.computed_before_calls(module)) is not None:
+                reason = f"a hook of a {type(module).__name__} computes its {name} before each call"
+                return reason, "Use torch.nn.utils.parametrizations before shard_model"
         return None
 
     def _compile(self, how: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:

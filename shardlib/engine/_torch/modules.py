@@ -49,6 +49,11 @@ private(
     without="every output of a region would be all-gathered, read or not",
 )
 private(
+    "torch.nn.Module._forward_pre_hooks",
+    why="to see where a hook computes a weight before each call",
+    without="a compiled block with a pruned layer would raise in backward",
+)
+private(
     "torch.nn.modules.module._global_forward_hooks",
     "torch.optim.optimizer._global_optimizer_pre_hooks",
     why="to take hooks off every module and optimizer between two tests on the same ranks",
@@ -59,6 +64,7 @@ __all__ = [
     "BatchNorm",
     "call_eagerly",
     "compiled_call",
+    "computed_before_calls",
     "copied_with",
     "find_weights_again",
     "forget_global_hooks",
@@ -101,6 +107,12 @@ def watch_copies(hook: Callable[[torch.nn.Module], None]) -> Callable[[], None]:
         torch.nn.Module.__setstate__ = restore  # type: ignore[method-assign]
 
     return undo
+
+
+def computed_before_calls(module: torch.nn.Module) -> str | None:
+    """Return the name of a tensor that a hook may assign to a module before each call, as pruning does."""
+    tensors = vars(module).items() if module._forward_pre_hooks else ()
+    return next((name for name, value in tensors if isinstance(value, torch.Tensor)), None)
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
