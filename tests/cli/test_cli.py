@@ -358,7 +358,7 @@ def test_census_says_which_architectures_there_are(run: Run):
     )
     assert run("census", "nonsense")[::2] == (
         2,
-        'shardlib: The census was given library "nonsense"; it knows transformers, timm, torchvision.\n',
+        'shardlib: The census was given library "nonsense"; it knows transformers, timm, torchvision, diffusers.\n',
     )
 
 
