@@ -309,7 +309,9 @@ def _mean_of(output: Any) -> torch.Tensor:
 
 
 def _weighted_mean(output: torch.Tensor) -> torch.Tensor:
-    features = output.shape[-1] if output.ndim else 1
+    if not output.ndim:
+        return output  # a mean over rows, as data ranks average it
+    features = output.shape[-1]
     weight = torch.linspace(0.5, 1.5, features, dtype=output.dtype, device=output.device)
     return (output.square() * weight + output.sin()).mean()
 
