@@ -659,6 +659,7 @@ def old_weight_norm_before(run: Run):
     return run.trained(run.shard(model, {"down": "rowwise"}))
 
 
+@everywhere
 @refused("replicate, zero(1), zero(2), zero(3), fsdp x tp", "is a new parameter, and ")
 @refused_on_some_ranks("pp", "is a new parameter, and ")
 def old_weight_norm_after(run: Run, model: Any):
@@ -701,6 +702,7 @@ def prune_before(run: Run):
     return run.trained(run.shard(model, {"down": "rowwise"}))
 
 
+@everywhere
 @refused("zero(3), fsdp x tp", "another tensor stands in its place since")
 @refused_on_some_ranks("pp", "gets another place, and ")
 def prune_after(run: Run, model: Any):
