@@ -225,11 +225,12 @@ class _Call:
         So do pruning and the old `weight_norm` and `spectral_norm`: autograd then gives a graph plain zeros in place of
         gradients of DTensors, and the compiled backward raises.
         """
-        for module in self.modules:
-            if (name := _torch.computed_before_calls(module)) is not None:
-                reason = f"a hook of a {type(module).__name__} computes its {name} before each call"
-                return reason, "Use torch.nn.utils.parametrizations before shard_model"
-        return None
+        found = _torch.computed_before_calls(self.modules)
+        if found is None:
+            return None
+        module, name = found
+        reason = f"a hook of a {type(module).__name__} computes its {name} before each call"
+        return reason, "Use torch.nn.utils.parametrizations before shard_model"
 
     def _compile(self, how: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         """Run the first call of this kind of a class, which compiles, with its progress."""

@@ -214,8 +214,10 @@ class ShardedTrainerMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights that the model would have on one device. All ranks call it, and all wait for the files."""
         self._unsharded = full_state_dict(self.model)
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        self._unsharded = None
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            self._unsharded = None
         self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

@@ -135,7 +135,7 @@ class OfRanks:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of a tensor that is sharded over all ranks."""
+    """A local shard of a tensor that is sharded over all ranks."""
 
     local: torch.Tensor
     global_shape: tuple[int, ...]

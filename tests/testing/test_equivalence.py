@@ -103,7 +103,7 @@ class Paired(nn.Module):
 
 def _register_pairs() -> None:
     if Pair not in pytree.SUPPORTED_NODES:
-        pytree.register_pytree_node(Pair, lambda pair: (list(pair), None), lambda held, _: Pair(held))
+        pytree.register_pytree_node(Pair, lambda pair: (list(pair), None), lambda items, _: Pair(items))
 
 
 def _on_pairs() -> Report:

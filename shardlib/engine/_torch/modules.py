@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -109,10 +109,14 @@ def watch_copies(hook: Callable[[torch.nn.Module], None]) -> Callable[[], None]:
     return undo
 
 
-def computed_before_calls(module: torch.nn.Module) -> str | None:
-    """Return the name of a tensor that a hook may assign to a module before each call, as pruning does."""
-    tensors = vars(module).items() if module._forward_pre_hooks else ()
-    return next((name for name, value in tensors if isinstance(value, torch.Tensor)), None)
+def computed_before_calls(modules: Iterable[torch.nn.Module]) -> tuple[torch.nn.Module, str] | None:
+    """Return a module, and the name of its tensor, that a hook may assign before each call, as pruning does."""
+    for module in modules:
+        if module._forward_pre_hooks:
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    return module, name
+    return None
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
