@@ -83,15 +83,14 @@ class GradientReducer:
         self.compare: Callable[[], None] | None = None  # called before each backward pass
         self._keeping = False  # whether gradients stay unreduced until `reduce_now`
         self._everyone, self._end_pass, self._end_step = everyone, end_pass, end_step
-        self._slots = [Slot(one) for one in param_states]
+        self._slots = [Slot(one, i) for i, one in enumerate(param_states)]
         self.has_shards = any(
             one.shard_spec is not None or not one.compute.axes.isdisjoint(data_axes) for one in param_states
         )
-        self._index = {id(slot.param_state.param): i for i, slot in enumerate(self._slots)}
+        self._slot_of = {id(slot.param_state.param): slot for slot in self._slots}
         self._buckets: list[ReduceBucket] = []
-        self._bucket_of: dict[int, ReduceBucket] = {}
         self._learned = False
-        self._arrived: dict[int, Axes] = {}
+        self._arrived: dict[int, Axes] = {}  # until buckets are laid out in the order of gradients
         self._ending: weakref.ref[Callable[[], None]] | None = None  # the callback at the end of this pass
         self._pass_hooks: list[Any] = []  # hooks that are removed then
         self._pass = 0
@@ -117,14 +116,13 @@ class GradientReducer:
         """The factor that turns a sum over data ranks and passes into their mean."""
         return self.averaging.over(self.data_axes)
 
-    def due(self, index: int) -> Axes:
+    def due(self, param_state: ParamState) -> Axes:
         """Return the data axes over which a gradient is summed: not those whose ranks have different experts."""
-        compute = self._slots[index].param_state.compute
-        return tuple(axis for axis in self.data_axes if axis not in compute.axes)
+        return tuple(axis for axis in self.data_axes if axis not in param_state.compute.axes)
 
     def _summed_over(self, param_state: ParamState, partial: Axes) -> Axes:
         """Return the axes over which a gradient is summed, in the order of the mesh."""
-        due = self.due(self._index[id(param_state.param)])
+        due = self.due(param_state)
         return tuple(axis for axis in self.sizes if axis in due or axis in partial)
 
     def data_group(self) -> dist.ProcessGroup | None:
@@ -150,11 +148,8 @@ class GradientReducer:
     def pending(self, params: Iterable[torch.Tensor]) -> Iterator[str]:
         """Yield the names of parameters whose gradients the running backward pass has yet to reduce."""
         if self.is_running:
-            waiting = (
-                self._slots[i].param_state
-                for param in params
-                if (i := self._index.get(id(param), -1)) in self._bucket_of
-            )
+            known = (slot for param in params if (slot := self._slot_of.get(id(param))) is not None)
+            waiting = (slot.param_state for slot in known if slot.bucket is not None)
             yield from (param_state.name for param_state in waiting if not param_state.is_stored_sharded)
 
     @property
@@ -227,8 +222,9 @@ class GradientReducer:
 
     def _average_returned(self) -> None:
         """Let `autograd.grad` return means over the data axes, for parameters that are not stored in shards."""
-        for i, slot in enumerate(self._slots):
-            if slot.param_state.is_stored_sharded or not slot.param_state.param.requires_grad or not self.due(i):
+        for slot in self._slots:
+            due = self.due(slot.param_state)
+            if slot.param_state.is_stored_sharded or not slot.param_state.param.requires_grad or not due:
                 continue
             node = _torch.accumulation_of(slot.param_state.param)
             if node is None:
@@ -237,7 +233,7 @@ class GradientReducer:
             if accumulates:
                 return  # this pass adds to `p.grad`
             if accumulates is None:
-                averaging = functools.partial(_averaged, self, self.due(i), slot.param_state)
+                averaging = functools.partial(_averaged, self, due, slot.param_state)
                 self._pass_hooks.append(slot.param_state.param.register_hook(averaging))
 
     @naming_lost_ranks("backward")
@@ -295,7 +291,7 @@ class GradientReducer:
 
     def has_gradient(self, param_state: ParamState) -> bool:
         """Tell whether a parameter has a gradient of this rank's examples, or a reduced one."""
-        return self._slots[self._index[id(param_state.param)]].unreduced is not None
+        return self._slot_of[id(param_state.param)].unreduced is not None
 
     @contextmanager
     def room_for_gradients(self) -> Iterator[None]:
@@ -359,7 +355,7 @@ class GradientReducer:
             self._unwrap_gradients_of(param)
         self.begin()
         if self.enabled and param.grad is not None:  # a backward function may return no gradient
-            self._take(self._slots[self._index[id(param)]])
+            self._take(self._slot_of[id(param)])
 
     @naming_lost_ranks("backward")
     def take_unsharded(
@@ -378,12 +374,10 @@ class GradientReducer:
         self.begin()
         urgent: list[Slot] = []
         for one, grad, now in zip(param_states, grads, at_once, strict=True):
-            slot = self._slots[self._index[id(one.param)]]
+            slot = self._slot_of[id(one.param)]
             grad = None if grad is None else one.unwrap(grad)
-            bucket = self._bucket_of.get(self._index[id(one.param)])
-            sent = bucket is not None and self.reductions.has_begun(bucket)
-            if now or sent:
-                urgent.append(Slot(one, filled=grad is not None, unsharded=grad))
+            if now or (slot.bucket is not None and slot.bucket.begun):
+                urgent.append(Slot(one, slot.index, filled=grad is not None, unsharded=grad))
                 continue
             slot.add(grad)
             if grad is not None:
@@ -428,13 +422,13 @@ class GradientReducer:
 
     def _take(self, slot: Slot) -> None:
         """Note that a gradient is complete; send its bucket when that is full."""
-        index = self._index[id(slot.param_state.param)]
-        self._arrived[index] = slot.param_state.partial_axes(slot.unreduced)
-        bucket = self._bucket_of.get(index)
+        if not self._learned:
+            self._arrived[slot.index] = slot.param_state.partial_axes(slot.unreduced)
+        bucket = slot.bucket
         if bucket is None:
             slot.unreduced = slot.param_state.lay_out(slot.unreduced)
             return
-        if self.reductions.has_begun(bucket):
+        if bucket.begun:
             raise ShardingError(
                 f'"{slot.param_state.name}" got a second gradient in one backward pass, after the first was on its '
                 "way. Use torch.utils.checkpoint with use_reentrant=False, or run this backward inside "
@@ -443,7 +437,8 @@ class GradientReducer:
         if not slot.filled:
             slot.filled = True
             bucket.missing -= 1
-        self.reductions.begin_full()
+            if bucket.missing == 0:
+                self.reductions.begin_full()
 
     def _unwrap_gradients_of(self, param: nn.Parameter) -> None:
         """Convert DTensor gradients of a plain parameter to full tensors from now on.
@@ -479,7 +474,7 @@ class GradientReducer:
     def _average_passes(self) -> None:
         """Average gradients outside of buckets over the passes of a step; no axis sums them."""
         if self._closing:
-            unbucketed = [slot.param_state.param.grad for i, slot in enumerate(self._slots) if i not in self._bucket_of]
+            unbucketed = [slot.param_state.param.grad for slot in self._slots if slot.bucket is None]
             if grads := [local_of(grad) for grad in unbucketed if grad is not None]:
                 _torch.multiply_all(grads, self.averaging.over(()))
         self._closing = False
@@ -497,7 +492,7 @@ class GradientReducer:
             self._used = [number > 0 for number in used.tolist()]
 
     def _is_used(self, slot: Slot) -> bool:
-        return slot.filled or (self._used is not None and self._used[self._index[id(slot.param_state.param)]])
+        return slot.filled or (self._used is not None and self._used[slot.index])
 
     # --- laying out ---------------------------------------------------------------------------------------------------
 
@@ -537,9 +532,11 @@ class GradientReducer:
             elif isinstance(bucket, AllReduceBucket) and (bucket.last or not self._is_alone(bucket)):
                 bucket.allocate()
             bucket.reset()
-        self._bucket_of = {
-            self._index[id(s.param_state.param)]: bucket for bucket in self._buckets for s in bucket.slots
-        }
+        for slot in self._slots:
+            slot.bucket = None
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.bucket = bucket
 
     def _bucket(self, slots: list[Slot], axes: Axes, *, like: ReduceBucket | None = None) -> ReduceBucket:
         """Return a bucket for gradients; an empty one is of the kind of `like`."""
@@ -583,14 +580,14 @@ def _bucket_key(param_state: ParamState) -> tuple[Any, ...]:
 def _set_reduced_aside(slot: Slot) -> None:
     """Move a reduced gradient away from `p.grad`: a full gradient cannot be accumulated into a shard."""
     param_state, grad = slot.param_state, slot.param_state.param.grad
-    if param_state.is_stored_sharded:
+    slot.accumulated = None  # of a pass that raised
+    if grad is None or param_state.is_stored_sharded:
         return
     if param_state.shard_spec is None:
         if param_state.is_local_shard(grad) and isinstance(param_state.param, DTensor):
             param_state.param.grad = _torch.wrap(local_of(grad), _torch.spec_of(param_state.param))  # type: ignore[arg-type,assignment]
         return
-    slot.accumulated = None
-    if grad is not None and param_state.is_local_shard(grad):
+    if param_state.is_local_shard(grad):
         shard = local_of(grad)
         slot.accumulated = shard.clone() if slot.in_bucket or param_state.keeps_gradient else shard
         param_state.param.grad = None
@@ -602,10 +599,10 @@ def _set_grad(slot: Slot, passes: int) -> None:
     The accumulated shard of an earlier mean is added to the full gradient, scaled so that the later mean contains it
     once.
     """
-    param_state, accumulated, full = slot.param_state, slot.accumulated, slot.param_state.param.grad
+    param_state, accumulated = slot.param_state, slot.accumulated
     if accumulated is None:
         return
-    slot.accumulated = None
+    slot.accumulated, full = None, param_state.param.grad
     if full is None:
         param_state.param.grad = param_state.wrap(accumulated)  # type: ignore[assignment]
         return

@@ -307,8 +307,10 @@ class ParamState:
     def check_reduced(self) -> None:
         """Raise if the gradient, which is about to be used, is that of this rank's examples alone."""
         grad = self.param.grad
+        if self.shard_spec is None or self.is_local_shard(grad):
+            return
         partial = isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
-        if self.shard_spec is not None and not self.is_local_shard(grad) and (self.is_updated_sharded or partial):
+        if self.is_updated_sharded or partial:
             raise ShardingError(
                 f'"{self.name}" has a gradient of this rank\'s examples alone: the plan shards its gradient or state '
                 f"over {', '.join(self.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Run "

@@ -45,6 +45,8 @@ class Reductions:
 
     def restart(self, buckets: Sequence[ReduceBucket] = ()) -> None:
         """Set the buckets of a new pass."""
+        for bucket in self.buckets:
+            bucket.begun = False
         self.buckets = list(buckets)
         self._begun = self._waited = 0
 
@@ -52,10 +54,6 @@ class Reductions:
     def waiting(self) -> list[ReduceBucket]:
         """The buckets that have not begun."""
         return self.buckets[self._begun :]
-
-    def has_begun(self, bucket: ReduceBucket) -> bool:
-        """Tell whether a bucket has been sent in this pass."""
-        return any(one is bucket for one in self.buckets[: self._begun])
 
     def begin_full(self) -> None:
         """Begin the buckets that are full, in order, but for the last one, which closes the pass."""
@@ -73,7 +71,7 @@ class Reductions:
         """Drop the buckets that have begun, after the pass has raised."""
         for bucket in self.buckets[: self._begun]:
             bucket.drop()
-        self.buckets, self._begun, self._waited = [], 0, 0
+        self.restart()
 
     def _begin(self) -> None:
         bucket = self.buckets[self._begun]
@@ -85,6 +83,7 @@ class Reductions:
         else:
             assert isinstance(bucket, AllReduceBucket)
             bucket.begin_by(self._reduction, missing, self._begun)
+        bucket.begun = True
         self._begun += 1
 
     def _wait(self) -> None:

@@ -69,6 +69,8 @@ class Slot:
 
     Attributes:
         param_state: the parameter.
+        index: the index of the parameter among all.
+        bucket: the bucket that reduces the gradient; None where the gradient is not reduced.
         filled: whether the running backward pass has made the gradient.
         in_bucket: whether this rank's shard lies in memory of the bucket, which the next backward pass overwrites.
         accumulated: while a backward pass runs, this rank's shard of earlier gradients, to which the new one is added;
@@ -77,6 +79,8 @@ class Slot:
     """
 
     param_state: ParamState
+    index: int
+    bucket: ReduceBucket | None = None
     filled: bool = False
     in_bucket: bool = False
     accumulated: torch.Tensor | None = None
@@ -112,6 +116,7 @@ class ReduceBucket(ABC):
         dtype: the dtype in which the gradients are sent.
         last: whether the bucket closes a backward pass and carries the number of missing gradients.
         missing: the number of gradients that the running backward pass has yet to make.
+        begun: whether the bucket has been sent in the running backward pass.
     """
 
     executor: Executor
@@ -121,6 +126,7 @@ class ReduceBucket(ABC):
     dtype: torch.dtype
     last: bool = False
     missing: int = 0
+    begun: bool = False
 
     @property
     def is_stored_sharded(self) -> bool:
@@ -143,7 +149,7 @@ class ReduceBucket(ABC):
 
     def reset(self) -> None:
         """Prepare for a new backward pass."""
-        self.missing = len(self.slots)
+        self.missing, self.begun = len(self.slots), False
         for slot in self.slots:
             slot.filled = False
 
@@ -176,6 +182,8 @@ class ReduceBucket(ABC):
 
     def _gradient(self, slot: Slot) -> torch.Tensor:
         grad = slot.param_state.lay_out(slot.unreduced, keep_partial=self.axes)
+        if not isinstance(grad, DTensor) and not grad.requires_grad:
+            return grad
         if self.axes == self.averaging.data_axes:
             return local_of(grad)
         partial = (*self.averaging.data_axes, *slot.param_state.partial_axes(grad))
