@@ -213,7 +213,9 @@ class Run:
 
     def batch(self, i: int = 0) -> torch.Tensor:
         """Return this data rank's rows of batch `i`."""
-        return self.part(torch.randn(8, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64))
+        random = torch.Generator("cpu").manual_seed(i)
+        rows = torch.randn(8, 6, generator=random, dtype=torch.float64, device="cpu")
+        return self.part(rows.to(torch.get_default_device()))
 
     def loss(self, model: Callable[..., Any], i: int = 0) -> torch.Tensor:
         """Return the loss of this data rank's rows."""
