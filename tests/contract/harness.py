@@ -29,7 +29,21 @@ from shardlib.engine import _torch
 from shardlib.errors import ShardlibError
 from shardlib.layout import Layout
 
-__all__ = ["DDP", "KINDS", "MICRO", "ONE", "Apart", "Block", "Finding", "Kind", "Net", "Run", "compare", "play"]
+__all__ = [
+    "DDP",
+    "KINDS",
+    "MICRO",
+    "ONE",
+    "Apart",
+    "Block",
+    "Finding",
+    "Kind",
+    "Net",
+    "Run",
+    "compare",
+    "play",
+    "random_rows",
+]
 
 
 # --- the model of most habits ---------------------------------------------------------------------------------------
@@ -213,9 +227,7 @@ class Run:
 
     def batch(self, i: int = 0) -> torch.Tensor:
         """Return this data rank's rows of batch `i`."""
-        random = torch.Generator("cpu").manual_seed(i)
-        rows = torch.randn(8, 6, generator=random, dtype=torch.float64, device="cpu")
-        return self.part(rows.to(torch.get_default_device()))
+        return self.part(random_rows(8, i))
 
     def loss(self, model: Callable[..., Any], i: int = 0) -> torch.Tensor:
         """Return the loss of this data rank's rows."""
@@ -283,6 +295,13 @@ class Run:
     def rows(self, value: torch.Tensor) -> OfRanks:
         """Return rows of this data rank; those of all data ranks are compared, one after the other."""
         return OfRanks("rows", value.detach().clone())
+
+
+def random_rows(n: int, seed: int = 0) -> torch.Tensor:
+    """Return inputs of the model, the same on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    rows = torch.randn(n, 6, generator=generator, dtype=torch.float64, device="cpu")
+    return rows.to(torch.get_default_device())
 
 
 def criterion(out: torch.Tensor) -> torch.Tensor:

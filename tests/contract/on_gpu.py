@@ -1,9 +1,9 @@
-"""Run the habits of the contract on two ranks of a GPU over NCCL, and print what is not as declared.
+"""Run the habits of the contract on GPUs over NCCL, and print what is not as declared.
 
-    python -m tests.contract.on_gpu "zero(3)" tp        # some kinds; by default all of two ranks
+    python -m tests.contract.on_gpu "zero(3)" tp        # some kinds; by default all but compiled blocks
 
 Every habit that is the same as on one device, or refused, runs under `torch.set_default_device("cuda")`, on one device
-and on two ranks. Where a habit hangs or ends its processes, others take over after it. Ranks share a GPU where there
+and on the ranks of each kind. Where a habit hangs or ends its processes, others take over after it. Ranks share a GPU where there
 are fewer; NCCL takes that from ranks of different hosts alone, and `NCCL_HOSTID` gives each rank a host of its own.
 Without a GPU, all of it runs on CPU over gloo.
 """
@@ -33,7 +33,7 @@ from tests.contract.harness import KINDS, ONE, Finding, OfRanks, Part, Shard, co
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _PATIENCE = 40.0  # seconds without a result, after which ranks are taken to hang
-_KINDS = [name for name, kind in KINDS.items() if kind.ranks == 2 and kind.compile is None]
+_KINDS = [name for name, kind in KINDS.items() if kind.compile is None]
 
 Cell = tuple[str, str]  # a module and one of its habits
 
@@ -146,7 +146,8 @@ def main() -> None:
     )
     with ThreadPoolExecutor(len(args.kinds)) as threads:
         for lines in threads.map(partial(unlike_declared, habits=habits, one=one), args.kinds):
-            print(*lines, sep="\n", flush=True)
+            for line in lines:
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

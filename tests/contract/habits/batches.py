@@ -9,11 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shardlib as sl
 from tests.contract.declare import as_ddp, everywhere, noticed, refused, refused_in_pipelines
-from tests.contract.harness import Run, kind_of
-
-
-def _rows(n: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(n, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.contract.harness import Run, kind_of, random_rows
 
 
 def _cut(run: Run, batch: torch.Tensor, first: int) -> torch.Tensor:
@@ -24,7 +20,7 @@ def _cut(run: Run, batch: torch.Tensor, first: int) -> torch.Tensor:
 @refused_in_pipelines
 def sampler(run: Run, model: Any):
     """Read batches by `DataLoader` and `DistributedSampler`."""
-    data = TensorDataset(_rows(8))
+    data = TensorDataset(random_rows(8))
     order = DistributedSampler(data, num_replicas=run.data_ranks, rank=run.data_rank, shuffle=False)
     optimizer = run.optimizer(model)
     for (x,) in DataLoader(data, batch_size=4 // run.data_ranks, sampler=order):
@@ -41,7 +37,7 @@ def batches_of_other_sizes(run: Run, model: Any):
     optimizer = run.optimizer(model)
     for i, n in enumerate((8, 4, 12, 2)):
         optimizer.zero_grad()
-        model(run.part(_rows(n, i))).square().mean().backward()
+        model(run.part(random_rows(n, i))).square().mean().backward()
         optimizer.step()
     return run.weights(model)
 
@@ -50,7 +46,7 @@ def batches_of_other_sizes(run: Run, model: Any):
 @refused_in_pipelines
 def uneven_batches(run: Run, model: Any):
     """Give data ranks different numbers of rows, and take each rank's mean."""
-    model(_cut(run, _rows(8), 6)).square().mean().backward()
+    model(_cut(run, random_rows(8), 6)).square().mean().backward()
     return run.gradients(model)
 
 
@@ -63,7 +59,7 @@ def uneven_batches_by_counts(run: Run, model: Any):
     optimizer = sl.OptimizerWrapper(torch.optim.SGD, model, lr=0.1)
     for i in range(2):
         optimizer.zero_grad()
-        loss = model(_cut(run, _rows(8, i), 6)).square()
+        loss = model(_cut(run, random_rows(8, i), 6)).square()
         optimizer.backward((loss.sum(), loss.numel()))
         optimizer.step()
     return run.weights(model)
@@ -72,7 +68,7 @@ def uneven_batches_by_counts(run: Run, model: Any):
 @refused_in_pipelines
 def uneven_batches_scaled_by_hand(run: Run, model: Any):
     """Give data ranks different numbers of rows, and weigh each rank's mean by hand."""
-    x = _cut(run, _rows(8), 6)
+    x = _cut(run, random_rows(8), 6)
     (model(x).square().sum() / 32 * run.data_ranks).backward()
     return run.gradients(model)
 
@@ -80,7 +76,7 @@ def uneven_batches_scaled_by_hand(run: Run, model: Any):
 @refused_in_pipelines
 def fewer_rows_than_ranks(run: Run, model: Any):
     """Give a batch of one row: the other data ranks have an empty one."""
-    x = _cut(run, _rows(1), 1)
+    x = _cut(run, random_rows(1), 1)
     (model(x).square().sum() * run.data_ranks).backward()
     return run.gradients(model)
 
@@ -89,14 +85,14 @@ def fewer_rows_than_ranks(run: Run, model: Any):
 @refused_in_pipelines
 def empty_batch(run: Run, model: Any):
     """Give an empty batch on all ranks."""
-    model(_rows(0)).square().sum().backward()
+    model(random_rows(0)).square().sum().backward()
     return run.gradients(model)
 
 
 @refused_in_pipelines
 def empty_batch_on_one_rank(run: Run, model: Any):
     """Give an empty batch on the last data rank, and take sums."""
-    x = _cut(run, _rows(8), 8)
+    x = _cut(run, random_rows(8), 8)
     (model(x).square().sum() * run.data_ranks).backward()
     return run.gradients(model)
 
@@ -105,13 +101,13 @@ def empty_batch_on_one_rank(run: Run, model: Any):
 def mean_of_an_empty_batch(run: Run, model: Any):
     """Evaluate an empty batch, whose mean is NaN."""
     with torch.no_grad():
-        return model(_rows(0)).square().mean()
+        return model(random_rows(0)).square().mean()
 
 
 @refused_in_pipelines
-def single_rows(run: Run, model: Any):
+def singlerandom_rows(run: Run, model: Any):
     """Give each data rank one row."""
-    return run.rows(model(run.part(_rows(2))))
+    return run.rows(model(run.part(random_rows(2))))
 
 
 def _of_this_rank(run: Run, i: int = 0) -> torch.Tensor:
@@ -152,7 +148,7 @@ def batches_in_float32(run: Run, model: Any):
 @refused_in_pipelines
 def batches_that_are_not_contiguous(run: Run, model: Any):
     """Give a batch that is not contiguous."""
-    x = run.part(_rows(8).t().contiguous().t())
+    x = run.part(random_rows(8).t().contiguous().t())
     model(x).square().mean().backward()
     return run.gradients(model)
 
