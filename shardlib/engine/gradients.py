@@ -222,7 +222,7 @@ class GradientReducer:
 
     def _average_returned(self) -> None:
         """Let `autograd.grad` return means over the data axes, for parameters that are not stored in shards."""
-        for slot in self._slots:
+        for slot in self._slots if self.data_axes else ():
             due = self.due(slot.param_state)
             if slot.param_state.is_stored_sharded or not slot.param_state.param.requires_grad or not due:
                 continue

@@ -3,9 +3,9 @@
     python -m tests.contract.on_gpu "zero(3)" tp        # some kinds; by default all but compiled blocks
 
 Every habit that is the same as on one device, or refused, runs under `torch.set_default_device("cuda")`, on one device
-and on the ranks of each kind. Where a habit hangs or ends its processes, others take over after it. Ranks share a GPU where there
-are fewer; NCCL takes that from ranks of different hosts alone, and `NCCL_HOSTID` gives each rank a host of its own.
-Without a GPU, all of it runs on CPU over gloo.
+and on the ranks of each kind. Where a habit hangs or ends its processes, others take over after it. Ranks share a GPU
+where there are fewer; NCCL takes that from ranks of different hosts alone, and `NCCL_HOSTID` gives each rank a host of
+its own. Without a GPU, all of it runs on CPU over gloo.
 """
 
 from __future__ import annotations
