@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed.tensor as dt
@@ -107,3 +110,10 @@ def test_there_are_many_habits_and_each_has_a_sentence_of_its_own():
 def test_a_kind_that_is_not_there_cannot_be_declared():
     with pytest.raises(AssertionError, match="there are " + next(iter(KINDS))):
         declare.refused("zero(7)", "no")
+
+
+@pytest.mark.deep
+def test_the_command_for_gpus_runs_on_a_cpu():
+    command = [sys.executable, "-m", "tests.contract.on_gpu", "zero(2)", "tp", "--habits", "uneven_batches_by_counts"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "zero(2): 1 habits, 0 not as declared" in ran.stdout and "tp: 1 habits, 0 not as declared" in ran.stdout
