@@ -106,6 +106,7 @@ def compile_blocks(
         ShardingError: an unknown backend.
     """
     check_backend(backend)
+    _torch.pickle_meshes_without_hash()
     if backend is not None and _torch.compiler_is_off():
         backend = None
     backend = "aot_eager" if backend == "auto" else backend

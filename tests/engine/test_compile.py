@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,8 +15,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import shardlib as sl
+from shardlib.engine import _torch
 from shardlib.engine import compile as compiling
 from shardlib.engine.recording import record_collectives
 from shardlib.testing.models import MLP, Numbers, Tokens, Transformer, rules_for
@@ -138,25 +143,45 @@ def test_blocks_that_the_user_compiles_stay_compiled_inside_of_units_and_the_mod
         assert all("a model whose parameters are sharded, and a graph cannot hold them" in text for text in said)
 
 
-def _cached_by_inductor() -> dict[str, int]:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(MLP(outs=6) for _ in range(2))
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP(outs=6) for _ in range(2))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
-    sharded = sl.shard_model(Net(), "tp=2", rules_for(MLP()), compile="inductor")
-    counters = torch._dynamo.utils.counters["aot_autograd"]
-    before = dict(counters)
-    sharded(torch.randn(8, 6)).sum().backward()
-    return {name: count - before.get(name, 0) for name, count in counters.items()}
+
+def _compiled_by_inductor(folder: str) -> tuple[dict[str, int], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    sharded = sl.shard_model(_Blocks(), "tp=2", rules_for(MLP()), compile="inductor")
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
+        sharded(torch.randn(8, 6)).sum().backward()
+    counters = torch._dynamo.utils.counters
+    counts = {**counters["aot_autograd"], **counters["inductor"]}
+    return counts, [_torch.local_of(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in sharded.parameters()]
+
+
+_JOB = """
+import sys, torch
+from shardlib import testing
+from tests.engine.test_compile import _compiled_by_inductor
+if __name__ == "__main__":
+    with testing.ranks(2) as ranks:
+        torch.save(ranks.run(_compiled_by_inductor, sys.argv[1], timeout=300), sys.argv[2])
+"""
 
 
 @pytest.mark.deep
-def test_blocks_with_layers_that_are_summed_are_kept_in_the_cache_of_the_compiler(ranks):
-    for counts in ranks(2).run(_cached_by_inductor):
-        assert counts["ok"] > 0 and "autograd_cache_bypass" not in counts
+def test_compiled_blocks_are_read_from_the_cache_on_disk_by_the_next_job(tmp_path):
+    jobs = []
+    for job in ("first", "second"):  # hashes of strings are other ones in each
+        result = tmp_path / job
+        subprocess.run([sys.executable, "-c", _JOB, str(tmp_path / "cache"), str(result)], check=True, timeout=300)
+        jobs.append(torch.load(result))
+    for (first, grads), (second, grads_again) in zip(*jobs, strict=True):
+        assert first["fxgraph_cache_miss"] and "autograd_cache_bypass" not in first
+        assert second["fxgraph_cache_hit"] and "fxgraph_cache_miss" not in second
+        assert all(map(torch.equal, grads, grads_again))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,6 +22,11 @@ private(
     without="a mesh, which is a tensor of ranks, has no values there",
 )
 private(
+    "torch.distributed.device_mesh.DeviceMesh.__getstate__",
+    why="to pickle meshes without their hash, which is another one in each process (2.13, 2.14)",
+    without="inductor compiles the graphs of sharded blocks in each process anew, and does not read them from disk",
+)
+private(
     "torch.distributed.tensor._collective_utils.MeshTopoInfo.build_from_mesh",
     why="to drop what DTensor remembers of a mesh whose process groups are gone",
     without="an equal mesh of the next job would use the old groups",
@@ -35,6 +40,7 @@ __all__ = [
     "forget_specs",
     "forget_with_meshes",
     "live_meshes",
+    "pickle_meshes_without_hash",
     "ranks_of_mesh",
     "root_mesh",
 ]
@@ -68,6 +74,17 @@ def forget_specs() -> None:
     """
     for clear in _BY_MESH:
         clear()
+
+
+@functools.cache
+def pickle_meshes_without_hash() -> None:
+    """Let graphs of DTensors be found in the compiler's cache on disk: their keys contain pickled meshes."""
+    state_of = DeviceMesh.__getstate__
+
+    def without_hash(mesh: DeviceMesh) -> dict[str, Any]:
+        return {key: value for key, value in state_of(mesh).items() if key != "_hash"}
+
+    DeviceMesh.__getstate__ = without_hash  # type: ignore[assignment]
 
 
 def live_meshes() -> list[DeviceMesh]:
