@@ -25,6 +25,7 @@ private(
     "torch.distributed.device_mesh.DeviceMesh.__getstate__",
     why="to pickle meshes without their hash, which is another one in each process (2.13, 2.14)",
     without="inductor compiles the graphs of sharded blocks in each process anew, and does not read them from disk",
+    marks=("_hash",),
 )
 private(
     "torch.distributed.tensor._collective_utils.MeshTopoInfo.build_from_mesh",
