@@ -204,6 +204,9 @@ class _Call:
         if eagerly := self._derived_weight() or _mutable_argument(args, kwargs):
             _report_eager(self.name, *eagerly, self.report)
             return _torch.call_eagerly(self.block, *args, **kwargs)
+        if any(_keeps_results(given) for given in (*args, *kwargs.values())):
+            _give_up(self.name, self.same_class, "it was given a list with a None, a place for a result", self.report)
+            return _torch.call_eagerly(self.block, *args, **kwargs)
         shapes = tuple(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         if not self._has_graph(shapes):
             return _torch.call_eagerly(self.block, *args, **kwargs)
@@ -321,6 +324,12 @@ def _mutable_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[st
                 reason = f"it was given a {type(leaf).__name__}, in which it can leave tensors behind"
                 return reason, "Call the model without it (use_cache=False for models of Hugging Face)"
     return None
+
+
+def _keeps_results(given: Any) -> bool:
+    """Return whether an argument is a list in which a block leaves features for its next call, as causal video models
+    do: a graph has a copy of it."""
+    return type(given) is list and any(each is None for each in given)
 
 
 _VALUES = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator, type(None))

@@ -183,9 +183,13 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
             _torch.set_implicit_replication(True)  # `generate` calls an encoder without the root
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
             return (wrap(args[0]),), kwargs
-        return pytree.tree_map_only(torch.Tensor, wrap, (args, kwargs))
+        passed = pytree.tree_map_only(torch.Tensor, wrap, (args, kwargs))
+        return passed if torch.compiler.is_compiling() else _keeping_lists(passed, args, kwargs)
 
     def leave(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, _PassedList):
+                given.write_back(unwrap)
         if isinstance(output, torch.Tensor):
             return unwrap(output, (args, kwargs))
         leaves, spec = pytree.tree_flatten(output)
@@ -194,6 +198,34 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return pytree.tree_unflatten([plain.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
 
     return enter, leave
+
+
+class _PassedList(list[Any]):
+    """A list argument of a region with DTensors for its tensors; what the region stores in it goes to `given`.
+
+    Modules that take a video in parts keep features of the last part in a list that their caller passes, and count in
+    another one.
+    """
+
+    def __init__(self, passed: list[Any], given: list[Any]) -> None:
+        super().__init__(passed)
+        self.given, self._before = given, list(zip(passed, given, strict=True))
+
+    def write_back(self, unwrap: Callable[[Any, Any], Any]) -> None:
+        """Store plain tensors in the caller's list where an element is not what the region was given."""
+        if len(self) == len(self._before) and all(
+            new is old for new, (old, _) in zip(self, self._before, strict=True)
+        ):
+            return
+        known = {id(old): given for old, given in self._before}
+        self.given[:] = [known[id(new)] if id(new) in known else unwrap(new, ()) for new in self]
+
+
+def _keeping_lists(passed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def one(new: Any, given: Any) -> Any:
+        return _PassedList(new, given) if type(given) is list else new
+
+    return tuple(map(one, passed[0], args)), {name: one(passed[1][name], given) for name, given in kwargs.items()}
 
 
 def _shares_memory(tensor: DTensor, others: Any) -> bool:

@@ -65,6 +65,7 @@ __all__ = [
     "call_eagerly",
     "compiled_call",
     "computed_before_calls",
+    "copied",
     "copied_with",
     "find_weights_again",
     "forget_global_hooks",
@@ -124,15 +125,22 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
     return module._parameters, module._buffers
 
 
-def copied_with(module: M, new: Callable[[torch.Tensor], torch.Tensor]) -> M:
-    """Return a deep copy of a module that has `new(tensor)` in the place of each tensor, of which none is copied.
+def copied(module: M) -> M:
+    """Return a deep copy of a module, also of one with a weight that `torch.nn.utils.weight_norm` computed."""
+    return copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in _computed(module)})
 
-    Its tensors are parameters, buffers, and what autograd computed and an attribute holds, which torch does not copy:
-    `weight` of `torch.nn.utils.weight_norm` and of `prune`.
-    """
-    attributes = [x for each in module.modules() for x in vars(each).values() if isinstance(x, torch.Tensor)]
-    tensors = [*module.parameters(), *module.buffers(), *(x for x in attributes if not x.is_leaf)]
+
+def copied_with(module: M, new: Callable[[torch.Tensor], torch.Tensor]) -> M:
+    """Return a deep copy of a module that has `new(tensor)` in the place of each tensor, of which none is copied."""
+    tensors = [*module.parameters(), *module.buffers(), *_computed(module)]
     return copy.deepcopy(module, {id(tensor): new(tensor) for tensor in tensors})
+
+
+def _computed(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return what autograd computed and an attribute holds, which torch does not copy: `weight` of the old
+    `weight_norm` and of `prune`, which make it anew before each call."""
+    attributes = [x for each in module.modules() for x in vars(each).values() if isinstance(x, torch.Tensor)]
+    return [x for x in attributes if not x.is_leaf]
 
 
 def find_weights_again(module: torch.nn.Module) -> None:

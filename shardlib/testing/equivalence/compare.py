@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib._mesh import MeshShape
 from shardlib._progress import Progress
-from shardlib.engine import agree, ops, plan_of
+from shardlib.engine import _torch, agree, ops, plan_of
 from shardlib.engine._torch import flatten_with_path, pytree
 from shardlib.engine.schedule import wait_for_updates
 from shardlib.engine.sharded import is_sharded
@@ -414,7 +414,7 @@ def _moved_by_rounding(case: Case) -> tuple[torch.dtype, dict[Key, float]]:
 
 def _moved_by(case: Case, unit: float, advance: Callable[[], None], *, seed: int) -> dict[Key, float]:
     model = single_device(case)
-    moved = copy.deepcopy(model)
+    moved = _torch.copied(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in moved.parameters():

@@ -309,8 +309,8 @@ def twins(case: Case) -> Twins:
     device_mesh = make_mesh(case.mesh)
     rank_coordinate = RankCoordinate(case.mesh, case.mesh.coordinate(dist.get_rank()))
     single = single_device(case).to(device_mesh.device_type)
-    exact = in_dtype(copy.deepcopy(single), torch.float64) if case.dtype is not torch.float64 else None
-    model = _sharded(case, copy.deepcopy(single), device_mesh, rank_coordinate)
+    exact = in_dtype(_torch.copied(single), torch.float64) if case.dtype is not torch.float64 else None
+    model = _sharded(case, _torch.copied(single), device_mesh, rank_coordinate)
     averaged = plan_of(model).step.accumulate if is_sharded(model) else 1
     case = _with_passes(case, averaged)
     return Twins(
@@ -336,9 +336,9 @@ def _twins_on_jax(case: Case) -> Twins:
     from shardlib.testing.equivalence.on_jax import JaxRun
 
     single = single_device(case)
-    exact = Run(case, in_dtype(copy.deepcopy(single), torch.float64)) if case.dtype is not torch.float64 else None
+    exact = Run(case, in_dtype(_torch.copied(single), torch.float64)) if case.dtype is not torch.float64 else None
     run = Run(case, single)
-    return Twins(case, run, JaxRun(case, copy.deepcopy(single), run), exact, RankCoordinate(case.mesh, {}))
+    return Twins(case, run, JaxRun(case, _torch.copied(single), run), exact, RankCoordinate(case.mesh, {}))
 
 
 def single_device(case: Case) -> nn.Module:
