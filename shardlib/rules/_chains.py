@@ -43,6 +43,11 @@ class _Layer:
     def keeps_channels(self) -> bool:
         return self.groups > 1 and self.inputs == self.outputs
 
+    def halves(self, after: _Layer) -> tuple[int, ...]:
+        """Return the channels that this layer has if `after` takes one half of them, which the other half gates."""
+        alone = self.groups == self.inputs  # each channel, so that a rank can have some of either half
+        return (2 * after.inputs,) if alone else ()
+
 
 def chains(index: ModelIndex, other: Collection[str], not_chained: Collection[str]) -> dict[str, Chained]:
     """Return rules for layers in a row, by the full name of a module.
@@ -117,7 +122,7 @@ def _sums(up: _Layer, between: list[_Layer], downs: list[_Layer], layer: _Layer)
     """Return whether a layer sums over the channels of `up` too, beside `downs` and not after one of them."""
     beside = all(each.outputs != layer.inputs for each in downs)
     grouped = next((each for each in between if each.keeps_channels), None)
-    same = layer.inputs == grouped.inputs if grouped else _follows(up, layer)
+    same = grouped.outputs in (layer.inputs, *grouped.halves(layer)) if grouped else _follows(up, layer)
     return up.groups == layer.groups == 1 and beside and same and _in_a_row(up, layer)
 
 
@@ -150,7 +155,9 @@ def _shard(index: ModelIndex, up: _Layer, between: list[_Layer], downs: list[_La
     why = f'guess: followed by "{_short(down, up)}"{", after one half gates the other" if halved else ""}'
     found[up.name] = "(gate_up channel)" if halved else "channel", why
     for layer in between:
-        if layer.keeps_channels:
+        if layer.keeps_channels and halved:
+            found[layer.name] = "(gate_up channel)", "each channel of both halves by itself"
+        elif layer.keeps_channels:
             found[layer.name] = "(groups group)", "each group of channels by itself"
         else:
             found[layer.name] = "channel", f'as wide as "{_short(up, layer)}", whose channels it joins'

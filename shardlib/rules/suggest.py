@@ -31,8 +31,8 @@ _V = ("v", "v_proj", "value", "wv", "to_v", "v_lin", "value_proj", "linear_v", "
 _KV = ("kv", "kv_proj", "key_value", "wkv", "to_kv", "kv_lin", "linear_kv")
 _FUSED = ("qkv", "qkv_proj", "c_attn", "wqkv", "in_proj", "to_qkv", "attn_qkv")
 _HEAD_MAJOR = ("query_key_value",)
-_UP = ("up", "up_proj", "gate", "gate_proj", "fc1", "c_fc", "w1", "w3", "wi", "wi_0", "wi_1", "lin1", "linear1")
-_DOWN = ("down", "down_proj", "fc2", "c_proj", "w2", "wo", "lin2", "linear2")
+_UP = ("up", "up_proj", "gate", "gate_proj", "fc1", "c_fc", "w1", "w3", "wi", "wi_0", "wi_1", "lin1", "linear1", "linear_in")
+_DOWN = ("down", "down_proj", "fc2", "c_proj", "w2", "wo", "lin2", "linear2", "linear_out")
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads", "nh", "h")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _HEAD_DIM = ("head_dim", "d_head", "attention_head_size", "key_value_proj_dim", "d_kv")
@@ -152,6 +152,8 @@ class _Draft:
             self.mlp(group)
         self.experts()
         self.chains()
+        for group in self.groups():
+            self.projections(group)
         self.replicate_the_rest()
 
     def keep_beside(self, patterns: Iterable[str]) -> None:
@@ -164,7 +166,7 @@ class _Draft:
             for name, value in self.entries.items()
             if value != "replicate" and name.rpartition(".")[0] not in named
         }
-        kept = {name.rpartition(".")[0] for name in self.entries}
+        kept = {name.rpartition(".")[0] for name in self.entries} | self.entries.keys()
         self.activations = {n: value for n, value in self.activations.items() if n.removesuffix(".output") in kept}
         self.notes = {n: note for n, note in self.notes.items() if n in self.entries or n in self.activations}
 
@@ -372,6 +374,24 @@ class _Draft:
         if made:
             self.sizes.update(FACTORS)
         self._set_each(made)
+
+    def projections(self, group: list[_Linear]) -> None:
+        """Find layers of a repeated block that nothing follows by name: those that compute several tensors in one, such
+        as scales and shifts of a norm, and those that narrow what several layers made."""
+        for linear in group:
+            names = self.same[linear.name]
+            if "*" not in linear.name or linear.last in ("input", "output") or any(map(self._entry, names)):
+                continue
+            shapes = [shape for name in names if (shape := _linear_shape(self.index.modules[name]))]
+            if all(outputs >= 2 * inputs for inputs, outputs in shapes):
+                self.guess(linear.name, "colwise", "several tensors in one: they are gathered where they leave")
+                self.activations[f"{linear.name}.output"] = "replicate"
+            elif all(inputs >= 2 * outputs for inputs, outputs in shapes) and self._returns(linear, group):
+                self.guess(linear.name, "rowwise", "narrows what other layers made")
+
+    def _returns(self, linear: _Linear, group: list[_Linear]) -> bool:
+        """Return whether a layer narrows to what another layer of its block takes, as a router of experts does not."""
+        return any(linear.outputs == other.inputs for other in group if other is not linear)
 
     def _set_each(self, values: Mapping[str, Chained]) -> None:
         """Set rules by full names of modules, each under the shortest pattern whose modules all have that rule."""

@@ -12,6 +12,7 @@ import random
 import re
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,11 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib import layouts
 from shardlib._mesh import MeshShape
-from shardlib._plan import plan
+from shardlib._plan import Plan, plan
 from shardlib._plan.rows import Row
 from shardlib.engine._torch import pytree
 from shardlib.engine.batchnorm import is_batch_norm
+from shardlib.engine.dryrun import dry_run
 from shardlib.rules.foreign import has_tp_plan
 from shardlib.testing._pool import HangError, RankDied, shared_pool
 from shardlib.testing.census import _models
@@ -41,6 +43,7 @@ __all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
 MESHES = ("tp=2", "dp=2,tp=2")
 _OF_TYPES = re.compile(r"dtype|[Ff]loat|without overflow")  # errors that may be those of code that takes no float64
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
+_BLOCK = re.compile(r".*?\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ class Result:
             "proposed".
         sharded: the share of the bytes of parameters in repeated blocks that is sharded over tp; of all parameters
             where no block repeats.
+        collectives: the number of collectives of a training step, forward and backward, in the repeated block that
+            has most, on tp=2 by a dry run; in the whole model where no block repeats. None where the model cannot run
+            without values, and in lines that are older than this field.
         notes: remarks of the plan on tp=2.
         proved: for each mesh whether one training step was that of one device.
         error: why it was not built, or the first error.
@@ -86,6 +92,7 @@ class Result:
     mixes: bool = False
     layout: str = ""
     sharded: float = 0.0
+    collectives: int | None = None
     notes: tuple[str, ...] = ()
     proved: dict[str, bool] = field(default_factory=dict)
     error: str = ""
@@ -339,7 +346,7 @@ def _alone(entry: Entry, mesh: str) -> Result:
     except Exception as error:
         return Result(entry.library, entry.name, entry.cls, error=_said(error))
     try:
-        return _planned(result, model, mesh)
+        return _planned(entry, result, model, mesh)
     except Exception as error:
         return dataclasses.replace(result, proved={mesh: False}, error=f"{mesh}: {_said(error)}")
 
@@ -379,7 +386,7 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
     raise first
 
 
-def _planned(result: Result, model: nn.Module, mesh: str) -> Result:
+def _planned(entry: Entry, result: Result, model: nn.Module, mesh: str) -> Result:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         rules = layouts.for_model(model)
@@ -395,8 +402,31 @@ def _planned(result: Result, model: nn.Module, mesh: str) -> Result:
         result,
         layout=f"file {file}" if file else ", ".join(own + ["proposed"] * proposed),
         sharded=round(split / max(total, 1), 3),
+        collectives=_collectives(entry, result, model, made),
         notes=tuple(made.notes),
     )
+
+
+def _collectives(entry: Entry, result: Result, model: nn.Module, made: Plan) -> int | None:
+    """Return the collectives of a step in the repeated block that has most; see `Result`."""
+    batch = cast(_models.batch(dataclasses.replace(entry, share=result.share), result.labels, result.extra, 0), torch.float64)
+    try:
+        with _raising() if result.raised else contextlib.nullcontext():
+            recorded = dry_run(model, made, batch).collectives
+    except Exception:
+        return None
+    return most_in_a_block(each.module for each in recorded)
+
+
+def most_in_a_block(modules: Iterable[str]) -> int:
+    """Return how many of some modules, each counted, are in the repeated block that has most; all without blocks.
+
+    >>> most_in_a_block(["embed", "blocks.0.attn", "blocks.0.mlp", "blocks.1.mlp", "head"])
+    2
+    """
+    counts = Counter(block[0] if (block := _BLOCK.match(f"{module}.")) else "" for module in modules)
+    outside = counts.pop("", 0)
+    return max(counts.values(), default=outside)
 
 
 def _bytes(row: Row) -> int:
