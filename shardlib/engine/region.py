@@ -213,9 +213,7 @@ class _PassedList(list[Any]):
 
     def write_back(self, unwrap: Callable[[Any, Any], Any]) -> None:
         """Store plain tensors in the caller's list where an element is not what the region was given."""
-        if len(self) == len(self._before) and all(
-            new is old for new, (old, _) in zip(self, self._before, strict=True)
-        ):
+        if len(self) == len(self._before) and all(new is old for new, (old, _) in zip(self, self._before, strict=True)):
             return
         known = {id(old): given for old, given in self._before}
         self.given[:] = [known[id(new)] if id(new) in known else unwrap(new, ()) for new in self]

@@ -31,7 +31,22 @@ _V = ("v", "v_proj", "value", "wv", "to_v", "v_lin", "value_proj", "linear_v", "
 _KV = ("kv", "kv_proj", "key_value", "wkv", "to_kv", "kv_lin", "linear_kv")
 _FUSED = ("qkv", "qkv_proj", "c_attn", "wqkv", "in_proj", "to_qkv", "attn_qkv")
 _HEAD_MAJOR = ("query_key_value",)
-_UP = ("up", "up_proj", "gate", "gate_proj", "fc1", "c_fc", "w1", "w3", "wi", "wi_0", "wi_1", "lin1", "linear1", "linear_in")
+_UP = (
+    "up",
+    "up_proj",
+    "gate",
+    "gate_proj",
+    "fc1",
+    "c_fc",
+    "w1",
+    "w3",
+    "wi",
+    "wi_0",
+    "wi_1",
+    "lin1",
+    "linear1",
+    "linear_in",
+)
 _DOWN = ("down", "down_proj", "fc2", "c_proj", "w2", "wo", "lin2", "linear2", "linear_out")
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads", "nh", "h")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")

@@ -372,3 +372,45 @@ def test_what_a_plan_leaves_out_is_completed() -> None:
     assert text["text.blocks.1.self_attn.o_proj.weight"] == "_ _"  # beside what the rules name
     assert text["text.blocks.1.mlp.up.weight"] == "ff@tp in"
     assert complete(rules, model) == rules
+
+
+class Modulated(nn.Module):
+    """A block with scales and shifts of a norm in one layer, two branches that one layer joins, and a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation, self.branch = nn.Linear(8, 48), nn.Linear(8, 24)
+        self.join, self.gate, self.square = nn.Linear(32, 8), nn.Linear(8, 2), nn.Linear(8, 8)
+
+
+def test_layers_that_nothing_follows_are_gathered_where_they_leave() -> None:
+    rules = suggest(nn.ModuleList([Modulated(), Modulated()]))
+    assert {key.removeprefix("*."): spelled(value).strip('"') for key, value in rules.rules.items()} == {
+        "modulation": "colwise",
+        "branch": "colwise",
+        "join": "rowwise",
+        "gate": "replicate",
+        "square": "replicate",
+    }
+    assert list(rules.activations) == ["*.modulation.output", "*.branch.output"]
+
+
+class GatedConv(nn.Module):
+    """Channels twice as wide, a convolution of each by itself, and one half that gates the other."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.widen, self.each, self.narrow = (
+            nn.Conv2d(8, 32, 1),
+            nn.Conv2d(32, 32, 3, groups=groups),
+            nn.Conv2d(16, 8, 1),
+        )
+
+
+@pytest.mark.parametrize(
+    ("groups", "values"),
+    [(32, ["(gate_up channel)", "(gate_up channel)", "rowwise"]), (4, ["replicate"] * 3)],
+)
+def test_a_depthwise_convolution_may_hold_both_halves_of_a_gate(groups: int, values: list[str]) -> None:
+    rules = suggest(nn.ModuleList([GatedConv(groups), GatedConv(groups)])).rules
+    assert [spelled(rules[f"*.{name}"]).strip('"') for name in ("widen", "each", "narrow")] == values

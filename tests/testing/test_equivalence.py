@@ -587,3 +587,50 @@ def test_a_proof_leaves_no_model_behind(ranks):
     assert equivalent(**transformer("tp=2", steps=1))
     assert not prove("row bias", planted=True)
     assert ranks(2).run(models_alive) == [0, 0]
+
+
+class Causal(nn.Module):
+    """A model that takes a sequence in parts; its layers leave what they need of the last part in a list, and count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Remembering() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: list[torch.Tensor | None] = [None, None]
+        made = []
+        for part in x.chunk(2, 1):
+            at = [0]
+            for layer in self.layers:
+                part = layer(part, kept, at)
+            made.append(part)
+        return torch.cat(made, 1)
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, kept: list[Any], at: list[int]) -> torch.Tensor:
+        inner, before = self.up(x).tanh(), kept[at[0]]
+        kept[at[0]] = inner
+        at[0] += 1
+        return x + self.down(inner if before is None else inner + before)
+
+
+@pytest.mark.compiled
+def test_what_a_region_stores_in_a_list_that_it_was_given_is_seen_outside():
+    regions = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.*.output": "replicate"}
+    sequence = lambda step: rows(step)[:, None].expand(-1, 4, -1)  # noqa: E731
+    report = assert_equivalent(Causal, sequence, "tp=2", rules=regions, steps=2, compile="aot_eager")
+    assert any("it was given a list with a None, a place for a result" in warning for warning in report.warnings)
+
+
+def test_a_model_with_the_old_weight_norm():
+    """Its weight is no parameter; a hook computes it before each call."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(8, 32)), nn.GELU(), nn.Linear(32, 8))
+
+    assert_equivalent(build, rows, "tp=2", rules={"0.weight_*": "_ _", "0.bias": "_", "2": "rowwise"}, steps=2)

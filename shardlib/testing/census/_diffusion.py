@@ -128,8 +128,8 @@ def _made(given: Mapping[str, Any], config: Mapping[str, Any], draw: torch.Gener
     shape = [_size(dim, config) for dim in given["shape"]]
     if values == "normal":
         return torch.randn(shape, generator=draw)
-    if values == "ones":
-        return torch.ones(shape).long()
+    if values in ("ones", "zeros"):
+        return torch.full(shape, int(values == "ones"))
     ids = torch.randint(1, 8, shape, generator=draw)
     return ids.float() if values == "times" else ids
 

@@ -104,6 +104,9 @@ How to read the tables:
   came later may shard more.
 - **sharded**: the share of the bytes of parameters in repeated blocks that is sharded on `tp=2`; of all parameters
   where no block repeats.
+- **collectives**: how many a training step on `tp=2` has, forward and backward, in the repeated block that has most,
+  by a dry run; in the whole model where no block repeats. It is empty where a model cannot run without values, and in
+  lines that are older than this count.
 - **trained**: the share of the parameters that got a gradient. A model of text and images is given text alone if it
   accepts that; its vision tower is then sharded, and its weights are compared, but it computes nothing.
 - **a batch is not its halves**: on one device, too, two halves of a batch do not give what the batch gives, since the
@@ -121,14 +124,14 @@ def _tables(library: str, results: Sequence[Result]) -> list[str]:
     for result in results:
         by_status.setdefault(result.status, []).append(result)
     proved = [
-        f"| {r.name} | {r.cls} | {r.layout} | {r.sharded:.0%} | {r.trained:.0%} | {_remarks(r)} |"
+        f"| {r.name} | {r.cls} | {r.layout} | {r.sharded:.0%} | {_counted(r.collectives)} | {r.trained:.0%} | {_remarks(r)} |"
         for r in by_status.get("proved", ())
     ]
     lines = [
         f"## {library}: proved",
         "",
-        "| architecture | class | layout | sharded | trained | remarks |",
-        "|---|---|---|---|---|---|",
+        "| architecture | class | layout | sharded | collectives | trained | remarks |",
+        "|---|---|---|---|---|---|---|",
         *proved,
     ]
     for status, title in (("wrong", "numbers that differ"), ("refused", "refused")):
@@ -156,6 +159,10 @@ def _tables(library: str, results: Sequence[Result]) -> list[str]:
 
 def _meshes(result: Result) -> str:
     return ", ".join(mesh for mesh, proved in result.proved.items() if proved) or "none"
+
+
+def _counted(number: int | None) -> str:
+    return "" if number is None else str(number)
 
 
 def _remarks(result: Result) -> str:

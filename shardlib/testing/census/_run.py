@@ -409,7 +409,9 @@ def _planned(entry: Entry, result: Result, model: nn.Module, mesh: str) -> Resul
 
 def _collectives(entry: Entry, result: Result, model: nn.Module, made: Plan) -> int | None:
     """Return the collectives of a step in the repeated block that has most; see `Result`."""
-    batch = cast(_models.batch(dataclasses.replace(entry, share=result.share), result.labels, result.extra, 0), torch.float64)
+    batch = cast(
+        _models.batch(dataclasses.replace(entry, share=result.share), result.labels, result.extra, 0), torch.float64
+    )
     try:
         with _raising() if result.raised else contextlib.nullcontext():
             recorded = dry_run(model, made, batch).collectives
