@@ -622,7 +622,10 @@ class Remembering(nn.Module):
 @pytest.mark.compiled
 def test_what_a_region_stores_in_a_list_that_it_was_given_is_seen_outside():
     regions = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.*.output": "replicate"}
-    sequence = lambda step: rows(step)[:, None].expand(-1, 4, -1)  # noqa: E731
+
+    def sequence(step: int) -> torch.Tensor:
+        return rows(step)[:, None].expand(-1, 4, -1)
+
     report = assert_equivalent(Causal, sequence, "tp=2", rules=regions, steps=2, compile="aot_eager")
     assert any("it was given a list with a None, a place for a result" in warning for warning in report.warnings)
 

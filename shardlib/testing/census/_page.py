@@ -124,7 +124,8 @@ def _tables(library: str, results: Sequence[Result]) -> list[str]:
     for result in results:
         by_status.setdefault(result.status, []).append(result)
     proved = [
-        f"| {r.name} | {r.cls} | {r.layout} | {r.sharded:.0%} | {_counted(r.collectives)} | {r.trained:.0%} | {_remarks(r)} |"
+        f"| {r.name} | {r.cls} | {r.layout} | {r.sharded:.0%} | {_counted(r.collectives)} | {r.trained:.0%} | "
+        f"{_remarks(r)} |"
         for r in by_status.get("proved", ())
     ]
     lines = [
