@@ -1,7 +1,8 @@
-"""Pairs of layers that follow each other in one block: convolutions, and linear layers in a row.
+"""Convolutions, and linear layers in a row: pairs that follow each other in one block, and convolutions alone.
 
-The first is sharded over its output channels, which the second sums over. Norms and depthwise or grouped convolutions
-between them compute each channel, or group of channels, by itself, and are sharded likewise.
+The first of a pair is sharded over its output channels, which the second sums over. Norms and depthwise or grouped
+convolutions between them compute each channel, or group of channels, by itself, and are sharded likewise. A convolution
+that is in no pair is sharded alone: its input and its output are replicated.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -16,13 +18,16 @@ from torch import nn
 from shardlib.rules._model import ModelIndex
 from shardlib.rules.dims import dims_of
 
-__all__ = ["FACTORS", "Chained", "chains"]
+__all__ = ["FACTORS", "Chained", "alone", "chains"]
 
 FACTORS: dict[str, int | str] = {"groups": "groups", "gate_up": 2}  # the sizes of the factors in the values below
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_FORWARDS = [conv.forward for conv in _CONVS]
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _BESIDE = re.compile(r"shortcut|downsample|residual|skip|identity")  # a branch beside the others
 _DIGIT = re.compile(r"\d")
+_CHANNELS = 4  # of an image, or of what an autoencoder makes of it; a layer that takes or gives them stays replicated
 
 Chained = tuple[str, str]  # the value of a rule, and its reason
 
@@ -64,6 +69,45 @@ def chains(index: ModelIndex, other: Collection[str], not_chained: Collection[st
             if not _list_between(index, up, downs[0]):
                 found |= _shard(index, up, between, downs)
     return found
+
+
+def alone(index: ModelIndex, other: Collection[str]) -> dict[str, Chained]:
+    """Return rules for convolutions that are in no pair, and for linear layers before a batch norm, which are
+    convolutions of tokens; by the full name of a module.
+
+    Args:
+        index: the model.
+        other: full names of modules that have rules already.
+    """
+    found = {}
+    for name, after in pairwise([*index.modules, ""]):
+        layer = None if name in other else _layer(index, name, index.modules[name])
+        if layer is not None and _is_wide(index, layer) and _convolves(layer, index.modules[after]):
+            found[name] = _shard_alone(layer)
+    return found
+
+
+def _is_wide(index: ModelIndex, layer: _Layer) -> bool:
+    """Return whether a layer has a weight of its own, and sums over channels that are more than those of an image."""
+    wide = layer.inputs > layer.groups and min(layer.inputs, layer.outputs) > _CHANNELS
+    return wide and "weight" in index.own[layer.name]
+
+
+def _convolves(layer: _Layer, after: nn.Module) -> bool:
+    """Return whether a layer is a convolution: of tokens, if it is a linear layer before its batch norm."""
+    norm = isinstance(after, _BATCH_NORMS) and after.num_features == layer.outputs
+    return norm or not isinstance(layer.module, nn.Linear)
+
+
+def _shard_alone(layer: _Layer) -> Chained:
+    if layer.groups > 1:
+        return "(groups group)", "guess: alone; each group of channels by itself, the output is gathered"
+    if isinstance(layer.module, nn.Linear):
+        return "out channel", "guess: alone; its input features are sharded, and summed over"
+    if type(layer.module).forward not in _FORWARDS:  # it may compute with all of a channel's weight, as for its norm
+        return "channel", "guess: alone; each output channel by itself, the output is gathered"
+    value = "channel out ..." if layer.module.transposed else "out channel ..."
+    return value, "guess: alone; its input channels are sharded, and summed over"
 
 
 def _blocks(index: ModelIndex) -> dict[str, list[_Layer]]:

@@ -211,12 +211,18 @@ def _spelled(dims: ModuleDims | DimsOf) -> str:
 def _conv(module: Any) -> ModuleDims:
     # With groups, an output channel sums over its own group only: there is no dim that all of them contract.
     names = "in out" if module.transposed else "out in"
-    tensors = {"weight": f"{names} *kernel", "bias": "out"}
+    tensors = {"weight": f"{names} *kernel", "bias": "out", **_by_channel(module)}
     if module.groups == 1:
         return ModuleDims(tensors, "out", ("in",))
     if module.transposed:
         return ModuleDims({"weight": "in out_per_group *kernel", "bias": "out"})
     return ModuleDims({**tensors, "weight": "out in_per_group *kernel"}, "out")
+
+
+def _by_channel(module: Any) -> dict[str, str]:
+    """Return the dims of parameters that a subclass has for each output channel, such as a gain."""
+    more = [(name, p) for name, p in module.named_parameters(recurse=False) if name not in ("weight", "bias")]
+    return {name: "out *one" for name, p in more if p.ndim and p.shape[0] == p.numel() == module.out_channels}
 
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardlib.rules._chains import FACTORS, Chained, chains
+from shardlib.rules._chains import FACTORS, Chained, alone, chains
 from shardlib.rules._model import ModelIndex
 from shardlib.rules._rules import Rules
 from shardlib.rules.dims import dims_of
@@ -51,6 +51,7 @@ _DOWN = ("down", "down_proj", "fc2", "c_proj", "w2", "wo", "lin2", "linear2", "l
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads", "nh", "h")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _HEAD_DIM = ("head_dim", "d_head", "attention_head_size", "key_value_proj_dim", "d_kv")
+_KEY_DIM = ("key_dim",)
 _DIGITS = "0123456789"
 _ROLES = ("colwise", "rowwise", "replicate")
 _TOKENS = re.compile(r"tok|word|wte|vocab|shared|^embed$|^embedding$|^embeddings$", re.IGNORECASE)
@@ -247,6 +248,8 @@ class _Draft:
                 self._fused(linear, group, head_major=True)
             elif linear.last.lower() in _FUSED and linear.outputs == 3 * linear.inputs:
                 self._fused(linear, group, head_major=False)
+            elif linear.last.lower() in _FUSED and self._attribute(linear, _KEY_DIM):
+                self._wider_values(linear, group)
 
     def _separate(self, q: _Linear, group: list[_Linear]) -> None:
         named = {each.last: each for each in group if each.parent == q.parent}
@@ -305,6 +308,15 @@ class _Draft:
         if path:
             self._output(linear.outputs // 3, linear, group)
 
+    def _wider_values(self, linear: _Linear, group: list[_Linear]) -> None:
+        """Set fused q, k and v whose values are wider than queries and keys, as LeViT has them: head by head."""
+        path = self._attribute(linear, _HEADS)
+        if path:
+            why = f'q, k and v are stacked head by head, the number of heads is "{path}"'
+            self.guess(linear.name, f"({self._sized('heads', path)} qkv_head)", why)
+            heads, keys = self._value(linear.first, path), self._value(linear.first, _KEY_DIM[0])
+            self._output(linear.outputs - 2 * heads * keys, linear, group)
+
     def _output(self, width: int, after: _Linear, group: list[_Linear]) -> None:
         """Find the layer that reads the output of attention: the next one in the block that is as wide as all heads."""
         for linear in group[group.index(after) + 1 :]:
@@ -323,9 +335,13 @@ class _Draft:
 
     def _divides(self, name: str, path: str, parts: int) -> bool:
         """Return whether the innermost attribute of that path divides a layer's output."""
-        size = next((size for module in self.index.enclosing(name) if (size := _read(module, path)) is not None), None)
+        size = self._value(name, path)
         shape = _linear_shape(self.index.modules[name])
         return type(size) is int and size > 0 and shape is not None and shape[1] // parts % size == 0
+
+    def _value(self, name: str, path: str) -> Any:
+        """Return an attribute of the innermost module around a name that has it."""
+        return next((found for each in self.index.enclosing(name) if (found := _read(each, path)) is not None), None)
 
     def _sized(self, factor: str, path: str) -> str:
         """Record the source of a factor's size; another path for the same factor gets a name of its own."""
@@ -386,9 +402,14 @@ class _Draft:
     def chains(self) -> None:
         known = {name for name, module in self.index.modules.items() if self._entry(name) or not self.index.own[name]}
         made = chains(self.index, known, (*_Q, *_K, *_V, *_KV, *_FUSED, *_HEAD_MAJOR))
-        if made:
+        lone = alone(self.index, known | made.keys())
+        if made or lone:
             self.sizes.update(FACTORS)
-        self._set_each(made)
+        self._set_each(made | lone)
+        for name, (value, _) in lone.items():
+            if "..." not in value:
+                form = next(form for form in _forms(name) if form in self.entries)
+                self.activations[f"{form}.output"] = "replicate"
 
     def projections(self, group: list[_Linear]) -> None:
         """Find layers of a repeated block that nothing follows by name: those that compute several tensors in one, such
