@@ -27,7 +27,8 @@ _FORWARDS = [conv.forward for conv in _CONVS]
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _BESIDE = re.compile(r"shortcut|downsample|residual|skip|identity")  # a branch beside the others
 _DIGIT = re.compile(r"\d")
-_CHANNELS = 4  # of an image, or of what an autoencoder makes of it; a layer that takes or gives them stays replicated
+_CHANNELS = 4  # of an image, or of its latents
+_RATIO = 16  # of widths: the first or last layer of a net, such as one that embeds patches, is that much wider
 
 Chained = tuple[str, str]  # the value of a rule, and its reason
 
@@ -60,13 +61,13 @@ def chains(index: ModelIndex, other: Collection[str], not_chained: Collection[st
     Args:
         index: the model.
         other: full names of modules that have rules already.
-        not_chained: last names of layers that do not follow each other, such as queries and keys.
+        not_chained: last names of layers, such as queries and keys, that are paired with none, nor others around them.
     """
     found: dict[str, Chained] = {}
     for block in _blocks(index).values():
         free = [layer for layer in block if layer.name not in other and layer.last not in not_chained]
         for up, between, downs in _pairs(free):
-            if not _list_between(index, up, downs[0]):
+            if not _apart(index, up, downs[0], not_chained):
                 found |= _shard(index, up, between, downs)
     return found
 
@@ -88,9 +89,10 @@ def alone(index: ModelIndex, other: Collection[str]) -> dict[str, Chained]:
 
 
 def _is_wide(index: ModelIndex, layer: _Layer) -> bool:
-    """Return whether a layer has a weight of its own, and sums over channels that are more than those of an image."""
-    wide = layer.inputs > layer.groups and min(layer.inputs, layer.outputs) > _CHANNELS
-    return wide and "weight" in index.own[layer.name]
+    """Return whether a layer has a weight of its own, and sums over channels, many of them on both sides."""
+    narrow, wide = sorted((layer.inputs, layer.outputs))
+    many = narrow > _CHANNELS and narrow * _RATIO > wide and layer.inputs > layer.groups
+    return many and "weight" in index.own[layer.name]
 
 
 def _convolves(layer: _Layer, after: nn.Module) -> bool:
@@ -212,10 +214,13 @@ def _shard(index: ModelIndex, up: _Layer, between: list[_Layer], downs: list[_La
     return found
 
 
-def _list_between(index: ModelIndex, up: _Layer, down: _Layer) -> bool:
+def _apart(index: ModelIndex, up: _Layer, down: _Layer, not_chained: Collection[str]) -> bool:
     """Return whether a list of modules stands between two layers, as the blocks of a net do between its first and its
-    last layer."""
-    return any(isinstance(module, nn.ModuleList) for module in _between(index, up, down).values())
+    last layer, or a layer that is not chained, as attention does."""
+    return any(
+        isinstance(module, nn.ModuleList) or (index.own[name] and name.rpartition(".")[2] in not_chained)
+        for name, module in _between(index, up, down).items()
+    )
 
 
 def _between(index: ModelIndex, up: _Layer, down: _Layer) -> dict[str, nn.Module]:
