@@ -103,7 +103,7 @@ def _convolves(layer: _Layer, after: nn.Module) -> bool:
 
 def _shard_alone(layer: _Layer) -> Chained:
     if layer.groups > 1:
-        return "(groups group)", "guess: alone; each group of channels by itself, the output is gathered"
+        return _by_group(layer), "guess: alone; each group of channels by itself, the output is gathered"
     if isinstance(layer.module, nn.Linear):
         return "out channel", "guess: alone; its input features are sharded, and summed over"
     if type(layer.module).forward not in _FORWARDS:  # it may compute with all of a channel's weight, as for its norm
@@ -204,7 +204,7 @@ def _shard(index: ModelIndex, up: _Layer, between: list[_Layer], downs: list[_La
         if layer.keeps_channels and halved:
             found[layer.name] = "(gate_up channel)", "each channel of both halves by itself"
         elif layer.keeps_channels:
-            found[layer.name] = "(groups group)", "each group of channels by itself"
+            found[layer.name] = _by_group(layer), "each group of channels by itself"
         else:
             found[layer.name] = "channel", f'as wide as "{_short(up, layer)}", whose channels it joins'
     for name in _norms_between(index, up, down):
@@ -212,6 +212,10 @@ def _shard(index: ModelIndex, up: _Layer, between: list[_Layer], downs: list[_La
     for layer in downs:
         found[layer.name] = "rowwise", f'sums over the channels of "{_short(up, layer)}"'
     return found
+
+
+def _by_group(layer: _Layer) -> str:
+    return "(groups group) ..." if getattr(layer.module, "transposed", False) else "(groups group)"
 
 
 def _apart(index: ModelIndex, up: _Layer, down: _Layer, not_chained: Collection[str]) -> bool:

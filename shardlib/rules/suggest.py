@@ -407,7 +407,7 @@ class _Draft:
             self.sizes.update(FACTORS)
         self._set_each(made | lone)
         for name, (value, _) in lone.items():
-            if "..." not in value:
+            if "out" not in value:  # it sums over no channels
                 form = next(form for form in _forms(name) if form in self.entries)
                 self.activations[f"{form}.output"] = "replicate"
 

@@ -47,6 +47,14 @@ def test_every_own_tensor_of_torchs_modules_has_its_dims_named(build: tuple) -> 
         assert named is not None and len(named) == tensor.ndim, name
 
 
+def test_a_subclass_of_a_convolution_may_have_parameters_for_each_channel() -> None:
+    conv = nn.Conv2d(4, 6, 3)
+    conv.gain, conv.scale, conv.other = (nn.Parameter(torch.ones(shape)) for shape in ((6, 1, 1, 1), (6,), (6, 4)))
+    dims = dims_of(conv)
+    assert dims.dims("gain", 4) == ("out", "_", "_", "_") and dims.dims("scale", 1) == ("out",)
+    assert "other" not in dims.tensors
+
+
 @pytest.mark.parametrize(
     ("module", "dim", "output", "contracted"),
     [

@@ -252,6 +252,9 @@ def test_a_pattern_is_anchored_where_it_would_find_more() -> None:
     assert list(suggest(model).rules) == ["^norm", "block.norm"]
 
 
+ALONE = "out channel ..."
+
+
 class Bottleneck(nn.Module):
     """A block of convolutions: to fewer channels, grouped, and back, with a shortcut."""
 
@@ -266,7 +269,7 @@ class Bottleneck(nn.Module):
 @pytest.mark.parametrize(
     ("groups", "split"),
     [
-        (1, {"conv1": "channel", "bn1": "channel", "conv2": "rowwise"}),
+        (1, {"conv1": "channel", "bn1": "channel", "conv2": "rowwise", "conv3": ALONE}),
         (4, {"conv1": "channel", "bn1": "channel", "conv2": "(groups group)", "bn2": "channel", "conv3": "rowwise"}),
     ],
 )
@@ -274,11 +277,87 @@ def test_convolutions_that_follow_each_other_are_paired(groups: int, split: dict
     model = nn.Sequential(Bottleneck(groups), Bottleneck(groups))
     rules = suggest(model)
     values = {key.removeprefix("*."): spelled(value).strip('"') for key, value in rules.rules.items()}
-    assert {key: value for key, value in values.items() if value != "replicate"} == split
+    assert {key: value for key, value in values.items() if value != "replicate"} == {**split, "shortcut": ALONE}
     made = plan(model, "tp=3", rules)  # neither channels nor groups divide over three ranks
     assert made["0.bn1.weight"].local_shape(made.mesh) == (8,)
     if groups > 1:
         assert made["0.conv2.weight"].local_shape(made.mesh) == (8, 2, 3, 3)
+
+
+class Standardized(nn.Conv2d):
+    """A convolution whose forward normalizes its weight, with a gain for each output channel."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 8, 1)
+        self.gain = nn.Parameter(torch.ones(8, 1, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = self.weight.mean((1, 2, 3), keepdim=True)
+        return nn.functional.conv2d(x, (self.weight - mean) * self.gain, self.bias)
+
+
+LONE = [
+    (nn.Conv2d(16, 8, 1), ALONE, (8, 8, 1, 1)),
+    (nn.ConvTranspose2d(16, 8, 1), "channel out ...", (8, 8, 1, 1)),
+    (nn.Conv1d(16, 32, 1, groups=4), "(groups group)", (16, 4, 1)),
+    (nn.ConvTranspose1d(16, 32, 1, groups=4), "(groups group) ...", (8, 8, 1)),
+    (Standardized(), "channel", (4, 16, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("conv", "value", "shape"), LONE)
+def test_a_convolution_in_no_pair_is_sharded_alone(conv: nn.Module, value: str, shape: tuple[int, ...]) -> None:
+    model = nn.ModuleDict({"conv": conv})
+    rules = suggest(model)
+    assert spelled(rules.rules["conv"]) == f'"{value}"'
+    assert rules.activations.keys() == (set() if "out" in value else {"conv.output"})
+    made = plan(model, "tp=2", rules)
+    assert made["conv.weight"].local_shape(made.mesh) == shape
+    assert "does not divide" in plan(model, "tp=3", rules)["conv.weight"].note
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 16, 3),
+        nn.Conv2d(16, 4, 3),
+        nn.Conv2d(16, 512, 2),
+        nn.Conv2d(16, 16, 3, groups=16),
+        nn.Linear(16, 16),
+    ],
+)
+def test_layers_of_images_patches_or_single_channels_are_not_sharded_alone(layer: nn.Module) -> None:
+    assert spelled(suggest(nn.ModuleDict({"layer": layer})).rules["layer"]) == '"replicate"'
+
+
+def test_a_linear_layer_before_a_batch_norm_is_a_convolution_of_tokens() -> None:
+    model = nn.ModuleDict({"linear": nn.Linear(16, 8), "norm": nn.BatchNorm1d(8)})
+    assert spelled(suggest(model).rules["linear"]) == '"out channel"' and not suggest(model).activations
+    assert plan(model, "tp=2", suggest(model))["linear.weight"].stored.text == "out channel@tp"
+
+
+class LeViT(nn.Module):
+    """Attention whose values are twice as wide as its queries and keys; all lie head by head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.key_dim = 4, 2
+        self.qkv, self.proj = nn.Linear(16, 32), nn.Linear(16, 16)
+
+
+def test_fused_attention_with_wider_values_lies_head_by_head() -> None:
+    rules = suggest(nn.ModuleDict({"attn": LeViT()})).rules
+    assert {key: spelled(value) for key, value in rules.items()} == {
+        "attn.qkv": '"(heads qkv_head)"',
+        "attn.proj": '"rowwise"',
+    }
+
+
+def test_convolutions_around_attention_are_no_pair() -> None:
+    convs = {"conv1": nn.Conv2d(16, 8, 1), "attn": nn.ModuleDict(), "conv2": nn.Conv2d(8, 16, 1)}
+    assert spelled(suggest(nn.ModuleDict(convs)).rules["conv1"]) == '"channel"'
+    convs["attn"] = nn.ModuleDict({"q": nn.Conv2d(8, 8, 1), "k": nn.Conv2d(8, 8, 1)})
+    assert {spelled(value) for value in suggest(nn.ModuleDict(convs)).rules.values()} == {f'"{ALONE}"'}
 
 
 class Wrapped(nn.Module):
