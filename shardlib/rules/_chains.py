@@ -46,6 +46,10 @@ class _Layer:
         return self.name.rpartition(".")[2]
 
     @property
+    def weight_norm(self) -> bool:
+        return hasattr(self.module, "weight_v")
+
+    @property
     def keeps_channels(self) -> bool:
         return self.groups > 1 and self.inputs == self.outputs
 
@@ -65,7 +69,9 @@ def chains(index: ModelIndex, other: Collection[str], not_chained: Collection[st
     """
     found: dict[str, Chained] = {}
     for block in _blocks(index).values():
-        free = [layer for layer in block if layer.name not in other and layer.last not in not_chained]
+        free = [
+            layer for layer in block if layer.name not in other and not (layer.weight_norm or layer.last in not_chained)
+        ]
         for up, between, downs in _pairs(free):
             if not _apart(index, up, downs[0], not_chained):
                 found |= _shard(index, up, between, downs)
@@ -92,7 +98,7 @@ def _is_wide(index: ModelIndex, layer: _Layer) -> bool:
     """Return whether a layer has a weight of its own, and sums over channels, many of them on both sides."""
     narrow, wide = sorted((layer.inputs, layer.outputs))
     many = narrow > _CHANNELS and narrow * _RATIO > wide and layer.inputs > layer.groups
-    return many and "weight" in index.own[layer.name]
+    return many and (layer.weight_norm or "weight" in index.own[layer.name])
 
 
 def _convolves(layer: _Layer, after: nn.Module) -> bool:
@@ -106,7 +112,8 @@ def _shard_alone(layer: _Layer) -> Chained:
         return _by_group(layer), "guess: alone; each group of channels by itself, the output is gathered"
     if isinstance(layer.module, nn.Linear):
         return "out channel", "guess: alone; its input features are sharded, and summed over"
-    if type(layer.module).forward not in _FORWARDS:  # it may compute with all of a channel's weight, as for its norm
+    if type(layer.module).forward not in _FORWARDS or (layer.weight_norm and not layer.module.transposed):
+        # It may compute with all of a channel's weight, as for its norm; that of a transposed one is of input channels.
         return "channel", "guess: alone; each output channel by itself, the output is gathered"
     value = "channel out ..." if layer.module.transposed else "out channel ..."
     return value, "guess: alone; its input channels are sharded, and summed over"

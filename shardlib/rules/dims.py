@@ -211,7 +211,7 @@ def _spelled(dims: ModuleDims | DimsOf) -> str:
 def _conv(module: Any) -> ModuleDims:
     # With groups, an output channel sums over its own group only: there is no dim that all of them contract.
     names = "in out" if module.transposed else "out in"
-    tensors = {"weight": f"{names} *kernel", "bias": "out", **_by_channel(module)}
+    tensors = {"weight": f"{names} *kernel", **_by_channel(module, names), "bias": "out"}
     if module.groups == 1:
         return ModuleDims(tensors, "out", ("in",))
     if module.transposed:
@@ -219,10 +219,15 @@ def _conv(module: Any) -> ModuleDims:
     return ModuleDims({**tensors, "weight": "out in_per_group *kernel"}, "out")
 
 
-def _by_channel(module: Any) -> dict[str, str]:
-    """Return the dims of parameters that a subclass has for each output channel, such as a gain."""
-    more = [(name, p) for name, p in module.named_parameters(recurse=False) if name not in ("weight", "bias")]
-    return {name: "out *one" for name, p in more if p.ndim and p.shape[0] == p.numel() == module.out_channels}
+def _by_channel(module: Any, names: str) -> dict[str, str]:
+    """Return the dims of parameters that a subclass has for each output channel, such as a gain, and of the direction
+    and the lengths that the old weight norm makes of the weight."""
+    own = {name: p for name, p in module.named_parameters(recurse=False) if name not in ("weight", "bias")}
+    vectors = {name: p.numel() for name, p in own.items() if p.shape[:1] == (p.numel(),)}
+    channels = {name: "out *one" for name, size in vectors.items() if size == module.out_channels}
+    if "weight_v" in own and "weight_g" in vectors:
+        channels |= {"weight_v": f"{names} *kernel", "weight_g": f"{names.split()[0]} *one"}
+    return channels
 
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

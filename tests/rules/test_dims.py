@@ -55,6 +55,14 @@ def test_a_subclass_of_a_convolution_may_have_parameters_for_each_channel() -> N
     assert "other" not in dims.tensors
 
 
+@pytest.mark.parametrize(("conv", "length"), [(nn.Conv1d(4, 6, 3), "out"), (nn.ConvTranspose1d(4, 6, 3), "in")])
+def test_the_old_weight_norm_of_a_convolution_has_a_length_for_each_channel(conv: nn.Module, length: str) -> None:
+    weight = dims_of(conv).dims("weight", 3)
+    with pytest.warns(FutureWarning):
+        dims = dims_of(nn.utils.weight_norm(conv))
+    assert dims.dims("weight_v", 3) == weight and dims.dims("weight_g", 3) == (length, "_", "_")
+
+
 @pytest.mark.parametrize(
     ("module", "dim", "output", "contracted"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -296,12 +298,20 @@ class Standardized(nn.Conv2d):
         return nn.functional.conv2d(x, (self.weight - mean) * self.gain, self.bias)
 
 
+def weight_normed(conv: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch advises its parametrization instead
+        return nn.utils.weight_norm(conv)
+
+
 LONE = [
     (nn.Conv2d(16, 8, 1), ALONE, (8, 8, 1, 1)),
     (nn.ConvTranspose2d(16, 8, 1), "channel out ...", (8, 8, 1, 1)),
     (nn.Conv1d(16, 32, 1, groups=4), "(groups group)", (16, 4, 1)),
     (nn.ConvTranspose1d(16, 32, 1, groups=4), "(groups group) ...", (8, 8, 1)),
     (Standardized(), "channel", (4, 16, 1, 1)),
+    (weight_normed(nn.Conv1d(16, 8, 1)), "channel", (4, 16, 1)),
+    (weight_normed(nn.ConvTranspose1d(16, 8, 1)), "channel out ...", (8, 8, 1)),
 ]
 
 
@@ -311,9 +321,9 @@ def test_a_convolution_in_no_pair_is_sharded_alone(conv: nn.Module, value: str, 
     rules = suggest(model)
     assert spelled(rules.rules["conv"]) == f'"{value}"'
     assert rules.activations.keys() == (set() if "out" in value else {"conv.output"})
-    made = plan(model, "tp=2", rules)
-    assert made["conv.weight"].local_shape(made.mesh) == shape
-    assert "does not divide" in plan(model, "tp=3", rules)["conv.weight"].note
+    made, weight = plan(model, "tp=2", rules), "conv.weight_v" if hasattr(conv, "weight_v") else "conv.weight"
+    assert made[weight].local_shape(made.mesh) == shape
+    assert "does not divide" in plan(model, "tp=3", rules)[weight].note
 
 
 @pytest.mark.parametrize(
