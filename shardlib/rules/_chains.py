@@ -28,7 +28,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _BESIDE = re.compile(r"shortcut|downsample|residual|skip|identity")  # a branch beside the others
 _DIGIT = re.compile(r"\d")
 _CHANNELS = 4  # of an image, or of its latents
-_RATIO = 16  # of widths: the first or last layer of a net, such as one that embeds patches, is that much wider
+_RATIO = 16  # of widths: a layer outside of the blocks of a net, such as one that embeds patches, may be as uneven
+_IN_A_BLOCK = re.compile(r"\.\d+\.")
 
 Chained = tuple[str, str]  # the value of a rule, and its reason
 
@@ -97,8 +98,9 @@ def alone(index: ModelIndex, other: Collection[str]) -> dict[str, Chained]:
 def _is_wide(index: ModelIndex, layer: _Layer) -> bool:
     """Return whether a layer has a weight of its own, and sums over channels, many of them on both sides."""
     narrow, wide = sorted((layer.inputs, layer.outputs))
-    many = narrow > _CHANNELS and narrow * _RATIO > wide and layer.inputs > layer.groups
-    return many and (layer.weight_norm or "weight" in index.own[layer.name])
+    many = narrow > _CHANNELS and (_IN_A_BLOCK.search(layer.name) is not None or narrow * _RATIO > wide)
+    own = layer.weight_norm or "weight" in index.own[layer.name]
+    return many and own and layer.inputs > layer.groups
 
 
 def _convolves(layer: _Layer, after: nn.Module) -> bool:

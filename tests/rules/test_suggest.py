@@ -340,6 +340,15 @@ def test_layers_of_images_patches_or_single_channels_are_not_sharded_alone(layer
     assert spelled(suggest(nn.ModuleDict({"layer": layer})).rules["layer"]) == '"replicate"'
 
 
+def test_a_layer_of_a_block_may_widen_as_much_as_it_likes() -> None:
+    model = nn.ModuleList([nn.ModuleDict({"predictor": nn.Conv1d(8, 512, 1)}) for _ in range(2)])
+    rules = suggest(nn.ModuleDict({"blocks": model, "embed": nn.Conv1d(8, 512, 1)})).rules
+    assert {key: spelled(value) for key, value in rules.items()} == {
+        "blocks.*.predictor": f'"{ALONE}"',
+        "embed": '"replicate"',
+    }
+
+
 def test_a_linear_layer_before_a_batch_norm_is_a_convolution_of_tokens() -> None:
     model = nn.ModuleDict({"linear": nn.Linear(16, 8), "norm": nn.BatchNorm1d(8)})
     assert spelled(suggest(model).rules["linear"]) == '"out channel"' and not suggest(model).activations
