@@ -507,7 +507,10 @@ class GatedConv(nn.Module):
 
 @pytest.mark.parametrize(
     ("groups", "values"),
-    [(32, ["(gate_up channel)", "(gate_up channel)", "rowwise"]), (4, ["replicate"] * 3)],
+    [
+        (32, ["(gate_up channel)", "(gate_up channel)", "rowwise"]),
+        (4, ["out channel ...", "(groups group)", "out channel ..."]),  # each alone, and gathered where it leaves
+    ],
 )
 def test_a_depthwise_convolution_may_hold_both_halves_of_a_gate(groups: int, values: list[str]) -> None:
     rules = suggest(nn.ModuleList([GatedConv(groups), GatedConv(groups)])).rules
