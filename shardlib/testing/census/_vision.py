@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,12 +48,14 @@ def _smallest(names: Sequence[str]) -> str:
 
 def small_model(library: str, name: str) -> nn.Module:
     """Build a model with the first of the settings in `census.toml` that it takes."""
-    create = _creator(library)
+    create, cls = _creator(library), _class_of(library, name)
+    fixed = facts()["small"]["arguments"][library].get(cls.__name__)
     refused: Exception | None = None
-    for sizes in facts()["small"]["settings"]:
+    for sizes in facts()["small"]["settings"] if fixed is None else [{}]:
         for image in ({facts()["small"]["image"][library]: 64}, {}):
             try:
-                model = create(name, num_classes=_CLASSES, **sizes, **image)
+                with _built_with(cls, fixed or {}):
+                    model = create(name, num_classes=_CLASSES, **sizes, **image)
             except Exception as error:  # each family refuses arguments in its own way
                 refused = error
                 continue
@@ -64,6 +68,36 @@ def _creator(library: str) -> Any:
     if library == "timm":
         return importlib.import_module("timm").create_model
     return importlib.import_module("torchvision.models").get_model
+
+
+def _class_of(library: str, name: str) -> type[nn.Module]:
+    if library == "timm":
+        build = importlib.import_module("timm").model_entrypoint(name)
+    else:
+        build = importlib.import_module("torchvision.models").get_model_builder(name)
+    found: type[nn.Module] = inspect.get_annotations(build, eval_str=True).get("return", nn.Module)
+    return found
+
+
+@contextlib.contextmanager
+def _built_with(cls: type[nn.Module], arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Give a class these arguments in the block, whatever the function that builds a model of it gives."""
+    if not arguments:
+        yield
+        return
+    own = cls.__init__
+
+    @functools.wraps(own)
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        given = dict(inspect.signature(own).bind_partial(self, *args, **kwargs).arguments)
+        del given["self"]
+        own(self, **{**given.pop("kwargs", {}), **given, **arguments})
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        cls.__init__ = own  # type: ignore[method-assign]
 
 
 def _without_randomness(model: nn.Module) -> nn.Module:
