@@ -71,9 +71,9 @@ def imports_of(folder: Path) -> Iterator[None]:
 
 
 def forget(folder: Path) -> None:
-    """Forget the modules that were imported from a folder."""
-    names = str(folder), str(folder.resolve())  # to resolve each module's own file takes half a second
+    """Forget the modules that were imported from a folder, or from one inside of it."""
+    inside = f"{folder}{os.sep}", f"{folder.resolve()}{os.sep}"  # to resolve each module's own file takes half a second
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name != "__main__" and file is not None and os.path.dirname(file) in names:
+        if name != "__main__" and file is not None and file.startswith(inside):
             del sys.modules[name]
