@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.testing.census import Entry, entries
+from shardlib.testing.census import Entry, _diffusion, entries
 from shardlib.testing.census._models import batch, build
 from shardlib.testing.census._run import mean_loss
 from tests.families.transformer_models import transformers  # noqa: F401  with a torchvision that fits
 
-__all__ = ["Kin", "Timm", "kin_of"]
+__all__ = ["Diffusion", "Kin", "Timm", "kin_of"]
 
 _ODD = 7  # a length of texts that no mesh divides; modes get one that meshes divide, so that they do what they are for
 
@@ -110,3 +110,59 @@ class Timm:
 
     def make_batch(self, step: int) -> torch.Tensor:
         return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+
+
+_UNET = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4, "attention_head_dim": 8}
+_DIT = {"sample_size": 8, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "in_channels": 4}
+_DIFFUSION: dict[str, dict[str, Any]] = {
+    "UNet2DModel": {
+        **_UNET,
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    },
+    "UNet2DConditionModel": {
+        **_UNET,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "cross_attention_dim": 16,
+        "attention_head_dim": 2,
+    },
+    "DiTTransformer2DModel": {**_DIT, "num_embeds_ada_norm": 10},
+    "PixArtTransformer2DModel": {**_DIT, "cross_attention_dim": 16, "caption_channels": 16},
+}
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """One training run of a model of diffusers.
+
+    Attributes:
+        settings: arguments of the class, beside those that make it small.
+    """
+
+    name: str
+    mesh: str
+    mode: str | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.name, self.mesh, self.mode, *(name for name, _ in self.settings))))
+
+    def make_model(self) -> nn.Module:
+        made: nn.Module = _diffusion.class_of(self.name)(**{**_DIFFUSION[self.name], **dict(self.settings)})
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        return made.train()
+
+    def make_batch(self, step: int) -> Any:
+        extra = "image" if self.name.startswith("UNet") else "image, all"
+        return _diffusion.batch_of(self._skeleton, extra, step)
+
+    @property
+    def _skeleton(self) -> nn.Module:
+        with torch.device("meta"):
+            return self.make_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return mean_loss(model, batch)

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.testing import assert_equivalent
-from tests.families.kin import Kin, Timm, kin_of
+from tests.families.kin import Diffusion, Kin, Timm, kin_of
 from tests.families.params import params
 
 MESHES = {"sequence": "tp=2", "ulysses": "sp=2", "gather": "sp=2", "ring": "cp=2", "grid": "row=2,col=2"}
@@ -34,6 +34,7 @@ FILES: dict[str, list[str]] = {
     "qwen_moe": ["qwen3_next", "olmoe"],
     "mixtral": ["mixtral"],
     "deepseek": ["deepseek_v32", "deepseek_v2"],
+    "deepseek_v4": ["deepseek_v4"],
     "gpt_oss": ["gpt_oss"],
     "t5": ["t5", "umt5"],
     "llava": ["llava/+all"],
@@ -60,6 +61,7 @@ CASES = [
     kin_of("qwen3_next", "tp=2"),
     kin_of("mixtral", "cp=2", "ring"),
     kin_of("deepseek_v32", "tp=2"),
+    kin_of("deepseek_v4", "tp=2", "sequence"),
     kin_of("gpt_oss", "dp=2,ep=2"),
     kin_of("t5", "sp=2", "ulysses"),
     kin_of("llava/+all", "tp=2", "sequence"),
@@ -78,7 +80,7 @@ def _cells() -> Iterator[Kin]:
 
 
 EXPERTS = [
-    kin_of(name, mesh) for name in ("gpt_oss", "jamba", "olmoe", "qwen3_next") for mesh in ("dp=2,ep=2", "ep=2,tp=2")
+    kin_of(name, mesh) for name in ("deepseek_v4", "gpt_oss", "jamba", "olmoe", "qwen3_next") for mesh in ("dp=2,ep=2", "ep=2,tp=2")
 ]
 
 
@@ -126,6 +128,42 @@ def test_timm_trains_on_a_mesh_as_on_one_device(case: Timm):
     rules = sl.layouts.for_model(case.make_model(), case.mode)
     assert rules.models == ("timm.VisionTransformer",)
     assert_equivalent(case.make_model, case.make_batch, case.mesh, rules, steps=1)
+
+
+# --- diffusers -----------------------------------------------------------------------------------------------------
+
+UNET, TEXT_UNET, DIT, PIXART = "UNet2DModel", "UNet2DConditionModel", "DiTTransformer2DModel", "PixArtTransformer2DModel"
+_DIFFUSION_FILES = {UNET: "unet", TEXT_UNET: "unet", DIT: "dit", PIXART: "dit"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    params(
+        [Diffusion(TEXT_UNET, "tp=2"), Diffusion(DIT, "tp=2", "sequence"), Diffusion(PIXART, "sp=2", "ulysses")],
+        deep=[
+            Diffusion(TEXT_UNET, "dp=2,tp=2"),
+            Diffusion(TEXT_UNET, "tp=2", settings=(("use_linear_projection", True),)),
+            Diffusion(TEXT_UNET, "tp=2", settings=(("resnet_time_scale_shift", "scale_shift"),)),
+            *(Diffusion(UNET, mesh) for mesh in ("tp=2", "dp=2,tp=2")),
+            Diffusion(UNET, "tp=2", settings=(("downsample_type", "resnet"), ("upsample_type", "resnet"))),
+            *(Diffusion(name, mesh) for name in (DIT, PIXART) for mesh in ("tp=2", "dp=2,tp=2")),
+            Diffusion(PIXART, "tp=2", "sequence"),
+            Diffusion(DIT, "sp=2", "ulysses"),
+            *(Diffusion(name, "tp=2,sp=2", "ulysses") for name in (DIT, PIXART)),
+            *(Diffusion(name, "cp=2", "ring") for name in (DIT, PIXART)),
+        ],
+    ),
+)
+def test_a_model_of_diffusers_trains_on_a_mesh_as_on_one_device(case: Diffusion):
+    rules = sl.layouts.for_model(case.make_model(), case.mode)
+    assert_equivalent(case.make_model, case.make_batch, case.mesh, rules, loss=case.loss, steps=1)
+
+
+@pytest.mark.parametrize("name", _DIFFUSION_FILES)
+def test_models_of_diffusers_find_their_file(name: str):
+    with torch.device("meta"):
+        model = Diffusion(name, "tp=2").make_model()
+    assert sl.layouts.for_model(model) == sl.layouts.load(_DIFFUSION_FILES[name])
 
 
 # --- files that fit ------------------------------------------------------------------------------------------------

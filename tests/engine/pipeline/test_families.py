@@ -170,6 +170,7 @@ KIN = {
     "clip": "clip_vision_model",
     "convnext": "convnext",
     "deberta": "deberta",
+    "deepseek_v4": "deepseek_v4",
     "distilbert": "distilbert",
     "falcon": "falcon",
     "gpt_neox": "gpt_neox",
@@ -182,7 +183,7 @@ KIN = {
 
 
 def test_every_family_is_tried_on_stages():
-    tried = {*(name.partition(" ")[0] for name in HEADLESS), *KIN, "example_gpt", "llava", "timm_vit"}
+    tried = {*(name.partition(" ")[0] for name in HEADLESS), *KIN, "dit", "example_gpt", "llava", "timm_vit", "unet"}
     assert tried == {*sl.layouts.available()}
 
 
