@@ -80,7 +80,9 @@ def _cells() -> Iterator[Kin]:
 
 
 EXPERTS = [
-    kin_of(name, mesh) for name in ("deepseek_v4", "gpt_oss", "jamba", "olmoe", "qwen3_next") for mesh in ("dp=2,ep=2", "ep=2,tp=2")
+    kin_of(name, mesh)
+    for name in ("deepseek_v4", "gpt_oss", "jamba", "olmoe", "qwen3_next")
+    for mesh in ("dp=2,ep=2", "ep=2,tp=2")
 ]
 
 
@@ -132,8 +134,13 @@ def test_timm_trains_on_a_mesh_as_on_one_device(case: Timm):
 
 # --- diffusers -----------------------------------------------------------------------------------------------------
 
-UNET, TEXT_UNET, DIT, PIXART = "UNet2DModel", "UNet2DConditionModel", "DiTTransformer2DModel", "PixArtTransformer2DModel"
-_DIFFUSION_FILES = {UNET: "unet", TEXT_UNET: "unet", DIT: "dit", PIXART: "dit"}
+DIFFUSION_FILES = {
+    "UNet2DModel": "unet",
+    "UNet2DConditionModel": "unet",
+    "DiTTransformer2DModel": "dit",
+    "PixArtTransformer2DModel": "dit",
+}
+UNET, TEXT_UNET, DIT, PIXART = DIFFUSION_FILES
 
 
 @pytest.mark.parametrize(
@@ -159,11 +166,11 @@ def test_a_model_of_diffusers_trains_on_a_mesh_as_on_one_device(case: Diffusion)
     assert_equivalent(case.make_model, case.make_batch, case.mesh, rules, loss=case.loss, steps=1)
 
 
-@pytest.mark.parametrize("name", _DIFFUSION_FILES)
+@pytest.mark.parametrize("name", DIFFUSION_FILES)
 def test_models_of_diffusers_find_their_file(name: str):
     with torch.device("meta"):
         model = Diffusion(name, "tp=2").make_model()
-    assert sl.layouts.for_model(model) == sl.layouts.load(_DIFFUSION_FILES[name])
+    assert sl.layouts.for_model(model) == sl.layouts.load(DIFFUSION_FILES[name])
 
 
 # --- files that fit ------------------------------------------------------------------------------------------------
