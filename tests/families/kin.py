@@ -113,7 +113,7 @@ class Timm:
 
 
 _UNET = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4, "attention_head_dim": 8}
-_DIT = {"sample_size": 8, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "in_channels": 4}
+_DIT = {"sample_size": 8, "num_attention_heads": 4, "attention_head_dim": 4, "num_layers": 2, "in_channels": 4}
 _DIFFUSION: dict[str, dict[str, Any]] = {
     "UNet2DModel": {
         **_UNET,
