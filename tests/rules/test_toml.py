@@ -105,7 +105,8 @@ def test_what_is_written() -> None:
 def test_every_layout_file_keeps_its_meaning_when_rewritten(path: Path) -> None:
     rules = Rules.from_toml(path)
     assert Rules.from_toml(rules.to_toml()) == rules
-    assert rules.description and rules.models
+    assert rules.description
+    assert rules.models or path.stem == "unet"  # which is found by the modules of a model alone
 
 
 @pytest.mark.parametrize(
