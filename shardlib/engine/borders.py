@@ -70,7 +70,7 @@ def _gradient_hook(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 @_torch.cached_by_mesh
 def border_placements(layout: Layout, mesh: DeviceMesh) -> tuple[tuple[Placement, ...] | None, ...]:
-    """Return the placements of an activation by its number of dims; None where the layout has another number."""
+    """Return the placements of an activation by its number of dims; None where the layout does not fit."""
     return tuple(_placements(layout, mesh, ndim) for ndim in range(_MAX_DIMS))
 
 
@@ -82,10 +82,7 @@ def _laid_out(layout: Layout, mesh: DeviceMesh) -> Callable[[torch.Tensor], torc
             tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
         target = by_ndim[tensor.ndim]
         if target is None:
-            raise InputError(
-                f'The layout "{layout}" was given to an activation of global shape {tuple(tensor.shape)}, which has '
-                f'another number of dims. Name as many dims as the activation has, or begin the layout with "...".'
-            )
+            raise _unfit(layout, mesh, tuple(tensor.shape))
         if tensor.placements == target:
             return tensor
         if torch.compiler.is_compiling():
@@ -106,6 +103,14 @@ def _placements(layout: Layout, mesh: DeviceMesh, ndim: int) -> tuple[Placement,
         return tuple(layout.placements(mesh, ndim=ndim))
     except LayoutError:
         return None
+
+
+def _unfit(layout: Layout, mesh: DeviceMesh, global_shape: tuple[int, ...]) -> InputError:
+    try:
+        layout.placements(mesh, ndim=len(global_shape))
+    except LayoutError as error:
+        return InputError(f"{error} It was given to an activation of global shape {global_shape}.")
+    raise AssertionError("it fits")
 
 
 def _equal_pieces(placements: tuple[Placement, ...], mesh: DeviceMesh) -> dict[int, int]:

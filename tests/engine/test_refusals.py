@@ -449,6 +449,18 @@ def test_an_uneven_activation_of_equal_pieces(ranks, layout: str):
     )
 
 
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        ("batch (heads=1@tp head)", 'factor "heads" of size 1 does not divide over tp=2.'),
+        ("batch seq width@tp", "names 3 dims and was asked for 2."),
+    ],
+)
+def test_an_activation_that_its_layout_does_not_fit(ranks, layout: str, why: str):
+    message = ranks(4).run(_uneven_activation, layout)[0]
+    assert why in message and message.endswith("It was given to an activation of global shape (8, 7).")
+
+
 def test_an_even_dim_may_be_split_in_any_order():
     rules = sl.Rules({"up": "out@(sp,tp) in", "up.output": "batch width@(sp,tp)"}, unmatched="replicate")
     assert_equivalent(MLP, ROWS, "tp=2,sp=2", rules, steps=1)
