@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.testing.census import Entry, _diffusion, entries
+from shardlib.testing.census import Entry, entries
+from shardlib.testing.census._diffusion import batch_of, class_of
 from shardlib.testing.census._models import batch, build
 from shardlib.testing.census._run import mean_loss
 from tests.families.transformer_models import transformers  # noqa: F401  with a torchvision that fits
@@ -149,7 +150,7 @@ class Diffusion:
         return " ".join(filter(None, (self.name, self.mesh, self.mode, *(name for name, _ in self.settings))))
 
     def make_model(self) -> nn.Module:
-        made: nn.Module = _diffusion.class_of(self.name)(**{**_DIFFUSION[self.name], **dict(self.settings)})
+        made: nn.Module = class_of(self.name)(**{**_DIFFUSION[self.name], **dict(self.settings)})
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -157,7 +158,7 @@ class Diffusion:
 
     def make_batch(self, step: int) -> Any:
         extra = "image" if self.name.startswith("UNet") else "image, all"
-        return _diffusion.batch_of(self._skeleton, extra, step)
+        return batch_of(self._skeleton, extra, step)
 
     @property
     def _skeleton(self) -> nn.Module:

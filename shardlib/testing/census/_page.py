@@ -104,9 +104,8 @@ How to read the tables:
   came later may shard more.
 - **sharded**: the share of the bytes of parameters in repeated blocks that is sharded on `tp=2`; of all parameters
   where no block repeats.
-- **collectives**: how many a training step on `tp=2` has, forward and backward, in the repeated block that has most,
-  by a dry run; in the whole model where no block repeats. It is empty where a model cannot run without values, and in
-  lines that are older than this count.
+- **collectives**: how many a training step on `tp=2` has, forward and backward, in the repeated block that has most;
+  in the whole model where no block repeats.
 - **trained**: the share of the parameters that got a gradient. A model of text and images is given text alone if it
   accepts that; its vision tower is then sharded, and its weights are compared, but it computes nothing.
 - **a batch is not its halves**: on one device, too, two halves of a batch do not give what the batch gives, since the

@@ -24,11 +24,11 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib import layouts
 from shardlib._mesh import MeshShape
-from shardlib._plan import Plan, plan
+from shardlib._plan import plan
 from shardlib._plan.rows import Row
+from shardlib.engine import record_collectives, shard_model
 from shardlib.engine._torch import pytree
 from shardlib.engine.batchnorm import is_batch_norm
-from shardlib.engine.dryrun import dry_run
 from shardlib.rules.foreign import has_tp_plan
 from shardlib.testing._pool import HangError, RankDied, shared_pool
 from shardlib.testing.census import _models
@@ -68,8 +68,7 @@ class Result:
         sharded: the share of the bytes of parameters in repeated blocks that is sharded over tp; of all parameters
             where no block repeats.
         collectives: the number of collectives of a training step, forward and backward, in the repeated block that
-            has most, on tp=2 by a dry run; in the whole model where no block repeats. None where the model cannot run
-            without values, and in lines that are older than this field.
+            has most, on tp=2; in the whole model where no block repeats. None where it is not proved.
         notes: remarks of the plan on tp=2.
         proved: for each mesh whether one training step was that of one device.
         error: why it was not built, or the first error.
@@ -193,7 +192,29 @@ def prove(entry: Entry, meshes: Sequence[str], seconds: float) -> Result:
         if tried.status == "wrong" and not result.error:
             tried = _looked_into(entry, result, tried, mesh, seconds)
         result = tried
-    return result
+    return _counted(entry, result, meshes[0], seconds) if result.status == "proved" else result
+
+
+def _counted(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
+    """Count the collectives of a step on a mesh; leave the field empty where a second step of the model fails."""
+    try:
+        pool = shared_pool(MeshShape.of(mesh).world_size)
+        return dataclasses.replace(result, collectives=pool.run(_collectives, entry, result, mesh, timeout=seconds)[0])
+    except Exception:
+        return result
+
+
+def _collectives(entry: Entry, result: Result, mesh: str) -> int:
+    entry, loss = dataclasses.replace(entry, share=result.share), _raised_loss if result.raised else mean_loss
+    model = _models.build(entry).double()
+    batch = cast(_models.batch(entry, result.labels, result.extra, 0), torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = shard_model(model, mesh, layouts.for_model(model), compile=None)
+        loss(model, batch).backward()  # where ranks agree on the order of gradients
+        with record_collectives(model) as recorded:
+            loss(model, batch).backward()
+    return most_in_a_block(each.module for each in recorded.collectives)
 
 
 def _looked_into(entry: Entry, result: Result, wrong: Result, mesh: str, seconds: float) -> Result:
@@ -346,7 +367,7 @@ def _alone(entry: Entry, mesh: str) -> Result:
     except Exception as error:
         return Result(entry.library, entry.name, entry.cls, error=_said(error))
     try:
-        return _planned(entry, result, model, mesh)
+        return _planned(result, model, mesh)
     except Exception as error:
         return dataclasses.replace(result, proved={mesh: False}, error=f"{mesh}: {_said(error)}")
 
@@ -386,7 +407,7 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
     raise first
 
 
-def _planned(entry: Entry, result: Result, model: nn.Module, mesh: str) -> Result:
+def _planned(result: Result, model: nn.Module, mesh: str) -> Result:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         rules = layouts.for_model(model)
@@ -402,22 +423,8 @@ def _planned(entry: Entry, result: Result, model: nn.Module, mesh: str) -> Resul
         result,
         layout=f"file {file}" if file else ", ".join(own + ["proposed"] * proposed),
         sharded=round(split / max(total, 1), 3),
-        collectives=_collectives(entry, result, model, made),
         notes=tuple(made.notes),
     )
-
-
-def _collectives(entry: Entry, result: Result, model: nn.Module, made: Plan) -> int | None:
-    """Return the collectives of a step in the repeated block that has most; see `Result`."""
-    batch = cast(
-        _models.batch(dataclasses.replace(entry, share=result.share), result.labels, result.extra, 0), torch.float64
-    )
-    try:
-        with _raising() if result.raised else contextlib.nullcontext():
-            recorded = dry_run(model, made, batch).collectives
-    except Exception:
-        return None
-    return most_in_a_block(each.module for each in recorded)
 
 
 def most_in_a_block(modules: Iterable[str]) -> int:
