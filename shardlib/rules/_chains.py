@@ -16,14 +16,13 @@ from typing import Any
 from torch import nn
 
 from shardlib.rules._model import ModelIndex
-from shardlib.rules.dims import dims_of
+from shardlib.rules.dims import CONVS, dims_of
 
 __all__ = ["FACTORS", "Chained", "alone", "chains"]
 
 FACTORS: dict[str, int | str] = {"groups": "groups", "gate_up": 2}  # the sizes of the factors in the values below
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_FORWARDS = [conv.forward for conv in _CONVS]
+_FORWARDS = [conv.forward for conv in CONVS]
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _BESIDE = re.compile(r"shortcut|downsample|residual|skip|identity")  # a branch beside the others
 _DIGIT = re.compile(r"\d")
@@ -144,7 +143,7 @@ def _layer(index: ModelIndex, name: str, module: Any) -> _Layer | None:
         return None
     if index.module_name(module) != name or name.rpartition(".")[2] in ("input", "output"):
         return None
-    if isinstance(module, _CONVS):
+    if isinstance(module, CONVS):
         return _Layer(name, module, module.in_channels, module.out_channels, module.groups)
     if isinstance(module, nn.Linear):
         return _Layer(name, module, module.in_features, module.out_features, 1)
@@ -187,7 +186,7 @@ def _keeps(up: _Layer, after: _Layer) -> bool:
 
 def _joins(up: _Layer, after: _Layer) -> bool:
     """Return whether a linear layer gives a value for each channel of a convolution, such as one of the time."""
-    return isinstance(up.module, _CONVS) and isinstance(after.module, nn.Linear) and up.outputs == after.outputs
+    return isinstance(up.module, CONVS) and isinstance(after.module, nn.Linear) and up.outputs == after.outputs
 
 
 def _follows(up: _Layer, after: _Layer) -> bool:

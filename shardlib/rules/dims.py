@@ -12,7 +12,7 @@ from torch import nn
 from shardlib._again import is_again
 from shardlib.errors import RuleError
 
-__all__ = ["ModuleDims", "dims_of", "linear_dims", "register_dims"]
+__all__ = ["CONVS", "ModuleDims", "dims_of", "linear_dims", "register_dims"]
 
 _DIM = re.compile(r"\([^()]*\)|\S+")
 _FACTOR = re.compile(r"\w+")
@@ -230,7 +230,7 @@ def _by_channel(module: Any, names: str) -> dict[str, str]:
     return channels
 
 
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _BATCH_STATISTICS = ModuleDims(
@@ -259,7 +259,7 @@ def _register_torch() -> None:
     register_dims(nn.Bilinear, weight="out in1 in2", bias="out", output="out", contracted=("in1", "in2"))
     for embedding in (nn.Embedding, nn.EmbeddingBag):
         register_dims(embedding, weight="vocab embed", output="embed", contracted=("vocab",))
-    for conv in _CONVS:
+    for conv in CONVS:
         register_dims(conv, _conv)
     for norm in (nn.LayerNorm, nn.RMSNorm):
         register_dims(norm, weight="*lead embed", bias="*lead embed")

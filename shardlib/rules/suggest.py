@@ -200,11 +200,11 @@ class _Draft:
         blocks: dict[str, list[_Linear]] = {}
         for linear in self.linears.values():
             blocks.setdefault(_block_of(linear.name), []).append(linear)
-        alone = {block for block, found in blocks.items() if len(found) == 1 and self._is_part(found[0])}
+        parts = {block for block, found in blocks.items() if len(found) == 1 and self._is_part(found[0])}
         made: dict[str, list[_Linear]] = {}
         for linear in self.linears.values():
             block = _block_of(linear.name)
-            made.setdefault(_block_of(block[:-2]) if block in alone else block, []).append(linear)
+            made.setdefault(_block_of(block[:-2]) if block in parts else block, []).append(linear)
         return made.values()
 
     def _is_part(self, linear: _Linear) -> bool:

@@ -11,6 +11,7 @@ its own. Without a GPU, all of it runs on CPU over gloo.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import pickle
 import socket
@@ -60,7 +61,7 @@ def _on_host(value: Any) -> Any:
     if isinstance(value, OfRanks):
         return OfRanks(value.how, _on_host(value.value))
     if isinstance(value, Shard):
-        return Shard(value.local.cpu(), value.global_shape, value.placements, value.mesh, value.rank)
+        return dataclasses.replace(value, local=value.local.cpu())
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -92,11 +93,8 @@ def _start(kind: str, folder: Path, cells: list[Cell]) -> list[subprocess.Popen[
     count = kind_of(kind).ranks
     common = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
     command = [sys.executable, "-m", __spec__.name, "--on-rank", kind, str(folder)]
-    log = (folder / "log").open("ab")
-    return [
-        subprocess.Popen(command, env=common | {"RANK": str(r), "LOCAL_RANK": "0", "NCCL_HOSTID": str(r)}, stderr=log)
-        for r in range(count)
-    ]
+    own = [{"RANK": str(rank), "LOCAL_RANK": "0", "NCCL_HOSTID": str(rank)} for rank in range(count)]
+    return [subprocess.Popen(command, env=common | each, stderr=subprocess.DEVNULL) for each in own]
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path) -> None:

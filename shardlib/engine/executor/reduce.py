@@ -149,7 +149,7 @@ class ReduceBucket(ABC):
 
     def reset(self) -> None:
         """Prepare for a new backward pass."""
-        self.missing, self.begun = len(self.slots), False
+        self.missing = len(self.slots)
         for slot in self.slots:
             slot.filled = False
 

@@ -123,7 +123,7 @@ def _tables(library: str, results: Sequence[Result]) -> list[str]:
     for result in results:
         by_status.setdefault(result.status, []).append(result)
     proved = [
-        f"| {r.name} | {r.cls} | {r.layout} | {r.sharded:.0%} | {_counted(r.collectives)} | {r.trained:.0%} | "
+        f"| {r.name} | {r.cls} | {r.layout} | {r.sharded:.0%} | {_or_empty(r.collectives)} | {r.trained:.0%} | "
         f"{_remarks(r)} |"
         for r in by_status.get("proved", ())
     ]
@@ -161,7 +161,7 @@ def _meshes(result: Result) -> str:
     return ", ".join(mesh for mesh, proved in result.proved.items() if proved) or "none"
 
 
-def _counted(number: int | None) -> str:
+def _or_empty(number: int | None) -> str:
     return "" if number is None else str(number)
 
 

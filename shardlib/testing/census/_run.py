@@ -42,8 +42,7 @@ __all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
 
 MESHES = ("tp=2", "dp=2,tp=2")
 _OF_TYPES = re.compile(r"dtype|[Ff]loat|without overflow")  # errors that may be those of code that takes no float64
-_IN_A_BLOCK = re.compile(r"\.\d+\.")
-_BLOCK = re.compile(r".*?\.\d+\.")
+_BLOCK = re.compile(r".*?\.\d+\.")  # the start of a name, up to an element of a list
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,8 @@ class Result:
         sharded: the share of the bytes of parameters in repeated blocks that is sharded over tp; of all parameters
             where no block repeats.
         collectives: the number of collectives of a training step, forward and backward, in the repeated block that
-            has most, on tp=2; in the whole model where no block repeats. None where it is not proved.
+            has most, on tp=2; in the whole model where no block repeats. None where it is not proved, or where a
+            second step fails.
         notes: remarks of the plan on tp=2.
         proved: for each mesh whether one training step was that of one device.
         error: why it was not built, or the first error.
@@ -416,7 +416,7 @@ def _planned(result: Result, model: nn.Module, mesh: str) -> Result:
     file = next((name for name in layouts.available() if layouts.load(name) == rules), None)
     made = plan(model, mesh, rules)
     rows = [row for row in made.rows if row.kind == "parameter"]
-    rows = [row for row in rows if _IN_A_BLOCK.search(row.name)] or rows
+    rows = [row for row in rows if _BLOCK.match(row.name)] or rows
     total = sum(_bytes(row) for row in rows)
     split = sum(_bytes(row) for row in rows if row.local_shape(made.mesh) != row.global_shape)
     return dataclasses.replace(

@@ -105,7 +105,7 @@ def mean_of_an_empty_batch(run: Run, model: Any):
 
 
 @refused_in_pipelines
-def singlerandom_rows(run: Run, model: Any):
+def single_rows(run: Run, model: Any):
     """Give each data rank one row."""
     return run.rows(model(run.part(random_rows(2))))
 
