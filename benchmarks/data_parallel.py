@@ -48,7 +48,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import shardlib as sl
-from shardlib.transforms import zero
+from shardlib.transforms import fsdp, zero
 
 
 def ddp(size: Size, *, view: bool) -> nn.Module:
@@ -101,9 +101,16 @@ PEERS = {
     "replicate()": ("DDP", "DDP, gradient_as_bucket_view"),
     "zero(1)": ("DDP", ZERO_1, OSS),
     "zero(2)": ("DDP", SHARDED_DDP),
-    "zero(3)": ("FullyShardedDataParallel", "fully_shard", "fully_shard, not resharded"),
+    "zero(3)": ("FullyShardedDataParallel", "fully_shard"),
+    "fsdp()": ("FullyShardedDataParallel", "fully_shard"),
+    "fsdp(reshard_after_forward=False)": ("fully_shard, not resharded",),
 }
-TRANSFORMS = {"replicate()": (), **{f"zero({stage})": (zero(stage),) for stage in (1, 2, 3)}}
+TRANSFORMS = {
+    "replicate()": (),
+    **{f"zero({stage})": (zero(stage),) for stage in (1, 2, 3)},
+    "fsdp()": (fsdp(),),
+    "fsdp(reshard_after_forward=False)": (fsdp(reshard_after_forward=False),),
+}
 VARIANTS = [
     *fused_and_default("DDP", partial(ddp, view=False)),
     *fused_and_default("DDP, gradient_as_bucket_view", partial(ddp, view=True)),

@@ -6,7 +6,6 @@ from shardlib._plan.experts import expert_rows
 from shardlib._plan.make import RulesLike, Transform, as_rules, plan
 from shardlib._plan.memory import Blocks, Memory
 from shardlib._plan.movements import (
-    UNBUCKETED_BYTES,
     Movement,
     Optimizer,
     Purpose,
@@ -23,7 +22,6 @@ from shardlib._plan.value import Plan
 
 __all__ = [
     "PHASES",
-    "UNBUCKETED_BYTES",
     "Blocks",
     "DryRun",
     "Gathered",

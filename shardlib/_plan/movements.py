@@ -25,12 +25,11 @@ from shardlib._mesh import MeshShape
 from shardlib._plan.rows import Row
 from shardlib._plan.schedules import splits_backward
 from shardlib._plan.step import Step
-from shardlib._plan.units import unit_of
+from shardlib._plan.units import UNBUCKETED_BYTES, unit_of
 from shardlib.errors import LayoutError
 from shardlib.layout import Collective, Layout, cost, shard_spec, transition
 
 __all__ = [
-    "UNBUCKETED_BYTES",
     "Movement",
     "Optimizer",
     "Purpose",
@@ -43,9 +42,6 @@ __all__ = [
     "state_update",
     "sum_up",
 ]
-
-UNBUCKETED_BYTES = 1 << 20
-"""A tensor of at least this size is not bucketed: copying it into a bucket would cost more than one more message."""
 
 Purpose: TypeAlias = Literal[
     "parameters, forward",

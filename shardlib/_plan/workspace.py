@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from shardlib._mesh import MeshShape
-from shardlib._plan.movements import UNBUCKETED_BYTES, Movement
+from shardlib._plan.movements import Movement
 from shardlib._plan.step import Step
-from shardlib._plan.units import join_small
+from shardlib._plan.units import UNBUCKETED_BYTES, join_small
 from shardlib.layout import Layout
 
 __all__ = ["workspace_bytes"]
@@ -39,7 +39,7 @@ def _unsharded(movements: Iterable[Movement], mesh: MeshShape, units: Sequence[s
             sizes[one.unit] = sizes.get(one.unit, 0) + size
             small[one.unit] = small.get(one.unit, 0) + (0 if _in_place(one, one.source, mesh) else size)
     ordered = {unit: sizes[unit] for unit in units if unit in sizes}
-    joined = join_small(ordered, resharded.__contains__, min(UNBUCKETED_BYTES, int(step.bucket_mb * 2**20)))
+    joined = join_small(ordered, resharded.__contains__, int(step.bucket_mb * 2**20))
     turns = [sum(sizes[unit] for unit in one) for one in joined if one[0] in resharded]
     yield sum(size for unit, size in sizes.items() if unit not in resharded)
     yield from (max(turns[start::2], default=0) for start in (0, 1))

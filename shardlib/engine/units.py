@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardlib._plan import UNBUCKETED_BYTES, Purpose, join_small, unit_of
+from shardlib._plan import Purpose, join_small, unit_of
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.executor import Executor
@@ -518,8 +518,7 @@ def make_units(
         units: the names of modules that are units.
         stays_unsharded: whether the parameter of a name stays unsharded until backward has ended.
         executor: the executor that gathers the parameters.
-        bucket_bytes: the size in bytes up to which small units are joined; never above the size at which a tensor
-            moves unbucketed.
+        bucket_bytes: the size in bytes up to which small units are joined.
     """
     stored = [one for one in param_states if one.is_stored_sharded]
     owners, known = _owners_of(model, stored), frozenset(units)
@@ -534,7 +533,7 @@ def make_units(
             groups[name] = [one for one in group if one not in staying]
             groups.setdefault("", []).extend(staying)
     sizes = {unit: sum(map(_aligned_bytes, groups[unit])) for unit in units if unit in groups}
-    joined = join_small(sizes, resharded.__getitem__, min(UNBUCKETED_BYTES, bucket_bytes))
+    joined = join_small(sizes, resharded.__getitem__, bucket_bytes)
     alternating = [_param_states_of(groups, names) for names in joined if resharded[names[0]]]
     buffers = [_buffer_for(alternating[start::2]) for start in (0, 1)]
     made: dict[str, _Unit] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardlib._plan import Plan, Row
+from shardlib._plan import Plan, Row, join_small
 from shardlib.errors import PlanError
 from shardlib.transforms._choose import Names, as_names, axes_of, chosen, quoted
 from shardlib.transforms._transform import Transform
@@ -21,7 +21,8 @@ def fsdp(axis: Names = None, *, reshard_after_forward: bool | None = None, only:
         axis: a data axis, several, outermost first, or None for all.
         reshard_after_forward: True: parameters of every unit are resharded after forward and unsharded again for
             backward; False: they stay unsharded; None, as `fully_shard` does for its root: those of repeated blocks are
-            resharded, others stay unsharded.
+            resharded, others stay unsharded. Blocks so small that two buckets hold all of them stay unsharded too:
+            the buckets need this memory anyway.
         only: patterns of parameters, or of modules, as in rules; None is all.
 
     Raises:
@@ -100,7 +101,7 @@ def _sharded(plan: Plan, axis: Names, reshard_after_forward: bool | None, only: 
     made = split_plan(plan, ("stored", "grad", "state"), axis, only, who)
     names, data = chosen(made, only, who), frozenset(made.mesh.data_axes)
 
-    units = {None: {*made.repeated}, True: {*made.units}, False: set()}[reshard_after_forward]
+    units = {None: _large_blocks(made), True: {*made.units}, False: set()}[reshard_after_forward]
 
     def settled(row: Row) -> Row:
         if row.name not in names or data.isdisjoint(row.added("stored")):
@@ -109,3 +110,13 @@ def _sharded(plan: Plan, axis: Names, reshard_after_forward: bool | None, only: 
         return row if row.reshard == reshard else row.replace(reshard=reshard)
 
     return made.map_rows(settled)
+
+
+def _large_blocks(plan: Plan) -> set[str]:
+    """Return the repeated blocks, unless they are unsharded in two buckets or less: these are never freed."""
+    sizes = dict.fromkeys(plan.repeated, 0)
+    for row in plan.rows:
+        if (unit := plan.unit(row)) in sizes:
+            sizes[unit] += row.compute.local_bytes(row.global_shape, row.compute.dtype or row.dtype, plan.mesh)
+    joined = join_small(sizes, lambda unit: None, int(plan.step.bucket_mb * 2**20))
+    return {*plan.repeated} if len(joined) > 2 else set()

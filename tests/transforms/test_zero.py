@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from torch import nn
 
+from shardlib import plan
 from shardlib._plan import Plan
 from shardlib.errors import PlanError, RuleError
 from shardlib.transforms import Transform, fsdp, hsdp, replicate, zero
@@ -86,11 +88,13 @@ def test_an_axis_that_a_rule_uses_is_left_where_it_is():
     assert str((split | zero(3))["frozen.weight"].stored) == "_ _@(fsdp,dp)"
 
 
-def test_fsdp_keeps_what_is_outside_of_repeated_blocks_gathered_as_fully_shard_does():
-    made = laid_out() | fsdp()
-    assert made.repeated == ("blocks.0", "blocks.1")
-    assert {made.unit(row) for row in made.rows if row.stored != row.compute and row.reshard} == {*made.repeated}
-    assert {made.unit(row) for row in made.rows if not row.reshard} == {"", *made.units} - {*made.repeated}
+@pytest.mark.parametrize(("bucket_mb", "blocks", "resharded"), [(25, 5, False), (1e-3, 2, False), (1e-3, 3, True)])
+def test_fsdp_reshards_repeated_blocks_if_they_need_more_than_two_buckets(bucket_mb, blocks, resharded):
+    model = nn.Sequential(nn.Linear(32, 32), nn.ModuleList([nn.Linear(32, 32) for _ in range(blocks)]))
+    made = plan(model, "dp=2", {"**": None})
+    made = made.replace(step=made.step.replace(bucket_mb=bucket_mb)) | fsdp()
+    assert made.repeated == tuple(f"1.{i}" for i in range(blocks))
+    assert {made.unit(row) for row in made.rows if row.reshard} == ({*made.repeated} if resharded else set())
     assert "stays unsharded until its backward" in str(made)
 
 
