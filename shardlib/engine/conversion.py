@@ -19,12 +19,10 @@ from shardlib.errors import ShardingError
 __all__ = ["refuse_conversions", "refuse_pickles"]
 
 
-def refuse_conversions(model: nn.Module) -> Callable[[], None]:
-    """Refuse conversions of a model and of each of its modules that would change a tensor; return the undo."""
-    undo = Undo()
+def refuse_conversions(model: nn.Module, undo: Undo) -> None:
+    """Refuse conversions of a model and of each of its modules that would change a tensor."""
     for module in model.modules():
         undo.callback(_torch.replace_conversion(module, _refuse_change))
-    return undo.run
 
 
 def _refuse_change(
@@ -49,8 +47,8 @@ def _refuse_change(
     return module
 
 
-def refuse_pickles(model: nn.Module) -> Callable[[], None]:
-    """Refuse pickles of a sharded model, which is tied to process groups, and shared memory; return the undo.
+def refuse_pickles(model: nn.Module, undo: Undo) -> None:
+    """Refuse pickles of a sharded model, which is tied to process groups, and shared memory.
 
     `copy.copy`, which asks for the same as a pickle, shares all that the model has.
     """
@@ -74,11 +72,9 @@ def refuse_pickles(model: nn.Module) -> Callable[[], None]:
             "shardlib.full_state_dict(model)."
         )
 
-    undo = Undo()
     for name, refuse in (("__reduce_ex__", refuse_pickle), ("share_memory", refuse_sharing)):
         setattr(model, name, refuse)
         undo.callback(model.__dict__.pop, name, None)
-    return undo.run
 
 
 def _as_computed_with(tensor: torch.Tensor) -> torch.Tensor:

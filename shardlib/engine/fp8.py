@@ -27,7 +27,7 @@ all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from shardlib._plan import Plan, Row
+from shardlib._plan import Plan, Row, rows_by_name
 from shardlib.engine import _torch
 from shardlib.engine.regions import inside
 from shardlib.errors import CheckpointError, PlanError, nearest, warn
@@ -85,7 +85,7 @@ def choose(model: nn.Module, plan: Plan, device: torch.device, regions: Collecti
     """
     names: list[str] = []
     spared: dict[str, list[str]] = {}
-    rows = {name: row for row in plan.rows for name in (row.name, *row.tied)}
+    rows = rows_by_name(plan.rows)
     for name in _matched(model, plan.step.fp8):
         reason = _unsuitable(model, name, rows, plan.step.autocast, regions) or _unsupported(device)
         (names if reason is None else spared.setdefault(reason, [])).append(name)
@@ -93,11 +93,6 @@ def choose(model: nn.Module, plan: Plan, device: torch.device, regions: Collecti
     if spared:
         warn(" ".join(made.reasons()))
     return made
-
-
-def history(linears: Linears, steps: int, device: torch.device) -> History | None:
-    """Return the history of scales that depend on the last `steps` steps; None where they depend on none."""
-    return History(linears, steps, device) if steps and linears.names else None
 
 
 class History:
@@ -122,7 +117,7 @@ class History:
 
     def end_step(self, group: dist.ProcessGroup | None) -> None:
         """Add the current step's maxima over the ranks of the group to the history. Collective over the group."""
-        if group is not None and self.names:
+        if group is not None:
             dist.all_reduce(self.now, op=dist.ReduceOp.MAX, group=group)
         self._steps[self._next].copy_(self.now)
         self._next = (self._next + 1) % len(self._steps)
@@ -159,7 +154,7 @@ def install(model: nn.Module, linears: Linears, history: History | None = None) 
     modules = [model.get_submodule(name) for name in linears.names]
     for index, module in enumerate(modules):
         assert isinstance(module, nn.Linear)
-        scaling = _CURRENT if history is None else _Delayed(history.largest[index], history.now[index])
+        scaling = _Scaling() if history is None else _Scaling(history.largest[index], history.now[index])
         module.forward = _forward(module, scaling)  # type: ignore[method-assign,assignment]
 
     def undo() -> None:
@@ -196,7 +191,7 @@ def _unsuitable(
     module, row = model.get_submodule(name), rows.get(f"{name}.weight".lstrip("."))
     assert isinstance(module, nn.Linear)
     dtype = module.weight.dtype if row is None else row.compute.dtype or row.dtype
-    owners = [name] if row is None else [tied.rpartition(".")[0] for tied in row.tied or (row.name,)]
+    owners = [name] if row is None else [tied.rpartition(".")[0] for tied in row.tied]
     if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
         return f"since {type(module).__name__} has a forward of its own"
     if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
@@ -227,47 +222,33 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(name or "the model itself" for name in names)
 
 
-@dataclass(frozen=True)
-class _Current:
-    """Rounding of a module's input (0), weight (1) and gradient (2), each by its own largest magnitude."""
-
-    def round(self, which: int, tensor: torch.Tensor) -> Rounded:
-        return rounded(tensor, _FORMATS[which])
-
-    def without_recording(self) -> _Current:
-        return self
+_FORMATS = (E4M3, E4M3, E5M2)
 
 
 @dataclass(frozen=True, eq=False)
-class _Delayed(_Current):
-    """Rounding by the largest magnitudes of earlier steps; current magnitudes are recorded for later steps.
+class _Scaling:
+    """Rounding of a module's input (0), weight (1) and gradient (2), by its own largest magnitude or by earlier ones.
 
     Attributes:
-        largest, now: a module's row of `History`.
-        records: whether magnitudes are recorded. They are not without grad mode.
+        largest: the magnitudes of earlier steps, a module's row of `History`; None to scale each tensor by its own.
+        now: the row where the current magnitudes are recorded for later steps; None without grad mode.
     """
 
-    largest: torch.Tensor = field(default_factory=lambda: torch.zeros(3))
-    now: torch.Tensor = field(default_factory=lambda: torch.zeros(3))
-    records: bool = True
+    largest: torch.Tensor | None = None
+    now: torch.Tensor | None = None
 
     def round(self, which: int, tensor: torch.Tensor) -> Rounded:
+        if self.largest is None:
+            return rounded(tensor, _FORMATS[which])
         largest = _largest(tensor)
-        if self.records:
+        if self.now is not None:
             finite = torch.where(largest.isfinite(), largest, 0)
             self.now[which].copy_(torch.maximum(self.now[which], finite))
         before = self.largest[which]
         return rounded(tensor, _FORMATS[which], largest, torch.where(before > 0, before, largest))
 
-    def without_recording(self) -> _Delayed:
-        return _Delayed(self.largest, self.now, records=False)
 
-
-_CURRENT = _Current()
-_FORMATS = (E4M3, E4M3, E5M2)
-
-
-def _forward(module: nn.Linear, scaling: _Current) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward(module: nn.Linear, scaling: _Scaling) -> Callable[[torch.Tensor], torch.Tensor]:
     """Make the forward of a module. It reads the weight at each call, since it may be unsharded only then."""
 
     def forward(input: torch.Tensor) -> torch.Tensor:
@@ -276,7 +257,7 @@ def _forward(module: nn.Linear, scaling: _Current) -> Callable[[torch.Tensor], t
         if low is None or not input.numel() or isinstance(input, DTensor) or isinstance(weight, DTensor):
             return F.linear(input, weight, bias)
         rows = input.reshape(-1, input.shape[-1]).to(low)
-        rounding = scaling if torch.is_grad_enabled() else scaling.without_recording()
+        rounding = scaling if torch.is_grad_enabled() else _Scaling(scaling.largest)
         out = _Linear.apply(rows, weight.to(low), None if bias is None else bias.to(low), rounding)
         return out.view(*input.shape[:-1], -1)
 
@@ -300,7 +281,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: _Current
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: _Scaling
     ) -> torch.Tensor:
         low = scaling.round(0, x)
         ctx.scaling = scaling

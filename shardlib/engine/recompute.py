@@ -42,12 +42,8 @@ def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str
     return tuple(name for name in names if any(pattern.matches(name) for pattern in compiled.values()))
 
 
-def recompute(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """Return the wrappers of modules that are recomputed in backward, by name."""
-    return dict.fromkeys(names, _call)
-
-
-def _call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def recompute(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `inner`, and call it again in backward instead of saving its activations."""
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     return checkpoint(functools.partial(inner, **kwargs), *args, use_reentrant=False)

@@ -14,12 +14,7 @@ from shardlib.engine.params import local_of
 from shardlib.engine.sharded import is_sharded, param_state_of, record_of
 from shardlib.errors import CheckpointError
 
-__all__ = ["accept_plain_state", "full_state_dict"]
-
-
-def accept_plain_state(model: nn.Module) -> Any:
-    """Let `model.load_state_dict` load the state dict of the single-device model; return the handle of the hook."""
-    return model.register_load_state_dict_pre_hook(_shard_plain_tensors)
+__all__ = ["full_state_dict", "shard_plain_tensors"]
 
 
 def full_state_dict(
@@ -57,9 +52,14 @@ def _full(value: Any, param: torch.Tensor | None, *, cpu: bool) -> Any:
     return full.cpu() if cpu else full
 
 
-def _shard_plain_tensors(
+def shard_plain_tensors(
     model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_unused: Any
 ) -> None:
+    """Replace the plain tensors of a state dict by shards, before `model.load_state_dict` loads it.
+
+    Raises:
+        CheckpointError: the load would assign tensors, or a tensor has another shape than in the model.
+    """
     if metadata.get("assign_to_params_buffers"):
         raise CheckpointError(
             "load_state_dict(assign=True) would replace the sharded parameters by the loaded tensors. Load without "

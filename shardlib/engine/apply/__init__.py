@@ -228,7 +228,8 @@ def apply_plan(
     refuse_modules(model, rank_plan)
     recomputed = modules_to_recompute(model, rank_plan.plan.step.recompute)
     float8 = fp8.choose(model, rank_plan.plan, rank_plan.device, rank_plan.regions)
-    history = fp8.history(float8, rank_plan.plan.step.fp8_history, rank_plan.device)
+    steps = rank_plan.plan.step.fp8_history
+    history = fp8.History(float8, steps, rank_plan.device) if steps and float8.names else None
     warn_of_idle_axes(rank_plan)
     _torch.set_timeouts(rank_plan.mesh if build is None else build.mesh)
     tensors = agree.named_tensors(model)

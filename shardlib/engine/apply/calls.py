@@ -77,7 +77,7 @@ def wrap_calls(
     innermost_first: tuple[Mapping[str, Wrapper], ...] = (
         unshard_in_modules(units) if units is not None else {},
         wait_in_modules(updates, runtime.deferred) if updates is not None else {},
-        recompute(recomputed),
+        dict.fromkeys(recomputed, recompute),
         {"": watch_forward(rank_plan.ranks_of_forward)} if check else {},
         {} if plain else dict.fromkeys(["", *(units.units if units is not None else ())], run_eagerly),
     )

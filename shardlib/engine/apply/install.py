@@ -35,9 +35,9 @@ def install_modules(model: nn.Module, rank_plan: RankPlan, undo: Undo, *, global
     _install_experts(model, rank_plan, undo)
     is_split = bool(rank_plan.model_axes or rank_plan.data_axes)
     if is_split:  # a stage that one rank holds is cast as on one device
-        undo.callback(refuse_conversions(model))
+        refuse_conversions(model, undo)
     if is_split or rank_plan.pipeline_group is not None:
-        undo.callback(refuse_pickles(model))
+        refuse_pickles(model, undo)
     if (data_group := rank_plan.group(rank_plan.data_axes)) is not None:
         for handle in balance.install(model, data_group):
             undo.callback(handle.remove)
@@ -46,7 +46,7 @@ def install_modules(model: nn.Module, rank_plan: RankPlan, undo: Undo, *, global
     _make_gradients_dense(model, undo)
     place = rank_plan.place()
     drawing = exact.draw_exactly(model, place) if place is not None else []
-    for handle in (*drawing, state.accept_plain_state(model)):
+    for handle in (*drawing, model.register_load_state_dict_pre_hook(state.shard_plain_tensors)):
         undo.callback(handle.remove)
 
 
