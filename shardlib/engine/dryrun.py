@@ -25,6 +25,7 @@ from shardlib.engine import _torch, ops
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import apply_plan, is_sharded, partial_gradients, with_partial
 from shardlib.engine.pipeline import fake_run
+from shardlib.engine.pipeline.batch import as_call
 from shardlib.engine.pipeline.cut import shape_with_stages
 from shardlib.engine.pipeline.stages import has_pipeline
 from shardlib.engine.pipeline.weigh import counting
@@ -99,38 +100,31 @@ def dry_run(model: nn.Module, plan: Plan, example: Any, *, device_type: str = "c
 def _dry_run(model: nn.Module, plan: Plan, example: Any, device_type: str) -> tuple[DryRun, dict[str, tuple[str, ...]]]:
     """Return the report, and the model axes over which gradients are partial sums."""
     _refuse_sharded(model)
-    if has_pipeline(plan):
-        return _of_stages(model, plan, example, device_type)
-    args, kwargs = _arguments(model, example)
-    with _fake_world(plan, device_type) as mesh:
-        fake = _fake_copy(model, device_type)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, device_type), (args, kwargs))
-        apply_plan(fake, plan, mesh, check=False)
-        run_step(fake, args, kwargs)
-        with record_collectives(fake, mesh=mesh) as log:
-            left = run_step(fake, args, kwargs, log)
-        return dataclasses.replace(log.report(), activation_bytes=left), partial_gradients(fake)
+    staged = has_pipeline(plan)
+    ranks = plan.mesh.groups(plan.mesh.pipeline_axes)[0] if staged else [0]
+    given = example if staged else _arguments(model, example)
 
+    def step(fake: nn.Module, batch: Any, log: Recording | None) -> dict[str, Any]:
+        if staged:
+            return {"stages": fake_run.run(fake, plan, batch, log)}
+        return {"activation_bytes": run_step(fake, *batch, log)}
 
-def _of_stages(
-    model: nn.Module, plan: Plan, example: Any, device_type: str
-) -> tuple[DryRun, dict[str, tuple[str, ...]]]:
-    """Run the ranks of a pipeline one after another, each by the schedule."""
     found: list[DryRun] = []
     partial: dict[str, tuple[str, ...]] = {}
-    for rank in plan.mesh.groups(plan.mesh.only(plan.mesh.pipeline_axes).names)[0]:
+    for rank in ranks:
         with _fake_world(plan, device_type, rank) as mesh:
             fake = _fake_copy(model, device_type)
-            batch = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, device_type), example)
+            batch = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, device_type), given)
             apply_plan(fake, plan, mesh, check=False)
-            fake_run.run(fake, plan, batch)
+            step(fake, batch, None)
             with record_collectives(fake, mesh=mesh) as log:
-                own = fake_run.run(fake, plan, batch, log)
-            found.append(dataclasses.replace(log.report(), stages=own))
+                measured = step(fake, batch, log)
+            found.append(dataclasses.replace(log.report(), **measured))
             partial |= partial_gradients(fake)
-    every = [stage for report in found for stage in report.stages]
+    if not staged:
+        return found[0], partial
+    stages = tuple(sorted((stage for report in found for stage in report.stages), key=lambda s: s.stage))
     largest = max(found, key=lambda report: report.peak_bytes)
-    stages = tuple(sorted(every, key=lambda s: s.stage))
     return dataclasses.replace(largest, stages=stages, ranks=tuple(found)), partial
 
 
@@ -155,8 +149,7 @@ def _arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[st
     Raises:
         PlanError: forward does not take them.
     """
-    kwargs = dict(example) if isinstance(example, Mapping) else {}
-    args = example if isinstance(example, tuple) else () if isinstance(example, Mapping) else (example,)
+    args, kwargs = as_call(example)
     takes = inspect.signature(model.forward)
     try:
         takes.bind(*args, **kwargs)
@@ -177,8 +170,6 @@ def _fake_copy(model: nn.Module, device_type: str) -> nn.Module:
 
 def _fake(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device_type)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
 
 

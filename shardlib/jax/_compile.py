@@ -115,14 +115,7 @@ def structure_of(model: nn.Module, plan: Plan) -> nn.Module:
     """Copy the modules with tensors in their compute dtypes, without values."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     dtypes = {id(tensor): plan[name].compute.dtype for name, tensor in tensors.items()}
-    return copied_with(model, lambda t: _without_values(t, dtypes.get(id(t)) or t.dtype))
-
-
-def _without_values(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
+    return copied_with(model, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=dtypes.get(id(t)) or t.dtype))
 
 
 def _values_of(model: nn.Module, stored: Mapping[str, Storage], plan: Plan) -> Arrays:

@@ -62,6 +62,7 @@ private(
 
 __all__ = [
     "BatchNorm",
+    "as_kind",
     "call_eagerly",
     "compiled_call",
     "computed_before_calls",
@@ -131,9 +132,17 @@ def copied(module: M) -> M:
 
 
 def copied_with(module: M, new: Callable[[torch.Tensor], torch.Tensor]) -> M:
-    """Return a deep copy of a module that has `new(tensor)` in the place of each tensor, of which none is copied."""
+    """Return a deep copy of a module that has `new(tensor)` in the place of each tensor, of which none is copied.
+
+    Parameters stay parameters, and require gradients as before.
+    """
     tensors = [*module.parameters(), *module.buffers(), *_computed(module)]
-    return copy.deepcopy(module, {id(tensor): new(tensor) for tensor in tensors})
+    return copy.deepcopy(module, {id(tensor): as_kind(new(tensor), tensor) for tensor in tensors})
+
+
+def as_kind(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `made` as a parameter, if `like` is one."""
+    return torch.nn.Parameter(made, like.requires_grad) if isinstance(like, torch.nn.Parameter) else made
 
 
 def _computed(module: torch.nn.Module) -> list[torch.Tensor]:

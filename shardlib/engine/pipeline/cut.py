@@ -22,7 +22,7 @@ from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError
 from shardlib.rules import Stage
 
-__all__ = ["Place", "fake_copy", "mesh_with_stages", "of_stages", "remove_foreign", "shape_with_stages"]
+__all__ = ["Place", "fake_copy", "fake_like", "mesh_with_stages", "of_stages", "remove_foreign", "shape_with_stages"]
 
 
 class Place:
@@ -162,13 +162,13 @@ def fake_copy(model: nn.Module, mode: Any, device: torch.device, dtypes: Any) ->
         dtypes: compute dtypes by parameter name, where they differ from the parameter's.
     """
     names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
-    return _torch.copied_with(model, lambda x: _fake(x, mode, device, dtypes.get(names.get(id(x)))))
+    return _torch.copied_with(model, lambda x: fake_like(x, mode, device, dtypes.get(names.get(id(x)))))
 
 
-def _fake(tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def fake_like(tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a fake tensor of the shape and strides of another."""
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
-    return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
 
 
 def remove_foreign(model: nn.Module, place: Place, mode: Any, device: torch.device, undo: Undo) -> None:
@@ -185,7 +185,8 @@ def remove_foreign(model: nn.Module, place: Place, mode: Any, device: torch.devi
             if foreign:
                 undo.callback(_put_back, module, tensors, dict(tensors), foreign)
             for key in foreign:
-                module.__dict__[key] = _fake(tensors.pop(key), mode, device).requires_grad_(False)
+                tensor = tensors.pop(key)
+                module.__dict__[key] = _torch.as_kind(fake_like(tensor, mode, device), tensor).requires_grad_(False)
 
 
 def _put_back(module: nn.Module, tensors: dict[str, Any], before: dict[str, Any], foreign: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ __all__ = ["run"]
 
 
 def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) -> tuple[StageRun, ...]:
-    """Run one training step and return the measurements of this rank's stages.
+    """Run one training step and return the measurements of this rank's stages; none without a recording.
 
     The number of microbatches is that of the plan, or else twice the number of ranks, if the batch has so many rows.
     """
@@ -31,6 +31,9 @@ def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) 
     pipeline, total = record_of(model).pipeline, rows(batch)
     assert pipeline is not None
     count = plan.step.microbatches or min(2 * pipeline.place.ranks, total)
+    if log is None:
+        run_step(model, batch, _as_one_number, microbatches=count)
+        return ()
     seen = _Seen(log, plan.mesh.pipeline_axes)
     run_step(model, batch, _as_one_number, microbatches=count, watched=seen.watch)
     largest = total % count or count  # the number of microbatches of the largest size
@@ -49,7 +52,7 @@ def _as_one_number(output: Any, _batch: Any) -> torch.Tensor:
 class _Seen:
     """The measurements of each stage's actions."""
 
-    def __init__(self, log: Recording | None, axes: tuple[str, ...]) -> None:
+    def __init__(self, log: Recording, axes: tuple[str, ...]) -> None:
         self.log, self.axes = log, axes
         self.flops: Counter[int] = Counter()
         self.sent: Counter[int] = Counter()
@@ -65,9 +68,6 @@ class _Seen:
     @contextmanager
     def watch(self, action: Action) -> Iterator[None]:
         log = self.log
-        if log is None:
-            yield
-            return
         flops, alive, before = log.flops, log.live.now, len(log.collectives)
         yield
         self.flops[action.stage] += log.flops - flops

@@ -401,14 +401,10 @@ def without_fakes(output: Any) -> Any:
 
 def _tried(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return the output of a module for zeros, in a temporary copy whose parameters are zeros."""
-    real = _torch.copied_with(module, lambda tensor: _as_kind(_zeros(tensor), tensor))
+    real = _torch.copied_with(module, _zeros)
     args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
     with torch.random.fork_rng(devices=()):
         return real(*args, **kwargs)
-
-
-def _as_kind(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return nn.Parameter(tensor, requires_grad=False) if isinstance(like, nn.Parameter) else tensor
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from shardlib.engine import _torch, agree
 from shardlib.engine._torch import pytree
 from shardlib.engine.flops import operations_of
 from shardlib.engine.pipeline.batch import as_call, key_of
-from shardlib.engine.pipeline.cut import fake_copy
+from shardlib.engine.pipeline.cut import fake_copy, fake_like
 from shardlib.errors import PlanError, RuleError
 from shardlib.rules import Balanced, By, Weigh
 
@@ -133,7 +133,7 @@ def _run_fake(
         )
         module.register_forward_hook(lambda _module, _args, _output, name=name: end(name), always_call=True)
     with mode, torch.no_grad(), torch.random.fork_rng(devices=()):
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _fake_on(mode, device), as_call(example))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: fake_like(x, mode, device), as_call(example))
         try:
             fake(*args, **kwargs)
         except _torch.fake_tensor_errors() as error:
@@ -141,10 +141,6 @@ def _run_fake(
                 f"The modules of {type(model).__name__} cannot be weighed on shapes alone: its forward depends on "
                 f'values of tensors ({type(error).__name__}). Use Balanced(by="params"), or name the stages.'
             ) from error
-
-
-def _fake_on(mode: Any, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 # --- seconds ----------------------------------------------------------------------------------------------------------
@@ -198,6 +194,4 @@ def _await(device: torch.device) -> None:
 
 def _zeros(tensor: torch.Tensor, device: torch.device, *, grad: bool = False) -> torch.Tensor:
     made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(grad and (made.is_floating_point() or made.is_complex()))
