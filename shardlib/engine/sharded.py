@@ -67,7 +67,7 @@ class Sharded:
     @cached_property
     def step_context(self) -> StepContext:
         """The role of this rank in steps of a pipeline. Cached: Python time in a step stalls every rank."""
-        return StepContext.of(self)
+        return StepContext(self)
 
     @cached_property
     def param_states(self) -> dict[int, ParamState]:

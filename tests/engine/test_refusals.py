@@ -229,7 +229,7 @@ _STEPS = (
     "install_modules",
     "install_param_runtime",
     "compile_calls",
-    "stages.PipelineBuild.install",
+    "stages.Pipeline.install",
     "wrap_calls",
     "agree_on_random_state",
     "Sharded",
@@ -244,7 +244,7 @@ def _failing_after(mesh: str, transforms: tuple[Any, ...], **given: Any) -> list
     rules = rules.with_stages("embed, position, blocks.0 | blocks.1, norm, head") if "pp" in mesh else rules
     before, wrong = _state_of(model), []
     for path in _STEPS:
-        owner, name = (apply, path) if "." not in path else (apply.stages.PipelineBuild, "install")
+        owner, name = (apply, path) if "." not in path else (apply.stages.Pipeline, "install")
         if (name == "install" and "pp" not in mesh) or (name == "agree_on_random_state" and "rng" in given):
             continue  # there is no such step
         step = getattr(owner, name)

@@ -216,13 +216,13 @@ def apply_plan(
     For arguments see `shard_model`. `values` are this rank's local shards of a model on `meta`, by name: those of
     another model that these ranks have sharded by this plan, so that they agree on it and on their random numbers.
     """
-    exact_random, build = rng == "exact", None
+    exact_random, pipeline = rng == "exact", None
     if stages.has_pipeline(plan_):
-        build = stages.prepare(model, plan_, device_mesh, exact_random=exact_random)
-        rank_plan = RankPlan.of_stages(model, build)
+        pipeline = stages.Pipeline(model, plan_, device_mesh, exact_random=exact_random)
+        rank_plan = RankPlan.of_stages(model, pipeline)
     else:
         rank_plan = RankPlan.of(model, plan_, device_mesh, exact_random=exact_random)
-    everyone = rank_plan.everyone if build is None else build.everyone
+    everyone = rank_plan.everyone if pipeline is None else pipeline.everyone
 
     refuse_plan(rank_plan)
     refuse_modules(model, rank_plan)
@@ -231,7 +231,7 @@ def apply_plan(
     steps = rank_plan.plan.step.fp8_history
     history = fp8.History(float8, steps, rank_plan.device) if steps and float8.names else None
     warn_of_idle_axes(rank_plan)
-    _torch.set_timeouts(rank_plan.mesh if build is None else build.mesh)
+    _torch.set_timeouts(rank_plan.mesh if pipeline is None else pipeline.mesh)
     tensors = agree.named_tensors(model)
     is_first = values is None
     if check and is_first:
@@ -239,13 +239,13 @@ def apply_plan(
     if exact_random and is_first:
         share_random_state(everyone)
     if values is None:
-        names = None if build is None else build.names_here
+        names = None if pipeline is None else pipeline.names_here
         given = init is not None or any(tensor.is_meta for tensor in tensors.values())
         values = initial_values(model, rank_plan, init, check=bool(check), names=names) if given else {}
 
     with Undo() as undo:
-        if build is not None:
-            build.cut(model, undo)
+        if pipeline is not None:
+            pipeline.cut(model, undo)
         replaced = shard_tensors(model, rank_plan, values, undo)
         installed = Undo()
         undo.callback(installed.run)
@@ -262,11 +262,10 @@ def apply_plan(
             batch_norm_is_global=global_batch_norm,
         )
         installed.callback(fp8.install(model, float8, history))
-        backend = None if build is not None and build.place.splits_backward else compile
+        backend = None if pipeline is not None and pipeline.place.splits_backward else compile
         compiled = compile_calls(model, rank_plan, backend, installed)
-        pipeline = None
-        if build is not None:
-            pipeline = build.install(model, runtime.by_name(), casting(rank_plan), rank_plan.root_mesh, installed)
+        if pipeline is not None:
+            pipeline.install(model, runtime.by_name(), casting(rank_plan), rank_plan.root_mesh, installed)
         wrap_calls(
             model,
             rank_plan,
@@ -328,4 +327,5 @@ def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: 
 
 def names_here(model: nn.Module) -> dict[str, str]:
     """Map canonical parameter names, those of the unsplit model, to the names on this rank."""
-    return stages.names_here(model, record_of(model).pipeline)
+    pipeline = record_of(model).pipeline
+    return {name: name for name, _ in model.named_parameters()} if pipeline is None else pipeline.names_here

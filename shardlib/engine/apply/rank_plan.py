@@ -19,7 +19,7 @@ from shardlib._mesh import MeshShape, device_here
 from shardlib._plan import Movement, Optimizer, Plan, Purpose, Row, movements_of
 from shardlib.engine import _torch, batchnorm, exact
 from shardlib.engine.executor import Executor
-from shardlib.engine.pipeline.stages import PipelineBuild
+from shardlib.engine.pipeline.stages import Pipeline
 from shardlib.engine.regions import find_regions, inside
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout
@@ -74,14 +74,14 @@ class RankPlan:
         )
 
     @classmethod
-    def of_stages(cls, model: nn.Module, build: PipelineBuild) -> RankPlan:
+    def of_stages(cls, model: nn.Module, pipeline: Pipeline) -> RankPlan:
         """Return the plan on this rank of a pipeline."""
-        one = cls.of(model, build.stage_plan, build.stage_mesh)
+        one = cls.of(model, pipeline.stage_plan, pipeline.stage_mesh)
         return dataclasses.replace(
             one,
-            pipeline_group=build.pipeline_group,
-            counted_elsewhere=build.counted_elsewhere,
-            streams_before=build.place.index * one.shape.data_ranks,
+            pipeline_group=pipeline.pipeline_group,
+            counted_elsewhere=pipeline.counted_elsewhere,
+            streams_before=pipeline.place.index * one.shape.data_ranks,
         )
 
     # --- axes and their groups ----------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from shardlib._mesh import MeshShape, mesh
 from shardlib._plan import Plan, Row, expert_rows
 from shardlib._plan.schedules import default_schedule, rank_of_stage, splits_backward
 from shardlib.engine import _torch
+from shardlib.engine.regions import inside
 from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError
-from shardlib.rules import Stage
 
 __all__ = ["Place", "fake_copy", "fake_like", "mesh_with_stages", "of_stages", "remove_foreign", "shape_with_stages"]
 
@@ -42,14 +42,14 @@ class Place:
         self.ranks, self.index, self.stages = plan.mesh.only(plan.mesh.pipeline_axes).world_size, index, plan.stages
         self.schedule = plan.step.schedule or default_schedule(self.ranks, len(self.stages))
         named = {name for row in plan.rows if row.kind == "parameter" for name in row.tied}
-        self.everywhere = tuple(
+        self.everywhere = frozenset(
             module
             for stage in plan.stages
             for module in stage.modules
             if not any(name.startswith(f"{module}.") for name in named)
         )
         self.own = tuple(stage for stage in range(len(self.stages)) if self.rank_of(stage) == index)
-        self.same = {name: names for names, _ in _modules(model) if len(names) > 1 for name in names}
+        self.same = {name: names for names in _names_of_modules(model).values() if len(names) > 1 for name in names}
 
     @property
     def splits_backward(self) -> bool:
@@ -104,17 +104,17 @@ def of_stages(plan: Plan, place: Place, shape: MeshShape) -> Plan:
         PlanError: the plan cannot be carried out on stages.
     """
     _refuse(plan, place)
-    own = [place.stages[i] for i in place.own]
+    own = [module for i in place.own for module in place.stages[i].modules]
 
-    def inside(module: str) -> bool:
-        return any(_inside(own, name) for name in place.same.get(module, (module,)))
+    def runs_here(module: str) -> bool:
+        return any(inside(name, own) for name in place.same.get(module, (module,)))
 
     return plan.replace(
         mesh=shape,
         rows=tuple(row for each in plan.rows if (row := _own_row(each, place)) is not None),
-        borders=tuple(border for border in plan.borders if inside(border.module)),
-        units=tuple(filter(inside, plan.units)),
-        repeated=tuple(filter(inside, plan.repeated)),
+        borders=tuple(border for border in plan.borders if runs_here(border.module)),
+        units=tuple(filter(runs_here, plan.units)),
+        repeated=tuple(filter(runs_here, plan.repeated)),
         stages=(),
         blocks=None,
     )
@@ -125,13 +125,10 @@ def _own_row(row: Row, place: Place) -> Row | None:
     return row.replace(name=names[0], tied=names) if names else None
 
 
-def _inside(stages: Sequence[Stage], module: str) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for stage in stages for name in stage.modules)
-
-
 def _refuse(plan: Plan, place: Place) -> None:
+    modules = [module for stage in place.stages for module in stage.modules]
     for border in plan.borders:
-        between = border.rule is not None and not _inside(place.stages, border.module)
+        between = border.rule is not None and not inside(border.module, modules)
         if between and border.layout is not None and border.layout.axes & {*plan.mesh.model_axes}:
             raise PlanError(
                 f'The rule "{border.rule}" gives a layout to the {border.side} of "{border.module or "the model"}" '
@@ -155,11 +152,7 @@ def _refuse(plan: Plan, place: Place) -> None:
 def fake_copy(model: nn.Module, mode: Any, device: torch.device, dtypes: Any) -> nn.Module:
     """Return a copy of a model whose tensors are fake; no tensor of `model` is copied.
 
-    Args:
-        model: the model.
-        mode: the fake tensor mode.
-        device: the device of the fake tensors.
-        dtypes: compute dtypes by parameter name, where they differ from the parameter's.
+    `dtypes` are compute dtypes by parameter name, where they differ from the parameter's.
     """
     names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
     return _torch.copied_with(model, lambda x: fake_like(x, mode, device, dtypes.get(names.get(id(x)))))
@@ -174,7 +167,7 @@ def fake_like(tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torc
 def remove_foreign(model: nn.Module, place: Place, mode: Any, device: torch.device, undo: Undo) -> None:
     """Remove the tensors of other stages from a model, and put fake tensors in their place."""
     names = _names_of_tensors(model)
-    for module_names, module in _modules(model):
+    for module, module_names in _names_of_modules(model).items():
         for tensors in _torch.own_tensors(module):
             foreign = [
                 key
@@ -204,9 +197,8 @@ def _names_of_tensors(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _modules(model: nn.Module) -> list[tuple[list[str], nn.Module]]:
-    """Return every module once, with all its names."""
-    found: dict[int, tuple[list[str], nn.Module]] = {}
+def _names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
+    found: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(id(module), ([], module))[0].append(name)
-    return list(found.values())
+        found.setdefault(module, []).append(name)
+    return found

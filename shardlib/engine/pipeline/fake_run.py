@@ -14,11 +14,11 @@ from shardlib._plan import Plan, StageRun
 from shardlib._plan.schedules import Action
 from shardlib.engine._torch import pytree
 from shardlib.engine.pipeline.batch import rows
-from shardlib.engine.pipeline.step import run_step
+from shardlib.engine.pipeline.step import pipeline_step
 from shardlib.engine.recording import Recording
 from shardlib.engine.sharded import record_of
 
-__all__ = ["run"]
+__all__ = ["roots_of", "run"]
 
 
 def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) -> tuple[StageRun, ...]:
@@ -28,14 +28,16 @@ def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) 
     """
     for parameter in model.parameters():
         parameter.grad = None
-    pipeline, total = record_of(model).pipeline, rows(batch)
+    record, total = record_of(model), rows(batch)
+    pipeline = record.pipeline
     assert pipeline is not None
     count = plan.step.microbatches or min(2 * pipeline.place.ranks, total)
     if log is None:
-        run_step(model, batch, _as_one_number, microbatches=count)
+        pipeline_step(model, batch, _as_one_number, microbatches=count)
         return ()
     seen = _Seen(log, plan.mesh.pipeline_axes)
-    run_step(model, batch, _as_one_number, microbatches=count, watched=seen.watch)
+    record.step_context.watched = seen.watch
+    pipeline_step(model, batch, _as_one_number, microbatches=count)
     largest = total % count or count  # the number of microbatches of the largest size
     return tuple(
         StageRun(stage, pipeline.place.index, seen.flops[stage], seen.left(stage, largest), seen.sent[stage])
@@ -44,9 +46,13 @@ def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) 
 
 
 def _as_one_number(output: Any, _batch: Any) -> torch.Tensor:
-    """Return a scalar loss as in a dry run without stages: the sum of scalars, or else of all outputs."""
+    return torch.stack([root.sum() for root in roots_of(output)]).sum()
+
+
+def roots_of(output: Any) -> list[torch.Tensor]:
+    """Return the tensors that backward of a dry run starts from: scalars, or else all differentiable outputs."""
     found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-    return torch.stack([t.sum() for t in [t for t in found if t.ndim == 0] or found]).sum()
+    return [t for t in found if t.ndim == 0] or found
 
 
 class _Seen:

@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 from shardlib.engine import _torch
 from shardlib.engine._torch import flatten_with_path, pytree
 from shardlib.engine.pipeline.batch import refuse_unfit
+from shardlib.engine.pipeline.cut import Place
 from shardlib.engine.region import unwrap_dtensor, wrap_replicated
 from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError, ShardingError
-from shardlib.rules import Stage
 
 __all__ = ["Message", "Route", "StageBoundary", "has_values", "without_fakes"]
 
@@ -110,11 +110,8 @@ class Route:
         model: the model, cut into stages.
         skeleton: a copy of all modules with fake tensors.
         mode: the fake tensor mode.
-        stages: the stages of all ranks.
-        own: the numbers of this rank's stages.
-        everywhere: modules without parameters, which any stage calls that has their inputs.
+        place: the stages, and which of them this rank runs.
         casting: the dtype that inputs are cast to, and the autocast context of forward.
-        splits_backward: whether gradients of inputs and of parameters are computed separately.
         region: the mesh of the model axes, if all of this rank's model computes on DTensors. Messages are plain
             tensors.
     """
@@ -124,30 +121,23 @@ class Route:
         model: nn.Module,
         skeleton: nn.Module,
         mode: Any,
-        stages: Sequence[Stage],
-        own: Sequence[int],
-        everywhere: Sequence[str],
+        place: Place,
         casting: Any,
-        *,
-        splits_backward: bool = False,
-        region: DeviceMesh | None = None,
+        region: DeviceMesh | None,
     ) -> None:
-        self.skeleton, self.mode, self.stages, self.own, self.casting = skeleton, mode, stages, own, casting
-        self._everywhere = frozenset(everywhere)
-        self._stage_of = {name: number for number, stage in enumerate(stages) for name in stage.modules}
+        self.skeleton, self.mode, self.place, self.casting, self.region = skeleton, mode, place, casting, region
+        self._stage_of = {name: number for number, stage in enumerate(place.stages) for name in stage.modules}
         self._known: dict[Any, _Known] = {}
         self._active: _Pass | None = None
         self._model, self._forward = weakref.ref(model), _weakly(model.forward)
         self._name = type(model).__name__
-        self.splits_backward, self.region = splits_backward, region
 
     def around_modules(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
         """Return the wrappers of the stages' modules by name; a module of several names is there once."""
-        by_module: dict[int, tuple[nn.Module, list[str]]] = {}
+        by_module: dict[nn.Module, list[str]] = {}
         for name in self._stage_of:
-            module = model.get_submodule(name)
-            by_module.setdefault(id(module), (module, []))[1].append(name)
-        return {names[0]: functools.partial(self._call, tuple(names)) for _, names in by_module.values()}
+            by_module.setdefault(model.get_submodule(name), []).append(name)
+        return {names[0]: functools.partial(self._call, tuple(names)) for names in by_module.values()}
 
     def install(self, model: nn.Module, undo: Undo) -> None:
         """Replace the model's forward."""
@@ -195,7 +185,7 @@ class Route:
     def _call(self, names: tuple[str, ...], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         one = self._active
         if one is None or one.inside:
-            if one is None and not any(self._stage_of[name] in self.own for name in names):
+            if one is None and not any(self._stage_of[name] in self.place.own for name in names):
                 raise ShardingError(f'"{names[0]}" is on stage {self._stage_of[names[0]]}, and not on this rank.')
             return inner(*args, **kwargs)
         number, one.count = one.count, one.count + 1
@@ -217,7 +207,7 @@ class Route:
 
     def _can_call(self, name: str, args: Any, kwargs: Any) -> bool:
         """Tell whether this rank can call a module of another stage itself."""
-        return name in self._everywhere and _all_have_values(args, kwargs)
+        return name in self.place.everywhere and _all_have_values(args, kwargs)
 
     def _entering(self, one: _Pass, boundary: StageBoundary, name: str, args: Any, kwargs: Any) -> Any:
         if boundary.lacks_first and args and self.region is None:
@@ -293,7 +283,7 @@ class Route:
             self.skeleton.train(training)
             known = _Known([None])
             with _keeping_buffers(self._model()):
-                for stage in range(1, len(self.stages)):
+                for stage in range(1, len(self.place.stages)):
                     known.boundaries.append(self._boundary(stage, known, args, dict(kwargs)))
             while len(self._known) >= _MOST_SHAPES:
                 del self._known[next(iter(self._known))]
@@ -320,18 +310,19 @@ class Route:
                 "one."
             ) from error
         raise PlanError(
-            f"Stage {stage} ({', '.join(self.stages[stage].modules[:3])}, ...) is given nothing by the stages before "
-            f"it: no call of its modules in the forward of {self._name} takes what they make. {self._advice(stage)}"
+            f"Stage {stage} ({', '.join(self.place.stages[stage].modules[:3])}, ...) is given nothing by the stages "
+            f"before it: no call of its modules in the forward of {self._name} takes what they make. "
+            f"{self._advice(stage)}"
         )
 
     def _advice(self, stage: int) -> str:
         """Say what to do about a stage that is given nothing."""
         earlier = {
             id(self.skeleton.get_submodule(name)): (name, number)
-            for number, before in enumerate(self.stages[:stage])
+            for number, before in enumerate(self.place.stages[:stage])
             for name in before.modules
         }
-        for name in self.stages[stage].modules:
+        for name in self.place.stages[stage].modules:
             if found := earlier.get(id(self.skeleton.get_submodule(name))):
                 return (
                     f'"{name}" is the same module as "{found[0]}" on stage {found[1]}, and a stage calls the modules '

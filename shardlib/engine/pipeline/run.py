@@ -6,9 +6,10 @@ No other rank therefore waits in vain, and all ranks learn of the failure at the
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,11 @@ from torch import nn
 
 from shardlib._plan.schedules import Action
 from shardlib.engine import _torch
-from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.pipeline.batch import Call
-from shardlib.engine.pipeline.route import Route, StageBoundary, has_values, without_fakes
-from shardlib.engine.pipeline.transport import P2PMessage, Transport
+from shardlib.engine.pipeline.route import StageBoundary, has_values, without_fakes
+from shardlib.engine.pipeline.transport import P2PMessage, Transport, sent_by
+from shardlib.engine.sharded import Sharded
 from shardlib.errors import InputError, LostRankError, PlanError
 
 __all__ = ["Failure", "Losses", "Microbatch", "Run"]
@@ -31,12 +32,14 @@ Criterion = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch: the arguments of the model's call, the criterion's batch, the number of rows, and its key."""
+    """A microbatch: the arguments of the model's call, the criterion's batch, the number of rows, its key, and where
+    the stages begin for it."""
 
     call: Call
     batch: Any
     rows: int
     key: Any
+    boundaries: Sequence[StageBoundary | None]
 
 
 @dataclass(frozen=True)
@@ -79,54 +82,47 @@ class Run:
     `refused` is the error that kept the step from beginning: an invalid input, or an action that a rank could not do.
 
     Args:
-        model: the model, cut into stages with a route; or a full model as the only stage.
-        route: the route of the model; None for a full model.
+        model: the model, cut into stages; or a full model as the only stage.
+        record: its record.
         transport: the messages; None if there is one stage.
         microbatches: what the batch was cut into.
-        boundaries: the stages' boundaries for each microbatch.
         criterion: (output, batch) -> loss.
-        reducer: the reducer of the gradients.
         begin: waits until all ranks are known to run the same step; returns the factor of the mean loss of one row
-            before backward, and that of a sum of counted losses.
-        early: whether this rank may compute its first forward before that. It sends nothing before.
+            before backward, and that of a sum of counted losses. A rank whose first forward needs no other rank
+            computes it before that, and sends nothing before.
         train: whether to run backward.
         keep_outputs: whether to keep the outputs of the last stage.
-        watched: returns a context for each action, in which it runs.
         on_failure: called for the first failure of this rank; raises if other ranks cannot continue without it.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        route: Route | None,
+        record: Sharded,
         transport: Transport | None,
         microbatches: Sequence[Microbatch],
-        boundaries: Sequence[Sequence[StageBoundary | None]],
         criterion: Criterion | None,
-        reducer: GradientReducer,
         *,
         begin: Callable[[], tuple[float, float]],
-        early: bool = False,
-        train: bool = True,
-        keep_outputs: bool = False,
-        watched: Callable[[Action], AbstractContextManager[Any]] | None = None,
-        on_failure: Callable[[Failure], None] = lambda _failure: None,
+        train: bool,
+        keep_outputs: bool,
+        on_failure: Callable[[Failure], None],
     ) -> None:
-        self.model, self.route, self.transport = model, route, transport
-        self.microbatches, self.boundaries = microbatches, boundaries
-        self.criterion, self.reducer, self._begin, self.early = criterion, reducer, begin, early
+        self.model, self.pipeline, self.reducer, self.transport = model, record.pipeline, record.reducer, transport
+        self.microbatches, self.criterion, self._begin = microbatches, criterion, begin
+        self.step_context = record.step_context
         self.factor = 1.0, 1.0
         self.begun = False
         self.refused: Exception | None = None
         self.train, self.keep_outputs = train, keep_outputs
-        self.last = len(boundaries[0]) - 1
+        self.last = len(microbatches[0].boundaries) - 1
         self.losses = Losses()
         self.outputs: dict[int, Any] = {}
         self.executed: list[Action] = []
         self.failure: Failure | None = None
-        self._watched, self._on_failure = watched or (lambda _action: nullcontext()), on_failure
+        self._on_failure = on_failure
         self._saved: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
-        self._pending_weight_grads: dict[tuple[int, int], Any] = {}
+        self._pending_weight_grads: dict[tuple[int, int], Callable[[], None]] = {}
         self._received: set[P2PMessage] = set()
         self._sent: set[P2PMessage] = set()
 
@@ -138,7 +134,7 @@ class Run:
             StageError: only this rank has failed, and others wait for it inside of their modules.
         """
         for number, action in enumerate(actions):
-            if number or not self.early:
+            if number or not self.step_context.computes_early:
                 self._meet()
             if self.transport is not None and self.begun:
                 for ahead in actions[number : number + self.transport.channels.ahead]:
@@ -146,7 +142,7 @@ class Run:
                         self.transport.expect(message)
             if self.failure is None:
                 try:
-                    with self._watched(action):
+                    with self.step_context.watched(action):
                         self._forward(action) if action.kind == "F" else self._backward(action)
                     self.executed.append(action)
                 except LostRankError:
@@ -187,10 +183,10 @@ class Run:
             for tensor in received if self.train else ():
                 tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
             args, kwargs = microbatch.call
-            if self.route is None:
+            if self.pipeline is None:
                 output = self.model(*args, **kwargs)
             else:
-                output = self.route.run(self.model, stage, microbatch.key, args, kwargs, received)
+                output = self.pipeline.route.run(self.model, stage, microbatch.key, args, kwargs, received)
             made = [self._loss(output, microbatch)] if stage == self.last else self._agreed(output, stage, m)
         if stage == self.last and self.keep_outputs:
             self.outputs[m] = without_fakes(_torch.pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
@@ -201,9 +197,9 @@ class Run:
 
     def _agreed(self, output: Sequence[torch.Tensor], stage: int, m: int) -> list[torch.Tensor]:
         """Return the tensors to send, in the shapes and dtypes that the next stage expects."""
-        boundary = self.boundaries[m][stage + 1]
-        assert boundary is not None
-        made = []
+        boundary = self.microbatches[m].boundaries[stage + 1]
+        assert boundary is not None and self.pipeline is not None
+        made, splits = [], self.train and self.pipeline.place.splits_backward
         for tensor, message in zip(output, boundary.messages, strict=True):
             if tuple(tensor.shape) != message.shape:
                 raise PlanError(
@@ -213,12 +209,8 @@ class Run:
                 )
             tensor = tensor.to(message.dtype)
             # Cloned since a split backward could not free the graph of a view.
-            made.append(tensor.clone() if self._splits else tensor)
+            made.append(tensor.clone() if splits else tensor)
         return made
-
-    @property
-    def _splits(self) -> bool:
-        return self.train and self.route is not None and self.route.splits_backward
 
     def _loss(self, output: Any, microbatch: Microbatch) -> torch.Tensor:
         """Return the loss that backward starts from on the last stage; a zero in evaluation without a loss."""
@@ -253,24 +245,24 @@ class Run:
     def _backward(self, action: Action) -> None:
         kind, stage, m = action
         if kind == "W":
-            self._backward_of_weights(stage, m)
+            self._pending_weight_grads.pop((stage, m), lambda: None)()
             return
         received, made = self._saved.pop((stage, m))
         gradients = self._take(self._needed(action)) if stage < self.last else [self._initial_grad(made[0], m)]
-        boundary = self.boundaries[m][stage + 1] if stage < self.last else None
+        boundary = self.microbatches[m].boundaries[stage + 1] if stage < self.last else None
         if boundary is not None:
             made = [tensor for tensor, message in zip(made, boundary.messages, strict=True) if message.has_gradient]
         pairs = [(tensor, grad) for tensor, grad in zip(made, gradients, strict=True) if tensor.requires_grad]
         outputs, given = [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
         inputs = [tensor for tensor in received if tensor.requires_grad]
-        if kind == "I" and not inputs:
-            self._pending_weight_grads[stage, m] = outputs, given, None
-            return
         if not pairs:
             found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        elif kind == "I" and not inputs:
+            self._pending_weight_grads[stage, m] = functools.partial(torch.autograd.backward, outputs, given)
+            return
         elif kind == "I":
             found, rest = _torch.backward_of_inputs(outputs, given, inputs, self.reducer.leaves())
-            self._pending_weight_grads[stage, m] = None, None, rest
+            self._pending_weight_grads[stage, m] = functools.partial(self._backward_of_weights, rest)
         else:
             torch.autograd.backward(outputs, given)
             found = [tensor.grad for tensor in inputs]
@@ -283,13 +275,9 @@ class Run:
         mean, counted = self.factor
         return torch.full_like(loss, counted if self.losses.counted else mean * self.microbatches[m].rows)
 
-    def _backward_of_weights(self, stage: int, m: int) -> None:
-        outputs, given, rest = self._pending_weight_grads.pop((stage, m), (None, None, None))
-        if rest is not None:
-            with self.reducer.room_for_gradients():
-                _torch.backward_of_weights(self.reducer.leaves(), rest)
-        elif outputs:
-            torch.autograd.backward(outputs, given)
+    def _backward_of_weights(self, rest: Any) -> None:
+        with self.reducer.room_for_gradients():
+            _torch.backward_of_weights(self.reducer.leaves(), rest)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
@@ -317,19 +305,12 @@ class Run:
         """Receive and send the messages of an action without computing."""
         if self.transport is None:
             return
-        needed, due = self._needed(action), self._due(action)
+        needed, due = self._needed(action), sent_by(action, self.last)
         if needed is not None and needed not in self._received:
             self._take(needed)
         if due is not None and due not in self._sent:
-            self._send(
-                due, [torch.zeros(s, dtype=d, device=self.transport.device) for s, d in self.transport.metas(due)]
-            )
-
-    def _due(self, action: Action) -> P2PMessage | None:
-        kind, stage, m = action
-        if kind == "F":
-            return P2PMessage("forward", stage + 1, m) if stage < self.last else None
-        return P2PMessage("backward", stage - 1, m) if kind in "BI" and stage else None
+            metas = self.transport.timetable.metas[due]
+            self._send(due, [torch.zeros(s, dtype=d, device=self.transport.device) for s, d in metas])
 
 
 def _loss_of_output(output: Any) -> Any:

@@ -26,20 +26,16 @@ class Shared:
     """One parameter that ranks of several stages hold.
 
     Attributes:
-        names: all names of the parameter.
         param_state: its state on this rank; None if this rank does not hold it.
         transport: the transport among the ranks that hold the same shard of it; None if this rank is not one of them.
-        is_first: whether this rank is on the first of these stages, which counts the parameter in norms.
         movements: the movement that sums its gradient over the stages; none if the plan has frozen it.
         prior: the accumulated gradient of earlier steps, while a step runs.
         summed: whether the gradient is already summed over the holders.
     """
 
-    names: tuple[str, ...]
     param_state: ParamState | None
     transport: Transport | None
-    is_first: bool
-    movements: tuple[Movement, ...] = ()
+    movements: tuple[Movement, ...]
     prior: Any = None
     summed: bool = False
 
@@ -50,7 +46,7 @@ class Shared:
         param = self.param_state.param
         if param.grad is None:
             self.summed = False
-        if self.summed and param.grad is not None:
+        elif self.summed:
             # Copied since it is a view of a bucket, which the next reduction overwrites.
             self.prior, param.grad = _copied(param.grad), None
 

@@ -1,4 +1,4 @@
-"""The steps of `shard_model` for a mesh with a pipeline axis, before and after it shards the tensors that a rank keeps.
+"""The steps of `shard_model` for a mesh with a pipeline axis.
 
 The ranks of one stage have their own mesh, the whole mesh without the pipeline axis. On this mesh, the rest of the
 model after the cut is sharded like any model; that code gets all it needs to know of other stages from this module.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -19,105 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshShape, device_here
 from shardlib._plan import Plan, movements_of, rows_by_name
-from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch
 from shardlib.engine.groups import group_of
 from shardlib.engine.params import ParamState
 from shardlib.engine.pipeline.cut import Place, fake_copy, mesh_with_stages, of_stages, remove_foreign
 from shardlib.engine.pipeline.route import Route
 from shardlib.engine.pipeline.shared import Shared
-from shardlib.engine.pipeline.transport import Channels, P2PMessage, Timetable
+from shardlib.engine.pipeline.transport import Channels, Timetable
 from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError
 
-__all__ = ["Pipeline", "has_pipeline", "names_here", "prepare"]
-
-
-@dataclass(frozen=True, eq=False)
-class Pipeline:
-    """The record of a model that is cut into stages.
-
-    Attributes:
-        plan: the plan of the whole model.
-        mesh: the whole mesh.
-        place: the coordinate and the stages of this rank.
-        route: runs microbatches through this rank's stages.
-        channels: the process groups to the ranks of other stages.
-        shared: the tensors that several stages hold, the same list on all ranks.
-        names: canonical names by the names of this rank's tensors.
-    """
-
-    plan: Plan
-    mesh: DeviceMesh
-    place: Place
-    route: Route
-    channels: Channels
-    shared: Sequence[Shared]
-    names: Mapping[str, str]
-
-    @cached_property
-    def timetable(self) -> Callable[[Sequence[Hashable], bool], Timetable]:
-        """A cached function that returns the messages for microbatches of these keys, with or without backward."""
-        return lru_cache(maxsize=256)(self._timetable)
-
-    def _timetable(self, keys: Sequence[Hashable], train: bool) -> Timetable:
-        place, count, last = self.place, len(keys), len(self.place.stages) - 1
-        if train:
-            orders: Sequence[Sequence[Action]] = order(place.schedule, place.ranks, last + 1, count)
-        else:
-            orders = [
-                [Action("F", s, m) for m in range(count) for s in range(last + 1) if place.rank_of(s) == rank]
-                for rank in range(place.ranks)
-            ]
-        boundaries = [self.route.boundaries(key) for key in keys]
-
-        def metas(message: P2PMessage) -> list[tuple[tuple[int, ...], torch.dtype]]:
-            forward = message.kind == "forward"
-            boundary = boundaries[message.microbatch][message.stage if forward else message.stage + 1]
-            assert boundary is not None
-            return [(each.shape, each.dtype) for each in boundary.messages if forward or each.has_gradient]
-
-        return Timetable(orders, place.index, place.rank_of, metas)
-
-    @property
-    def foreign(self) -> set[str]:
-        """All names of tensors that only other ranks hold."""
-        on_this_rank = set(self.names.values())
-        return {name for row in self.plan.rows if row.name not in on_this_rank for name in row.tied}
-
-    def full_state(self, own: Mapping[str, torch.Tensor], names: Collection[str] | None) -> dict[str, torch.Tensor]:
-        """Return the state dict of the whole model: each tensor from the first rank of the pipeline that holds it.
-
-        Collective over the pipeline axis.
-
-        Args:
-            own: full tensors of this rank's stages, by name.
-            names: the entries to return, the same on all ranks; None for all.
-        """
-        rows = rows_by_name(self.plan.rows)
-        group, device = self.mesh[self.plan.mesh.pipeline_axes[0]].get_group(), device_here(self.mesh.device_type)
-        ranks = dist.get_process_group_ranks(group)
-        sent: dict[str, torch.Tensor] = {}
-        found = {}
-        for name in self.route.skeleton.state_dict():
-            if names is not None and name not in names:
-                continue
-            row = rows[name]
-            if row.name not in sent:
-                local = next((own[each] for each in row.tied if each in own), None)
-                value = torch.empty(row.global_shape, dtype=row.stored.dtype or row.dtype) if local is None else local
-                moving = value.to(device).contiguous()
-                dist.broadcast(moving, ranks[self.place.holders(row.tied)[0]], group=group)
-                sent[row.name] = moving.to(value.device)
-            found[name] = sent[row.name]
-        return found
-
-
-def names_here(model: nn.Module, pipeline: Pipeline | None) -> dict[str, str]:
-    """Map canonical names of this rank's parameters to their names on this rank."""
-    if pipeline is None:
-        return {name: name for name, _ in model.named_parameters()}
-    return {first: name for name, first in pipeline.names.items()}
+__all__ = ["Pipeline", "has_pipeline"]
 
 
 def has_pipeline(plan: Plan) -> bool:
@@ -125,34 +36,44 @@ def has_pipeline(plan: Plan) -> bool:
     return any(plan.mesh[axis] > 1 for axis in plan.mesh.pipeline_axes)
 
 
-def prepare(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool) -> PipelineBuild:
-    """Inspect the model before it is cut. Creates process groups: collective over all ranks.
+class Pipeline:
+    """A model that is cut into stages; `shard_model` makes it, cuts the model, and installs the route.
+
+    Creates process groups: collective over all ranks.
+
+    Attributes:
+        plan: the plan of the whole model.
+        mesh: the whole mesh.
+        place: the coordinate and the stages of this rank.
+        stage_plan, stage_mesh: what this rank's stages carry out, and the mesh of the ranks that do.
+        skeleton: a copy of all modules with fake tensors.
+        route: runs microbatches through this rank's stages.
+        channels: the process groups to the ranks of other stages.
+        shared: the tensors that several stages hold, the same list on all ranks.
 
     Raises:
         PlanError: the plan has no stages, or cannot be carried out on them.
     """
-    axis = plan.mesh.pipeline_axes[0]
-    if not plan.stages:
-        raise PlanError(
-            f'Mesh "{plan.mesh}" has the pipeline axis "{axis}", and the rules name no stages for it. Name them: '
-            'Rules(..., stages="embed, blocks.0-3 | blocks.4-7, norm, head"), or stages=Balanced(); a layout file\'s '
-            "rules take them with rules.with_stages(Balanced())."
-        )
-    if exact_random:
-        raise PlanError(
-            'rng="exact" draws in the order of one device, and the stages of a pipeline run at the same time. Use '
-            'rng="fast" on a mesh with a pipeline axis.'
-        )
-    return PipelineBuild(model, plan, mesh)
 
+    route: Route
+    channels: Channels
+    shared: Sequence[Shared]
 
-class PipelineBuild:
-    """The state of `shard_model` while it cuts a model into stages."""
-
-    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool) -> None:
+        self.axis = plan.mesh.pipeline_axes[0]
+        if not plan.stages:
+            raise PlanError(
+                f'Mesh "{plan.mesh}" has the pipeline axis "{self.axis}", and the rules name no stages for it. Name '
+                'them: Rules(..., stages="embed, blocks.0-3 | blocks.4-7, norm, head"), or stages=Balanced(); a layout '
+                "file's rules take them with rules.with_stages(Balanced())."
+            )
+        if exact_random:
+            raise PlanError(
+                'rng="exact" draws in the order of one device, and the stages of a pipeline run at the same time. Use '
+                'rng="fast" on a mesh with a pipeline axis.'
+            )
         self.plan, self.mesh = plan, mesh_with_stages(mesh)
         self.shape = MeshShape.of(self.mesh)
-        self.axis = plan.mesh.pipeline_axes[0]
         self.place = Place(plan, self.mesh.get_local_rank(self.axis), model)
         of_stage = MeshShape({name: size for name, size in self.shape.items() if name != self.axis})
         self.stage_plan = of_stages(plan, self.place, of_stage)
@@ -174,8 +95,8 @@ class PipelineBuild:
     @cached_property
     def names(self) -> dict[str, str]:
         """Canonical names by the names of this rank's tensors."""
-        first = {name: row.name for row in self.plan.rows for name in row.tied}
-        return {row.name: first[row.name] for row in self.stage_plan.rows}
+        rows = rows_by_name(self.plan.rows)
+        return {row.name: rows[row.name].name for row in self.stage_plan.rows}
 
     @cached_property
     def names_here(self) -> dict[str, str]:
@@ -194,9 +115,9 @@ class PipelineBuild:
     @cached_property
     def counted_elsewhere(self) -> frozenset[str]:
         """Names of this rank's parameters that an earlier stage also holds, and counts in norms."""
-        local_names = self.names_here
-        params = (row for row in self.plan.rows if row.kind == "parameter" and row.name in local_names)
-        return frozenset(local_names[row.name] for row in params if self.place.holders(row.tied)[0] != self.place.index)
+        params = (row for row in self.plan.rows if row.kind == "parameter" and row.name in self.names_here)
+        elsewhere = (row for row in params if self.place.holders(row.tied)[0] != self.place.index)
+        return frozenset(self.names_here[row.name] for row in elsewhere)
 
     def install(
         self,
@@ -205,37 +126,22 @@ class PipelineBuild:
         casting: Any,
         region: DeviceMesh | None,
         undo: Undo,
-    ) -> Pipeline:
+    ) -> None:
         """Install the route of this rank's stages, once they are sharded. Creates groups: collective over all ranks.
 
-        Args:
-            model: the model with this rank's stages only.
-            param_states: the states of its parameters by name.
-            casting: the dtypes that it computes in.
-            region: the mesh of the model axes, if all of this rank's model computes on DTensors.
-            undo: removes everything again.
+        `region` is the mesh of the model axes, if all of this rank's model computes on DTensors.
         """
         group = self.pipeline_group
         tagged = dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.FAKE)
         lines = [] if tagged else self.shape.groups((self.axis,))
-        channels = Channels.open(group, lines, self.device, tagged=tagged)
-        route = Route(
-            model,
-            self.skeleton,
-            self.mode,
-            self.place.stages,
-            self.place.own,
-            self.place.everywhere,
-            casting,
-            splits_backward=self.place.splits_backward,
-            region=region,
-        )
-        route.install(model, undo)
+        self.channels = Channels.open(group, lines, self.device)
+        self.route = Route(model, self.skeleton, self.mode, self.place, casting, region)
+        self.route.install(model, undo)
         undo.callback(model.register_load_state_dict_pre_hook(self._drop_foreign).remove)
-        return Pipeline(self.plan, self.mesh, self.place, route, channels, self._shared(param_states), self.names)
+        self.shared = self._shared(param_states)
 
     def _shared(self, param_states: Mapping[str, ParamState]) -> list[Shared]:
-        local_names, made = self.names_here, []
+        made = []
         groups: dict[tuple[int, ...], Any] = {}
         for row in self.plan.rows:
             holders = self.place.holders(row.tied)
@@ -243,14 +149,14 @@ class PipelineBuild:
                 continue
             if holders not in groups:
                 groups[holders] = self._group_of(holders)
-            param_state = param_states[local_names[row.name]] if row.name in local_names else None
+            param_state = param_states[self.names_here[row.name]] if row.name in self.names_here else None
             group = groups[holders]
             among = param_state.executor.transport((self.axis,), group) if param_state and group else None
             with _torch.no_modes():
                 shared = {row.name: len(holders)}
                 every = movements_of([row], self.plan.mesh, self.plan.units, self.plan.step, holders=shared)
                 sums = tuple(one for one in every if one.purpose == "gradients, stages")
-            made.append(Shared(row.tied, param_state, among, self.place.index == holders[0], sums))
+            made.append(Shared(param_state, among, sums))
         return made
 
     def _group_of(self, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -290,3 +196,40 @@ class PipelineBuild:
             for name, value in given.items()
             if isinstance(value, torch.Tensor) and tuple(value.shape) != tuple(foreign[name].global_shape)
         ]
+
+    @cached_property
+    def timetable(self) -> Callable[[Sequence[Hashable], bool], Timetable]:
+        """A cached function that returns the messages for microbatches of these keys, with or without backward."""
+        return lru_cache(maxsize=256)(
+            lambda keys, train: Timetable(self.place, [self.route.boundaries(key) for key in keys], train=train)
+        )
+
+    @property
+    def foreign(self) -> set[str]:
+        """All names of tensors that only other ranks hold."""
+        return {name for row in self.plan.rows if row.name not in self.names_here for name in row.tied}
+
+    def full_state(self, own: Mapping[str, torch.Tensor], names: Collection[str] | None) -> dict[str, torch.Tensor]:
+        """Return the state dict of the whole model: each tensor from the first rank of the pipeline that holds it.
+
+        Collective over the pipeline axis.
+
+        Args:
+            own: full tensors of this rank's stages, by name.
+            names: the entries to return, the same on all ranks; None for all.
+        """
+        rows = rows_by_name(self.plan.rows)
+        sent: dict[str, torch.Tensor] = {}
+        found = {}
+        for name in self.skeleton.state_dict():
+            if names is not None and name not in names:
+                continue
+            row = rows[name]
+            if row.name not in sent:
+                local = next((own[each] for each in row.tied if each in own), None)
+                value = torch.empty(row.global_shape, dtype=row.stored.dtype or row.dtype) if local is None else local
+                moving = value.to(self.device).contiguous()
+                dist.broadcast(moving, group=self.pipeline_group, group_src=self.place.holders(row.tied)[0])
+                sent[row.name] = moving.to(value.device)
+            found[name] = sent[row.name]
+        return found

@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlib._mesh import MeshShape
 from shardlib._plan.schedules import Action
 from shardlib.engine import _torch, agree, lost
 from shardlib.engine.gradients import Aside
@@ -37,7 +36,7 @@ from shardlib.engine.sharded import Sharded, record_of
 from shardlib.engine.wrapper import OptimizerWrapper
 from shardlib.errors import InputError, ShardingError, StageError
 
-__all__ = ["PipelineStep", "pipeline_step", "run_step"]
+__all__ = ["PipelineStep", "pipeline_step"]
 
 
 @dataclass(frozen=True)
@@ -107,52 +106,23 @@ def pipeline_step(
         >>> step.loss.shape, model.weight.grad.shape
         (torch.Size([]), torch.Size([2, 4]))
     """
-    return run_step(
-        model,
-        batch,
-        criterion,
-        optimizer=optimizer,
-        microbatches=microbatches,
-        microbatch_size=microbatch_size,
-        return_outputs=return_outputs,
-        forward_only=forward_only,
-    )
-
-
-def run_step(
-    model: nn.Module,
-    batch: Any,
-    criterion: Criterion | None,
-    *,
-    optimizer: OptimizerWrapper | None = None,
-    microbatches: int | None = None,
-    microbatch_size: int | None = None,
-    return_outputs: bool = False,
-    forward_only: bool = False,
-    watched: Callable[[Action], AbstractContextManager[None]] | None = None,
-) -> PipelineStep:
-    """Run `pipeline_step`, with each action inside of the context that `watched` returns for it."""
     record, train = record_of(model), not forward_only and torch.is_grad_enabled()
     if record.comparison is not None:
         record.comparison.before_forward((batch,), {})
     one = _Step(model, record, train=train)
-    cut, boundaries, failed = one.prepare(batch, microbatches, microbatch_size)
+    cut, failed = one.prepare(batch, microbatches, microbatch_size)
     meet = one.ask(cut, failed)
     if failed is not None:
         meet()
     run = Run(
         model,
-        record.pipeline.route if record.pipeline is not None else None,
+        record,
         one.transport(cut),
         cut,
-        boundaries,
         criterion,
-        record.reducer,
         begin=lambda: one.factors(meet(), optimizer),
-        early=one.step_context.computes_early,
         train=train,
         keep_outputs=return_outputs or not train,
-        watched=watched,
         on_failure=one.leave_if_alone,
     )
     one.carry_out(run)
@@ -171,12 +141,6 @@ def _mark(keys: Sequence[Hashable]) -> int:
     return zlib.crc32(repr([(key, len([*same])) for key, same in itertools.groupby(keys)]).encode())
 
 
-@cache
-def _data_places(shape: MeshShape) -> tuple[int, ...]:
-    """Return the data rank of each rank."""
-    return tuple(shape.data_place(shape.coordinate(rank))[0] for rank in range(shape.world_size))
-
-
 class _Step:
     """A step on this rank."""
 
@@ -185,40 +149,35 @@ class _Step:
         self.step_context, self.device = record.step_context, record.reducer.executor.device
         self.before: list[Aside] = []
 
-    @property
-    def reducing(self) -> bool:
-        return self.train and self.record.reducer.enabled
-
     # --- before -------------------------------------------------------------------------------------------------------
 
     def prepare(
         self, batch: Any, microbatches: int | None, size: int | None
-    ) -> tuple[list[Microbatch], list[Sequence[StageBoundary | None]], Exception | None]:
-        """Return the microbatches and their boundaries, or the error in making them, which all ranks are told of."""
+    ) -> tuple[list[Microbatch], Exception | None]:
+        """Return the microbatches, or the error in making them, which all ranks are told of."""
         try:
             if microbatches is None and size is None:
                 microbatches = self.record.plan.step.microbatches or None
             call = as_call(batch)
             self._refuse_elsewhere(call)
-            cut = self._cut(call, batch, microbatch_sizes(rows(call), microbatches, size))
-            if self.pipeline is None:
-                refuse_unfit(self.model.forward, type(self.model).__name__, call)
-                return cut, [[None]] * len(cut), None
-            return cut, [self._boundaries(one) for one in cut], None
+            return self._cut(call, batch, microbatch_sizes(rows(call), microbatches, size)), None
         except Exception as error:
-            return [], [], error
-
-    def _boundaries(self, one: Microbatch) -> Sequence[StageBoundary | None]:
-        assert self.pipeline is not None
-        return self.pipeline.route.learn(one.key, *one.call, training=self.model.training)
+            return [], error
 
     def _cut(self, call: Call, batch: Any, sizes: Sequence[int]) -> list[Microbatch]:
         cuts = split(call, sizes)
-        keys = {}  # microbatches of one batch with the same number of rows have the same key
+        known = {}  # microbatches of one batch with the same number of rows have the same key
         for count, cut in zip(sizes, cuts, strict=True):
-            if count not in keys:
-                keys[count] = key_of(cut), self.model.training, self.train
-        return [Microbatch(cut, as_given(cut, batch), n, keys[n]) for n, cut in zip(sizes, cuts, strict=True)]
+            if count not in known:
+                key = key_of(cut), self.model.training, self.train
+                known[count] = key, self._boundaries(key, cut)
+        return [Microbatch(cut, as_given(cut, batch), n, *known[n]) for n, cut in zip(sizes, cuts, strict=True)]
+
+    def _boundaries(self, key: Hashable, call: Call) -> Sequence[StageBoundary | None]:
+        if self.pipeline is None:
+            refuse_unfit(self.model.forward, type(self.model).__name__, call)
+            return [None]
+        return self.pipeline.route.learn(key, *call, training=self.model.training)
 
     def _refuse_elsewhere(self, call: Call) -> None:
         for leaf in _torch.leaves_of(call):
@@ -248,7 +207,7 @@ class _Step:
         if any(row[0] for row in every):
             raise self._not_begun(failed)
         first: dict[int, int] = {}  # the first rank of each data rank
-        for rank, (row, place) in enumerate(zip(every, _data_places(self.step_context.shape), strict=True)):
+        for rank, (row, place) in enumerate(zip(every, self.step_context.data_places, strict=True)):
             peer = first.setdefault(place, rank)
             if every[peer][1] != row[1]:
                 raise InputError(
@@ -266,17 +225,18 @@ class _Step:
         return sum(every[rank][2] for rank in first.values())
 
     def _not_begun(self, failed: Exception | None) -> Exception:
-        report = None if failed is None else f"{type(failed).__name__}: {failed}"
-        step_context = self.step_context
-        reports = (
-            [report]
-            if step_context.everyone is None or step_context.is_dry
-            else agree.exchange(report, step_context.everyone)
-        )
+        reports = self._reports(None if failed is None else f"{type(failed).__name__}: {failed}")
         if failed is not None:
             return failed
         rank, text = next((rank, text) for rank, text in enumerate(reports) if text is not None)
         return StageError(f"Rank {rank} could not begin this step, and no rank has: it raised {text}", rank=rank)
+
+    def _reports(self, report: Any) -> list[Any]:
+        """Return what each rank reports; in a dry run, what this one does."""
+        step_context = self.step_context
+        if step_context.everyone is None or step_context.is_dry:
+            return [report]
+        return agree.exchange(report, step_context.everyone, classes=[Action])
 
     @naming_lost_ranks("forward")
     def _gather(self, numbers: Sequence[float]) -> Callable[[], list[Sequence[float]]]:
@@ -396,7 +356,7 @@ class _Step:
         if scale != 1.0:
             reducer.multiply_gradients(scale)
         reducer.reduce_now(self.before)
-        between = not self.reducing or reducer.is_between_passes()
+        between = not reducer.enabled or reducer.is_between_passes()
         for shared, somewhere in zip(self._shared(), present, strict=True):
             if somewhere and not between:
                 shared.sum_up()
@@ -414,9 +374,7 @@ class _Step:
     def _failed(self, run: Run) -> Exception:
         """Return the error for the earliest failure of all ranks, the same on all ranks."""
         failure = run.failure
-        report = None if failure is None else (failure.when, failure.action, failure.text)
-        everyone = self.step_context.everyone
-        reports = [report] if everyone is None else agree.exchange(report, everyone, classes=[Action])
+        reports = self._reports(None if failure is None else (failure.when, failure.action, failure.text))
         rank, (_, action, text) = min(
             ((r, t) for r, t in enumerate(reports) if t is not None), key=lambda each: each[1][0]
         )

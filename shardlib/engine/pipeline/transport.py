@@ -13,20 +13,21 @@ receive is posted by the action that needs it: what it waits for never depends o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from shardlib._plan.schedules import Action
+from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch
 from shardlib.engine.groups import group_of
+from shardlib.engine.pipeline.cut import Place
+from shardlib.engine.pipeline.route import StageBoundary
 from shardlib.engine.transport import exchange
 
-__all__ = ["Channels", "P2PMessage", "Timetable", "Transport"]
+__all__ = ["Channels", "P2PMessage", "Timetable", "Transport", "sent_by"]
 
 Kind = Literal["forward", "backward"]
 Metas = Sequence[tuple[tuple[int, ...], torch.dtype]]
@@ -66,19 +67,16 @@ class Channels:
     pairs: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
-    def open(
-        cls, group: dist.ProcessGroup, lines: Sequence[Sequence[int]], device: torch.device, *, tagged: bool
-    ) -> Channels:
+    def open(cls, group: dist.ProcessGroup, lines: Sequence[Sequence[int]], device: torch.device) -> Channels:
         """Make the groups, once for all models of a job, and connect their ranks. Collective over the job.
 
         Args:
             group: the group of this rank's pipeline.
-            lines: the ranks of every pipeline of the job.
+            lines: the ranks of every pipeline of the job; none if messages have tags, which need no other groups.
             device: the device of the tensors.
-            tagged: whether messages have tags; no groups are then needed.
         """
         pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
-        for line in () if tagged else lines:
+        for line in lines:
             for source in range(len(line)):
                 for target in sorted({(source + 1) % len(line), (source - 1) % len(line)} - {source}):
                     direction = "up" if source < target else "down"
@@ -102,36 +100,30 @@ class Channels:
 class Timetable:
     """The messages between the ranks of a pipeline for microbatches of certain shapes, the same in each such step.
 
-    Args:
-        orders: the actions of every rank of the pipeline, in order.
-        index: the coordinate of this rank.
-        rank_of: returns the coordinate of the rank that runs a stage.
-        metas: returns the shapes and dtypes of the tensors of a message.
-
     Attributes:
+        index: the coordinate of this rank.
+        rank_of: the coordinate of the rank that runs each stage.
         own: the actions of this rank.
+        metas: the shapes and dtypes of the tensors of each message.
+        coming: the messages of each other rank to this one, in the order in which they are sent.
     """
 
-    def __init__(
-        self,
-        orders: Sequence[Sequence[Action]],
-        index: int,
-        rank_of: Callable[[int], int],
-        metas: Callable[[P2PMessage], Metas],
-    ) -> None:
-        self.own, self.index, self.rank_of, self.metas = orders[index], index, cache(rank_of), cache(metas)
-        self.last = max(action.stage for order in orders for action in order)
-        self.microbatches = 1 + max(action.microbatch for order in orders for action in order)
+    def __init__(self, place: Place, boundaries: Sequence[Sequence[StageBoundary | None]], *, train: bool) -> None:
+        stages, self.microbatches = range(len(place.stages)), len(boundaries)
+        self.index, self.last, self.rank_of = place.index, stages[-1], [place.rank_of(stage) for stage in stages]
+        if train:
+            orders: Sequence[Sequence[Action]] = order(place.schedule, place.ranks, len(stages), self.microbatches)
+        else:
+            forwards = [Action("F", stage, m) for m in range(self.microbatches) for stage in stages]
+            orders = [[each for each in forwards if self.rank_of[each.stage] == rank] for rank in range(place.ranks)]
+        self.own = orders[place.index]
+        sent = [[m for action in each if (m := sent_by(action, self.last)) is not None] for each in orders]
+        self.metas = {message: _metas(message, boundaries) for each in sent for message in each}
         self.coming = {
-            source: tuple(self._sent_to_this_rank(order)) for source, order in enumerate(orders) if source != index
+            source: tuple(m for m in each if self.rank_of[m.stage] == place.index and self.metas[m])
+            for source, each in enumerate(sent)
+            if source != place.index
         }
-
-    def _sent_to_this_rank(self, actions: Sequence[Action]) -> Iterator[P2PMessage]:
-        """Yield the messages of one rank to this rank, in the order in which they are sent."""
-        for action in actions:
-            message = sent_by(action, self.last)
-            if message is not None and self.rank_of(message.stage) == self.index and self.metas(message):
-                yield message
 
     def tag(self, message: P2PMessage, place: int) -> int:
         """Return a number that is unique among the tensors of the step."""
@@ -139,14 +131,15 @@ class Timetable:
         return ((place * 2 + kind) * (self.last + 1) + message.stage) * self.microbatches + message.microbatch
 
 
-class Transport:
-    """The messages of one step.
+def _metas(message: P2PMessage, boundaries: Sequence[Sequence[StageBoundary | None]]) -> Metas:
+    forward = message.kind == "forward"
+    boundary = boundaries[message.microbatch][message.stage if forward else message.stage + 1]
+    assert boundary is not None
+    return [(each.shape, each.dtype) for each in boundary.messages if forward or each.has_gradient]
 
-    Args:
-        channels: the process groups to other ranks.
-        timetable: the messages of the step, in order.
-        device: the device of the tensors.
-    """
+
+class Transport:
+    """Sends and receives the messages of one step."""
 
     def __init__(self, channels: Channels, timetable: Timetable, device: torch.device) -> None:
         self.channels, self.timetable, self.device = channels, timetable, device
@@ -156,13 +149,9 @@ class Transport:
         self._sending: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
         self._local: dict[P2PMessage, Sequence[torch.Tensor]] = {}
 
-    def metas(self, message: P2PMessage) -> Metas:
-        """Return the shapes and dtypes of the tensors of a message."""
-        return self.timetable.metas(message)
-
     def send(self, message: P2PMessage, tensors: Sequence[torch.Tensor]) -> None:
         """Send the tensors of a message; a message to a stage on this rank is handed over without a copy."""
-        index, target = self.timetable.index, self.timetable.rank_of(message.stage)
+        index, target = self.timetable.index, self.timetable.rank_of[message.stage]
         if target == index:
             self._local[message] = tensors
             return
@@ -172,15 +161,17 @@ class Transport:
 
     def expect(self, message: P2PMessage) -> None:
         """Post the receives of a message, if they are not posted yet."""
-        source = self.timetable.rank_of(message.source)
-        if source == self.timetable.index or message in self._posted or not self.metas(message):
+        source = self.timetable.rank_of[message.source]
+        if source == self.timetable.index or message in self._posted or not self.timetable.metas[message]:
             return
         while message not in self._posted:
             self._post(self._coming[source].popleft(), source)
 
     def _post(self, message: P2PMessage, source: int) -> None:
         group = self.channels.between(source, self.timetable.index)
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.metas(message)]
+        tensors = [
+            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.timetable.metas[message]
+        ]
         self._posted[message] = tensors, self._begin(dist.irecv, message, tensors, source, group)
 
     def _begin(
@@ -200,7 +191,7 @@ class Transport:
         """Wait for a message and return its tensors."""
         if message in self._local:
             return self._local.pop(message)
-        if not self.metas(message):
+        if not self.timetable.metas[message]:
             return []
         self.expect(message)
         tensors, works = self._posted.pop(message)

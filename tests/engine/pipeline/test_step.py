@@ -227,8 +227,8 @@ def _by_pairs() -> list[float]:
     """As on back ends without tags, each direction between two ranks has a group of its own."""
     single, batch = gpt(), tokens(6)
     mean(single(batch), batch).backward()
-    by_order = functools.partial(Channels.open, lines=[[0, 1]], device=torch.device("cpu"), tagged=False)
-    with mock.patch.object(Channels, "open", lambda group, *_args, **_options: by_order(group)):
+    by_order = functools.partial(Channels.open, lines=[[0, 1]], device=torch.device("cpu"))
+    with mock.patch.object(Channels, "open", lambda group, *_args: by_order(group)):
         earlier, model = (sharded("pp=2", sl.pipeline("interleaved", 4), stages=STAGES) for _ in range(2))
     first, second = (record_of(each).pipeline.channels.pairs for each in (earlier, model))
     assert len({*second.values()}) == 2 and first == second
