@@ -21,7 +21,7 @@ from shardlib.engine import _torch, ops
 from shardlib.engine._torch import TorchDispatchMode, is_traceable_wrapper_subclass, pytree
 from shardlib.engine.flops import operations_of
 
-__all__ = ["LiveBytes", "Recording", "record_collectives"]
+__all__ = ["Recording", "record_collectives"]
 
 # The kinds of the ops of torch.ops.c10d, _c10d_functional and _dtensor. Ops that are not listed move no data.
 _KINDS = {

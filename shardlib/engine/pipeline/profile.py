@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.pipeline.batch import microbatch_sizes, rows, split
 from shardlib.engine.pipeline.weigh import timed
-from shardlib.engine.recording import LiveBytes
+from shardlib.engine.recording import record_collectives
 from shardlib.errors import InputError, InputTypeError
 from shardlib.rules.stages import partition
 
@@ -140,19 +139,6 @@ def _cut(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _bytes(layer: nn.Module, value: Any) -> tuple[float, Any]:
-    with _Made() as made:
+    with record_collectives(layer) as log:
         output = layer(value)
-    return made.live.now, output
-
-
-class _Made(_torch.TorchDispatchMode):
-    """Counts the memory of what ops return, until it is freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = LiveBytes()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = op(*args, **(kwargs or {}))
-        self.live.add_all(out)
-        return out
+    return log.live.now - log.start_bytes, output

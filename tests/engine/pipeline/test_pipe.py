@@ -188,6 +188,12 @@ def test_a_balance_by_size_counts_what_forward_keeps_and_parameters(tensors, par
     assert sl.balance_by_size(2, net, sample, chunks=4, param_scale=scale) == balance
 
 
+def test_a_balance_by_size_counts_a_parameter_that_forward_views_once():
+    """`nn.Linear` transposes its weight, which forward does not allocate."""
+    net = nn.Sequential(nn.Linear(1000, 1), nn.ReLU(), nn.ReLU(), nn.ReLU())
+    assert sl.balance_by_size(2, net, torch.ones(8, 1000), param_scale=0.0) == [2, 2]
+
+
 def test_layers_that_pass_tuples_are_measured():
     class Twin(nn.Module):
         def forward(self, x):
