@@ -32,7 +32,7 @@ from shardlib.engine.pipeline.weigh import counting
 from shardlib.engine.recording import Recording, record_collectives
 from shardlib.errors import PlanError, short_traceback
 
-__all__ = ["dry_run", "plan", "run_step"]
+__all__ = ["plan", "run_step"]
 
 
 @short_traceback
@@ -78,27 +78,19 @@ def plan(
     return with_partial(made.replace(report=report), partial)
 
 
-def dry_run(model: nn.Module, plan: Plan, example: Any, *, device_type: str = "cpu") -> DryRun:
+def _dry_run(model: nn.Module, plan: Plan, example: Any, device_type: str) -> tuple[DryRun, dict[str, tuple[str, ...]]]:
     """Predict one training step of a plan, on the rank with the largest shards.
 
     The step is the second one, without the collectives of the first step only (those that agree on the order of
     gradients). Backward starts from ones in every scalar output or, if there is none, in every differentiable output.
     During a dry run, other threads of the process must not use `torch.distributed`.
 
-    Args:
-        model: the single-device model that the plan was made for; it is not changed.
-        plan: the plan to carry out.
-        example: the batch of one data rank: a tuple of arguments, a mapping of keyword arguments, or one tensor.
-        device_type: the device type of the mesh.
+    Returns:
+        The report, and the model axes over which gradients are partial sums.
 
     Raises:
         PlanError: the model is sharded already, or its forward depends on values of tensors.
     """
-    return _dry_run(model, plan, example, device_type)[0]
-
-
-def _dry_run(model: nn.Module, plan: Plan, example: Any, device_type: str) -> tuple[DryRun, dict[str, tuple[str, ...]]]:
-    """Return the report, and the model axes over which gradients are partial sums."""
     _refuse_sharded(model)
     staged = has_pipeline(plan)
     ranks = plan.mesh.groups(plan.mesh.pipeline_axes)[0] if staged else [0]
@@ -107,7 +99,8 @@ def _dry_run(model: nn.Module, plan: Plan, example: Any, device_type: str) -> tu
     def step(fake: nn.Module, batch: Any, log: Recording | None) -> dict[str, Any]:
         if staged:
             return {"stages": fake_run.run(fake, plan, batch, log)}
-        return {"activation_bytes": run_step(fake, *batch, log)}
+        args, kwargs = batch
+        return {"activation_bytes": run_step(fake, args, kwargs, log)}
 
     found: list[DryRun] = []
     partial: dict[str, tuple[str, ...]] = {}
@@ -135,8 +128,7 @@ def run_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     """
     for parameter in model.parameters():
         parameter.grad = None
-    outputs = [t for t in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-    roots = [t for t in outputs if t.ndim == 0] or outputs
+    roots = fake_run.roots_of(model(*args, **kwargs))
     left = log.live.now - log.start_bytes if log is not None else 0
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
