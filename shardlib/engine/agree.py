@@ -280,8 +280,7 @@ def _shown(tensor: torch.Tensor) -> str:
 
 
 def _side_by_side(shown: Iterable[Hashable], group: dist.ProcessGroup | None) -> str:
-    ranks = dist.get_process_group_ranks(group) if group is not None else []
-    return by_rank(zip(ranks, shown, strict=True))
+    return by_rank(zip(dist.get_process_group_ranks(group), shown, strict=True))
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

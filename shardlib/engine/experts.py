@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,8 @@ __all__ = ["Spread", "install", "refuse_dropout"]
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # Attributes of modules for their number of experts; while the module runs, they are set to the rank's number.
 _COUNTS = ("num_experts", "num_local_experts", "n_experts", "n_routed_experts")
+
+_all_to_all = naming_lost_ranks_in_operations(dist.all_to_all_single)
 
 
 @dataclass(frozen=True)
@@ -162,23 +164,13 @@ def _run_local(
         return _NoTokens.apply(tokens, weights, *(_torch.own_tensors(module)[0][key] for key in spread.keys))
     with _own_experts(module, spread):
         each = row.numel() > tokens.shape[0]  # True if some tokens chose several experts of this rank
-        results = _in_region(
-            inner, spread.inner, tokens[row] if each else tokens, indices[row, choice, None], weights[row, choice, None]
-        )
+        given, indices, weights = tokens[row] if each else tokens, indices[row, choice], weights[row, choice, None]
+        if spread.inner is not None:
+            given, weights = wrap_replicated(given, spread.inner), wrap_replicated(weights, spread.inner)
+        results = inner(given, indices[:, None], weights)
+        results = results if spread.inner is None else unwrap_dtensor(results)
     results = results.to(tokens.dtype)  # ranks without tokens know this dtype too
     return tokens.new_zeros(tokens.shape).index_add(0, row, results) if each else results
-
-
-def _in_region(
-    inner: Callable[..., torch.Tensor],
-    mesh: DeviceMesh | None,
-    tokens: torch.Tensor,
-    indices: torch.Tensor,
-    weights: torch.Tensor,
-) -> torch.Tensor:
-    if mesh is None:
-        return inner(tokens, indices, weights)
-    return unwrap_dtensor(inner(wrap_replicated(tokens, mesh), indices, wrap_replicated(weights, mesh)))
 
 
 @contextmanager
@@ -325,17 +317,6 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         return _AllToAll.apply(grad, *ctx.reverse), None, None, None
-
-
-@naming_lost_ranks_in_operations
-def _all_to_all(
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    received: Sequence[int] | None,
-    sent: Sequence[int] | None,
-    group: dist.ProcessGroup,
-) -> None:
-    dist.all_to_all_single(out, rows, received, sent, group=group)
 
 
 def _within_capacity(indices: torch.Tensor, spread: Spread) -> torch.Tensor:

@@ -167,13 +167,13 @@ def _seconds(model: nn.Module, names: Sequence[str], example: Any, device: torch
 def _measured(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> float:
     """Return the seconds of the fastest forward and backward of a single module."""
     real = _torch.copied_with(module, lambda tensor: _zeros(tensor, device))
+
+    def once() -> float:
+        given = pytree.tree_map_only(torch.Tensor, lambda tensor: _zeros(tensor, device, grad=True), (args, kwargs))
+        return timed(lambda: real(*given[0], **given[1]), device)[0]
+
     with torch.enable_grad(), torch.random.fork_rng():
-        return min([_once(real, args, kwargs, device) for _ in range(1 + _REPEATS)][1:])
-
-
-def _once(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> float:
-    given = pytree.tree_map_only(torch.Tensor, lambda tensor: _zeros(tensor, device, grad=True), (args, kwargs))
-    return timed(lambda: module(*given[0], **given[1]), device)[0]
+        return min([once() for _ in range(1 + _REPEATS)][1:])
 
 
 def timed(forward: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
