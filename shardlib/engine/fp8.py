@@ -74,11 +74,8 @@ class Linears:
 def choose(model: nn.Module, plan: Plan, device: torch.device, regions: Collection[str]) -> Linears:
     """Choose the linear modules that multiply in float8 according to a plan. A warning names the excluded modules.
 
-    Args:
-        model: the model before it is sharded.
-        plan: its step has patterns of linear modules, or of modules that contain them.
-        device: the device of the model.
-        regions: modules that compute on DTensors.
+    The plan's step has patterns of linear modules, or of modules that contain them. `model` is not sharded yet, and
+    `regions` are modules that compute on DTensors.
 
     Raises:
         PlanError: a pattern that matches no linear module.
@@ -99,11 +96,6 @@ class History:
     """The largest magnitudes of earlier steps: of the input, the weight and the gradient of each module.
 
     The same on all ranks. In the first step, a tensor is scaled by its own largest magnitude.
-
-    Args:
-        linears: the modules.
-        steps: the number of steps in the history.
-        device: the device of the modules.
 
     Attributes:
         largest: the maximum over the history, (modules, 3); zero where it is empty.
@@ -144,13 +136,7 @@ class History:
 
 
 def install(model: nn.Module, linears: Linears, history: History | None = None) -> Callable[[], None]:
-    """Let these modules multiply in float8, and return an undo function.
-
-    Args:
-        model: the model that contains them.
-        linears: their names.
-        history: determines the scales; by default the tensor itself does.
-    """
+    """Let these modules multiply in float8, scaled by a history or by each tensor itself; return an undo function."""
     modules = [model.get_submodule(name) for name in linears.names]
     for index, module in enumerate(modules):
         assert isinstance(module, nn.Linear)

@@ -21,9 +21,6 @@ class DeferredStatistics:
     """Lets the BatchNorm modules of a model normalize each chunk by itself, and track statistics once for all chunks.
 
     A module's own tracking is off while it runs, which includes the second forward of a chunk that is recomputed.
-
-    Args:
-        model: its modules get hooks.
     """
 
     def __init__(self, model: nn.Module) -> None:
