@@ -28,7 +28,7 @@ from shardlib.engine.pipeline import fake_run
 from shardlib.engine.pipeline.batch import as_call
 from shardlib.engine.pipeline.cut import shape_with_stages
 from shardlib.engine.pipeline.stages import has_pipeline
-from shardlib.engine.pipeline.weigh import counting
+from shardlib.engine.pipeline.weigh import weighing
 from shardlib.engine.recording import Recording, record_collectives
 from shardlib.errors import PlanError, short_traceback
 
@@ -70,7 +70,7 @@ def plan(
     ((4, 4), 160)
     """
     device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    weigh = counting(example, torch.device(device_type))
+    weigh = weighing(example, torch.device(device_type))
     made = _plan.plan(model, mesh, rules, transforms=transforms, weigh=weigh)
     if example is None:
         return made

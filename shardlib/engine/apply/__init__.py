@@ -321,7 +321,7 @@ def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: 
         device_mesh,
         layouts.for_model(model) if rules is None else rules,
         transforms=transforms,
-        weigh=weigh.measuring(example, device_here(device_mesh.device_type), device_mesh),
+        weigh=weigh.weighing(example, device_here(device_mesh.device_type), device_mesh),
     )
 
 

@@ -25,37 +25,30 @@ from shardlib.engine.pipeline.cut import fake_copy, fake_like
 from shardlib.errors import PlanError, RuleError
 from shardlib.rules import Balanced, By, Weigh
 
-__all__ = ["counting", "measuring", "refuse_idle_example"]
+__all__ = ["refuse_idle_example", "timed", "weighing"]
 
 _REPEATS = 3  # of which the fastest counts: other load on the machine slows some of them down
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-def counting(example: Any, device: torch.device) -> Weigh | None:
-    """Return a function that weighs modules by their operations, the same on every machine; None without an example."""
+def weighing(example: Any, device: torch.device, mesh: DeviceMesh | None = None) -> Weigh | None:
+    """Return a function that weighs modules by their operations, the same on every machine; None without an example.
 
-    def weigh(model: nn.Module, names: Sequence[str], by: By) -> Sequence[float]:
-        if by == "time":
-            raise RuleError(
-                'Balanced(by="time") measures on the devices that train, and a plan knows none. Let '
-                'shard_model(..., example=batch) measure, and look at sl.plan_of(model); or plan by="flops".'
-            )
-        return _operations(model, names, example, device)
-
-    return None if example is None else weigh
-
-
-def measuring(example: Any, device: torch.device, mesh: DeviceMesh) -> Weigh | None:
-    """Return a function that weighs modules by operations, or by the time on the first rank; None without an example.
+    With a mesh it can also weigh them by the time on the first rank.
 
     Raises:
-        RuleError: the first rank could not run a module; raised on all ranks.
+        RuleError: there is no mesh to measure times on, or the first rank could not run a module; raised on all ranks.
     """
 
     def weigh(model: nn.Module, names: Sequence[str], by: By) -> Sequence[float]:
         if by != "time":
             return _operations(model, names, example, device)
+        if mesh is None:
+            raise RuleError(
+                'Balanced(by="time") measures on the devices that train, and a plan knows none. Let '
+                'shard_model(..., example=batch) measure, and look at sl.plan_of(model); or plan by="flops".'
+            )
         everyone = _torch.flattened(mesh, mesh.mesh_dim_names or ()).get_group()
         seconds, failed = None, None
         if dist.get_rank(everyone) == 0:
