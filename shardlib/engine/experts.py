@@ -224,7 +224,6 @@ class _NoTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.like = [weights.new_empty(weights.shape), *params]
-        ctx.needed = [like.requires_grad for like in ctx.like]
         return tokens.new_zeros(tokens.shape)
 
     @staticmethod

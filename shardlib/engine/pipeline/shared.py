@@ -52,9 +52,13 @@ class Shared:
 
     def put_prior_back(self) -> None:
         """Add the gradient of earlier steps, without a sum over the holders."""
-        if self.param_state is not None and self.prior is not None:
-            self.param_state.param.grad = _added(self.param_state.param.grad, self.prior)
-            self.prior = None
+        if self.param_state is None or self.prior is None:
+            return
+        param, prior, self.prior = self.param_state.param, self.prior, None
+        if param.grad is None:
+            param.grad = prior
+        else:
+            local_of(param.grad).add_(local_of(prior))
 
     @naming_lost_ranks("backward")
     def sum_up(self) -> None:
@@ -65,7 +69,7 @@ class Shared:
         if param.grad is None:
             param.grad = _zero_gradient(self.param_state)
         local = local_of(param.grad)
-        sent = local if local.is_contiguous() else local.contiguous()
+        sent = local.contiguous()
         self.transport.all_reduce(sent, self.movements).wait()
         if sent is not local:
             local.copy_(sent)
@@ -82,10 +86,3 @@ def _zero_gradient(param_state: ParamState) -> Any:
 
 def _copied(grad: torch.Tensor) -> torch.Tensor:
     return _torch.wrap(local_of(grad).clone(), _torch.spec_of(grad)) if isinstance(grad, DTensor) else grad.clone()
-
-
-def _added(grad: torch.Tensor | None, prior: torch.Tensor) -> torch.Tensor:
-    if grad is None:
-        return prior
-    local_of(grad).add_(local_of(prior))
-    return grad
