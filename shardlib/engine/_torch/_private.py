@@ -24,7 +24,6 @@ class Private:
         name: the dotted path from `torch`; an attribute of instances stands under their class.
         why: completes "shardlib needs it ...".
         without: completes "Without it, ...".
-        seen: the versions of torch that have the name.
         optional: whether shardlib runs on a torch that lacks the name.
         marks: attributes that the name gives to objects of ours, and that are given without calling it.
     """
@@ -32,7 +31,6 @@ class Private:
     name: str
     why: str
     without: str
-    seen: tuple[str, ...] = SEEN
     optional: bool = False
     marks: tuple[str, ...] = ()
 
@@ -45,37 +43,30 @@ class Private:
         if not self.optional and not _exists(self.name):
             raise VersionError(
                 f"torch {torch.__version__} is installed and has no {self.name}, a private name that shardlib needs "
-                f"{self.why}. Without it, {self.without}. Seen in torch {' and '.join(self.seen)}. Install one that "
-                f'has it: pip install "torch=={self.seen[-1]}".'
+                f"{self.why}. Without it, {self.without}. Seen in torch {' and '.join(SEEN)}. Install one that "
+                f'has it: pip install "torch=={SEEN[-1]}".'
             )
 
 
 TABLE: list[Private] = []  # two files may need one name
 
 
-def private(
-    *names: str,
-    why: str,
-    without: str,
-    seen: tuple[str, ...] = SEEN,
-    optional: bool = False,
-    marks: tuple[str, ...] = (),
-) -> None:
-    """Declare private names of torch, before the imports that need them.
+def private(*names: str, **row: Any) -> None:
+    """Declare private names of torch, before the imports that need them; `row` has the other fields of `Private`.
 
     Raises:
         VersionError: torch lacks one that is not optional.
     """
-    for each in _declared(names, why, without, seen, optional, marks):
+    for each in _declared(names, row):
         each.require()
 
 
-def private_when_used(*names: str, why: str, without: str) -> Callable[[], None]:
+def private_when_used(*names: str, **row: Any) -> Callable[[], None]:
     """Declare private names of modules that are imported when they are used. Call the result before their import.
 
     The result raises a VersionError where torch lacks one of the names.
     """
-    declared = _declared(names, why, without, SEEN, False)
+    declared = _declared(names, row)
 
     def require() -> None:
         for each in declared:
@@ -84,15 +75,8 @@ def private_when_used(*names: str, why: str, without: str) -> Callable[[], None]
     return require
 
 
-def _declared(
-    names: tuple[str, ...],
-    why: str,
-    without: str,
-    seen: tuple[str, ...],
-    optional: bool,
-    marks: tuple[str, ...] = (),
-) -> tuple[Private, ...]:
-    declared = tuple(Private(name, why, without, seen, optional, marks) for name in names)
+def _declared(names: tuple[str, ...], row: dict[str, Any]) -> list[Private]:
+    declared = [Private(name, **row) for name in names]
     TABLE.extend(declared)
     return declared
 

@@ -50,7 +50,6 @@ private(
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
     why="to do the same where torch calls this one",
     without="torch is taken to call _checkpoint_without_reentrant_generator",
-    seen=("2.14.1",),
     optional=True,
 )
 private(
