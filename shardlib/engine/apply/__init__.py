@@ -216,14 +216,9 @@ def apply_plan(
     For arguments see `shard_model`. `values` are this rank's local shards of a model on `meta`, by name: those of
     another model that these ranks have sharded by this plan, so that they agree on it and on their random numbers.
     """
-    exact_random, pipeline = rng == "exact", None
-    if stages.has_pipeline(plan_):
-        pipeline = stages.Pipeline(model, plan_, device_mesh, exact_random=exact_random)
-        rank_plan = RankPlan.of_stages(model, pipeline)
-    else:
-        rank_plan = RankPlan.of(model, plan_, device_mesh, exact_random=exact_random)
-    everyone = rank_plan.everyone if pipeline is None else pipeline.everyone
-
+    exact_random = rng == "exact"
+    rank_plan = RankPlan.of(model, plan_, device_mesh, exact_random=exact_random)
+    pipeline, everyone = rank_plan.build, rank_plan.everyone
     refuse_plan(rank_plan)
     refuse_modules(model, rank_plan)
     recomputed = modules_to_recompute(model, rank_plan.plan.step.recompute)
@@ -250,14 +245,13 @@ def apply_plan(
         installed = Undo()
         undo.callback(installed.run)
         install_modules(model, rank_plan, installed, global_batch_norm=global_batch_norm)
-        runtime = install_param_runtime(
+        reducer, units, updates, comparison = install_param_runtime(
             model,
             rank_plan,
             replaced,
             installed,
             undo,
-            everyone=everyone,
-            end_step=None if history is None else functools.partial(history.end_step, rank_plan.everyone),
+            end_step=None if history is None else functools.partial(history.end_step, rank_plan.mesh_group),
             check=check,
             batch_norm_is_global=global_batch_norm,
         )
@@ -265,11 +259,13 @@ def apply_plan(
         backend = None if pipeline is not None and pipeline.place.splits_backward else compile
         compiled = compile_calls(model, rank_plan, backend, installed)
         if pipeline is not None:
-            pipeline.install(model, runtime.by_name(), casting(rank_plan), rank_plan.root_mesh, installed)
+            by_name = {name: one for one in reducer.param_states for name in one.names}
+            pipeline.install(model, by_name, casting(rank_plan), rank_plan.root_mesh, installed)
         wrap_calls(
             model,
             rank_plan,
-            runtime,
+            units,
+            updates,
             recomputed,
             installed,
             route=None if pipeline is None else pipeline.route,
@@ -281,14 +277,14 @@ def apply_plan(
             plan=dataclasses.replace(rank_plan.plan, notes=rank_plan.plan.notes + float8.notes()),
             mesh=rank_plan.mesh,
             model_mesh=rank_plan.model_mesh,
-            reducer=runtime.reducer,
+            reducer=reducer,
             compiled=compiled,
             fp8_history=history,
-            units=runtime.units,
-            updates=runtime.updates,
+            units=units,
+            updates=updates,
             pipeline=pipeline,
             meets_in_modules=rank_plan.meets_in_modules,
-            comparison=runtime.comparison,
+            comparison=comparison,
             has_values=all(map(_torch.has_values, map(local_of, model.parameters()))),
         )
         shard_again = functools.partial(

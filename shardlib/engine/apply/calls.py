@@ -23,15 +23,14 @@ from torch import nn
 
 from shardlib.engine import _torch
 from shardlib.engine.apply.install import spread_experts
-from shardlib.engine.apply.parameters import ParamRuntime
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.compile import CompileReport, compile_blocks, run_eagerly, warn_of_no_effect
 from shardlib.engine.lost import watch_forward
 from shardlib.engine.pipeline.route import Route
 from shardlib.engine.recompute import recompute
-from shardlib.engine.schedule import wait_in_modules
+from shardlib.engine.schedule import Updates, wait_in_modules
 from shardlib.engine.undo import Undo
-from shardlib.engine.units import unshard_in_modules
+from shardlib.engine.units import Units, unshard_in_modules
 
 __all__ = ["compile_calls", "wrap_calls"]
 
@@ -54,7 +53,8 @@ def compile_calls(model: nn.Module, rank_plan: RankPlan, backend: str | None, un
 def wrap_calls(
     model: nn.Module,
     rank_plan: RankPlan,
-    runtime: ParamRuntime,
+    units: Units | None,
+    updates: Updates | None,
     recomputed: Sequence[str],
     undo: Undo,
     *,
@@ -66,17 +66,17 @@ def wrap_calls(
     Args:
         model: the model that has the modules.
         rank_plan: the meaning of the plan on this rank.
-        runtime: the objects that move its parameters.
+        units: groups of parameters that are unsharded together.
+        updates: all-gathers parameters after a step.
         recomputed: the modules that are recomputed in backward.
         undo: removes the wrappers.
         route: the route of microbatches through this rank's stages.
         check: report ranks that are lost in forward.
     """
-    units, updates = runtime.units, runtime.updates
     plain = units is None and route is None and rank_plan.model_mesh is None
     innermost_first: tuple[Mapping[str, Wrapper], ...] = (
         unshard_in_modules(units) if units is not None else {},
-        wait_in_modules(updates, runtime.deferred) if updates is not None else {},
+        wait_in_modules(updates, rank_plan.deferred) if updates is not None else {},
         dict.fromkeys(recomputed, recompute),
         {"": watch_forward(rank_plan.ranks_of_forward)} if check else {},
         {} if plain else dict.fromkeys(["", *(units.units if units is not None else ())], run_eagerly),

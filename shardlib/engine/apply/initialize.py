@@ -52,9 +52,9 @@ def initial_values(
     else:
         values = materialize.initial_values(model, init, shard_of)
     if check:
-        agree.draws_agree(drawn, rank_plan.everyone)
+        agree.draws_agree(drawn, rank_plan.mesh_group)
         if marks := materialize.checkpoints(init):
-            agree.checkpoints_agree(marks, rank_plan.everyone)
+            agree.checkpoints_agree(marks, rank_plan.mesh_group)
     if names is None:
         return values
     return {names[name]: value for name, value in values.items() if name in names}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardlib._plan import reshards_after_forward
@@ -27,30 +25,8 @@ from shardlib.layout import shard_spec
 
 __all__ = ["ParamRuntime", "casting", "install_param_runtime"]
 
-
-@dataclass(frozen=True, eq=False)
-class ParamRuntime:
-    """The objects that move the parameters of a model, their gradients and their state.
-
-    Attributes:
-        param_states: the state of each parameter.
-        reducer: reduces the gradients.
-        units: groups of parameters that are unsharded together; None if none is stored in shards.
-        updates: all-gathers parameters after a step; None if no state is sharded without its parameter.
-        deferred: modules that wait for their own updated parameters when they run.
-        comparison: what ranks compare in every step; None without `check="always"`.
-    """
-
-    param_states: Sequence[ParamState]
-    reducer: GradientReducer
-    units: Units | None
-    updates: Updates | None
-    deferred: tuple[str, ...]
-    comparison: StepComparison | None
-
-    def by_name(self) -> dict[str, ParamState]:
-        """Return the state of each parameter by all its names."""
-        return {name: one for one in self.param_states for name in one.names}
+# The record of a sharded model documents these: `engine/sharded.py`.
+ParamRuntime = tuple[GradientReducer, Units | None, Updates | None, StepComparison | None]
 
 
 def install_param_runtime(
@@ -60,7 +36,6 @@ def install_param_runtime(
     installed: Undo,
     undo: Undo,
     *,
-    everyone: dist.ProcessGroup | None,
     end_step: Callable[[], None] | None,
     check: Check,
     batch_norm_is_global: bool,
@@ -73,7 +48,6 @@ def install_param_runtime(
         replaced: its parameters, and the wide copies of those that were rounded.
         installed: removes the hooks of modules.
         undo: removes the hooks of parameters.
-        everyone: all ranks that train the model, of all stages.
         end_step: called after the last backward pass of a step.
         check: compare the first batch; or "always".
         batch_norm_is_global: whether data ranks have the same statistics of BatchNorm.
@@ -93,22 +67,22 @@ def install_param_runtime(
         bucket_bytes=bucket_bytes,
         passes=step.accumulate,
         dtype=step.reduce_dtype,
-        everyone=everyone,
+        everyone=rank_plan.everyone,
         end_pass=None if units is None else units.reshard_all,
         end_step=end_step,
     )
     undo.callback(reducer.remove)
-    deferred = rank_plan.plan.repeated if step.overlap else ()
+    deferred = rank_plan.deferred
     buckets = update_buckets(rank_plan.executor, param_states, bucket_bytes=bucket_bytes, deferred=deferred)
     updates = Updates(buckets, deferred) if buckets else None
     if units is not None:
         units.set_reducer(reducer)
     comparison = None
-    if check == "always" and everyone is not None:
+    if check == "always" and rank_plan.everyone is not None:
         comparison = StepComparison(
             model,
             param_states,
-            everyone,
+            rank_plan.everyone,
             rank_plan.executor,
             rank_plan.data_axes,
             rank_plan.model_axes,
@@ -126,7 +100,7 @@ def install_param_runtime(
     if updates is not None and deferred:
         for handle in wait_in_model(updates, model):
             installed.callback(handle.remove)
-    return ParamRuntime(param_states, reducer, units, updates, deferred, comparison)
+    return reducer, units, updates, comparison
 
 
 def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: torch.Tensor | None) -> ParamState:
@@ -160,7 +134,7 @@ def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: to
         device=rank_plan.device,
         offloaded=offload.offloaded_phases(row, rank_plan.device),
         pipeline_group=rank_plan.pipeline_group,
-        is_counted=name not in rank_plan.counted_elsewhere,
+        is_counted=rank_plan.build is None or name not in rank_plan.build.counted_elsewhere,
     )
 
 

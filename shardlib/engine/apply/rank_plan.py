@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ from shardlib._mesh import MeshShape, device_here
 from shardlib._plan import Movement, Optimizer, Plan, Purpose, Row, movements_of
 from shardlib.engine import _torch, batchnorm, exact
 from shardlib.engine.executor import Executor
-from shardlib.engine.pipeline.stages import Pipeline
+from shardlib.engine.pipeline.stages import Pipeline, has_pipeline
 from shardlib.engine.regions import find_regions, inside
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout
@@ -39,9 +38,7 @@ class RankPlan:
         regions: names of the modules that compute on DTensors (`regions.py`).
         batch_norms: names of the modules that normalise by batch statistics.
         exact_random: whether random numbers are drawn by global element.
-        pipeline_group: the ranks with this rank's coordinates in all stages; None without a pipeline.
-        counted_elsewhere: names of parameters that an earlier stage also holds, and counts in norms.
-        streams_before: the number of random streams of the stages before this rank's.
+        build: the pipeline; None without one.
     """
 
     plan: Plan
@@ -50,18 +47,21 @@ class RankPlan:
     device: torch.device
     regions: tuple[str, ...]
     batch_norms: frozenset[str]
-    exact_random: bool = False
-    pipeline_group: dist.ProcessGroup | None = None
-    counted_elsewhere: frozenset[str] = frozenset()
-    streams_before: int = 0
+    exact_random: bool
+    build: Pipeline | None
 
     @classmethod
-    def of(cls, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool = False) -> RankPlan:
-        """Return the plan on this rank.
+    def of(cls, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool) -> RankPlan:
+        """Return the plan on this rank. A pipeline makes its process groups: collective over all ranks.
 
         Raises:
             ShardingError: this rank is not part of the mesh.
+            PlanError: the plan has no stages, or cannot be carried out on them.
         """
+        build = None
+        if has_pipeline(plan):
+            build = Pipeline(model, plan, mesh, exact_random=exact_random)
+            plan, mesh = build.stage_plan, build.stage_mesh
         shape, modules = MeshShape.of(mesh), model.named_modules(remove_duplicate=False)
         return cls(
             plan,
@@ -71,17 +71,7 @@ class RankPlan:
             tuple(_regions(model, plan, _active(shape, shape.model_axes))),
             frozenset(name for name, module in modules if batchnorm.is_batch_norm(module)),
             exact_random,
-        )
-
-    @classmethod
-    def of_stages(cls, model: nn.Module, pipeline: Pipeline) -> RankPlan:
-        """Return the plan on this rank of a pipeline."""
-        one = cls.of(model, pipeline.stage_plan, pipeline.stage_mesh)
-        return dataclasses.replace(
-            one,
-            pipeline_group=pipeline.pipeline_group,
-            counted_elsewhere=pipeline.counted_elsewhere,
-            streams_before=pipeline.place.index * one.shape.data_ranks,
+            build,
         )
 
     # --- axes and their groups ----------------------------------------------------------------------------------------
@@ -139,14 +129,30 @@ class RankPlan:
         return _torch.flattened(self.mesh, axes).get_group() if axes else None
 
     @cached_property
-    def everyone(self) -> dist.ProcessGroup | None:
+    def mesh_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks of the mesh; None if there is one."""
         return self.group(self.shape.names)
 
     @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """The group of all ranks that train the model, of all stages; None if there is one."""
+        return self.mesh_group if self.build is None else self.build.everyone
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """The ranks with this rank's coordinates in all stages; None without a pipeline."""
+        return None if self.build is None else self.build.pipeline_group
+
+    @property
     def random_stream(self) -> int:
         """The index of this rank's random stream: each data rank of each stage has its own."""
-        return self.streams_before + self.shape.data_place(self.coordinate)[0]
+        of_stage = self.shape.data_place(self.coordinate)[0]
+        return of_stage if self.build is None else self.build.place.index * self.shape.data_ranks + of_stage
+
+    @property
+    def deferred(self) -> tuple[str, ...]:
+        """Modules that wait for their own updated parameters when they run."""
+        return self.plan.repeated if self.plan.step.overlap else ()
 
     @cached_property
     def executor(self) -> Executor:
