@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshShape, device_here
-from shardlib._plan import Movement, Optimizer, Plan, Purpose, Row, movements_of
+from shardlib._plan import Movement, Optimizer, Plan, Purpose, Row, movements_of, rows_by_name
 from shardlib.engine import _torch, batchnorm, exact
 from shardlib.engine.executor import Executor
 from shardlib.engine.pipeline.stages import Pipeline, has_pipeline
@@ -66,7 +65,7 @@ class RankPlan:
         return cls(
             plan,
             mesh,
-            shape.at(_position(mesh)),
+            _coordinate(mesh),
             device_here(mesh.device_type),
             tuple(_regions(model, plan, _active(shape, shape.model_axes))),
             frozenset(name for name, module in modules if batchnorm.is_batch_norm(module)),
@@ -110,7 +109,7 @@ class RankPlan:
     def ranks_of_forward(self) -> tuple[int, ...]:
         """The global ranks that take part in the collectives of this rank's forward."""
         over = {*self.compute_axes}.union(*(row.added("stored") for row in self.plan.rows))
-        axes = _active(self.shape, tuple(axis for axis in self.shape.names if axis in over))
+        axes = tuple(axis for axis in _active(self.shape, self.shape.names) if axis in over)
         return tuple(self.mesh[axes].mesh.flatten().tolist()) if axes else (dist.get_rank(),)
 
     @property
@@ -184,7 +183,7 @@ class RankPlan:
     @cached_property
     def rows(self) -> dict[str, Row]:
         """Rows of the plan by each name of their tensors."""
-        return {name: row for row in self.plan.rows for name in (row.name, *row.tied)}
+        return rows_by_name(self.plan.rows)
 
     @property
     def meets_in_modules(self) -> bool:
@@ -230,8 +229,7 @@ class RankPlan:
         In a region, all parameters are, and also buffers that are split or that BatchNorm updates from sharded
         parameters.
         """
-        row = self.rows.get(name)
-        names = row.tied if row is not None and row.tied else (name,)
+        names = self.rows[name].tied if name in self.rows else (name,)
         if not any(inside(owner_of(n), self.regions) for n in names):
             return False
         of_norm = owner_of(names[0]) in self.batch_norms and tensor.ndim > 0
@@ -261,7 +259,12 @@ def _regions(model: nn.Module, plan: Plan, axes: tuple[str, ...]) -> list[str]:
     """
     if not axes:
         return []
-    split = list(dict.fromkeys(owner_of(name) for name, row in _by_any_name(model, plan) if _splits(row.compute, axes)))
+    rows, registered = (
+        rows_by_name(plan.rows),
+        (*model.named_parameters(remove_duplicate=False), *model.named_buffers()),
+    )
+    sharded = (name for name, _ in registered if name in rows and _splits(rows[name].compute, axes))
+    split = list(dict.fromkeys(map(owner_of, sharded)))
     closing = {b.module for b in plan.borders if b.side == "output" and b.layout is not None}
     laid_out = {b.module for b in plan.borders if b.layout is not None and _splits(b.layout, axes)}
     tied = [[owner_of(name) for name in row.tied] for row in plan.rows if len(row.tied) > 1]
@@ -269,13 +272,6 @@ def _regions(model: nn.Module, plan: Plan, axes: tuple[str, ...]) -> list[str]:
     asked = [b.module for b in plan.borders if b.layout is not None and b.rule is not None]
     uncalled = {name for name, module in model.named_modules() if not _has_forward(module)}
     return find_regions(split, closing, laid_out, tied, alone=look_ups, asked=asked, uncalled=uncalled)
-
-
-def _by_any_name(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Row]]:
-    rows = {name: row for row in plan.rows for name in (row.name, *row.tied)}
-    for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
-        if name in rows:
-            yield name, rows[name]
 
 
 def _splits(layout: Layout, axes: tuple[str, ...]) -> bool:
@@ -290,12 +286,8 @@ def _active(shape: MeshShape, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if shape[axis] > 1)
 
 
-def _position(mesh: DeviceMesh) -> int:
-    """Return the index of this rank in the mesh, with the last axis fastest."""
+def _coordinate(mesh: DeviceMesh) -> dict[str, int]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ShardingError(f"Rank {dist.get_rank()} is not part of the mesh {mesh}; call on its ranks only.")
-    position = 0
-    for index, size in zip(coordinate, mesh.shape, strict=True):
-        position = position * size + index
-    return position
+    return dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))

@@ -91,29 +91,19 @@ def _refuse_hooks(name: str, param: torch.Tensor) -> None:
 
 
 def _placed(rank_plan: RankPlan, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
-    """Return the sharded form of a tensor: a DTensor inside a region or for experts, else a plain tensor."""
-    if rank_plan.is_stored_sharded(name):
-        return _stored(rank_plan, name, tensor, local)
-    compute_mesh = rank_plan.mesh_for(name, tensor)
-    if compute_mesh is None:
+    """Return the sharded form of a tensor: a DTensor on the whole mesh where it is stored in shards, on the mesh that
+    it is computed with inside a region or for experts, else a plain tensor.
+    """
+    row, mesh = rank_plan.rows.get(name), rank_plan.mesh_for(name, tensor)
+    if row is not None and rank_plan.is_stored_sharded(name):
+        mesh, layout = rank_plan.mesh, rank_plan.on_active_axes(row.stored)
+    elif mesh is not None:
+        layout = rank_plan.layout(name, tensor)
+    else:
         return _moved(rank_plan, tensor, local)
-    layout = rank_plan.layout(name, tensor)
-    local = local_shard(rank_plan, name, tensor) if local is None else local
-    stride = torch.empty(tensor.shape, device="meta").stride()
-    placements = layout.placements(compute_mesh)
-    after = DTensor.from_local(
-        local.to(rank_plan.device), compute_mesh, placements, run_check=False, shape=tensor.shape, stride=stride
-    )
-    return _as_parameter(after, tensor) if isinstance(tensor, nn.Parameter) else after
-
-
-def _stored(rank_plan: RankPlan, name: str, tensor: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor:
-    """Return a parameter in its stored layout: a DTensor on the whole mesh."""
-    row = rank_plan.rows[name]
-    placements = rank_plan.on_active_axes(row.stored).placements(rank_plan.shape)
     local = _in_stored_memory(rank_plan, row, local_shard(rank_plan, name, tensor) if local is None else local)
-    after = _torch.wrap(local, _torch.spec(rank_plan.mesh, placements, tuple(row.global_shape), local.dtype))
-    return _as_parameter(after, tensor)
+    after = _torch.wrap(local, _torch.spec(mesh, layout.placements(mesh), tuple(tensor.shape), local.dtype))
+    return _as_parameter(after, tensor) if isinstance(tensor, nn.Parameter) else after
 
 
 def _moved(rank_plan: RankPlan, tensor: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
@@ -148,7 +138,7 @@ def _rounded(rank_plan: RankPlan, name: str, tensor: torch.Tensor, masters: dict
     return _as_parameter(_torch.wrap(low, spec), tensor)
 
 
-def _in_stored_memory(rank_plan: RankPlan, row: Row, local: torch.Tensor) -> torch.Tensor:
+def _in_stored_memory(rank_plan: RankPlan, row: Row | None, local: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a parameter in the memory that it is stored in."""
     if "stored" in offload.offloaded_phases(row, rank_plan.device):
         return offload.on_host(local, rank_plan.device)
