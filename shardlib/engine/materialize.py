@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import nn
 
 from shardlib.engine import lazy, pretrained
-from shardlib.engine._torch import own_tensors
+from shardlib.engine._torch import held_tensors
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.ops import ShardlibGatherWarning
 from shardlib.engine.randomness import random_states, set_random_states
@@ -51,7 +51,7 @@ class Source:
         self._stack = ExitStack()
         self._opened: dict[Path, tuple[int, ...]] = {}
         self.tensors: dict[str, Callable[[], Any]] = (
-            {name: partial(_itself, tensor) for name, tensor in init.items()}
+            {name: partial(init.__getitem__, name) for name in init}
             if isinstance(init, Mapping)
             else dict(self._open(Path(init)))
         )
@@ -107,10 +107,6 @@ class _Joined:
 
 def _counted_from(starts: Sequence[int], slices: Sequence[slice]) -> tuple[slice, ...]:
     return tuple(slice(one.start - at, one.stop - at) for at, one in zip(starts, slices, strict=True))
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def initial_values(
@@ -221,7 +217,8 @@ def _from_initialiser(
     values: dict[str, torch.Tensor] = {}
     by_id = {id(tensor): name for name, tensor in missing.items()}
     for module in model.modules():
-        own = {key: by_id[id(t)] for key, t in _own_tensors(module) if id(t) in by_id and by_id[id(t)] not in values}
+        found = [(key, by_id[id(tensor)]) for _, key, tensor in held_tensors(module) if id(tensor) in by_id]
+        own = {key: name for key, name in found if name not in values}
         if own:
             values |= (
                 _initialise_in_parts(module, init, own, shard_of, make)
@@ -250,18 +247,19 @@ def _initialise(
     module: nn.Module, init: Any, own: Mapping[str, str], shard_of: ShardOf, make: Make | None = None
 ) -> dict[str, torch.Tensor]:
     """Give one module's meta tensors real memory, run the initialiser, shard the values, put the meta tensors back."""
-    meta = dict(_own_tensors(module))
+    before = held_tensors(module)
     try:
-        for key, tensor in meta.items():
+        for held, key, tensor in before:
             if tensor.is_meta:
-                part = make(own[key], tensor) if make is not None and key in own else _empty(tensor)
-                _set_own(module, key, _unfilled(tensor, part))
+                full = make is None or key not in own
+                part = tensor.new_empty(tensor.shape, device="cpu") if full else make(own[key], tensor)
+                held[key] = _unfilled(tensor, part)
         _run(init, module)
-        made = {key: tensor for key, tensor in _own_tensors(module) if key in own}
+        made = {key: tensor for _, key, tensor in held_tensors(module) if key in own}
         return {own[key]: shard_of(own[key], t.detach()) for key, t in made.items() if not _is_unfilled(t)}
     finally:
-        for key, tensor in meta.items():
-            _set_own(module, key, tensor)
+        for held, key, tensor in before:
+            held[key] = tensor
 
 
 def _run(init: Any, module: nn.Module) -> None:
@@ -271,24 +269,11 @@ def _run(init: Any, module: nn.Module) -> None:
         reset()
 
 
-def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(k, t) for tensors in own_tensors(module) for k, t in tensors.items() if t is not None]
-
-
-def _set_own(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
-    parameters, buffers = own_tensors(module)
-    (parameters if key in parameters else buffers)[key] = tensor
-
-
 # Memory is filled with this value before an initialiser runs, so that tensors that it leaves out are found.
 def _mark(dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _unfilled(tensor: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,7 @@ __all__ = [
     "forget_global_hooks",
     "go_around",
     "go_through",
+    "held_tensors",
     "no_torch_function",
     "own_tensors",
     "replace_conversion",
@@ -124,6 +125,11 @@ def computed_before_calls(modules: Iterable[torch.nn.Module]) -> tuple[torch.nn.
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the dicts that hold a module's own parameters and buffers."""
     return module._parameters, module._buffers
+
+
+def held_tensors(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """List a module's own parameters and buffers, each with the dict that holds it, and its key there."""
+    return [(own, key, tensor) for own in own_tensors(module) for key, tensor in own.items() if tensor is not None]
 
 
 def copied(module: M) -> M:

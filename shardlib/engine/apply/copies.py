@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,8 +79,8 @@ def _on_meta(model: nn.Module, rows: Mapping[str, Row]) -> dict[int, torch.Tenso
     found: dict[int, torch.Tensor] = {}
     by_row: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
-        own = [*itertools.chain.from_iterable(tensors.items() for tensors in _torch.own_tensors(module))]
-        own = [(key, tensor) for key, tensor in own if isinstance(tensor, nn.Parameter | DTensor)]
+        held = _torch.held_tensors(module)
+        own = [(key, tensor) for _, key, tensor in held if isinstance(tensor, nn.Parameter | DTensor)]
         for key, tensor in (*own, *_placeholders(module)):
             row = rows[f"{prefix}.{key}".lstrip(".")]
             found[id(tensor)] = by_row.setdefault(row.name, _full_on_meta(row))

@@ -63,13 +63,13 @@ def initial_values(
 def _memory(rank_plan: RankPlan, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return memory for a tensor: for the local shard only, if DTensor splits the tensor as the layout does."""
     layout = rank_plan.layout(name, tensor)
-    if rank_plan.model_mesh is None or not rank_plan.is_split(layout) or rank_plan.is_spread(name):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    ops.enable(rank_plan.model_mesh)
-    placements = tuple(layout.placements(rank_plan.model_mesh))
-    slices = layout.local_slices(tuple(tensor.shape), rank_plan.shape, rank_plan.coordinate)
-    if not exact.holds_slices(tuple(tensor.shape), rank_plan.model_mesh, placements, slices):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    shape = layout.local_shape(tensor.shape, rank_plan.shape, rank_plan.coordinate)
-    local = torch.empty(shape, dtype=tensor.dtype, device=rank_plan.device)
-    return _torch.wrap(local, _torch.spec(rank_plan.model_mesh, placements, tensor.shape, tensor.dtype))
+    mesh, shape = rank_plan.model_mesh, tuple(tensor.shape)
+    if mesh is not None and rank_plan.is_split(layout) and not rank_plan.is_spread(name):
+        ops.enable(mesh)
+        placements = layout.placements(mesh)
+        slices = layout.local_slices(shape, rank_plan.shape, rank_plan.coordinate)
+        if exact.holds_slices(shape, mesh, placements, slices):
+            local = layout.local_shape(shape, rank_plan.shape, rank_plan.coordinate)
+            memory = torch.empty(local, dtype=tensor.dtype, device=rank_plan.device)
+            return _torch.wrap(memory, _torch.spec(mesh, placements, shape, tensor.dtype))
+    return torch.empty(shape, dtype=tensor.dtype, device="cpu")

@@ -53,9 +53,7 @@ def shard_tensors(model: nn.Module, rank_plan: RankPlan, values: Mapping[str, to
     places = [
         (own, key, f"{prefix}.{key}".lstrip("."), tensor)
         for prefix, module in model.named_modules()
-        for own in _torch.own_tensors(module)
-        for key, tensor in own.items()
-        if tensor is not None
+        for own, key, tensor in _torch.held_tensors(module)
     ]
     after: dict[int, torch.Tensor] = {}
     parameters: dict[str, nn.Parameter] = {}
