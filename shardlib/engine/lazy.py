@@ -120,8 +120,8 @@ class _Tape:
         self._begin = self._expected = torch.get_rng_state()
         self._exact = exact.is_exact()
         self._decided = False  # whether the program has read random values, and may have branched on them
-        self._numbers: dict[int, int] = {}  # numbers of memories by address
-        self._alive: list[Any] = []  # fake storages, kept so that no address is reused
+        self._numbers: dict[int, int] = {}  # numbers of memories by the id of their storage
+        self._alive: list[Any] = []  # fake storages, kept so that no id is reused
         self._nbytes: list[int] = []
         self._random: list[_Step] = []
         # The generator's state after each of these random steps, as far as they have been played.
@@ -133,10 +133,10 @@ class _Tape:
 
     def view_of(self, tensor: torch.Tensor) -> _View:
         """Return the view that a tensor is."""
-        address, storage = _torch.memory_of(tensor)
-        number = self._numbers.get(address)
+        storage = tensor.untyped_storage()
+        number = self._numbers.get(id(storage))
         if number is None:
-            number = self._numbers[address] = len(self._nbytes)
+            number = self._numbers[id(storage)] = len(self._nbytes)
             self._alive.append(storage)
             self._nbytes.append(storage.nbytes())
         return _View(number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
@@ -164,7 +164,7 @@ class _Tape:
         if not new and not changed:
             return
         writes = {view.memory for view in changed}
-        blind = op in _OVERWRITES or _writes_out(op)
+        blind = op in _OVERWRITES or any(argument.is_out for argument in _torch.schema_of(op).arguments)
         covers = {p.memory for p in changed if blind and p.memory not in read and p.covers(self._nbytes[p.memory])}
         random = torch.Tag.nondeterministic_seeded in op.tags
         step = _Step(
@@ -189,6 +189,34 @@ class _Tape:
                 return None
         self._expected = now
         return now
+
+    def run(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on tensors without values, or on their values if it needs them; record it."""
+        if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((args, kwargs))):
+            # At once, since the state of that generator may be different later.
+            return self._run_on_values(op, args, kwargs)
+        try:
+            result = op(*args, **kwargs)
+        except _torch.fake_tensor_errors():
+            return self._run_on_values(op, args, kwargs)
+        self.record(op, args, kwargs, result)
+        return result
+
+    def _run_on_values(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on values, and record its results on the tape."""
+        real_args, real_kwargs = self.read((args, kwargs))
+        result = _torch.with_values(lambda: op(*real_args, **_on_cpu(op, real_kwargs, None)))
+        written = list(
+            zip(_torch.written_to(op, args, kwargs), _torch.written_to(op, real_args, real_kwargs), strict=True)
+        )
+        for target, real in written:
+            self.run(aten.copy_.default, (target, real), {})
+        back = {id(real): target for target, real in written}
+
+        def without_values(real: torch.Tensor) -> torch.Tensor:
+            return back[id(real)] if id(real) in back else self.run(aten.clone.default, (real,), {})
+
+        return pytree.tree_map_only(torch.Tensor, without_values, result)
 
     # --- playing ------------------------------------------------------------------------------------------------------
 
@@ -308,10 +336,6 @@ class _Tape:
                 torch.set_rng_state(before)
 
 
-def _writes_out(op: Any) -> bool:
-    return any(argument.is_out for argument in _torch.schema_of(op).arguments)
-
-
 def _on_cpu(op: Any, kwargs: Mapping[str, Any], result: Any) -> dict[str, Any]:
     """Return keyword arguments for replaying: on a CPU, in the dtype that was the default."""
     made = {**kwargs}
@@ -323,40 +347,6 @@ def _on_cpu(op: Any, kwargs: Mapping[str, Any], result: Any) -> dict[str, Any]:
     if "dtype" in names and made.get("dtype") is None and isinstance(result, torch.Tensor):
         made["dtype"] = result.dtype
     return made
-
-
-class _Recorder:
-    """Records operations on a tape. Computes values if the program needs them."""
-
-    def __init__(self, tape: _Tape) -> None:
-        self.tape = tape
-
-    def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
-        if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((args, kwargs))):
-            # At once, since the state of that generator may be different later.
-            return self._run_on_values(op, args, kwargs)
-        try:
-            result = op(*args, **kwargs)
-        except _torch.fake_tensor_errors():
-            return self._run_on_values(op, args, kwargs)
-        self.tape.record(op, args, kwargs, result)
-        return result
-
-    def _run_on_values(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on values, and record its results on the tape."""
-        real_args, real_kwargs = self.tape.read((args, kwargs))
-        result = _torch.with_values(lambda: op(*real_args, **_on_cpu(op, real_kwargs, None)))
-        written = list(
-            zip(_torch.written_to(op, args, kwargs), _torch.written_to(op, real_args, real_kwargs), strict=True)
-        )
-        for target, real in written:
-            self(aten.copy_.default, (target, real), {})
-        back = {id(real): target for target, real in written}
-
-        def without_values(real: torch.Tensor) -> torch.Tensor:
-            return back[id(real)] if id(real) in back else self(aten.clone.default, (real,), {})
-
-        return pytree.tree_map_only(torch.Tensor, without_values, result)
 
 
 _TO_PYTHON = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
@@ -531,7 +521,7 @@ class LazyInitContext:
                 stack.callback(watch(note).remove)
             stack.callback(_torch.watch_copies(modules.add))
             stack.enter_context(pretrained.read_later())
-            stack.enter_context(_torch.recording_imagined(_Recorder(self._tape)))
+            stack.enter_context(_torch.recording_imagined(self._tape.run))
             stack.enter_context(_Functions(self._tape, self._copies))
             self._stack = stack.pop_all()
         LazyInitContext._inside = self

@@ -96,14 +96,12 @@ def run_at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def backward_id() -> int:
-    """Return a number for the backward pass in progress, or -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
-def is_transformed() -> bool:
-    """Tell whether the function that runs is being transformed by `torch.func`, as by `grad` or `vmap`."""
-    return torch._C._are_functorch_transforms_active()
+# Returns a number for the backward pass in progress, or -1 outside of one.
+backward_id = torch._C._current_graph_task_id
+# Tells whether the function that runs is being transformed by `torch.func`, as by `grad` or `vmap`.
+is_transformed = torch._C._are_functorch_transforms_active
+# Returns the number that autograd will give to the next node that it records in this thread.
+next_node_number = torch.autograd._get_sequence_nr
 
 
 def accumulation_of(param: torch.Tensor) -> Any:
@@ -129,11 +127,6 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
-def next_node_number() -> int:
-    """Return the number that autograd will give to the next node that it records in this thread."""
-    return torch.autograd._get_sequence_nr()
-
-
 def running_node() -> int:
     """Return the number of the node that backward runs now.
 
@@ -148,7 +141,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def applied(*args: Any) -> Any:
-        return function.apply(*args) if torch._C._are_functorch_transforms_active() else apply(*args)
+        return function.apply(*args) if is_transformed() else apply(*args)
 
     return applied
 

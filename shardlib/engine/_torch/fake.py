@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -338,12 +338,12 @@ def imagined_in(mode: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor if is_imagined(tensor) else mode.from_tensor(tensor.detach())
 
 
-def recording_imagined(record: Callable[[Any, Any, Any], Any]) -> AbstractContextManager[Any]:
+@contextmanager
+def recording_imagined(record: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
     """Make a context in which tensors have no values and every operation goes through `record(op, args, kwargs)`.
 
     The context keeps no weak references to the tensors, so that others can be swapped into their places.
     """
-    stack = ExitStack()
     mode = _Mode(allow_non_fake_inputs=True)  # each call's own tensors: what is recorded is told apart by them
     memo = mode.fake_tensor_converter.tensor_memo
 
@@ -354,9 +354,8 @@ def recording_imagined(record: Callable[[Any, Any, Any], Any]) -> AbstractContex
             finally:
                 memo.clear()
 
-    stack.enter_context(mode)
-    stack.enter_context(Recording())
-    return stack
+    with mode, Recording():
+        yield
 
 
 @functools.cache
@@ -376,11 +375,8 @@ def with_values(make: Callable[[], R]) -> R:
         return make()
 
 
-@contextmanager
-def no_modes() -> Iterator[None]:
-    """Keep the modes of dispatch that are on outside of the block from seeing the operations inside."""
-    with _disable_current_modes():
-        yield
+# A context that keeps the modes of dispatch that are on outside of it from seeing the operations inside.
+no_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
 
 
 def innermost_mode() -> Any:

@@ -93,9 +93,7 @@ def live_meshes() -> list[DeviceMesh]:
     return [each for each in gc.get_objects() if type(each) is DeviceMesh]
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that a sub-mesh was sliced from, or the mesh itself."""
-    return mesh._get_root_mesh()
+root_mesh = DeviceMesh._get_root_mesh  # the mesh that a sub-mesh was sliced from, or the mesh itself
 
 
 def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:

@@ -113,9 +113,8 @@ def is_view(op: Op) -> bool:
     return op.is_view
 
 
-def op_names() -> list[str]:
-    """List every registered op, as in "aten::add.Tensor"."""
-    return torch._C._dispatch_get_all_op_names()
+# Lists every registered op, as in "aten::add.Tensor".
+op_names = torch._C._dispatch_get_all_op_names
 
 
 def is_composite(op: Op) -> bool:

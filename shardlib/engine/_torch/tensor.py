@@ -48,7 +48,6 @@ __all__ = [
     "intercept_reads",
     "local_of",
     "local_shape_and_offset",
-    "memory_of",
     "moved",
     "replicated_spec",
     "seed_all",
@@ -153,14 +152,10 @@ def as_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 @cached_by_mesh
-def _spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+def spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return the spec of a contiguous tensor of this global shape."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
-
-
-def spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """Return the spec of a contiguous tensor of this global shape."""
-    return _spec(mesh, placements, tuple(shape), dtype)
 
 
 @cached_by_mesh
@@ -222,18 +217,8 @@ def chunks_of(size: int, n: int, index: int, pieces: int = 1) -> list[tuple[int,
     return found
 
 
-def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two tensors lie in one storage; fake ones too."""
-    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
-
-
-def memory_of(tensor: torch.Tensor) -> tuple[int, Any]:
-    """Return a number that tells the memory of a tensor from others, fake or not, and the storage.
-
-    The number holds as long as the storage is referenced.
-    """
-    storage = tensor.untyped_storage()
-    return id(storage), storage
+# Tells whether two tensors lie in one storage; fake ones too.
+share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def seed_all(number: int) -> None:
