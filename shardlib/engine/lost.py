@@ -289,8 +289,8 @@ def _within(seconds: float, work: Callable[[], T]) -> list[T]:
 class _StoreClient:
     """The notes of ranks in the job's store. No call blocks for long: the host of the store may be lost or stopped."""
 
-    def __init__(self, store: dist.Store, token: str) -> None:
-        self._store: dist.Store | None = dist.PrefixStore(f"shardlib/lost/{token}", store)
+    def __init__(self, token: str = "") -> None:
+        self._store: dist.Store | None = dist.PrefixStore(f"shardlib/lost/{token}", _torch.default_store())
 
     @property
     def answers(self) -> bool:
@@ -322,12 +322,8 @@ class _StoreClient:
         ranks, how = json.loads(answer)
         return _Finding(tuple(ranks), how)
 
-    def answer(self, rank: int, phase: str) -> None:
-        """Write that this rank is alive, knows that a rank is lost, and was in this phase."""
-        self.write("there", rank, phase)
-
     def silent(self, ranks: Iterable[int]) -> list[int] | None:
-        """Return the ranks that have not answered; None if the store does not answer."""
+        """Return the ranks that are not "there"; None if the store does not answer."""
         return self._ask(lambda store: [rank for rank in ranks if not store.check([f"there/{rank}"])])
 
     def write(self, what: str, rank: int, text: str) -> None:
@@ -362,12 +358,12 @@ class _JobMembers:
 
     def store(self) -> _StoreClient:
         """Return a new client of the job's store. A reference that is kept would keep the store's port open."""
-        return _StoreClient(_torch.default_store(), self._token)
+        return _StoreClient(self._token)
 
     def find_lost(self, error: Exception, phase: str) -> LostRankError:
         """Return the error that names the lost ranks, after an error in a phase of this rank. Waits a few seconds."""
         store = self.store()
-        store.answer(self.rank, phase)
+        store.write("there", self.rank, phase)  # this rank is alive, and knows that a rank is lost
         _within(_STORE_TIMEOUT, _close_connections)
         finding = self._search(store, time.monotonic() + _ANSWER_TIMEOUT)
         message = self._message(store, finding, phase, error)
@@ -460,7 +456,7 @@ def meet(group: dist.ProcessGroup | None) -> None:
     if group is None or dist.get_world_size(group) == 1:
         return
     own = _Member.of_this_process()
-    _StoreClient(_torch.default_store(), "").write("member", own.rank, json.dumps(astuple(own)))
+    _StoreClient().write("member", own.rank, json.dumps(astuple(own)))
     try:
         answers = agree.exchange([astuple(own), secrets.token_hex(8)], group)
     except Exception as error:
@@ -468,16 +464,13 @@ def meet(group: dist.ProcessGroup | None) -> None:
             raise
         raise _members_in_store(group).find_lost(error, "sharding") from error
     before = _job_members()
-    members = {
-        **(before.members if before is not None else {}),
-        **{member.rank: member for member in (_Member(*fields) for fields, _ in answers)},
-    }
-    _known[:] = [(weakref.ref(dist.group.WORLD), _JobMembers(members.values(), answers[0][1]))]
+    members = [*(before.members.values() if before is not None else ()), *(_Member(*fields) for fields, _ in answers)]
+    _known[:] = [(weakref.ref(dist.group.WORLD), _JobMembers(members, answers[0][1]))]
 
 
 def _members_in_store(group: dist.ProcessGroup) -> _JobMembers:
     """Return the members of a group whose ranks could not exchange them."""
-    store, ranks = _StoreClient(_torch.default_store(), ""), dist.get_process_group_ranks(group)
+    store, ranks = _StoreClient(), dist.get_process_group_ranks(group)
     found = [text for rank in ranks for text in store.texts("member", [rank]) or []]
     members = [_Member(*json.loads(text)) for text in found] or [_Member.of_this_process()]
     return _JobMembers(members, "", ranks)
@@ -503,7 +496,7 @@ def leave() -> None:
 
 def _store_client() -> _StoreClient:
     job = _job_members()
-    return job.store() if job is not None else _StoreClient(_torch.default_store(), "")
+    return job.store() if job is not None else _StoreClient()
 
 
 def _job_members() -> _JobMembers | None:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -146,19 +146,13 @@ def _joined(name: str, parts: list[_Part]) -> Found:
     shape = list(sizes[turns[0]])
     shape[dim] = ends[-1] if first.dim is not None else shape[dim]
     shape[0] = len(places) if stacked else shape[0]
-    return Found(tuple(shape), tuple(_starts(by_place, begins, len(shape), first.dim, stacked)), stacked)
-
-
-def _starts(
-    parts: Mapping[tuple[int, int], _Part], begins: Mapping[int, int], ndim: int, dim: int | None, stacked: bool
-) -> Iterable[tuple[str, Shape]]:
-    for (place, turn), part in sorted(parts.items(), key=lambda item: item[0]):
-        at = [0] * ndim
-        if dim is not None:
-            at[dim] = begins[turn]
-        if stacked:
-            at[0] = place
-        yield part.key, tuple(at)
+    starts: list[tuple[str, Shape]] = []
+    for (place, turn), part in sorted(by_place.items(), key=lambda item: item[0]):
+        at = [0] * len(shape)
+        at[dim] = begins[turn]
+        at[0] = place if stacked else at[0]
+        starts.append((part.key, tuple(at)))
+    return Found(tuple(shape), tuple(starts), stacked)
 
 
 _sources: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
