@@ -39,7 +39,6 @@ class Sharded:
     Attributes:
         plan: the plan that was carried out.
         mesh: the mesh of all axes of `plan`.
-        model_mesh: the mesh of the model axes; None if they have one rank.
         reducer: the reducer of the model's gradients.
         compiled: the report on compiled blocks.
         fp8_history: the history of float8 scales, if they depend on earlier steps.
@@ -53,7 +52,6 @@ class Sharded:
 
     plan: Plan
     mesh: DeviceMesh
-    model_mesh: DeviceMesh | None
     reducer: GradientReducer
     compiled: CompileReport
     fp8_history: History | None

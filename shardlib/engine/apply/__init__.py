@@ -1,19 +1,7 @@
 """`shard_model`: carry out a plan on a model, completely or not at all.
 
 `apply_plan` calls the steps in order. Each step is a function in its own file. It gets what is fixed about this rank
-(`RankPlan`) and registers its undo, so that an error in any step leaves the model unchanged:
-
-    rank_plan.py    the meaning of the plan on this rank
-    check.py        checks of the model and the plan, and comparisons between ranks
-    initialize.py   initial values of tensors on `meta`
-    shard.py        replaces every tensor by this rank's local shard: parameters become DTensors
-    install.py      hooks and forwards of modules: DTensor regions, module input and output layouts, linears, experts
-    parameters.py   gradients, unsharded parameters, updates, optimizers
-    calls.py        wrappers around the calls of modules
-    copies.py       `copy.deepcopy` of the model
-    additions.py    parameters that are added to the model later
-
-The record of a sharded model is in `engine/sharded.py`.
+(`RankPlan`) and registers its undo, so that an error in any step leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -234,9 +222,8 @@ def apply_plan(
     if exact_random and is_first:
         share_random_state(everyone)
     if values is None:
-        names = None if pipeline is None else pipeline.names_here
         given = init is not None or any(tensor.is_meta for tensor in tensors.values())
-        values = initial_values(model, rank_plan, init, check=bool(check), names=names) if given else {}
+        values = initial_values(model, rank_plan, init, check=bool(check)) if given else {}
 
     with Undo() as undo:
         if pipeline is not None:
@@ -276,7 +263,6 @@ def apply_plan(
         record = Sharded(
             plan=dataclasses.replace(rank_plan.plan, notes=rank_plan.plan.notes + float8.notes()),
             mesh=rank_plan.mesh,
-            model_mesh=rank_plan.model_mesh,
             reducer=reducer,
             compiled=compiled,
             fp8_history=history,

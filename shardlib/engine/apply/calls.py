@@ -63,15 +63,7 @@ def wrap_calls(
 ) -> None:
     """Wrap the calls of modules in their layers, after blocks have been compiled.
 
-    Args:
-        model: the model that has the modules.
-        rank_plan: the meaning of the plan on this rank.
-        units: groups of parameters that are unsharded together.
-        updates: all-gathers parameters after a step.
-        recomputed: the modules that are recomputed in backward.
-        undo: removes the wrappers.
-        route: the route of microbatches through this rank's stages.
-        check: report ranks that are lost in forward.
+    With `check`, ranks that are lost in forward are reported.
     """
     plain = units is None and route is None and rank_plan.model_mesh is None
     innermost_first: tuple[Mapping[str, Wrapper], ...] = (

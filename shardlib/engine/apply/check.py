@@ -142,12 +142,6 @@ def ranks_agree(
 ) -> None:
     """Exchange the processes of a group's ranks, and compare what these must have in common. Collective over the group.
 
-    Args:
-        tensors: the tensors of the model before it changes.
-        lines: the lines of the plan.
-        group: all ranks that train the model, of all stages.
-        exact_random: whether random numbers are drawn by global element.
-
     Raises:
         PlanError, ShardingError: ranks have different plans or weights.
     """
@@ -162,10 +156,8 @@ def ranks_agree(
 def input_check(rank_plan: RankPlan, *, compare: bool, comparison: StepComparison | None = None) -> Callable[..., None]:
     """Return a hook that checks the inputs of each forward.
 
-    Args:
-        rank_plan: the plan on this rank.
-        compare: whether ranks with the same examples compare their first batch.
-        comparison: what ranks compare before every forward instead.
+    With `compare`, ranks with the same examples compare their first batch; with a `comparison`, they compare all that
+    it has before every forward.
     """
     pending = [compare and bool(rank_plan.model_axes)]
     device, group, axes = rank_plan.device, rank_plan.group(rank_plan.model_axes), ", ".join(rank_plan.model_axes)

@@ -27,10 +27,8 @@ def allow_copies(model: nn.Module, shard_again: Callable[..., nn.Module], undo: 
     Nothing is sent, but for the groups of a pipeline: there every rank must copy. As of any parameter, hooks and
     gradients of parameters are not copied.
 
-    Args:
-        model: the model.
-        shard_again: shards a model on `meta`; its `values` are local shards by name.
-        undo: takes away what was installed on the modules of the model, which the copy gets from `shard_again`.
+    `shard_again` shards a model on `meta`; its `values` are local shards by name. `undo` takes away what was installed
+    on the modules of the model, which the copy gets from `shard_again`.
     """
     model.__dict__["__deepcopy__"] = functools.partial(_copied, model, shard_again, undo)
     undo.callback(model.__dict__.pop, "__deepcopy__", None)

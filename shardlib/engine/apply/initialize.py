@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from shardlib.engine.apply.rank_plan import RankPlan
 __all__ = ["initial_values"]
 
 
-def initial_values(
-    model: nn.Module, rank_plan: RankPlan, init: Any, *, check: bool, names: Mapping[str, str] | None = None
-) -> dict[str, torch.Tensor]:
+def initial_values(model: nn.Module, rank_plan: RankPlan, init: Any, *, check: bool) -> dict[str, torch.Tensor]:
     """Return this rank's shards of tensors on `meta`, by name.
 
     Tensors of other stages are initialised too, and dropped, so that random numbers are drawn in the order of one
@@ -29,8 +26,8 @@ def initial_values(
         rank_plan: the plan on this rank.
         init: as in `shard_model`.
         check: compare the values that ranks have drawn or read. Collective over the mesh.
-        names: in a pipeline, the names on this rank by canonical names, for this rank's tensors.
     """
+    names = None if rank_plan.build is None else rank_plan.build.names_here  # by canonical names
     drawn: dict[str, int] = {}
 
     def shard_of(name: str, full: Any) -> torch.Tensor:

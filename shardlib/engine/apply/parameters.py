@@ -42,15 +42,8 @@ def install_param_runtime(
 ) -> ParamRuntime:
     """Install the hooks that move tensors in forward, backward and step, where the phases have different layouts.
 
-    Args:
-        model: the model of local shards.
-        rank_plan: the plan on this rank.
-        replaced: its parameters, and the wide copies of those that were rounded.
-        installed: removes the hooks of modules.
-        undo: removes the hooks of parameters.
-        end_step: called after the last backward pass of a step.
-        check: compare the first batch; or "always".
-        batch_norm_is_global: whether data ranks have the same statistics of BatchNorm.
+    `installed` removes the hooks of modules, `undo` those of parameters. `end_step` is called after the last backward
+    pass of a step.
     """
     param_states = [
         _param_state(rank_plan, name, param, replaced.masters.get(name)) for name, param in replaced.parameters.items()

@@ -42,14 +42,7 @@ class Replaced:
 
 
 def shard_tensors(model: nn.Module, rank_plan: RankPlan, values: Mapping[str, torch.Tensor], undo: Undo) -> Replaced:
-    """Replace a model's tensors by this rank's local shards.
-
-    Args:
-        model: a model of full tensors, or of tensors on `meta`.
-        rank_plan: the plan on this rank.
-        values: this rank's shards of the tensors on `meta`, by name.
-        undo: puts the tensors back.
-    """
+    """Replace a model's tensors by this rank's local shards; `values` are those of tensors on `meta`, by name."""
     places = [
         (own, key, f"{prefix}.{key}".lstrip("."), tensor)
         for prefix, module in model.named_modules()
