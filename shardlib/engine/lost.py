@@ -322,11 +322,8 @@ class _StoreClient:
         ranks, how = json.loads(answer)
         return _Finding(tuple(ranks), how)
 
-    def silent(self, ranks: Iterable[int]) -> list[int] | None:
-        """Return the ranks that are not "there"; None if the store does not answer."""
-        return self._ask(lambda store: [rank for rank in ranks if not store.check([f"there/{rank}"])])
-
     def write(self, what: str, rank: int, text: str) -> None:
+        """Write the text of a rank on a subject: "there", with its phase, once it knows that a rank is lost."""
         self._ask(lambda store: store.set(f"{what}/{rank}", text))
 
     def texts(self, what: str, ranks: Iterable[int]) -> list[str] | None:
@@ -363,7 +360,7 @@ class _JobMembers:
     def find_lost(self, error: Exception, phase: str) -> LostRankError:
         """Return the error that names the lost ranks, after an error in a phase of this rank. Waits a few seconds."""
         store = self.store()
-        store.write("there", self.rank, phase)  # this rank is alive, and knows that a rank is lost
+        store.write("there", self.rank, phase)
         _within(_STORE_TIMEOUT, _close_connections)
         finding = self._search(store, time.monotonic() + _ANSWER_TIMEOUT)
         message = self._message(store, finding, phase, error)
@@ -389,8 +386,9 @@ class _JobMembers:
                 if ranks := self._on_this_machine(condition):
                     return store.claim(_Finding(_first_of(ranks, store), condition))
             if time.monotonic() >= until:
-                silent = store.silent(rank for rank in self.ranks if rank != self.rank)
-                return _Finding((), "unknown") if silent is None else store.claim(_Finding(tuple(silent), "silent"))
+                others = [rank for rank in self.ranks if rank != self.rank]
+                silent = tuple(rank for rank in others if store.texts("there", [rank]) is None)
+                return store.claim(_Finding(silent, "silent")) if store.answers else _Finding((), "unknown")
             time.sleep(_POLL_INTERVAL)
 
     def _on_this_machine(self, condition: str) -> tuple[int, ...]:

@@ -228,14 +228,15 @@ def apply_plan(
     with Undo() as undo:
         if pipeline is not None:
             pipeline.cut(model, undo)
-        replaced = shard_tensors(model, rank_plan, values, undo)
+        parameters, replaced, masters = shard_tensors(model, rank_plan, values, undo)
         installed = Undo()
         undo.callback(installed.run)
         install_modules(model, rank_plan, installed, global_batch_norm=global_batch_norm)
         reducer, units, updates, comparison = install_param_runtime(
             model,
             rank_plan,
-            replaced,
+            parameters,
+            masters,
             installed,
             undo,
             end_step=None if history is None else functools.partial(history.end_step, rank_plan.mesh_group),
@@ -283,7 +284,7 @@ def apply_plan(
             global_batch_norm=global_batch_norm,
         )
         allow_copies(model, shard_again, installed)
-    optimizer.watch_optimizers(replaced.names)
+    optimizer.watch_optimizers(replaced)
     keep(model, record)
     refuse_additions(model, record)
     return model

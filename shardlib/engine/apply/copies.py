@@ -47,7 +47,7 @@ def _copied(model: nn.Module, shard_again: Callable[..., nn.Module], undo: Undo,
     rows = rows_by_name((record.plan if record.pipeline is None else record.pipeline.plan).rows)
     on_meta = _on_meta(model, rows)
     tensors = {name: tensor for name, tensor in agree.named_tensors(model).items() if id(tensor) in on_meta}
-    values = {name: _value(tensor, rows[name]) for name, tensor in tensors.items()}
+    values = {name: local_of(tensor).to(rows[name].dtype, copy=True) for name, tensor in tensors.items()}
     memo.update(on_meta)
     with bare(model, undo):
         other = copy.deepcopy(model, memo)
@@ -96,10 +96,6 @@ def _placeholders(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _full_on_meta(row: Row) -> torch.Tensor:
     full = torch.empty(row.global_shape, dtype=row.dtype, device="meta")
     return nn.Parameter(full) if row.kind == "parameter" else full
-
-
-def _value(tensor: torch.Tensor, row: Row) -> torch.Tensor:
-    return local_of(tensor).to(row.dtype, copy=True)
 
 
 def _put_in_place(model: nn.Module, on_meta: Mapping[int, torch.Tensor]) -> None:

@@ -89,7 +89,7 @@ def _install_linears(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMe
 
 def _is_global_linear(rank_plan: RankPlan, name: str, module: nn.Module) -> bool:
     """Tell whether a module is a linear layer with its own weight that is a DTensor."""
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    weight = _torch.own_tensors(module)[0].get("weight")
     if weight is None or linear_dims(module) is None:
         return False
     return rank_plan.is_global(f"{name}.weight".lstrip("."), weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from shardlib._plan import reshards_after_forward
 from shardlib.engine import _torch, offload, ops
 from shardlib.engine.apply.check import input_check
 from shardlib.engine.apply.rank_plan import RankPlan
-from shardlib.engine.apply.shard import Replaced
 from shardlib.engine.comparison import Check, StepComparison
 from shardlib.engine.executor.gather import update_buckets
 from shardlib.engine.gradients import GradientReducer
@@ -32,7 +31,8 @@ ParamRuntime = tuple[GradientReducer, Units | None, Updates | None, StepComparis
 def install_param_runtime(
     model: nn.Module,
     rank_plan: RankPlan,
-    replaced: Replaced,
+    parameters: Mapping[str, nn.Parameter],
+    masters: Mapping[str, torch.Tensor],
     installed: Undo,
     undo: Undo,
     *,
@@ -45,9 +45,7 @@ def install_param_runtime(
     `installed` removes the hooks of modules, `undo` those of parameters. `end_step` is called after the last backward
     pass of a step.
     """
-    param_states = [
-        _param_state(rank_plan, name, param, replaced.masters.get(name)) for name, param in replaced.parameters.items()
-    ]
+    param_states = [_param_state(rank_plan, name, param, masters.get(name)) for name, param in parameters.items()]
     step = rank_plan.plan.step
     if any(one.shard_spec is not None for one in param_states):
         ops.enable(rank_plan.mesh, stored=True)  # as for `float(p.grad.norm())` and `p[0].zero_()`

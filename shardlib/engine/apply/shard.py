@@ -7,7 +7,6 @@ Other tensors stay plain and move to this rank's device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,27 +21,19 @@ from shardlib.engine.undo import Undo
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout, shard_spec
 
-__all__ = ["Replaced", "local_shard", "shard_tensors"]
+__all__ = ["local_shard", "shard_tensors"]
 
-
-@dataclass(frozen=True, eq=False)
-class Replaced:
-    """The parameters of a model that sharding has replaced.
-
-    Attributes:
-        parameters: all parameters of the model by their first name, as they are now.
-        names: the names of those that were replaced, by the parameter before.
-        masters: this rank's shards of the wide copies that the optimizer steps on, by name, for parameters that lost
-            precision by rounding.
-    """
-
-    parameters: Mapping[str, nn.Parameter]
-    names: Mapping[torch.Tensor, str]
-    masters: Mapping[str, torch.Tensor]
+Replaced = tuple[Mapping[str, nn.Parameter], Mapping[torch.Tensor, str], Mapping[str, torch.Tensor]]
 
 
 def shard_tensors(model: nn.Module, rank_plan: RankPlan, values: Mapping[str, torch.Tensor], undo: Undo) -> Replaced:
-    """Replace a model's tensors by this rank's local shards; `values` are those of tensors on `meta`, by name."""
+    """Replace a model's tensors by this rank's local shards; `values` are those of tensors on `meta`, by name.
+
+    Returns:
+        All parameters by their first name, as they are now; the names of those that were replaced, by the parameter
+        before; and this rank's shards of the wide copies that the optimizer steps on, by name, for parameters that lost
+        precision by rounding.
+    """
     places = [
         (own, key, f"{prefix}.{key}".lstrip("."), tensor)
         for prefix, module in model.named_modules()
@@ -70,7 +61,7 @@ def shard_tensors(model: nn.Module, rank_plan: RankPlan, values: Mapping[str, to
 
     undo.callback(put, back=True)
     put(back=False)
-    return Replaced(parameters, names, masters)
+    return parameters, names, masters
 
 
 def _refuse_hooks(name: str, param: torch.Tensor) -> None:
