@@ -326,10 +326,14 @@ class _StoreClient:
         """Write the text of a rank on a subject: "there", with its phase, once it knows that a rank is lost."""
         self._ask(lambda store: store.set(f"{what}/{rank}", text))
 
-    def texts(self, what: str, ranks: Iterable[int]) -> list[str] | None:
-        """Return the text of each of these ranks; None until all have written one."""
-        keys = [f"{what}/{rank}" for rank in ranks]
-        return self._ask(lambda store: [store.get(key).decode() for key in keys] if store.check(keys) else None)
+    def texts(self, what: str, ranks: Iterable[int], *, within: float = 0.0) -> list[str] | None:
+        """Return the text of each of these ranks; None if some have not written one within so many seconds."""
+        keys, until = [f"{what}/{rank}" for rank in ranks], time.monotonic() + within
+        while True:
+            found = self._ask(lambda store: [store.get(key).decode() for key in keys] if store.check(keys) else None)
+            if found is not None or not self.answers or time.monotonic() >= until:
+                return found
+            time.sleep(_POLL_INTERVAL)
 
     def note(self, rank: int, text: str) -> None:
         """Write the error that this rank raised, for the case that it ends because of it."""
@@ -373,10 +377,8 @@ class _JobMembers:
         Rank 0 usually keeps the job's store, which ends with its process.
         """
         store.write("knows", self.rank, "1")
-        others = [rank for rank in self.ranks if rank not in finding.ranks]
-        until = time.monotonic() + _ANSWER_TIMEOUT
-        while self.rank == 0 and store.answers and store.texts("knows", others) is None and time.monotonic() < until:
-            time.sleep(_POLL_INTERVAL)
+        if self.rank == 0:
+            store.texts("knows", [rank for rank in self.ranks if rank not in finding.ranks], within=_ANSWER_TIMEOUT)
 
     def _search(self, store: _StoreClient, until: float) -> _Finding:
         while True:
@@ -479,11 +481,9 @@ def all_say(what: str, text: str, ranks: Collection[int]) -> bool:
 
     Ranks that have nothing to write do not call it.
     """
-    store, until = _store_client(), time.monotonic() + _AGREEMENT_TIMEOUT
+    store = _store_client()
     store.write(what, dist.get_rank(), text)
-    while (answers := store.texts(what, ranks)) is None and time.monotonic() < until:
-        time.sleep(_POLL_INTERVAL)
-    return answers is not None and set(answers) == {text}
+    return {*(store.texts(what, ranks, within=_AGREEMENT_TIMEOUT) or ())} == {text}
 
 
 def leave() -> None:

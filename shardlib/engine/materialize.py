@@ -116,11 +116,9 @@ def initial_values(
 
     Args:
         model: its meta tensors are filled temporarily, module by module, and put back.
-        init: a checkpoint (safetensors file, folder, or mapping from name to full tensor), an initialiser that is
-            called with each module that owns such tensors, "reset_parameters" for the method of that name, or several
-            in order: each fills the tensors that those before it left out. None gives a model that was built in a
-            `LazyInitContext` the values that it would have had, after those of the checkpoint that `from_pretrained`
-            was called for there.
+        init: as in `shard_model`; each of several fills the tensors that those before it left out. None gives a model
+            that was built in a `LazyInitContext` the values of the checkpoint that `from_pretrained` was called for
+            there, and the others that it would have had.
         shard_of: takes a name and something sliceable of global shape, or a result of `make`; returns the local shard.
         make: returns the memory that an initialiser writes to, from a name and a meta tensor; by default a full tensor.
             If the initialiser raises on it, it runs again on full tensors, from the same random state.

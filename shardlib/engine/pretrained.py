@@ -27,6 +27,7 @@ from shardlib.errors import CheckpointError
 __all__ = ["Found", "find", "read_later", "source_of"]
 
 Shape = tuple[int, ...]
+_Converter = tuple[Any, bool, int | None]  # with what `_dims` returns
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class _Part:
     dim: int | None = None
 
 
-def _of_transformers(model: nn.Module | None) -> tuple[list[Any], list[Any]]:
+def _of_transformers(model: nn.Module | None) -> tuple[list[Any], list[_Converter]]:
     """Return the renamings and conversions that transformers (from version 5 on) defines for one of its models."""
     if model is None or not any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
         return [], []
@@ -94,7 +95,8 @@ def _of_transformers(model: nn.Module | None) -> tuple[list[Any], list[Any]]:
         return [], []
     mapping = get_model_conversion_mapping(model)  # type: ignore[arg-type]
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    return renamings, [one for one in mapping if isinstance(one, WeightConverter) and _dims(one) is not None]
+    converters = [(one, _dims(one)) for one in mapping if isinstance(one, WeightConverter)]
+    return renamings, [(one, *dims) for one, dims in converters if dims is not None]
 
 
 def _dims(converter: Any) -> tuple[bool, int | None] | None:
@@ -107,15 +109,14 @@ def _dims(converter: Any) -> tuple[bool, int | None] | None:
     return stacked, rest[0][1] if rest else None
 
 
-def _placed(key: str, shape: Shape, renamings: list[Any], converters: list[Any]) -> _Part:
+def _placed(key: str, shape: Shape, renamings: list[Any], converters: list[_Converter]) -> _Part:
     renamed = key
     for one in renamings:
         renamed = one.rename_source_key(renamed)[0]
-    for one in converters:
+    for one, stacked, dim in converters:
         name, pattern = one.rename_source_key(renamed)
         if pattern is None:
             continue
-        stacked, dim = _dims(one) or (False, None)
         number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), renamed) if stacked else None
         if stacked and (number is None or not number.groups()):
             continue
