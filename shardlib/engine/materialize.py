@@ -40,27 +40,22 @@ RESET = "reset_parameters"
 FROM_TAPE: Any = object()  # the source of values that were recorded on a tape when the model was built
 
 
-class Source:
+class Source(ExitStack):
     """A source of tensors by name: a state dict, a safetensors file, or a folder of files with an index.
 
-    Files may use other names, and parts of tensors, that transformers can convert to the model's.
+    Files may use other names, and parts of tensors, that transformers can convert to the model's. Use it in `with`,
+    which closes them.
     """
 
     def __init__(self, init: str | Path | Mapping[str, torch.Tensor], model: nn.Module | None = None) -> None:
         self._model, self._described = model, _described(init)
-        self._stack = ExitStack()
+        super().__init__()
         self._opened: dict[Path, tuple[int, ...]] = {}
         self.tensors: dict[str, Callable[[], Any]] = (
             {name: partial(init.__getitem__, name) for name in init}
             if isinstance(init, Mapping)
             else dict(self._open(Path(init)))
         )
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
 
     def refuse_another(self) -> None:
         """Raise `CheckpointError` if another file has replaced one of the open files."""
@@ -71,7 +66,7 @@ class Source:
         slices: dict[str, Callable[[], Any]] = {}
         for file in _files(path):
             self._opened[file] = _which(file)
-            handle = self._stack.enter_context(safe_open(str(file), framework="pt"))
+            handle = self.enter_context(safe_open(str(file), framework="pt"))
             slices |= {name: partial(handle.get_slice, name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
         shapes = {name: tuple(get().get_shape()) for name, get in slices.items()}
         for name, found in pretrained.find(self._model, shapes).items():
@@ -249,9 +244,10 @@ def _initialise(
     try:
         for held, key, tensor in before:
             if tensor.is_meta:
-                full = make is None or key not in own
-                part = tensor.new_empty(tensor.shape, device="cpu") if full else make(own[key], tensor)
-                held[key] = _unfilled(tensor, part)
+                if make is not None and key in own:
+                    held[key] = _unfilled(tensor, make(own[key], tensor))
+                else:
+                    held[key] = _unfilled(tensor, tensor.new_empty(tensor.shape, device="cpu"))
         _run(init, module)
         made = {key: tensor for _, key, tensor in held_tensors(module) if key in own}
         return {own[key]: shard_of(own[key], t.detach()) for key, t in made.items() if not _is_unfilled(t)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -376,7 +376,7 @@ def with_values(make: Callable[[], R]) -> R:
 
 
 # A context that keeps the modes of dispatch that are on outside of it from seeing the operations inside.
-no_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+no_modes = _disable_current_modes
 
 
 def innermost_mode() -> Any:

@@ -28,29 +28,18 @@ def refuse_additions(model: nn.Module, record: Sharded) -> None:
     _records.update(dict.fromkeys(model.modules(), weakref.ref(record)))
     for hook in _hooks:  # registered anew: a caller may have cleared all hooks of modules
         hook.remove()
-    _hooks[:] = [_torch.watch_new_parameters(_on_parameter), _torch.watch_new_modules(_on_module)]
+    _hooks[:] = [_torch.watch_new_parameters(_check), _torch.watch_new_modules(_check)]
 
 
-def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    if param is not None and (record := _record_of(module)) is not None:
-        _refuse(record, module, name, [(name, param)])
-
-
-def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    if child is not None and (record := _record_of(module)) is not None:
-        _refuse(record, module, name, [(f"{name}.{key}", param) for key, param in child.named_parameters()])
-        _records.update(dict.fromkeys(child.modules(), weakref.ref(record)))
-
-
-def _record_of(module: nn.Module) -> Sharded | None:
-    found = _records.get(module)
-    return None if found is None else found()
-
-
-def _refuse(record: Sharded, module: nn.Module, name: str, params: list[tuple[str, nn.Parameter]]) -> None:
-    trained = [(key, param) for key, param in params if param.requires_grad]
+def _check(module: nn.Module, name: str, new: nn.Parameter | nn.Module | None) -> None:
+    record = _records[module]() if module in _records else None
+    if new is None or record is None:
+        return
     where = f"{type(module).__name__}.{name} is part of a model that shard_model has sharded"
-    for key, param in trained:
+    params = new.named_parameters(name) if isinstance(new, nn.Module) else [(name, new)]
+    for key, param in params:
+        if not param.requires_grad:
+            continue
         if id(param) not in record.param_states:
             raise ShardingError(
                 f'"{key}" is a new parameter, and {where}: no rule lays it out, and its gradient would stay that of '
@@ -62,3 +51,5 @@ def _refuse(record: Sharded, module: nn.Module, name: str, params: list[tuple[st
                 f'"{key}" gets another place, and {where} into stages: the other stages would not have it there. '
                 "Change the model before shard_model."
             )
+    if isinstance(new, nn.Module):
+        _records.update(dict.fromkeys(new.modules(), weakref.ref(record)))
