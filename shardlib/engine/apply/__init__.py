@@ -206,7 +206,7 @@ def apply_plan(
     """
     exact_random = rng == "exact"
     rank_plan = RankPlan.of(model, plan_, device_mesh, exact_random=exact_random)
-    pipeline, everyone = rank_plan.build, rank_plan.everyone
+    pipeline, everyone = rank_plan.pipeline, rank_plan.everyone
     refuse_plan(rank_plan)
     refuse_modules(model, rank_plan)
     recomputed = modules_to_recompute(model, rank_plan.plan.step.recompute)
