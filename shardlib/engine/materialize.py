@@ -47,7 +47,7 @@ class Source(ExitStack):
     which closes them.
     """
 
-    def __init__(self, init: str | Path | Mapping[str, torch.Tensor], model: nn.Module | None = None) -> None:
+    def __init__(self, init: str | Path | Mapping[str, torch.Tensor], model: nn.Module) -> None:
         self._model, self._described = model, _described(init)
         super().__init__()
         self._opened: dict[Path, tuple[int, ...]] = {}
@@ -105,7 +105,7 @@ def _counted_from(starts: Sequence[int], slices: Sequence[slice]) -> tuple[slice
 
 
 def initial_values(
-    model: nn.Module, init: Init | tuple[Init, ...] | None, shard_of: ShardOf, make: Make | None = None
+    model: nn.Module, init: Init | tuple[Init, ...] | None, shard_of: ShardOf, make: Make | None
 ) -> dict[str, torch.Tensor]:
     """Return this rank's shard of every tensor of `model` that is on `meta`, by its first name.
 
@@ -115,8 +115,8 @@ def initial_values(
             that was built in a `LazyInitContext` the values of the checkpoint that `from_pretrained` was called for
             there, and the others that it would have had.
         shard_of: takes a name and something sliceable of global shape, or a result of `make`; returns the local shard.
-        make: returns the memory that an initialiser writes to, from a name and a meta tensor; by default a full tensor.
-            If the initialiser raises on it, it runs again on full tensors, from the same random state.
+        make: returns the memory that an initialiser writes to, from a name and a meta tensor; None for full tensors. If
+            the initialiser raises on it, it runs again on full tensors, from the same random state.
 
     Raises:
         ShardingError: there is no `init`, or it left some tensors without values; the error names them.

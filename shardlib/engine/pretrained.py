@@ -86,7 +86,7 @@ class _Part:
 
 def _of_transformers(model: nn.Module | None) -> tuple[list[Any], list[_Converter]]:
     """Return the renamings and conversions that transformers (from version 5 on) defines for one of its models."""
-    if model is None or not any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
+    if not any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
         return [], []
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

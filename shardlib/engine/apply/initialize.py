@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -41,13 +43,9 @@ def initial_values(model: nn.Module, rank_plan: RankPlan, init: Any, *, check: b
             drawn[name] = agree.fingerprint(full)
         return shard.local_shard(rank_plan, name, full)
 
-    if rank_plan.exact_random:
-        with exact.ExactMode(exact.DataRank()), _torch.implicit_replication():
-            values = materialize.initial_values(
-                model, init, shard_of, lambda name, tensor: _memory(rank_plan, name, tensor)
-            )
-    else:
-        values = materialize.initial_values(model, init, shard_of)
+    make = functools.partial(_memory, rank_plan) if rank_plan.exact_random else None
+    with exact.ExactMode(exact.DataRank()) if make else nullcontext(), _torch.implicit_replication():
+        values = materialize.initial_values(model, init, shard_of, make)
     if check:
         agree.draws_agree(drawn, rank_plan.mesh_group)
         if marks := materialize.checkpoints(init):
