@@ -41,8 +41,8 @@ def install_modules(model: nn.Module, rank_plan: RankPlan, undo: Undo, *, global
     if (data_group := rank_plan.group(rank_plan.data_axes)) is not None:
         for handle in balance.install(model, data_group):
             undo.callback(handle.remove)
-    if global_batch_norm and rank_plan.data_axes:
-        _install_batch_norm(model, rank_plan, undo)
+        for module in filter(batchnorm.is_batch_norm, model.modules() if global_batch_norm else ()):
+            undo.callback(batchnorm.use_global_batch(module, data_group))
     _make_gradients_dense(model, undo)
     place = rank_plan.place()
     drawing = exact.draw_exactly(model, place) if place is not None else []
@@ -126,11 +126,3 @@ def _spread(rank_plan: RankPlan, owner: str, names: list[str]) -> experts.Spread
     return experts.Spread(
         owner, keys, bounds, group, rank_plan.coordinate[axis], inner, rank_plan.plan.step.capacity_factor
     )
-
-
-def _install_batch_norm(model: nn.Module, rank_plan: RankPlan, undo: Undo) -> None:
-    group = rank_plan.group(rank_plan.data_axes)
-    assert group is not None
-    for module in model.modules():
-        if batchnorm.is_batch_norm(module):
-            undo.callback(batchnorm.use_global_batch(module, group))
