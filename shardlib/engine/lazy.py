@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardlib.engine import _torch, exact, pretrained
+from shardlib.engine import _torch, agree, exact, pretrained
 from shardlib.engine._torch import held_tensors, pytree
 from shardlib.errors import ShardingError
 
@@ -605,8 +605,8 @@ def build_again(model: nn.Module) -> bool:
         return False
     with LazyInitContext():
         twin = build(copy.deepcopy(model.config))
-    known = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    known = agree.named_tensors(twin)
+    for name, tensor in agree.named_tensors(model).items():
         if tensor.is_meta and name in known:
             _keep(tensor, dataclasses.replace(_recorded[known[name]], version=tensor._version))
     return True

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from shardlib.engine import lazy, pretrained
+from shardlib.engine import agree, lazy, pretrained
 from shardlib.engine._torch import held_tensors
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.ops import ShardlibGatherWarning
@@ -122,7 +122,7 @@ def initial_values(
         ShardingError: there is no `init`, or it left some tensors without values; the error names them.
         CheckpointError: a checkpoint cannot be read, or has a tensor of another shape.
     """
-    missing = _meta_tensors(model)
+    missing = {name: tensor for name, tensor in agree.named_tensors(model).items() if tensor.is_meta}
     values: dict[str, torch.Tensor] = {}
     if init is None and any(map(lazy.is_recorded, missing.values())):
         init = (*filter(None, [pretrained.source_of(model)]), FROM_TAPE)
@@ -139,11 +139,6 @@ def initial_values(
     if left:
         raise ShardingError(_no_values(left, len(missing), init))
     return values
-
-
-def _meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: tensor for name, tensor in named.items() if tensor.is_meta}
 
 
 def _from_checkpoint(
@@ -248,19 +243,15 @@ def _initialise(
                     held[key] = _unfilled(tensor, make(own[key], tensor))
                 else:
                     held[key] = _unfilled(tensor, tensor.new_empty(tensor.shape, device="cpu"))
-        _run(init, module)
+        if init != RESET:
+            init(module)
+        elif callable(reset := getattr(module, RESET, None)):
+            reset()
         made = {key: tensor for _, key, tensor in held_tensors(module) if key in own}
         return {own[key]: shard_of(own[key], t.detach()) for key, t in made.items() if not _is_unfilled(t)}
     finally:
         for held, key, tensor in before:
             held[key] = tensor
-
-
-def _run(init: Any, module: nn.Module) -> None:
-    if init != RESET:
-        init(module)
-    elif callable(reset := getattr(module, RESET, None)):
-        reset()
 
 
 # Memory is filled with this value before an initialiser runs, so that tensors that it leaves out are found.

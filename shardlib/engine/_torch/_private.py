@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,7 @@ def _exists(name: str) -> bool:
     for i, part in enumerate(parts[1:], 2):
         if hasattr(owner, part):
             owner = getattr(owner, part)
-        elif i == len(parts) and any(part in vars(each).get("__annotations__", ()) for each in _classes(owner)):
+        elif i == len(parts) and any(part in inspect.get_annotations(each) for each in getattr(owner, "__mro__", ())):
             return True  # an attribute of instances
         else:
             try:
@@ -100,7 +101,3 @@ def _exists(name: str) -> bool:
             except ImportError:
                 return False
     return True
-
-
-def _classes(owner: Any) -> tuple[type, ...]:
-    return owner.__mro__ if isinstance(owner, type) else ()

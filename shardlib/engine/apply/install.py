@@ -81,18 +81,13 @@ def _install_borders(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMe
 def _install_linears(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMesh, undo: Undo) -> None:
     layouts_out = {b.module: b.layout for b in rank_plan.plan.borders if b.side == "output" and b.layout is not None}
     for name, module in model.named_modules():
-        if _is_global_linear(rank_plan, name, module) and inside(name, rank_plan.regions):
+        weight = _torch.own_tensors(module)[0].get("weight")
+        if weight is None or linear_dims(module) is None or not inside(name, rank_plan.regions):
+            continue
+        if rank_plan.is_global(f"{name}.weight".lstrip("."), weight):
             layout = layouts_out.get(name)
             out = None if layout is None else borders.border_placements(rank_plan.on_model_axes(layout), model_mesh)
             undo.callback(compute_locally(module, out))
-
-
-def _is_global_linear(rank_plan: RankPlan, name: str, module: nn.Module) -> bool:
-    """Tell whether a module is a linear layer with its own weight that is a DTensor."""
-    weight = _torch.own_tensors(module)[0].get("weight")
-    if weight is None or linear_dims(module) is None:
-        return False
-    return rank_plan.is_global(f"{name}.weight".lstrip("."), weight)
 
 
 def spread_experts(rank_plan: RankPlan) -> dict[str, list[str]]:

@@ -50,7 +50,16 @@ def install_param_runtime(
     if any(one.shard_spec is not None for one in param_states):
         ops.enable(rank_plan.mesh, stored=True)  # as for `float(p.grad.norm())` and `p[0].zero_()`
     bucket_bytes = int(step.bucket_mb * 2**20)
-    units = _make_units(model, rank_plan, param_states, bucket_bytes)
+    units = None
+    if any(one.is_stored_sharded for one in param_states):
+        units = make_units(
+            model,
+            param_states,
+            rank_plan.plan.units,
+            lambda name: not reshards_after_forward(rank_plan.rows[name], step),
+            rank_plan.executor,
+            bucket_bytes=bucket_bytes,
+        )
     reducer = GradientReducer(
         param_states,
         rank_plan.executor,
@@ -126,22 +135,6 @@ def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: to
         offloaded=offload.offloaded_phases(row, rank_plan.device),
         pipeline_group=rank_plan.pipeline_group,
         is_counted=rank_plan.pipeline is None or name not in rank_plan.pipeline.counted_elsewhere,
-    )
-
-
-def _make_units(
-    model: nn.Module, rank_plan: RankPlan, param_states: list[ParamState], bucket_bytes: int
-) -> Units | None:
-    """Group the parameters that are stored in shards into units, which unshard them while modules compute."""
-    if not any(one.is_stored_sharded for one in param_states):
-        return None
-    return make_units(
-        model,
-        param_states,
-        rank_plan.plan.units,
-        lambda name: not reshards_after_forward(rank_plan.rows[name], rank_plan.plan.step),
-        rank_plan.executor,
-        bucket_bytes=bucket_bytes,
     )
 
 
