@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardlib as sl
 from shardlib.engine import apply
+from shardlib.engine.pipeline.stages import Pipeline
 from shardlib.errors import CheckpointError, InputError, MeshError, PlanError, ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import MLP, Numbers, Transformer, rules_for
@@ -244,7 +245,7 @@ def _failing_after(mesh: str, transforms: tuple[Any, ...], **given: Any) -> list
     rules = rules.with_stages("embed, position, blocks.0 | blocks.1, norm, head") if "pp" in mesh else rules
     before, wrong = _state_of(model), []
     for path in _STEPS:
-        owner, name = (apply, path) if "." not in path else (apply.stages.Pipeline, "install")
+        owner, name = (apply, path) if "." not in path else (Pipeline, "install")
         if (name == "install" and "pp" not in mesh) or (name == "agree_on_random_state" and "rng" in given):
             continue  # there is no such step
         step = getattr(owner, name)

@@ -36,7 +36,7 @@ from shardlib.engine.comparison import Check, check_choice
 from shardlib.engine.compile import check_backend
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import local_of
-from shardlib.engine.pipeline import stages, weigh
+from shardlib.engine.pipeline import weigh
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute
 from shardlib.engine.sharded import Sharded, is_sharded, keep, record_of
