@@ -5,12 +5,13 @@ PyTorch's reductions are numbers: 0 none, 1 mean, 2 sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from shardlib.engine._torch import schema_of
+from shardlib.engine.ops._operands import arguments_by_name
 from shardlib.engine.ops._rows import Call, Here, Op, P, R, Row, S, aten, row, rule
 from shardlib.engine.ops._rules._pointwise import aligned, pointwise_rows
 
@@ -59,32 +60,17 @@ def _over_elements(call: Call, first: int, out: Any, compute: Any) -> Iterator[R
 
 
 def _share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
-    at = _position(op, "reduction")
-    args = _completed(op, args, at)
-    if args[at] == _SUM:
-        return op(*args, **kwargs)
-    return op(*args[:at], _SUM, *args[at + 1 :], **kwargs) / _count(here.shape(0))
+    named = arguments_by_name(op, args, kwargs)
+    total = op(**{**named, "reduction": _SUM})
+    return total if named["reduction"] == _SUM else total / math.prod(here.shape(0))
 
 
 def _mean_by_whole_count(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
-    at = _position(op, "reduction")
-    args = _completed(op, args, at)
-    if args[at] != _MEAN:
+    named = arguments_by_name(op, args, kwargs)
+    if named["reduction"] != _MEAN:
         return op(*args, **kwargs)
-    return op(args[0] / _count(here.shape(1)), *args[1:at], _SUM, *args[at + 1 :], **kwargs)
-
-
-def _completed(op: Op, args: list[Any], upto: int) -> list[Any]:
-    """Return args up to `upto`, with defaults for those that are missing."""
-    return [*args, *(a.default_value for a in schema_of(op).arguments[len(args) : upto + 1])]
-
-
-def _position(op: Op, name: str) -> int:
-    return next(i for i, argument in enumerate(schema_of(op).arguments) if argument.name == name)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+    share = named["grad_output"] / math.prod(here.shape(1))
+    return op(**{**named, "grad_output": share, "reduction": _SUM})
 
 
 # --- negative log likelihood --------------------------------------------------------------------------------------

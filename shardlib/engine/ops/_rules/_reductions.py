@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Placement
 
 from shardlib.engine._torch import schema_of
+from shardlib.engine.ops._operands import arguments_by_name
 from shardlib.engine.ops._rows import Call, Here, Op, P, R, Row, S, aten, row, rule
 
 __all__: list[str] = []
@@ -27,21 +29,16 @@ def untouched(call: Call, dims: tuple[int, ...], *, keep: bool, others: int = 0)
             yield row([S(out)] * len(call.outputs), [S(dim), *[S(out)] * others])
 
 
-def _reduced_dims(call: Call) -> tuple[int, ...]:
-    return call.dims() if "dim" in call.values else tuple(range(call.inputs[0].ndim))
-
-
 def _keep(call: Call) -> bool:
     return bool(call.values.get("keepdim"))
 
 
-def _options(op: Op, args: list[Any], kwargs: dict[str, Any], *names: str) -> list[Any]:
-    """Return the named arguments of a call, with defaults filled in."""
-    found = []
-    for name in names:
-        at, argument = next((i, a) for i, a in enumerate(schema_of(op).arguments) if a.name == name)
-        found.append(args[at] if at < len(args) else kwargs.get(name, argument.default_value))
-    return found
+def _reduction(call: Call, out: Placement, **options: Any) -> Iterator[Row]:
+    """Split each dim that is left, and each dim that is reduced, whose outputs have the placement `out`."""
+    dims = call.dims() if "dim" in call.values else tuple(range(call.inputs[0].ndim))
+    yield from untouched(call, dims, keep=_keep(call))
+    for dim in dims:
+        yield row([out] * len(call.outputs), [S(dim)], **options)
 
 
 def _dims_of(x: torch.Tensor, dims: Any) -> list[int]:
@@ -54,10 +51,7 @@ def _dims_of(x: torch.Tensor, dims: Any) -> list[int]:
 
 @rule(*map(aten, ("sum", "sum.dim_IntList", "nansum", "count_nonzero", "count_nonzero.dim_IntList")), empty=True)
 def sums(call: Call) -> Iterable[Row]:
-    dims = _reduced_dims(call)
-    yield from untouched(call, dims, keep=_keep(call))
-    for dim in dims:
-        yield row([P], [S(dim)])
+    yield from _reduction(call, P)
     output = call.outputs[0]
     if output is not None and output.dtype == call.inputs[0].dtype and schema_of(call.op).name == "aten::sum":
         yield row([P], [P])
@@ -65,19 +59,16 @@ def sums(call: Call) -> Iterable[Row]:
 
 @rule(aten("mean"), aten("mean.dim"), empty=True)
 def mean(call: Call) -> Iterable[Row]:
-    dims = _reduced_dims(call)
-    yield from untouched(call, dims, keep=_keep(call))
-    for dim in dims:
-        yield row([P], [S(dim)], compute=_local_share_of_mean, anywhere=True)
+    yield from _reduction(call, P, compute=_local_share_of_mean, anywhere=True)
     yield row([P], [P])
 
 
 def _local_share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
     """Divide this rank's sum by the global number of elements, which is correct for uneven shards."""
-    x, keep = args[0], args[2] if len(args) > 2 else False
-    dims = _dims_of(x, args[1] if len(args) > 1 else None)
+    named = arguments_by_name(op, args, kwargs)
+    dims = _dims_of(args[0], named.get("dim"))
     count = math.prod(here.shape(0)[dim] for dim in dims)
-    return torch.sum(x, dims, keep, dtype=kwargs.get("dtype")) / count
+    return torch.sum(args[0], dims, named.get("keepdim", False), dtype=named["dtype"]) / count
 
 
 # --- maxima, norms ------------------------------------------------------------------------------------------------
@@ -85,10 +76,7 @@ def _local_share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: 
 
 @rule(*map(aten, ("amax", "amin", "max", "min", "any", "any.dim", "any.dims", "all", "all.dim", "all.dims")))
 def extremes(call: Call) -> Iterable[Row]:
-    dims = _reduced_dims(call)
-    yield from untouched(call, dims, keep=_keep(call))
-    for dim in dims:
-        yield row([R], [S(dim)], compute=_extreme, anywhere=True)
+    return _reduction(call, R, compute=_extreme, anywhere=True)
 
 
 def _extreme(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
@@ -105,16 +93,14 @@ def _extreme(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> tor
 
 @rule(aten("linalg_vector_norm"), empty=True)
 def vector_norm(call: Call) -> Iterable[Row]:
-    dims = _reduced_dims(call)
-    yield from untouched(call, dims, keep=_keep(call))
     if call["ord"] > 0:
-        for dim in dims:
-            yield row([R], [S(dim)], compute=_norm_of_norms, anywhere=True)
+        return _reduction(call, R, compute=_norm_of_norms, anywhere=True)
+    return untouched(call, call.dims(), keep=_keep(call))
 
 
 def _norm_of_norms(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
     """Compute (sum of |x|^p over ranks)^(1/p) from each rank's own norm."""
-    order = _options(op, args, kwargs, "ord")[0]
+    order = arguments_by_name(op, args, kwargs)["ord"]
     local = op(*args, **kwargs)
     if order == math.inf:
         return here.all_reduce(local, "max")
@@ -126,22 +112,19 @@ def _norm_of_norms(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) 
 
 @rule(*map(aten, ("var.correction", "std.correction", "var_mean.correction", "std_mean.correction")), empty=True)
 def variance(call: Call) -> Iterable[Row]:
-    dims = _reduced_dims(call)
-    yield from untouched(call, dims, keep=_keep(call))
-    for dim in dims:
-        yield row([R] * len(call.outputs), [S(dim)], compute=_split_variance, anywhere=True)
+    return _reduction(call, R, compute=_split_variance, anywhere=True)
 
 
 def _split_variance(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
     """Compute the variance in two passes: the global mean, then the squared deviations from it."""
-    x, (dims, correction, keep) = args[0], _options(op, args, kwargs, "dim", "correction", "keepdim")
-    dims = _dims_of(x, dims)
+    x, named = args[0], arguments_by_name(op, args, kwargs)
+    dims, correction = _dims_of(x, named["dim"]), named["correction"]
     count = math.prod(here.shape(0)[dim] for dim in dims)
     mean = here.all_reduce(x.sum(dims, keepdim=True), "sum") / count
     squares = here.all_reduce((x - mean).abs().square().sum(dims, keepdim=True), "sum")
     variance = squares / max(0, count - (1 if correction is None else correction))
     found = variance.sqrt() if "std" in schema_of(op).name else variance
-    shaped = [y if keep else y.squeeze(dims) for y in (found, mean)]
+    shaped = [y if named["keepdim"] else y.squeeze(dims) for y in (found, mean)]
     return tuple(shaped) if len(schema_of(op).returns) > 1 else shaped[0]
 
 
@@ -191,10 +174,7 @@ def _split_softmax_backward(op: Op, args: list[Any], kwargs: dict[str, Any], her
 
 @rule(aten("logsumexp"), empty=True)
 def logsumexp(call: Call) -> Iterable[Row]:
-    dims = _reduced_dims(call)
-    yield from untouched(call, dims, keep=_keep(call))
-    for dim in dims:
-        yield row([R], [S(dim)], compute=_split_logsumexp, anywhere=True)
+    return _reduction(call, R, compute=_split_logsumexp, anywhere=True)
 
 
 def _split_logsumexp(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
@@ -241,10 +221,7 @@ def glu(call: Call) -> Iterable[Row]:
 
 @rule(aten("glu_backward"))
 def glu_backward(call: Call) -> Iterable[Row]:
-    dims = call.dims()
-    for dim in range(call.inputs[0].ndim):
-        if dim not in dims:
-            yield row([S(dim)], [S(dim), S(dim)])
+    yield from untouched(call, call.dims(), keep=True, others=1)
     yield row([P], [P, R])
 
 
