@@ -8,27 +8,25 @@ key heads and computes with those that its own query heads share.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
 from shardlib.engine._torch import schema_of
-from shardlib.engine.ops._rows import RING_AXIS, Call, Compute, Here, Meta, Op, P, R, Row, S, aten, row, rule
+from shardlib.engine.ops._rows import RING_AXIS, Call, Here, Meta, Op, P, R, Row, S, aten, row, rule
 from shardlib.engine.ops._rules._ring import Ring
 
 __all__: list[str] = []
 
 # Outputs by position. "q": sharded as the query, "kv": as key and value, "bias": as the mask, None: replicated.
-_FORWARD: dict[str, tuple[str | None, ...]] = {
+_ROLES: dict[str, tuple[str | None, ...]] = {
     "_scaled_dot_product_flash_attention_for_cpu": ("q", "q"),
     "_scaled_dot_product_efficient_attention": ("q", "q", None, None),
     "_scaled_dot_product_flash_attention": ("q", "q", None, None, None, None, None, None, None),
     "_scaled_dot_product_cudnn_attention": ("q", "q", None, None, None, None, None, None, None),
     "_scaled_dot_product_fused_attention_overrideable": ("q", "q", None, None, None, None, None, None, None),
     "_scaled_dot_product_attention_math_for_mps": ("q", "weights"),
-}
-_BACKWARD: dict[str, tuple[str | None, ...]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": ("q", "kv", "kv"),
     "_scaled_dot_product_efficient_attention_backward": ("q", "kv", "kv", "bias"),
     "_scaled_dot_product_flash_attention_backward": ("q", "kv", "kv"),
@@ -40,7 +38,9 @@ _KEY_LIKE = {"key", "value"}
 _BIAS = {"attn_mask", "attn_bias"}
 
 
-def _rows(call: Call, roles: tuple[str | None, ...]) -> Iterator[Row]:
+@rule(*map(aten, _ROLES))
+def attention(call: Call) -> Iterator[Row]:
+    roles = _roles(call.op)
     by_name = dict(zip(call.names, call.inputs, strict=True))
     query, key = by_name["query"], by_name["key"]
     if call.values.get("dropout_p") and _on_cpu(call):
@@ -48,17 +48,21 @@ def _rows(call: Call, roles: tuple[str | None, ...]) -> Iterator[Row]:
     yield _row(call, roles, 0, shared_kv=False)
     yield _row(call, roles, 1, shared_kv=key.shape[1] == 1 and query.shape[1] > 1)
     if 1 < key.shape[1] < query.shape[1] and key.shape[1] % call.size:
-        yield _row(call, roles, 1, shared_kv=True, compute=_own_part(call.names, roles))
+        yield _row(call, roles, 1, shared_kv=True, compute=_attend)
     bias = next((by_name[n] for n in _BIAS if n in by_name), None)
     if call.values.get("is_causal"):
         if _on_cpu(call):  # the other kernels take no mask with is_causal
-            yield _row(call, roles, 2, shared_kv=True, compute=_own_part(call.names, roles))
+            yield _row(call, roles, 2, shared_kv=True, compute=_attend)
     elif bias is None or bias.shape[-2] == query.shape[2]:
         yield _row(call, roles, 2, shared_kv=True)
 
     by_rows = bias is None or bias.shape[-2] == query.shape[2]
     if call.axis == RING_AXIS and _on_cpu(call) and by_rows and all(dim != 2 for dim, _ in key.cut):
-        yield _row(call, roles, 2, shared_kv=False, compute=_own_part(call.names, roles))
+        yield _row(call, roles, 2, shared_kv=False, compute=_attend)
+
+
+def _roles(op: Op) -> tuple[str | None, ...]:
+    return _ROLES[schema_of(op).name.removeprefix("aten::")]
 
 
 def _on_cpu(call: Call) -> bool:
@@ -81,18 +85,12 @@ def _row(call: Call, roles: tuple[str | None, ...], dim: int, *, shared_kv: bool
     return row(outs, split, **options)
 
 
-@cache
-def _own_part(names: tuple[str, ...], roles: tuple[str | None, ...]) -> Compute:
-    """Make the computation for this rank's queries and query heads. Cached: one function for all mesh axes."""
-    return partial(_attend, names, roles)
-
-
-def _attend(
-    names: tuple[str, ...], roles: tuple[str | None, ...], op: Op, args: list[Any], kwargs: dict[str, Any], here: Here
-) -> Any:
+def _attend(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
+    """Compute the results of this rank's queries and query heads."""
+    roles = _roles(op)
     given = dict(_named(op, args))
     query, key = given["query"], given["key"]
-    number, of_key = names.index("query"), names.index("key")
+    number, of_key = (1, 2) if "kv" in roles else (0, 1)  # in backward the gradient is the first operand
     run: Callable[..., Any] = op
     causal = bool(given.get("is_causal"))
     if key.shape[2] < here.shape(of_key)[2]:
@@ -155,15 +153,3 @@ def _out(role: str | None, meta: Meta | None, dim: int, shared_kv: bool) -> Any:
         placement = _bias(meta, dim)
         return P if placement is R else placement
     return S(dim)
-
-
-def _register() -> None:
-    for name, roles in {**_FORWARD, **_BACKWARD}.items():
-
-        def rows(call: Call, roles: tuple[str | None, ...] = roles) -> Iterable[Row]:
-            return _rows(call, roles)
-
-        rule(aten(name))(rows)
-
-
-_register()

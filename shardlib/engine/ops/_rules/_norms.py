@@ -14,10 +14,6 @@ from shardlib.engine.ops._rows import Call, Compute, Here, Local, Meta, Op, P, R
 __all__: list[str] = []
 
 
-def _present(call: Call, *names: str) -> list[bool]:
-    return [call[name] is not None for name in names]
-
-
 # --- layer norm, rms norm: statistics over the last dims ----------------------------------------------------------
 
 
@@ -34,30 +30,19 @@ def layer_norm(call: Call) -> Iterable[Row]:
         yield row(outs, [S(lead), *affine], compute=_over_features(statistic.dtype), anywhere=True)
 
 
-@rule(aten("native_layer_norm_backward"))
+@rule(aten("native_layer_norm_backward"), aten("_fused_rms_norm_backward"))
 def layer_norm_backward(call: Call) -> Iterable[Row]:
-    """Shard grad_out, input, mean, rstd [, weight, bias] -> grad_input, grad_weight, grad_bias."""
+    """Shard grad_out, input, [mean,] rstd [, weight, bias] -> grad_input, grad_weight [, grad_bias]."""
     lead = call.inputs[1].ndim - len(call["normalized_shape"])
-    affine = [R] * sum(_present(call, "weight", "bias"))
+    statistics = [R] * len({"mean", "rstd"}.intersection(call.names))
+    affine = [R] * len({"weight", "bias"}.intersection(call.names))
+    grads = len(call.outputs) - 1
     for dim in range(lead):
-        yield row([S(dim), P, P], [*[S(dim)] * 4, *affine])
-    yield row([P, P, P], [P, R, R, R, *affine])
+        yield row([S(dim), *[P] * grads], [*[S(dim)] * (2 + len(statistics)), *affine])
+    yield row([P] * len(call.outputs), [P, R, *statistics, *affine])
     if len(call["normalized_shape"]) == 1:
-        outs = [S(lead), S(0), S(0)]
-        yield row(outs, [S(lead), S(lead), R, R, *[S(0)] * len(affine)], compute=_norm_backward_of_own, anywhere=True)
-
-
-@rule(aten("_fused_rms_norm_backward"))
-def rms_norm_backward(call: Call) -> Iterable[Row]:
-    """Shard grad_out, input, rstd [, weight] -> grad_input, grad_weight."""
-    lead = call.inputs[1].ndim - len(call["normalized_shape"])
-    affine = [R] * sum(_present(call, "weight"))
-    for dim in range(lead):
-        yield row([S(dim), P], [*[S(dim)] * 3, *affine])
-    yield row([P, P], [P, R, R, *affine])
-    if len(call["normalized_shape"]) == 1:
-        outs = [S(lead), S(0)]
-        yield row(outs, [S(lead), S(lead), R, *[S(0)] * len(affine)], compute=_norm_backward_of_own, anywhere=True)
+        ins = [S(lead), S(lead), *statistics, *[S(0)] * len(affine)]
+        yield row([S(lead), *[S(0)] * grads], ins, compute=_norm_backward_of_own, anywhere=True)
 
 
 # Where the features themselves are sharded, ranks all-reduce two numbers for each row, in forward and in backward.
@@ -110,20 +95,12 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@rule(aten("_weight_norm_interface"))
+@rule(aten("_weight_norm_interface"), aten("_weight_norm_interface_backward"))
 def weight_norm(call: Call) -> Iterable[Row]:
-    """Shard v, g -> g v / |v|, |v|, with norms of the slices along one dim."""
+    """Shard v, g -> g v / |v|, |v|, with norms of the slices along one dim; grad_w, v, g, norms -> grads of v and g."""
     dim = call.dim()
-    if call.inputs[1].ndim > dim:
-        yield row([S(dim), S(dim)], [S(dim), S(dim)])
-
-
-@rule(aten("_weight_norm_interface_backward"))
-def weight_norm_backward(call: Call) -> Iterable[Row]:
-    """Shard grad_w, v, g, norms -> grads of v and g."""
-    dim = call.dim()
-    if call.inputs[2].ndim > dim:
-        yield row([S(dim), S(dim)], [S(dim)] * 4)
+    if min(meta.ndim for meta in call.inputs) > dim:
+        yield row([S(dim), S(dim)], [S(dim)] * len(call.inputs))
 
 
 # --- embedding ----------------------------------------------------------------------------------------------------
@@ -174,7 +151,7 @@ def _local_group_norm(first: int) -> Any:
 
 @rule(aten("native_group_norm"), localize=_local_group_norm(3))
 def group_norm(call: Call) -> Iterable[Row]:
-    affine = sum(_present(call, "weight", "bias"))
+    affine = len(call.inputs) - 1
     yield row([S(0)] * 3, [S(0)] + [R] * affine)
     if call["group"] % call.size == 0:
         yield row([S(1)] * 3, [S(1)] + [S(0)] * affine)
@@ -183,7 +160,7 @@ def group_norm(call: Call) -> Iterable[Row]:
 @rule(aten("native_group_norm_backward"), localize=_local_group_norm(5))
 def group_norm_backward(call: Call) -> Iterable[Row]:
     """Shard grad_out, input, mean, rstd [, weight] -> grad_input, grad_weight, grad_bias."""
-    affine = sum(_present(call, "weight"))
+    affine = len(call.inputs) - 4
     yield row([S(0), P, P], [S(0)] * 4 + [R] * affine)
     if call["group"] % call.size == 0:
         yield row([S(1), S(0), S(0)], [S(1)] * 4 + [S(0)] * affine)
