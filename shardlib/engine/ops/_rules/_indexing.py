@@ -140,16 +140,11 @@ def _aligned(call: Call) -> list[int]:
 
 
 @rule(*map(aten, ("scatter.src", "scatter_.src", "scatter_reduce.two", "scatter_reduce_.two")), empty=True)
-def scatter(call: Call) -> Iterable[Row]:
-    """Shard self, index, src -> self with the elements of src written at the indices of one dim."""
-    for dim in _aligned(call):
-        yield row([S(dim)], [S(dim)] * 3)
-
-
 @rule(aten("scatter.value"), aten("scatter_.value"), empty=True)
-def scatter_value(call: Call) -> Iterable[Row]:
+def scatter(call: Call) -> Iterable[Row]:
+    """Shard self, index [, src] -> self with the elements of src, or a value, written at the indices of one dim."""
     for dim in _aligned(call):
-        yield row([S(dim)], [S(dim)] * 2)
+        yield row([S(dim)], [S(dim)] * len(call.inputs))
 
 
 @rule(aten("index_copy"), aten("index_copy_"), aten("index_reduce"), aten("index_reduce_"), empty=True)

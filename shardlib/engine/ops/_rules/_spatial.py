@@ -86,7 +86,6 @@ for _d in (1, 2, 3):
             f"avg_pool{_d}d",
             f"max_pool{_d}d_with_indices",
             f"_adaptive_avg_pool{_d}d",
-            f"adaptive_avg_pool{_d}d",
             f"adaptive_max_pool{_d}d",
             f"max_unpool{_d}d",
             f"reflection_pad{_d}d",
