@@ -9,7 +9,6 @@ arXiv 1909.08053, section 3).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import _StridedShard, pytree
-from shardlib.engine.ops._operands import redistributed
+from shardlib.engine.ops._operands import pieces_of, redistributed
 from shardlib.errors import InputError, LayoutError
 from shardlib.layout import Layout
 
@@ -118,9 +117,7 @@ def _equal_pieces(placements: tuple[Placement, ...], mesh: DeviceMesh) -> dict[i
     found = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
-            ranks = math.prod(
-                n for other, n in zip(placements, mesh.shape, strict=True) if _torch.splits(other, placement.dim)
-            )
+            ranks = pieces_of(placement.dim, placements, mesh.shape)
             found[placement.dim] = max(ranks, int(placement.split_factor) * mesh.size(axis))
     return found
 

@@ -151,7 +151,7 @@ def _describe(call: AtenCall, outputs: tuple[Meta | None, ...]) -> Call:
     }
     named = [(a.name, v) for a, v in zip(arguments, call.args, strict=False)] + list(call.kwargs.items())
     names = tuple(n for n, v in named for x in pytree.tree_leaves(v) if isinstance(x, torch.Tensor))
-    return Call(call.op, values, names, tuple(map(_meta, call.tensors)), outputs, (), 1)
+    return Call(call.op, values, names, tuple(map(_meta, call.tensors)), outputs)
 
 
 def _output_metas(result: Any) -> tuple[Meta | None, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ __all__ = [
 assert _rules
 _MESHES: set[DeviceMesh] = set()
 _STORED: set[DeviceMesh] = set()  # meshes on which parameters are stored in shards over data axes
-_UNDO: list[Callable[[], Any]] = []
+_UNDO = ExitStack()
 _HANDLED = (
     torch.ops.aten.convolution.default,
     torch.ops.aten.convolution_backward.default,
@@ -91,7 +92,7 @@ def disable(mesh: DeviceMesh | None = None) -> None:
     _MESHES.difference_update(meshes)
     _STORED.difference_update(meshes)
     if not (_MESHES or _STORED):
-        _uninstall()
+        _UNDO.close()
     _forget()
 
 
@@ -153,18 +154,16 @@ def _install() -> None:
             return handlers[op](op, args, kwargs)
         return original(op, args, kwargs, info, try_cache)
 
-    _UNDO.append(intercept_propagation(ours))
-    _UNDO.append(intercept_redistribution(_redistribute))
-    _UNDO.append(intercept_data(_assign_data))
-    _UNDO.append(intercept_reads(to_full_tensor))
-    _UNDO.append(intercept_written())
-    _UNDO.append(replace_handler(UNSCALE, unscale))
-    _UNDO.append(replace_composites())
-    _UNDO.append(lambda: restore_handlers(handlers))
+    for undo in (
+        intercept_propagation(ours),
+        intercept_redistribution(_redistribute),
+        intercept_data(_assign_data),
+        intercept_reads(to_full_tensor),
+        intercept_written(),
+        replace_handler(UNSCALE, unscale),
+        replace_composites(),
+        partial(restore_handlers, handlers),
+    ):
+        _UNDO.callback(undo)
     for op in ruled_ops():
         remember_statics(op)
-
-
-def _uninstall() -> None:
-    while _UNDO:
-        _UNDO.pop()()

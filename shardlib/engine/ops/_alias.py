@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -70,7 +70,7 @@ class _Family:
     reshaped: Op | None = None
 
 
-def watched(tensor: torch.Tensor) -> bool:
+def watched(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor) and isinstance(spec_of(tensor), WatchedSpec)
 
 

@@ -6,32 +6,17 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardlib.engine._torch import _StridedShard, chunks_of, schema_of, split_factor
-from shardlib.engine.ops._rows import Call, Compute, Meta, Op, R, Row, Rule
+from shardlib.engine.ops._rows import Call, Compute, Meta, Op, R, Row, Rule, is_split
 
-__all__ = ["Choice", "Pending", "choose", "is_split"]
+__all__ = ["Choice", "choose"]
 
 Placements = tuple[Placement, ...]
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A call without a decision: global shapes, and the placements of each operand on every mesh axis."""
-
-    op: Op
-    values: dict[str, Any]
-    names: tuple[str, ...]
-    inputs: tuple[Meta, ...]
-    outputs: tuple[Meta | None, ...]
-    placements: tuple[Placements, ...]
-    sizes: tuple[int, ...]
-    axes: tuple[str, ...] = ()  # names of the mesh axes, where they have names
-    fixed: frozenset[int] = frozenset()  # operands that the op writes to: their placements must not change
 
 
 @dataclass(frozen=True)
@@ -45,16 +30,31 @@ class Choice:
     gathered: bool  # on some axis all operands are replicated, though one was sharded
 
 
-def choose(rule: Rule | None, pending: Pending) -> Choice | None:
-    """Choose the cheapest rows for a call; None when an operand that must not be redistributed fits no row."""
-    call = Call(pending.op, pending.values, pending.names, pending.inputs, pending.outputs, (), 1)
+def choose(
+    rule: Rule | None,
+    call: Call,
+    placements: Sequence[Placements],
+    sizes: Sequence[int],
+    *,
+    axes: Sequence[str] = (),
+    fixed: frozenset[int] = frozenset(),
+) -> Choice | None:
+    """Choose the cheapest rows for a call; None when an operand that must not be redistributed fits no row.
+
+    Args:
+        rule: the op's rule.
+        call: the call, with global shapes.
+        placements: those of each operand on every mesh axis.
+        sizes: sizes of the mesh axes.
+        axes: names of the mesh axes, where they have names.
+        fixed: operands that the op writes to, whose placements must not change.
+    """
     picked: list[Row] = []
     gathered = False
-    for axis, size in enumerate(pending.sizes):
-        current = tuple(placements[axis] for placements in pending.placements)
-        name = pending.axes[axis] if pending.axes else ""
-        call = replace(call, current=current, size=size, axis=name)
-        row = _cheapest(rule, call, pending.fixed)
+    for axis, size in enumerate(sizes):
+        current = tuple(of_operand[axis] for of_operand in placements)
+        call = replace(call, current=current, size=size, axis=axes[axis] if axes else "")
+        row = _cheapest(rule, call, fixed)
         if row is None:
             return None
         gathered |= size > 1 and any(map(is_split, current)) and all(p == R for p in row.ins)
@@ -64,16 +64,12 @@ def choose(rule: Rule | None, pending: Pending) -> Choice | None:
     if len(computes) > 1:
         return None
     return Choice(
-        inputs=tuple(zip(*(_placements(row) for row in picked), strict=True)) if pending.inputs else (),
-        outputs=tuple(_column(picked, i) for i in range(len(pending.outputs))),
+        inputs=tuple(zip(*(_placements(row) for row in picked), strict=True)) if placements else (),
+        outputs=tuple(_column(picked, i) for i in range(len(call.outputs))),
         compute=next(iter(computes), None),
         compute_axes=tuple(axis for axis, row in enumerate(picked) if row.compute),
         gathered=gathered,
     )
-
-
-def is_split(placement: Any) -> TypeGuard[Shard | _StridedShard]:
-    return isinstance(placement, Shard | _StridedShard)
 
 
 def _placements(row: Row) -> Placements:

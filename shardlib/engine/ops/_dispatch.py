@@ -39,11 +39,11 @@ from shardlib.engine._torch import (
 )
 from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.ops import _alias
-from shardlib.engine.ops._choose import Choice, Pending, choose, is_split
+from shardlib.engine.ops._choose import Choice, choose
 from shardlib.engine.ops._foreach import foreach, is_foreach
 from shardlib.engine.ops._gather import draw_replicated, gather, note, with_aliases
 from shardlib.engine.ops._operands import Operands, arguments_by_name, in_order, meta_of, replicated, spec_like
-from shardlib.engine.ops._rows import Local, Meta, Op, Rule, rule_of
+from shardlib.engine.ops._rows import Call, Local, Meta, Op, Rule, is_split, rule_of
 
 __all__ = ["drawing_by", "forget_decisions", "is_random", "policy", "remember_statics"]
 
@@ -58,13 +58,11 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
         return op.decompose(*args, **kwargs)
     operands = Operands.of(op, args, kwargs, info.compute_mesh)
     assert info.schema is not None
-    for tensor in operands.tensors:
-        if isinstance(tensor, DTensor) and _alias.watched(tensor):
-            _alias.catch_up(tensor)
-    if operands.written and torch.Tag.inplace_view not in op.tags:
-        for tensor in [operands.tensors[i] for i in operands.written]:
-            if isinstance(tensor, DTensor) and _alias.watched(tensor):
-                _alias.refuse_write(tensor)
+    for tensor in filter(_alias.watched, operands.tensors):
+        _alias.catch_up(tensor)
+    if torch.Tag.inplace_view not in op.tags:
+        for tensor in filter(_alias.watched, [operands.tensors[i] for i in operands.written]):
+            _alias.refuse_write(tensor)
     if _draw_by is not None and is_random(op) and (drawn := _draw_by(op, args, kwargs)) is not NotImplemented:
         return drawn
     if is_random(op):
@@ -128,7 +126,8 @@ class _Decision:
 
 
 _DECISIONS: dict[Any, _Decision | str] = {}
-_MOST_DECISIONS = 1 << 14  # bounds memory under varying shapes; a full table is cleared
+_METAS: dict[Any, Any] = {}  # its keys contain no mesh and outlive meshes
+_MOST = 1 << 14  # bounds memory under varying shapes; a full table is cleared
 
 
 @forget_with_meshes
@@ -136,19 +135,22 @@ def forget_decisions() -> None:
     _DECISIONS.clear()
 
 
-def _decide(operands: Operands, schema: OpSchema) -> _Decision | str:
-    """Return rows and output specs for a call, or the reason why it is gathered. Cached, except while tracing."""
-    others = tuple(x for x in operands.leaves if not isinstance(x, torch.Tensor))
-    key = (operands.op, operands.specs, operands.at, others, tuple(map(type, others)), str(operands.tree))
+def _remembered(table: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     try:
-        known = _DECISIONS.get(key)
-    except TypeError:  # symbolic sizes cannot be hashed
-        return _new_decision(operands, schema)
+        known = table.get(key)
+    except TypeError:  # symbolic sizes, while tracing, cannot be hashed
+        return make()
     if known is None:
-        if len(_DECISIONS) >= _MOST_DECISIONS:
-            _DECISIONS.clear()
-        known = _DECISIONS[key] = _new_decision(operands, schema)
+        if len(table) >= _MOST:
+            table.clear()
+        known = table[key] = make()
     return known
+
+
+def _decide(operands: Operands, schema: OpSchema) -> _Decision | str:
+    """Return rows and output specs for a call, or the reason why it is gathered."""
+    key = (operands.specs, operands.others)
+    return _remembered(_DECISIONS, key, lambda: _new_decision(operands, schema))
 
 
 def _new_decision(operands: Operands, schema: OpSchema) -> _Decision | str:
@@ -158,7 +160,15 @@ def _new_decision(operands: Operands, schema: OpSchema) -> _Decision | str:
     except Exception as error:
         return f"its output shapes are not known beforehand ({type(error).__name__})"
     flat, tree = pytree.tree_flatten(metas, is_leaf=lambda m: m is None or isinstance(m, TensorMeta))
-    choice = choose(rule, _pending(operands, flat))
+    call = Call(
+        operands.op,
+        _values(operands),
+        operands.names,
+        tuple(Meta.of(meta_of(spec)) for spec in operands.specs),
+        tuple(None if meta is None else Meta.of(meta) for meta in flat),
+    )
+    placements, mesh = [spec.placements for spec in operands.specs], operands.mesh
+    choice = choose(rule, call, placements, mesh.shape, axes=mesh.mesh_dim_names or (), fixed=operands.written)
     if choice is None:
         return "it writes to an operand whose placement no row of its sharding rule accepts"
     specs = [
@@ -168,49 +178,17 @@ def _new_decision(operands: Operands, schema: OpSchema) -> _Decision | str:
     return _Decision(choice, pytree.tree_unflatten(specs, tree), rule)
 
 
-_METAS: dict[Any, Any] = {}
-_MOST_METAS = 1 << 14
-
-
 def _metas(operands: Operands, schema: OpSchema) -> Any:
-    """Return `global_metas`, cached because it takes a millisecond. The keys contain no mesh and outlive meshes."""
-    others = tuple(x for x in operands.leaves if not isinstance(x, torch.Tensor))
+    """Return `global_metas`, cached because it takes a millisecond."""
     inputs = tuple(map(meta_of, operands.specs))
-    call = (operands.op, inputs, operands.at, others, tuple(map(type, others)), str(operands.tree))
-    key = (call, operands.mesh.device_type, torch.get_default_dtype())
-    try:
-        known = _METAS.get(key)
-    except TypeError:  # symbolic sizes cannot be hashed
-        return global_metas(schema)
-    if known is None:
-        if len(_METAS) >= _MOST_METAS:
-            _METAS.clear()
-        known = _METAS[key] = global_metas(schema)
-    return known
-
-
-def _pending(operands: Operands, outputs: Sequence[TensorMeta | None]) -> Pending:
-    return Pending(
-        op=operands.op,
-        values=_values(operands),
-        names=operands.names,
-        inputs=tuple(_meta(meta_of(spec)) for spec in operands.specs),
-        outputs=tuple(None if meta is None else _meta(meta) for meta in outputs),
-        placements=tuple(spec.placements for spec in operands.specs),
-        sizes=tuple(operands.mesh.shape),
-        axes=tuple(operands.mesh.mesh_dim_names or ()),
-        fixed=operands.written,
-    )
+    key = (inputs, operands.others, operands.mesh.device_type, torch.get_default_dtype())
+    return _remembered(_METAS, key, lambda: global_metas(schema))
 
 
 def _values(operands: Operands) -> dict[str, Any]:
     """Return the arguments by name, with specs for tensors."""
     args, kwargs = operands.rebuilt(operands.specs)
     return arguments_by_name(operands.op, args, kwargs)
-
-
-def _meta(meta: TensorMeta) -> Meta:
-    return Meta(tuple(meta.shape), meta.dtype)
 
 
 # --- by DTensor ---------------------------------------------------------------------------------------------------
@@ -307,12 +285,11 @@ def _carry_out(operands: Operands, decision: _Decision) -> Any:
         result = op(*args, **kwargs)
     else:
         result = choice.compute(op, args, kwargs, _Rank(operands.mesh, tuple(targets), choice.compute_axes))
-    if choice.compute is not None or _guesses_order(operands):
-        result = _in_order(result, decision.outputs)
     reshaped = operands.tensors[0]
     if torch.Tag.inplace_view in operands.op.tags and isinstance(reshaped, DTensor):
         set_local(reshaped, locals_[0], decision.outputs)
-    return with_aliases(operands, _wrapped(result, decision.outputs), moved=_moved(operands, decision))
+    wrapped = _wrapped(result, decision.outputs, ordered=choice.compute is not None or _guesses_order(operands))
+    return with_aliases(operands, wrapped, moved=_moved(operands, decision))
 
 
 def _with_locals(spec_args: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[Any]:
@@ -322,25 +299,16 @@ def _with_locals(spec_args: Sequence[Any], locals_: Sequence[torch.Tensor]) -> l
     return pytree.tree_map(lambda x: next(tensors) if is_spec(x) else x, list(spec_args), is_leaf=is_spec)
 
 
-def _in_order(result: Any, specs: Any) -> Any:
-    """Return local results with the stride order of the global results."""
-    if isinstance(result, torch.Tensor):
-        return result if specs is None else in_order(result, meta_of(specs).stride)
-    if isinstance(result, list | tuple):
-        return type(result)(_in_order(r, s) for r, s in zip(result, specs, strict=True))
-    return result
-
-
-def _wrapped(result: Any, specs: Any) -> Any:
+def _wrapped(result: Any, specs: Any, *, ordered: bool) -> Any:
     """Wrap local results as DTensors in the structure of the op's result.
 
-    A result without a spec was not requested: in float32 the backward of a convolution returns the gradient of a frozen
-    weight along with that of its bias.
+    `ordered`: give them the stride order of the global results. A result without a spec was not requested: in float32
+    the backward of a convolution returns the gradient of a frozen weight along with that of its bias.
     """
     if isinstance(result, torch.Tensor):
-        return None if specs is None else wrap(result, specs)
+        return None if specs is None else wrap(in_order(result, meta_of(specs).stride) if ordered else result, specs)
     if isinstance(result, list | tuple):
-        return type(result)(_wrapped(r, s) for r, s in zip(result, specs, strict=True))
+        return type(result)(_wrapped(r, s, ordered=ordered) for r, s in zip(result, specs, strict=True))
     return result
 
 

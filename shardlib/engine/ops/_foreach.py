@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from shardlib.engine._torch import DTensorSpec, TensorMeta, schema_of, wrap
-from shardlib.engine.ops._choose import Pending, Placements, choose
+from shardlib.engine.ops._choose import Choice, Placements, choose
 from shardlib.engine.ops._gather import gather, with_aliases
 from shardlib.engine.ops._operands import Operands, meta_of, replicated
-from shardlib.engine.ops._rows import Meta, Rule
+from shardlib.engine.ops._rows import Call, Meta, Rule
 from shardlib.engine.ops._rules._pointwise import pointwise_rows
 
 __all__ = ["foreach", "is_foreach"]
@@ -37,7 +37,7 @@ def foreach(operands: Operands) -> Any:
     wanted: list[Placements] = [replicated(operands.mesh)] * len(operands.specs)
     outputs: list[DTensorSpec] = []
     for group in _groups(operands):
-        choice = choose(_POINTWISE, _pending(operands, group))
+        choice = _choose(operands, group)
         if choice is None:
             return gather(operands, "it writes to an operand whose placement no row of its sharding rule accepts")
         for tensor, placements in zip(group, choice.inputs, strict=True):
@@ -59,18 +59,17 @@ def _groups(operands: Operands) -> list[list[int]]:
     return [[*together, *alone] for together in zip(*tensor_lists, strict=True)]
 
 
-def _pending(operands: Operands, group: list[int]) -> Pending:
+def _choose(operands: Operands, group: list[int]) -> Choice | None:
     specs = [operands.specs[i] for i in group]
-    return Pending(
-        op=operands.op,
-        values={},
-        names=tuple(f"operand {i}" for i in range(len(group))),
-        inputs=tuple(Meta(tuple(meta_of(s).shape), meta_of(s).dtype) for s in specs),
-        outputs=(Meta(_shape(specs), meta_of(specs[0]).dtype),),
-        placements=tuple(s.placements for s in specs),
-        sizes=tuple(operands.mesh.shape),
-        fixed=frozenset(i for i, tensor in enumerate(group) if tensor in operands.written),
+    call = Call(
+        operands.op,
+        {},
+        tuple(f"operand {i}" for i in range(len(group))),
+        tuple(Meta.of(meta_of(spec)) for spec in specs),
+        (Meta(_shape(specs), meta_of(specs[0]).dtype),),
     )
+    fixed = frozenset(i for i, tensor in enumerate(group) if tensor in operands.written)
+    return choose(_POINTWISE, call, [spec.placements for spec in specs], operands.mesh.shape, fixed=fixed)
 
 
 def _shape(specs: list[DTensorSpec]) -> tuple[int, ...]:

@@ -30,10 +30,11 @@ from shardlib.engine._torch import (
     schema_of,
     spec_of,
     split_factor,
+    splits,
     sum_scattered,
 )
 from shardlib.engine.lost import naming_lost_ranks_in_operations
-from shardlib.engine.ops._rows import Op
+from shardlib.engine.ops._rows import Op, is_split
 from shardlib.errors import ShardingError
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "in_order",
     "is_fused_beside_others",
     "meta_of",
+    "pieces_of",
     "redistributed",
     "replicated",
     "spec_like",
@@ -73,6 +75,12 @@ class Operands:
     @functools.cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return tuple(self.leaves[i] for i in self.at)
+
+    @functools.cached_property
+    def others(self) -> tuple[Any, ...]:
+        """The op and its arguments but for the values of tensors, as part of a key."""
+        leaves = tuple(x for x in self.leaves if not isinstance(x, torch.Tensor))
+        return self.op, self.at, leaves, tuple(map(type, leaves)), str(self.tree)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -197,7 +205,7 @@ def _innermost(spec: DTensorSpec, want: Placements) -> int | None:
         return None
     [axis] = changing
     ends = (spec.placements[axis], want[axis])
-    split = [p for p in ends if isinstance(p, Shard | _StridedShard)]
+    split = [p for p in ends if is_split(p)]
     if len(split) != 1 or any(p.is_partial() and not p.is_partial("sum") for p in ends):
         return None
     dim, factor = split[0].dim, split_factor(split[0])
@@ -210,12 +218,12 @@ def _innermost(spec: DTensorSpec, want: Placements) -> int | None:
 def _one_axis(local: torch.Tensor, spec: DTensorSpec, want: Placements, axis: int) -> torch.Tensor:
     """Redistribute over the axis that `_innermost` found."""
     before, after = spec.placements[axis], want[axis]
-    if isinstance(before, Shard | _StridedShard):
+    if is_split(before):
         shape = list(local.shape)
         shape[before.dim] *= spec.mesh.size(axis)
         gathered = joined(local, spec.mesh, axis, Shard(before.dim), shape)
         return part(gathered, spec.mesh, axis, after)
-    assert isinstance(after, Shard | _StridedShard)
+    assert is_split(after)
     if before.is_partial():
         return sum_scattered(local, spec.mesh, axis, after.dim)
     return part(local, spec.mesh, axis, Shard(after.dim))
@@ -252,17 +260,18 @@ def _exchanging(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> int
     if type(before) is not Shard or type(after) is not Shard:
         return None
     inner = {getattr(p, "dim", None) for p in want[axis + 1 :]}
-    uneven = local.shape[before.dim] * _pieces(spec, before.dim) != meta_of(spec).shape[before.dim]
+    uneven = (
+        local.shape[before.dim] * pieces_of(before.dim, spec.placements, spec.mesh.shape)
+        != meta_of(spec).shape[before.dim]
+    )
     if uneven or inner & {before.dim, after.dim} or local.shape[after.dim] % spec.mesh.size(axis):
         return None
     return axis
 
 
-def _pieces(spec: DTensorSpec, dim: int) -> int:
-    """Return the number of pieces that a dim is split into."""
-    return math.prod(
-        size for size, p in zip(spec.mesh.shape, spec.placements, strict=True) if getattr(p, "dim", None) == dim
-    )
+def pieces_of(dim: int, placements: Sequence[Placement], sizes: Sequence[int]) -> int:
+    """Return the number of pieces that mesh axes of these sizes split a dim into."""
+    return math.prod(size for size, p in zip(sizes, placements, strict=True) if splits(p, dim))
 
 
 def _exchanged(local: torch.Tensor, spec: DTensorSpec, want: Placements, axis: int) -> torch.Tensor:

@@ -25,12 +25,13 @@ the desired placements of y, and gather the smaller operand.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardlib.engine._torch import _StridedShard, moved, splits
+from shardlib.engine._torch import moved, splits
+from shardlib.engine.ops._operands import pieces_of
+from shardlib.engine.ops._rows import is_split
 
 __all__ = ["LinearPlan", "Product", "plan_linear", "products"]
 
@@ -64,7 +65,7 @@ def products(x: Placement, weight: Placement, last: int) -> tuple[Product, ...]:
         if weight == moved(x, 1):
             return (Product(x, weight, Partial()),)
         return (by_columns,) if splits(weight, 0) else ()
-    if not _is_split(x):
+    if not is_split(x):
         return ()
     if splits(weight, 0):
         return by_columns, by_rows
@@ -151,7 +152,7 @@ def _line(x: Placement, weight: Placement, last: int, want: Placement | None) ->
 
 def _is_by_rows(line: Product) -> bool:
     """Return whether ranks have different rows of the input, so that gradients of weight and bias are partial sums."""
-    return _is_split(line.y) and line.weight.is_replicate()
+    return is_split(line.y) and line.weight.is_replicate()
 
 
 def _reduced(y: Placement, want: Placement | None, last: int) -> Placement:
@@ -174,12 +175,4 @@ def _is_even(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, .
 
     Only then do local strides determine the global strides.
     """
-    return all(size % _pieces(dim, placements, sizes) == 0 for dim, size in enumerate(shape))
-
-
-def _pieces(dim: int, placements: Placements, sizes: tuple[int, ...]) -> int:
-    return math.prod(n for p, n in zip(placements, sizes, strict=True) if splits(p, dim))
-
-
-def _is_split(placement: Placement) -> bool:
-    return isinstance(placement, Shard | _StridedShard)
+    return all(size % pieces_of(dim, placements, sizes) == 0 for dim, size in enumerate(shape))

@@ -8,14 +8,15 @@ axes and lets `shardlib.testing.ops` prove every row by brute force on one axis.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardlib.engine._torch import Op, TensorMeta
+from shardlib.engine._torch import Op, TensorMeta, _StridedShard
 
 __all__ = [
     "ANY",
@@ -30,6 +31,7 @@ __all__ = [
     "Row",
     "Rule",
     "S",
+    "is_split",
     "row",
     "rule",
     "rule_of",
@@ -46,6 +48,10 @@ P = Partial("sum")
 
 def S(dim: int) -> Shard:
     return Shard(dim)
+
+
+def is_split(placement: Any) -> TypeGuard[Shard | _StridedShard]:
+    return isinstance(placement, Shard | _StridedShard)
 
 
 class _Any:
@@ -70,16 +76,17 @@ class Meta:
     ragged: tuple[int, ...] = ()
     cut: tuple[tuple[int, int], ...] = ()
 
+    @classmethod
+    def of(cls, meta: TensorMeta) -> Meta:
+        return cls(tuple(meta.shape), meta.dtype)
+
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -94,8 +101,8 @@ class Call:
     names: tuple[str, ...]
     inputs: tuple[Meta, ...]
     outputs: tuple[Meta | None, ...]
-    current: tuple[Placement, ...]
-    size: int
+    current: tuple[Placement, ...] = ()
+    size: int = 1
     axis: str = ""
 
     def __getitem__(self, name: str) -> Any:

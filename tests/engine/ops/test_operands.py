@@ -40,7 +40,7 @@ def test_a_part_lies_as_the_whole_does(data: st.DataObject):
 
 def test_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch):
     """A run whose batches all have other shapes keeps no more of them than that."""
-    monkeypatch.setattr(_dispatch, "_MOST_DECISIONS", 3)
+    monkeypatch.setattr(_dispatch, "_MOST", 3)
     mesh = sl.mesh("tp=1")
     ops.enable(mesh)
     for size in range(1, 9):

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardlib.engine._torch import _StridedShard
-from shardlib.engine.ops._choose import Pending, choose
+from shardlib.engine.ops._choose import choose
 from shardlib.engine.ops._products import LinearPlan, plan_linear, products
-from shardlib.engine.ops._rows import Meta, rule_of
+from shardlib.engine.ops._rows import Call, Meta, rule_of
 from shardlib.testing._prove import cut
 
 R, S, RANKS = Replicate(), Shard, 2
@@ -91,8 +91,8 @@ def test_mm_of_split_operands_takes_the_lines_of_a_layer(left: Placement, right:
     (m, _), (_, n) = shapes
     metas = tuple(Meta(shape, torch.float64) for shape in (*shapes, (m, n)))
     rule = rule_of(torch.ops.aten.mm.default)
-    call = Pending(torch.ops.aten.mm.default, {}, ("self", "mat2"), metas[:2], metas[2:], ((left,), (right,)), (RANKS,))
-    chosen = choose(rule, call)
+    call = Call(torch.ops.aten.mm.default, {}, ("self", "mat2"), metas[:2], metas[2:])
+    chosen = choose(rule, call, ((left,), (right,)), (RANKS,))
     assert chosen is not None
     lines = products(left, S(1 - right.dim), 1)
     taken = [line.x for line in lines if ((line.x,), (line.y,)) == (chosen.inputs[0], chosen.outputs[0])]
@@ -107,7 +107,7 @@ def test_addmm_of_split_operands_takes_them_too(left: Placement, right: Placemen
     op = torch.ops.aten.addmm.default
     metas = tuple(Meta(shape, torch.float64) for shape in ((4,), (8, 16), (16, 4), (8, 4)))
     names, placements = ("self", "mat1", "mat2"), ((R,), (left,), (right,))
-    chosen = choose(rule_of(op), Pending(op, {}, names, metas[:3], metas[3:], placements, (RANKS,)))
+    chosen = choose(rule_of(op), Call(op, {}, names, metas[:3], metas[3:]), placements, (RANKS,))
     assert chosen is not None and not chosen.gathered
     lines = products(left, S(1 - right.dim), 1)
     assert ((chosen.inputs[1], chosen.outputs[0])) in [((line.x,), (line.y,)) for line in lines]

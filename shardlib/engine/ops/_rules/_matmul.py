@@ -9,9 +9,8 @@ import torch
 from torch.distributed.tensor import Placement, Shard
 
 from shardlib.engine._torch import TensorMeta, grouped_product_shape, moved, schema_of
-from shardlib.engine.ops._choose import is_split
 from shardlib.engine.ops._products import products
-from shardlib.engine.ops._rows import Call, Meta, P, R, Row, S, aten, row, rule
+from shardlib.engine.ops._rows import Call, Meta, P, R, Row, S, aten, is_split, row, rule
 from shardlib.engine.ops._rules._pointwise import aligned
 
 __all__: list[str] = []

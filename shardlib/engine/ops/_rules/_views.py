@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement
 
 from shardlib.engine._torch import _StridedShard, split_factor
-from shardlib.engine.ops._rows import ANY, Call, Local, Op, P, R, Row, S, aten, normal_dim, row, rule
+from shardlib.engine.ops._rows import ANY, Call, Local, Op, P, R, Row, S, aten, is_split, normal_dim, row, rule
 
 __all__: list[str] = []
 
@@ -25,10 +25,6 @@ __all__: list[str] = []
 def _split(dim: int, turns: int) -> Placement:
     """Return the placement whose (k, n, m) has k = turns."""
     return S(dim) if turns == 1 else _StridedShard(dim, split_factor=turns)
-
-
-def _is_split(placement: Any) -> TypeGuard[Shard | _StridedShard]:
-    return isinstance(placement, Shard | _StridedShard)
 
 
 # --- view, reshape ------------------------------------------------------------------------------------------------
@@ -43,7 +39,7 @@ def _local_size(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
 def view(call: Call) -> Iterable[Row]:
     yield row([P], [P])
     now, output = call.current[0], call.outputs[0]
-    if output is not None and _is_split(now):
+    if output is not None and is_split(now):
         out = moved_by_view(call.inputs[0].shape, output.shape, now, call.size)
         if out is not None:
             yield row([out], [now], parallel=_same_dim_alone(call.inputs[0].shape, output.shape, now))
@@ -120,14 +116,15 @@ def complex_views(call: Call) -> Iterable[Row]:
 
 
 def _renamed(call: Call, order: Sequence[int | None]) -> Iterator[Row]:
-    """Return rows of an op whose output dim i is input dim order[i] (None: a new dim)."""
+    """Return rows of an op: dim i of each output is dim order[i] of each input (None: a new dim)."""
+    outs, ins = len(call.outputs), len(call.inputs)
     for out, dim in enumerate(order):
         if dim is not None:
-            yield row([S(out)], [S(dim)])
-    yield row([P], [P])
+            yield row([S(out)] * outs, [S(dim)] * ins)
+    yield row([P] * outs, [P] * ins)
 
 
-@rule(aten("t"), aten("t_"), aten("t_copy"), aten("numpy_T"), aten("adjoint"), empty=True)
+@rule(aten("t"), aten("t_"), aten("t_copy"), empty=True)
 def transposed_matrix(call: Call) -> Iterable[Row]:
     return _renamed(call, tuple(reversed(range(call.inputs[0].ndim))))
 
@@ -146,7 +143,8 @@ def permute(call: Call) -> Iterable[Row]:
     return _renamed(call, call.dims("dims"))
 
 
-@rule(aten("unsqueeze"), aten("unsqueeze_"), aten("unsqueeze_copy"), empty=True)
+@rule(aten("unsqueeze"), aten("unsqueeze_"), aten("unsqueeze_copy"), aten("stack"), empty=True)
+@rule(aten("select_backward"), localize=_local_size, empty=True)
 def unsqueeze(call: Call) -> Iterable[Row]:
     order: list[int | None] = list(range(call.inputs[0].ndim))
     order.insert(normal_dim(call["dim"], call.inputs[0].ndim + 1), None)
@@ -209,19 +207,10 @@ def unfold(call: Call) -> Iterable[Row]:
 # --- slices of a dim ----------------------------------------------------------------------------------------------
 
 
-@rule(aten("select.int"), aten("select_copy.int"), empty=True)
+@rule(*map(aten, ("select.int", "select_copy.int", "unbind.int", "unbind_copy.int")), empty=True)
 def select(call: Call) -> Iterable[Row]:
     gone = call.dim()
     return _renamed(call, [d for d in range(call.inputs[0].ndim) if d != gone])
-
-
-@rule(aten("unbind.int"), aten("unbind_copy.int"), empty=True)
-def unbind(call: Call) -> Iterable[Row]:
-    gone = call.dim()
-    for dim in range(call.inputs[0].ndim):
-        if dim != gone:
-            yield row([S(dim - (dim > gone))] * len(call.outputs), [S(dim)])
-    yield row([P] * len(call.outputs), [P])
 
 
 def _parts(call: Call, dim: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Row]:
@@ -232,7 +221,7 @@ def _parts(call: Call, dim: int, ranges: Sequence[tuple[int, int]]) -> Iterator[
             yield row([S(other)] * count, [S(other)])
     yield row([P] * count, [P])
     now = call.current[0]
-    if _is_split(now) and now.dim == dim:
+    if is_split(now) and now.dim == dim:
         group = call.inputs[0].shape[dim] // split_factor(now)
         aligned = [group > 0 and start % group == 0 and end % group == 0 and end > start for start, end in ranges]
         if group and all(aligned) and group % call.size == 0:
@@ -318,7 +307,7 @@ def cat(call: Call) -> Iterable[Row]:
 
 def _fused_cat(call: Call, dim: int) -> Iterator[Row]:
     """Yield rows that join equally sharded pieces to a fused split, as when q, k and v are concatenated."""
-    if not all(_is_split(now) and now.dim == dim for now in call.current):
+    if not all(is_split(now) and now.dim == dim for now in call.current):
         return
     groups = {meta.shape[dim] / split_factor(now) for meta, now in zip(call.inputs, call.current, strict=True)}
     if len(groups) == 1 and next(iter(groups)) % call.size == 0:
@@ -326,25 +315,7 @@ def _fused_cat(call: Call, dim: int) -> Iterator[Row]:
         yield row([_split(dim, turns)], call.current, parallel=False)
 
 
-@rule(aten("stack"), empty=True)
-def stack(call: Call) -> Iterable[Row]:
-    new = normal_dim(call["dim"], call.inputs[0].ndim + 1)
-    for dim in range(call.inputs[0].ndim):
-        yield row([S(dim + (dim >= new))], [S(dim)] * len(call.inputs))
-    yield row([P], [P] * len(call.inputs))
-
-
 # --- backward of slices -------------------------------------------------------------------------------------------
-
-
-@rule(aten("select_backward"), localize=_local_size, empty=True)
-def select_backward(call: Call) -> Iterable[Row]:
-    output = call.outputs[0]
-    assert output is not None
-    gone = normal_dim(call["dim"], output.ndim)
-    for dim in range(call.inputs[0].ndim):
-        yield row([S(dim + (dim >= gone))], [S(dim)])
-    yield row([P], [P])
 
 
 def _local_slice_backward(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
@@ -366,7 +337,7 @@ def slice_backward(call: Call) -> Iterable[Row]:
             yield row([S(other)], [S(other)])
     yield row([P], [P])
     start, end = _range((call["start"], call["end"]), output.shape[dim])
-    if _is_split(now) and now.dim == dim and call["step"] == 1 and grad.shape[dim] % split_factor(now) == 0:
+    if is_split(now) and now.dim == dim and call["step"] == 1 and grad.shape[dim] % split_factor(now) == 0:
         group = grad.shape[dim] // split_factor(now)
         if group and all(bound % group == 0 for bound in (start, end, output.shape[dim])) and group % call.size == 0:
             yield row([_split(dim, output.shape[dim] // group)], [now], parallel=False)
@@ -395,29 +366,17 @@ def select_scatter(call: Call) -> Iterable[Row]:
 # --- new tensors --------------------------------------------------------------------------------------------------
 
 
-@rule(
-    *map(aten, ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")),
-    empty=True,
-)
-def likes(call: Call) -> Iterable[Row]:
-    """Shard a new tensor as its argument, whose values are not read."""
-    now = call.current[0]
-    if not _is_split(now):
-        yield row([R], [ANY])
-    for dim in range(call.inputs[0].ndim):
-        yield row([S(dim)], [S(dim)])
-
-
+@rule(*map(aten, ("empty_like", "zeros_like", "ones_like", "full_like")), empty=True)
 @rule(*map(aten, ("new_empty", "new_zeros", "new_ones", "new_full")), localize=_local_size, empty=True)
-def news(call: Call) -> Iterable[Row]:
+def new(call: Call) -> Iterable[Row]:
+    """Shard a new tensor as its argument, whose values are not read, if that has its shape."""
     output = call.outputs[0]
     assert output is not None
-    same = call.inputs[0].shape == output.shape
-    if not (same and _is_split(call.current[0])):
-        yield row([R], [ANY])
-    elif not isinstance(call.current[0], Replicate):
+    if call.inputs[0].shape == output.shape and is_split(call.current[0]):
         for dim in range(output.ndim):
             yield row([S(dim)], [S(dim)])
+    else:
+        yield row([R], [ANY])
 
 
 def _local_strides(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
@@ -436,9 +395,9 @@ def new_strided(call: Call) -> Iterable[Row]:
     output = call.outputs[0]
     assert output is not None
     now = call.current[0]
-    if _is_split(now) and call.inputs[0].shape == output.shape and _is_dense(call["size"], call["stride"]):
+    if is_split(now) and call.inputs[0].shape == output.shape and _is_dense(call["size"], call["stride"]):
         yield row([S(now.dim)], [S(now.dim)])
-    elif not _is_split(now):
+    elif not is_split(now):
         yield row([R], [ANY])
 
 
