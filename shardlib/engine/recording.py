@@ -5,8 +5,9 @@ The same code records a dry run and a real run, so that a prediction and a measu
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,24 +24,10 @@ from shardlib.engine.flops import operations_of
 
 __all__ = ["Recording", "record_collectives"]
 
-# The kinds of the ops of torch.ops.c10d, _c10d_functional and _dtensor. Ops that are not listed move no data.
-_KINDS = {
-    "all_reduce": ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "allreduce_",
-                   "allreduce_coalesced_"),
-    "all_gather": ("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced",
-                   "allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
-    "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced",
-                       "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
-    "all_to_all": ("all_to_all_single", "alltoall_", "alltoall_base_", "shard_dim_alltoall"),
-    "broadcast": ("broadcast", "broadcast_"),
-    "reduce": ("reduce_",),
-    "gather": ("gather_",),
-    "scatter": ("scatter_",),
-    "send": ("send", "isend"),
-    "receive": ("recv_", "recv_any_source_", "irecv"),
-    "barrier": ("barrier", "monitored_barrier_"),
-}  # fmt: skip
-_KIND_OF_OP = {op: kind for kind, ops in _KINDS.items() for op in ops}
+_KINDS = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
+    "receive", "barrier",
+)  # fmt: skip
 _PAYLOADS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensors", "tensor")
 
 
@@ -90,7 +77,7 @@ def record_collectives(model: nn.Module, *, mesh: DeviceMesh | None = None) -> I
         ([], 24)
     """
     recording = Recording(model)
-    axes = _GroupAxes(mesh or _mesh_of(model))
+    axes = functools.cache(functools.partial(_axes_of, mesh or _mesh_of(model)))
     with (
         ops.record() as gathered,
         _Modules(model) as modules,
@@ -104,7 +91,11 @@ class _Recorder(TorchDispatchMode):
     """Records each op on local tensors. Ops on DTensors pass through, and come back as ops on local tensors."""
 
     def __init__(
-        self, recording: Recording, modules: _Modules, axes: _GroupAxes, gathered: list[ops.GatheredOp]
+        self,
+        recording: Recording,
+        modules: _Modules,
+        axes: Callable[[tuple[int, ...]], tuple[str, ...]],
+        gathered: list[ops.GatheredOp],
     ) -> None:
         super().__init__()
         self.recording, self.modules, self.axes, self.gathered = recording, modules, axes, gathered
@@ -114,7 +105,7 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented
         self.note_gathered()
         result = func(*args, **(kwargs or {}))
-        kind = _KIND_OF_OP.get(_torch.collective_name(func) or "")
+        kind = _kind_of(func)
         if kind is not None:
             self._record(kind, {**_torch.named_arguments(func, args), **(kwargs or {})})
         self.recording.flops += operations_of(func, args, kwargs or {}, result)
@@ -133,7 +124,7 @@ class _Recorder(TorchDispatchMode):
             sent = () if kind in ("barrier", "receive") else next(given[n] for n in _PAYLOADS if n in given)
             payload = _bytes(sent)
             module, phase = self.modules.place()
-            recorded = Recorded(kind, self.axes.of(tuple(ranks)), payload, len(ranks), module, phase)
+            recorded = Recorded(kind, self.axes(tuple(ranks)), payload, len(ranks), module, phase)
             self.recording.collectives.append(recorded)
 
 
@@ -209,31 +200,26 @@ class LiveBytes:
         self.now -= size
 
 
-class _GroupAxes:
-    """Finds the mesh axes that a group of ranks spans."""
+def _axes_of(mesh: DeviceMesh | None, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Return the mesh axes that a group of ranks spans."""
+    position = {} if mesh is None else {rank: i for i, rank in enumerate(_torch.ranks_of_mesh(mesh))}
+    if mesh is None or not position.keys() >= set(ranks):
+        return ()
+    shape = MeshShape.of(mesh)
+    coordinates = [shape.at(position[rank]) for rank in ranks]
+    axes = tuple(name for name in shape.names if len({coordinate[name] for coordinate in coordinates}) > 1)
+    return axes if shape.only(axes).world_size == len(ranks) else ()
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        self.shape = MeshShape.of(mesh) if mesh is not None else None
-        self._position = {rank: i for i, rank in enumerate(_torch.ranks_of_mesh(mesh))} if mesh is not None else {}
-        self._known: dict[tuple[int, ...], tuple[str, ...]] = {}
 
-    def of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
-        if ranks not in self._known:
-            self._known[ranks] = self._find(ranks)
-        return self._known[ranks]
-
-    def _find(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
-        if self.shape is None or not all(rank in self._position for rank in ranks):
-            return ()
-        coordinates = [self.shape.at(self._position[rank]) for rank in ranks]
-        axes = tuple(name for name in self.shape.names if len({coordinate[name] for coordinate in coordinates}) > 1)
-        return axes if self.shape.only(axes).world_size == len(ranks) else ()
+@functools.cache
+def _kind_of(op: Any) -> str | None:
+    """Return the kind of an op of torch.ops.c10d, _c10d_functional or _dtensor; None for an op that moves no data."""
+    name = (_torch.collective_name(op) or "").replace("_", "").replace("recv", "receive")
+    return next((kind for kind in _KINDS if kind.replace("_", "") in name), None)
 
 
 def _mesh_of(model: nn.Module) -> DeviceMesh | None:
-    meshes: Iterable[DeviceMesh] = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    found = next(iter(meshes), None)
-    return _torch.root_mesh(found) if found is not None else None
+    return next((_torch.root_mesh(p.device_mesh) for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
 def _bytes(tensors: Any) -> int:
