@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from shardlib.engine._torch import _StridedShard, chunks_of, schema_of, split_factor
 from shardlib.engine.ops._rows import Call, Compute, Meta, Op, R, Row, Rule, is_split
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "choose", "returned_operands"]
 
 Placements = tuple[Placement, ...]
 
@@ -128,7 +128,7 @@ def _mapped(row: Row, change: Any) -> Row:
 
 def _holds(row: Row, call: Call, *, empty: bool) -> bool:
     """Return whether the shapes allow a row. Shards of dims with different sizes align only if each is even."""
-    if any(row.outs[output] != row.ins[operand] for output, operand in _returned_operands(call.op, call.names)):
+    if any(row.outs[output] != row.ins[operand] for output, operand in returned_operands(call.op, call.names)):
         return False
     metas = (*call.inputs, *call.outputs)
     splits = [(m, p) for m, p in zip(metas, (*row.ins, *row.outs), strict=True) if is_split(p) and m is not None]
@@ -162,7 +162,7 @@ def _is_expressible(meta: Meta, placement: Shard | _StridedShard, size: int) -> 
 
 
 @functools.cache
-def _returned_operands(op: Op, names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+def returned_operands(op: Op, names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     """Return (output, operand) pairs of an op that returns operands it wrote to, with unchanged shapes."""
     if torch.Tag.inplace_view in op.tags:
         return ()

@@ -20,7 +20,8 @@ from shardlib.engine._torch import (
     wrap,
 )
 from shardlib.engine.ops import _alias
-from shardlib.engine.ops._operands import Operands, arguments_by_name, meta_of, redistributed, replicated, spec_like
+from shardlib.engine.ops._choose import returned_operands
+from shardlib.engine.ops._operands import Operands, meta_of, redistributed, replicated, spec_like
 from shardlib.engine.ops._record import GatheredOp, note_gather
 from shardlib.engine.ops._rows import Op
 
@@ -140,39 +141,24 @@ def with_aliases(operands: Operands, result: Any, *, moved: bool) -> Any:
 
     `moved`: an operand was redistributed, so that views of it are copies.
     """
-    written = [tensor for i in sorted(operands.written) if isinstance(tensor := operands.tensors[i], DTensor)]
     op = operands.op
+    written = [tensor for i in sorted(operands.written) if isinstance(tensor := operands.tensors[i], DTensor)]
     if torch.Tag.inplace_view in op.tags:
         for tensor in written:
             _alias.record_reshape(tensor, op)
-    else:
-        _alias.after_write([tensor for tensor in written if _alias.watched(tensor)])
-    if any(r.alias_info is not None and r.alias_info.is_write for r in schema_of(op).returns):
-        return _written_results(operands, result)
+        return return_and_correct_aliasing(op, operands.args, operands.kwargs, result)
+    _alias.after_write([tensor for tensor in written if _alias.watched(tensor)])
+    if returned := returned_operands(op, operands.names):
+        several = len(schema_of(op).returns) > 1
+        results = list(result) if several else [result]
+        for output, operand in returned:
+            results[output] = operands.tensors[operand]
+        return tuple(results) if several else results[0]
     if is_view(op) and operands.viewed:
         if moved or any(_alias.watched(operands.tensors[i]) for i in operands.viewed):
             _alias.link_views(operands, result, copied=moved)
         return return_and_correct_aliasing(op, operands.args, operands.kwargs, result)
     return result
-
-
-def _written_results(operands: Operands, result: Any) -> Any:
-    schema = schema_of(operands.op)
-    values = arguments_by_name(operands.op, operands.args, operands.kwargs)
-    by_alias = {
-        alias: values[argument.name]
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for alias in argument.alias_info.before_set
-    }
-    several = len(schema.returns) > 1
-    results = list(result) if several else [result]
-    for i, returned in enumerate(schema.returns):
-        if returned.alias_info is not None and returned.alias_info.is_write:
-            results[i] = by_alias[next(iter(returned.alias_info.before_set))]
-    if torch.Tag.inplace_view in operands.op.tags:
-        results = [return_and_correct_aliasing(operands.op, operands.args, operands.kwargs, results[0])]
-    return tuple(results) if several else results[0]
 
 
 # --- reporting ----------------------------------------------------------------------------------------------------
