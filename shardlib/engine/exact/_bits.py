@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib.engine.exact._local_elements import LocalElements
+from shardlib.engine.exact._local_elements import LocalElements, blocks_of
 
 __all__ = ["GOLDEN", "Stream", "bits"]
 
@@ -69,7 +69,7 @@ def bits(stream: Stream, elements: LocalElements, device: torch.device) -> Itera
     The next chunk reuses the memory of the previous one.
     """
     chunk = _CHUNK if device.type == "cpu" else _CHUNK_ON_DEVICE
-    outer, inner = elements.blocks()
+    outer, inner = blocks_of(elements)
     if not inner or not len(outer):
         return
     per = min(inner, chunk)

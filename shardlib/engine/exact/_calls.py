@@ -23,7 +23,7 @@ from shardlib.engine.ops import _alias
 from shardlib.engine.ops._operands import in_order, meta_of, redistributed
 from shardlib.errors import ShardingError
 
-__all__ = ["FUNCTIONAL", "RANDOM", "Caller"]
+__all__ = ["RANDOM", "Caller"]
 
 Named = Mapping[str, Any]
 Handler = Callable[["Caller", Named], Any]
@@ -146,10 +146,6 @@ def _filling(params: Params) -> Handler:
     return lambda caller, named: caller.fill(named["self"], *params(named))
 
 
-def _functional(params: Params) -> Handler:
-    return lambda caller, named: caller.like(named["self"], *params(named))
-
-
 def _like(params: Params) -> Handler:
     return lambda caller, named: caller.like(named["self"], *params(named), named.get("dtype"))
 
@@ -164,24 +160,16 @@ def _factory(params: Params, default: torch.dtype | None = None) -> Handler:
     return make
 
 
-def _uniform(n: Named) -> tuple[str, tuple[float, ...]]:
-    return "uniform", (n.get("from", 0.0), n.get("to", 1.0))
+def _with(kind: str, **defaults: float | None) -> Params:
+    """Take the parameters of a distribution from the arguments of these names."""
+    return lambda n: (kind, tuple(n.get(name, default) for name, default in defaults.items()))
 
 
-def _normal(n: Named) -> tuple[str, tuple[float, ...]]:
-    return "normal", (n.get("mean", 0.0), n.get("std", 1.0))
-
-
-def _exponential(n: Named) -> tuple[str, tuple[float, ...]]:
-    return "exponential", (n["lambd"],)
-
-
-def _geometric(n: Named) -> tuple[str, tuple[float, ...]]:
-    return "geometric", (n["p"],)
-
-
-def _chance(n: Named) -> tuple[str, tuple[float, ...]]:
-    return "chance", (n["p"],)
+_uniform = _with("uniform", **{"from": 0.0, "to": 1.0})
+_normal = _with("normal", mean=0.0, std=1.0)
+_exponential = _with("exponential", lambd=None)
+_geometric = _with("geometric", p=None)
+_chance = _with("chance", p=None)
 
 
 def _integer(n: Named) -> tuple[str, tuple[float, ...]]:
@@ -229,11 +217,6 @@ def _compared(caller: Caller, like: torch.Tensor, chances: torch.Tensor) -> torc
     return caller.like(like, "uniform", (0.0, 1.0), torch.float64) < chances
 
 
-def _bernoulli_of_(caller: Caller, n: Named) -> torch.Tensor:
-    drawn = _bernoulli_of(caller, n)
-    return n["self"].copy_(drawn)
-
-
 def _normal_around(caller: Caller, n: Named) -> torch.Tensor:
     """Draw `normal` with tensors for mean or std, at the full shape."""
     mean, std = n["mean"], n["std"]
@@ -243,27 +226,23 @@ def _normal_around(caller: Caller, n: Named) -> torch.Tensor:
     return caller.values("normal", (0.0, 1.0), elements, tensors[0].dtype, tensors[0].device) * std + mean
 
 
-def _normal_of_size(caller: Caller, n: Named) -> torch.Tensor:
-    return _factory(_normal)(caller, n)
-
-
 # --- the table ----------------------------------------------------------------------------------------------------
 
-FUNCTIONAL: dict[Op, Handler] = {
-    aten.bernoulli.p: _functional(_chance),
+_DRAWN: dict[Op, Handler] = {
+    aten.bernoulli.p: _like(_chance),
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.Tensor: _bernoulli_of,
-    aten.uniform.default: _functional(_uniform),
-    aten.normal_functional.default: _functional(_normal),
-    aten.exponential.default: _functional(_exponential),
-    aten.geometric.default: _functional(_geometric),
-    aten.random.default: _functional(_any_number),
-    aten.random.to: _functional(_any_number),
-    getattr(aten.random, "from"): _functional(_any_number),
+    aten.uniform.default: _like(_uniform),
+    aten.normal_functional.default: _like(_normal),
+    aten.exponential.default: _like(_exponential),
+    aten.geometric.default: _like(_geometric),
+    aten.random.default: _like(_any_number),
+    aten.random.to: _like(_any_number),
+    getattr(aten.random, "from"): _like(_any_number),
     aten.normal.Tensor_float: _normal_around,
     aten.normal.float_Tensor: _normal_around,
     aten.normal.Tensor_Tensor: _normal_around,
-    aten.normal.float_float: _normal_of_size,
+    aten.normal.float_float: _factory(_normal),
     aten.rand_like.default: _like(_uniform),
     aten.randn_like.default: _like(_normal),
     aten.randint_like.default: _like(_integer),
@@ -273,10 +252,8 @@ FUNCTIONAL: dict[Op, Handler] = {
     aten.randint.default: _factory(_integer, torch.int64),
     aten.randint.low: _factory(_integer, torch.int64),
     aten.native_dropout.default: _dropout,
-}
-_IN_PLACE: dict[Op, Handler] = {
     aten.bernoulli_.float: _filling(_chance),
-    aten.bernoulli_.Tensor: _bernoulli_of_,
+    aten.bernoulli_.Tensor: lambda caller, named: named["self"].copy_(_bernoulli_of(caller, named)),
     aten.uniform_.default: _filling(_uniform),
     aten.normal_.default: _filling(_normal),
     aten.exponential_.default: _filling(_exponential),
@@ -338,4 +315,4 @@ def _others() -> Iterable[tuple[Op, Handler]]:
 
 
 # All random ops that this package handles.
-RANDOM: dict[Op, Handler] = {**dict(_others()), **_IN_PLACE, **FUNCTIONAL}
+RANDOM: dict[Op, Handler] = {**dict(_others()), **_DRAWN}

@@ -117,19 +117,11 @@ _library.define(
 _serial = itertools.count()
 
 
-def _new_key_op(serial: int) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu").random_()
-
-
 def _draw_op(
     kind: str, params: Sequence[float], key: torch.Tensor, shape: Sequence[int], runs: Sequence[int],
     dtype: torch.dtype, device: torch.device,
 ) -> torch.Tensor:  # fmt: skip
     return draw(kind, params, int(key), LocalElements.from_flat(shape, runs), dtype, device)
-
-
-def _new_key_fake(serial: int) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _draw_fake(
@@ -139,9 +131,11 @@ def _draw_fake(
     return torch.empty(LocalElements.from_flat(shape, runs).local_shape, dtype=dtype, device=device)
 
 
-_library.impl("new_key", _new_key_op, "CompositeExplicitAutograd")
+_library.impl("new_key", lambda serial: torch.tensor(new_key(), device="cpu"), "CompositeExplicitAutograd")
 _library.impl("draw", _draw_op, "CompositeExplicitAutograd")
-torch.library.register_fake("shardlib::new_key", _new_key_fake, lib=_library)
+torch.library.register_fake(
+    "shardlib::new_key", lambda serial: torch.empty((), dtype=torch.int64, device="cpu"), lib=_library
+)
 torch.library.register_fake("shardlib::draw", _draw_fake, lib=_library)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement
 
 from shardlib.engine import _torch
 
-__all__ = ["LocalElements", "holds_slices", "local_elements"]
+__all__ = ["LocalElements", "blocks_of", "holds_slices", "local_elements"]
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -52,16 +52,6 @@ class LocalElements:
             (*self.runs[:dim], moved, *self.runs[dim + 1 :]),
         )
 
-    def blocks(self) -> tuple[Sequence[int], int]:
-        """Return runs of adjacent elements in row-major order: the global index of the start of each, and their length.
-
-        >>> LocalElements((4, 6), (((0, 4),), ((2, 4),))).blocks()
-        ([2, 8, 14, 20], 2)
-        >>> LocalElements((4, 6), (((2, 4),), ((0, 6),))).blocks()
-        ([12], 12)
-        """
-        return _blocks(self)
-
     def flat(self) -> list[int]:
         """Encode as a list of integers, for an op's argument: for each dim the number of runs, then the runs."""
         return [n for runs in self.runs for n in (len(runs), *itertools.chain.from_iterable(runs))]
@@ -83,7 +73,14 @@ def _unflatten(numbers: Iterator[int]) -> Iterator[Runs]:
 
 
 @lru_cache(maxsize=256)
-def _blocks(elements: LocalElements) -> tuple[Sequence[int], int]:
+def blocks_of(elements: LocalElements) -> tuple[Sequence[int], int]:
+    """Return runs of adjacent elements in row-major order: the global index of the start of each, and their length.
+
+    >>> blocks_of(LocalElements((4, 6), (((0, 4),), ((2, 4),))))
+    ([2, 8, 14, 20], 2)
+    >>> blocks_of(LocalElements((4, 6), (((2, 4),), ((0, 6),))))
+    ([12], 12)
+    """
     inner, cut, strides = 1, len(elements.shape), _strides(elements.shape)
     while cut and elements.runs[cut - 1] == ((0, elements.shape[cut - 1]),):
         cut -= 1
