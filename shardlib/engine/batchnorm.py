@@ -7,7 +7,7 @@ averaged over the data axes, in forward and (transposed) in backward. The formul
 
 from __future__ import annotations
 
-import inspect
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,48 +51,42 @@ class _OverAllRanks(TorchFunctionMode):
         self.group = group
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.batch_norm:
-            return func(*args, **(kwargs or {}))
-        call = _BATCH_NORM.bind(*args, **(kwargs or {}))
-        call.apply_defaults()
-        given = call.arguments
-        if not given["training"]:
-            return func(*args, **(kwargs or {}))
-        running = (given["running_mean"], given["running_var"])
-        return _batch_norm(
-            given["input"], running, given["weight"], given["bias"], given["momentum"], given["eps"], self.group
-        )
-
-
-_BATCH_NORM = inspect.signature(F.batch_norm)
+        call = functools.partial(_batch_norm, self.group) if func is F.batch_norm else func
+        return call(*args, **(kwargs or {}))
 
 
 def _batch_norm(
-    x: torch.Tensor,
-    running: tuple[torch.Tensor | None, torch.Tensor | None],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    momentum: float,
-    eps: float,
     group: dist.ProcessGroup,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> torch.Tensor:
+    """Compute `F.batch_norm`, in training with the statistics of all ranks of a group."""
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    x = input
     dims = [d for d in range(x.ndim) if d != 1]
     shape = [1, -1] + [1] * (x.ndim - 2)
-    dtype = x.dtype
-    if dtype in (torch.float16, torch.bfloat16):  # sums are accumulated in float32, as in torch
+    if x.dtype in (torch.float16, torch.bfloat16):  # sums are accumulated in float32, as in torch
         x = x.float()
     count = _sum(torch.tensor(x.numel() // x.shape[1], device=x.device), group)
     mean = _total(x.sum(dims), group) / count
     centred = x - mean.view(shape)
     var = _total(centred.square().sum(dims), group) / count
     # Dividing integers alone gives float32.
-    _update_running(running, (mean.detach(), (var * count / (count - 1)).detach()), momentum)
+    new = (mean.detach(), (var * count / (count - 1)).detach())
+    _update_running((running_mean, running_var), new, momentum)
     out = centred * torch.rsqrt(var + eps).view(shape)
     if weight is not None:
         out = out * weight.view(shape)
     if bias is not None:
         out = out + bias.view(shape)
-    return out.to(dtype)
+    return out.to(input.dtype)
 
 
 @torch.no_grad()
