@@ -9,9 +9,9 @@ autocast use the module's own forward. Second derivatives are computed by DTenso
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ class _BiasGradient(torch.autograd.Function):
         return grad, grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
-@_torch.constant_in_graphs
+@_torch.constant_in_graphs  # plan_linear itself cannot be: dynamo is kept out of shardlib.engine.ops
 def _constant_plan(*given: Any) -> LinearPlan | None:
     return plan_linear(*given)
 
@@ -117,18 +117,19 @@ def _local(tensor: DTensor, placements: tuple[Placement, ...], grad: tuple[Place
 
 @dataclass(frozen=True)
 class _Steps:
-    """The steps for operands of some specs: redistributions of local tensors (None: not needed), and specs of results.
+    """The steps for operands of some specs: redistributions of local tensors, and specs of results.
 
     `gather_x` and `gather_weight` precede the products, in forward and backward; `reduce_y` precedes the addition of
-    the bias; `reduce_x` and `reduce_weight` are applied to gradients before they are returned.
+    the bias (None: the product is the output); `reduce_x` and `reduce_weight` are applied to gradients before they are
+    returned.
     """
 
     plan: LinearPlan
-    gather_x: Move | None
-    gather_weight: Move | None
+    gather_x: Move
+    gather_weight: Move
     reduce_y: Move | None
-    reduce_x: Move | None
-    reduce_weight: Move | None
+    reduce_x: Move
+    reduce_weight: Move
     y: DTensorSpec
     grad_x: DTensorSpec
     grad_weight: DTensorSpec
@@ -151,7 +152,7 @@ def _steps(
         return None
     if bias and (bias is True or bias.placements != plan.bias):
         return None
-    spec = functools.partial(_torch.spec, x.mesh, dtype=dtype)
+    spec = partial(_torch.spec, x.mesh, dtype=dtype)
     shape = (*x.shape[:-1], weight.shape[0])
     return _Steps(
         plan=plan,
@@ -167,14 +168,21 @@ def _steps(
     )
 
 
-def _move(spec: DTensorSpec, placements: tuple[Placement, ...]) -> Move | None:
-    return None if spec.placements == placements else functools.partial(redistributed, spec=spec, want=placements)
+def _move(spec: DTensorSpec, placements: tuple[Placement, ...]) -> Move:
+    """Return a redistribution of local tensors."""
+    return _unchanged if spec.placements == placements else partial(redistributed, spec=spec, want=placements)
+
+
+def _unchanged(local: torch.Tensor) -> torch.Tensor:
+    return local
 
 
 def _sum(spec: DTensorSpec, placements: tuple[Placement, ...]) -> Move | None:
-    """Return the reduction of a new local product: in place, where it is all-reduced over one mesh axis."""
+    """Return the reduction of a new local product, if any: in place, where it is all-reduced over one mesh axis."""
+    if spec.placements == placements:
+        return None
     group = _torch.group_to_sum_over(spec.mesh, spec.placements, placements)
-    return _move(spec, placements) if group is None else functools.partial(_torch.sum_in_place, group=group)
+    return _move(spec, placements) if group is None else partial(_torch.sum_in_place, group=group)
 
 
 class _Linear(torch.autograd.Function):
@@ -183,7 +191,7 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.steps, ctx.has_bias = steps, bias is not None
-        local_x, local_weight = _operands(x, weight, steps)
+        local_x, local_weight = steps.gather_x(_torch.local_of(x)), steps.gather_weight(_torch.local_of(weight))
         local_bias = None if bias is None else _torch.local_of(bias)
         if steps.reduce_y is None:
             return _torch.wrap(F.linear(local_x, local_weight, local_bias), steps.y)
@@ -202,31 +210,18 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         local = redistributed(_torch.local_of(grad), _torch.spec_of(grad), steps.plan.grad_y)
         rows = local.reshape(-1, local.shape[-1])
-        local_x, local_weight = _operands(x, weight, steps)
-        return (
-            _finished(local @ local_weight, steps.reduce_x, steps.grad_x) if needs_x else None,
-            _finished(rows.t() @ local_x.flatten(0, -2), steps.reduce_weight, steps.grad_weight)
-            if needs_weight
-            else None,
-            _torch.wrap(rows.sum(0), steps.grad_bias) if ctx.has_bias and needs_bias else None,
-            None,
-        )
+        local_x, local_weight = steps.gather_x(_torch.local_of(x)), steps.gather_weight(_torch.local_of(weight))
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = _torch.wrap(steps.reduce_x(local @ local_weight), steps.grad_x)
+        if needs_weight:
+            grad_weight = _torch.wrap(steps.reduce_weight(rows.t() @ local_x.flatten(0, -2)), steps.grad_weight)
+        if ctx.has_bias and needs_bias:
+            grad_bias = _torch.wrap(rows.sum(0), steps.grad_bias)
+        return grad_x, grad_weight, grad_bias, None
 
 
 _apply = _torch.direct_apply(_Linear)
-
-
-def _operands(x: DTensor, weight: DTensor, steps: _Steps) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both local operands of the product, gathered where needed."""
-    local_x, local_weight = _torch.local_of(x), _torch.local_of(weight)
-    return (
-        local_x if steps.gather_x is None else steps.gather_x(local_x),
-        local_weight if steps.gather_weight is None else steps.gather_weight(local_weight),
-    )
-
-
-def _finished(product: torch.Tensor, reduce: Move | None, spec: DTensorSpec) -> torch.Tensor:
-    return _torch.wrap(product if reduce is None else reduce(product), spec)
 
 
 def _differentiable(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor | None]:
