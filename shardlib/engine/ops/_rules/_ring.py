@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shardlib.engine._torch import chunks_of
 from shardlib.engine.ops._operands import arguments_by_name
 from shardlib.engine.ops._rows import Here, Op
 
@@ -126,10 +127,7 @@ class Ring:
 
     def _chunk(self, operand: int, index: int) -> tuple[int, int]:
         """Return a rank's first position and number of positions, if no other axis splits the operand's sequence."""
-        length = self.here.shape(operand)[_SEQ]
-        step = -(-length // self._coordinate[1])
-        first = min(index * step, length)
-        return first, min(step, length - first)
+        return chunks_of(self.here.shape(operand)[_SEQ], self._coordinate[1], index)[0]
 
     def _round(self, tensors: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Yield each rank's index, keys and values, this rank's first. The next ones are sent meanwhile."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from shardlib.engine.ops._rows import Call, Local, Op, P, R, Row, S, aten, row, rule
@@ -61,9 +61,10 @@ def convolution_backward(call: Call) -> Iterable[Row]:
 # --- ops that slide over the last dims ----------------------------------------------------------------------------
 
 
-def _lead(space: int, *, grad: bool = False) -> Any:
-    """Make rows for the dims before the last `space` ones, shared by all operands with as many dims as the first."""
+def _register(space: int, names: Iterable[str], *, grad: bool = False, localize: Any = None) -> None:
+    """Register rows for the dims before the last `space` ones, shared by operands with as many dims as the first."""
 
+    @rule(*map(aten, names), localize=localize)
     def rows(call: Call) -> Iterable[Row]:
         ndim = call.inputs[0].ndim
         same = [meta.ndim == ndim for meta in call.inputs]
@@ -72,38 +73,19 @@ def _lead(space: int, *, grad: bool = False) -> Any:
         if grad:
             yield row([P] * len(call.outputs), [P] + [R] * (len(call.inputs) - 1))
 
-    return rows
 
-
-def _register(space: int, names: Sequence[str], *, grad: bool = False, localize: Any = None) -> None:
-    rule(*map(aten, names), localize=localize)(_lead(space, grad=grad))
-
-
+_SLIDING = (
+    "avg_pool{}d",
+    "max_pool{}d_with_indices",
+    "_adaptive_avg_pool{}d",
+    "adaptive_max_pool{}d",
+    "reflection_pad{}d",
+    "replication_pad{}d",
+)
 for _d in (1, 2, 3):
-    _register(
-        _d,
-        [
-            f"avg_pool{_d}d",
-            f"max_pool{_d}d_with_indices",
-            f"_adaptive_avg_pool{_d}d",
-            f"adaptive_max_pool{_d}d",
-            f"max_unpool{_d}d",
-            f"reflection_pad{_d}d",
-            f"replication_pad{_d}d",
-        ],
-    )
-    _register(
-        _d,
-        [
-            f"avg_pool{_d}d_backward",
-            f"max_pool{_d}d_with_indices_backward",
-            f"_adaptive_avg_pool{_d}d_backward",
-            f"adaptive_max_pool{_d}d_backward",
-            f"reflection_pad{_d}d_backward",
-            f"replication_pad{_d}d_backward",
-        ],
-        grad=True,
-    )
+    _names = [name.format(_d) for name in _SLIDING]
+    _register(_d, [*_names, f"max_unpool{_d}d"])
+    _register(_d, [f"{name}_backward" for name in _names], grad=True)
 
 _RESAMPLERS = {
     1: ("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
@@ -125,9 +107,9 @@ def _local_input_size(op: Op, args: list[Any], local: Local) -> tuple[Op, list[A
     return op, [*args[:2], list(local.outputs[0] or ()), *args[3:]]
 
 
-for _d, _names in _RESAMPLERS.items():
-    _register(_d, _names, grad=True)
-    _register(_d, [f"{name}_backward" for name in _names], grad=True, localize=_local_input_size)
+for _d, _resamplers in _RESAMPLERS.items():
+    _register(_d, _resamplers, grad=True)
+    _register(_d, [f"{name}_backward" for name in _resamplers], grad=True, localize=_local_input_size)
 
 _register(3, ["pixel_shuffle", "pixel_unshuffle", "channel_shuffle"])
 
