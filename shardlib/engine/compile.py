@@ -101,11 +101,7 @@ def compile_blocks(
     with the reason; the blocks that contain them are not compiled.
 
     Nothing is compiled where torch's compiler is disabled (TORCHDYNAMO_DISABLE=1 or TORCH_COMPILE_DISABLE=1).
-
-    Raises:
-        ShardingError: an unknown backend.
     """
-    check_backend(backend)
     _torch.pickle_meshes_without_hash()
     if backend is not None and _torch.compiler_is_off():
         backend = None
