@@ -6,7 +6,6 @@ traced, the policy of `ops` passes on random ops on DTensors, and decompositions
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,8 +20,6 @@ from shardlib.engine.exact._mode import current
 
 __all__ = ["DECOMPOSITIONS", "traced"]
 
-_thread = threading.local()
-
 
 @contextmanager
 def traced() -> Iterator[None]:
@@ -31,20 +28,16 @@ def traced() -> Iterator[None]:
     if mode is None or _torch.innermost_mode() is not mode:
         yield
         return
-    before = getattr(_thread, "caller", None)
-    _thread.caller = Caller(mode.caller.data_rank, traced=True)
     mode.__exit__(None, None, None)
     try:
-        with ops.drawing_by(_thread.caller):
+        with ops.drawing_by(Caller(mode.caller.data_rank, traced=True)):
             yield
     finally:
         mode.__enter__()
-        _thread.caller = before
 
 
 def _draw(op: Op, *args: Any, **kwargs: Any) -> Any:
-    caller = getattr(_thread, "caller", None)
-    return NotImplemented if caller is None else caller(op, args, kwargs)
+    return ops.drawn(op, args, kwargs)
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:

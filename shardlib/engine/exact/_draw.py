@@ -124,19 +124,18 @@ def _draw_op(
     return draw(kind, params, int(key), LocalElements.from_flat(shape, runs), dtype, device)
 
 
-def _draw_fake(
-    kind: str, params: Sequence[float], key: torch.Tensor, shape: Sequence[int], runs: Sequence[int],
-    dtype: torch.dtype, device: torch.device,
-) -> torch.Tensor:  # fmt: skip
-    return torch.empty(LocalElements.from_flat(shape, runs).local_shape, dtype=dtype, device=device)
-
-
 _library.impl("new_key", lambda serial: torch.tensor(new_key(), device="cpu"), "CompositeExplicitAutograd")
 _library.impl("draw", _draw_op, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "shardlib::new_key", lambda serial: torch.empty((), dtype=torch.int64, device="cpu"), lib=_library
 )
-torch.library.register_fake("shardlib::draw", _draw_fake, lib=_library)
+torch.library.register_fake(
+    "shardlib::draw",
+    lambda kind, params, key, shape, runs, dtype, device: torch.empty(
+        LocalElements.from_flat(shape, runs).local_shape, dtype=dtype, device=device
+    ),
+    lib=_library,
+)
 
 
 def traced_key() -> torch.Tensor:

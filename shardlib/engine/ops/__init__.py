@@ -30,7 +30,7 @@ from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.ops import _rules
 from shardlib.engine.ops._composite import install as replace_composites
 from shardlib.engine.ops._data import assign_data
-from shardlib.engine.ops._dispatch import drawing_by, forget_decisions, policy, remember_statics
+from shardlib.engine.ops._dispatch import drawing_by, drawn, forget_decisions, policy, remember_statics
 from shardlib.engine.ops._operands import is_fused_beside_others, redistributed
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
@@ -45,6 +45,7 @@ __all__ = [
     "ShardlibGatherWarning",
     "disable",
     "drawing_by",
+    "drawn",
     "enable",
     "enabled",
     "record",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ from shardlib.engine.ops._gather import draw_replicated, gather, note, with_alia
 from shardlib.engine.ops._operands import Operands, arguments_by_name, in_order, meta_of, replicated, spec_like
 from shardlib.engine.ops._rows import Call, Local, Meta, Op, Rule, is_split, rule_of
 
-__all__ = ["drawing_by", "forget_decisions", "is_random", "policy", "remember_statics"]
+__all__ = ["drawing_by", "drawn", "forget_decisions", "is_random", "policy", "remember_statics"]
 
 _PLACEMENTS = (Replicate, Partial, Shard, _StridedShard)
 _ONE_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
@@ -63,15 +64,14 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
     if torch.Tag.inplace_view not in op.tags:
         for tensor in filter(_alias.watched, [operands.tensors[i] for i in operands.written]):
             _alias.refuse_write(tensor)
-    if _draw_by is not None and is_random(op) and (drawn := _draw_by(op, args, kwargs)) is not NotImplemented:
-        return drawn
     if is_random(op):
-        return draw_replicated(operands)
+        return made if (made := drawn(op, args, kwargs)) is not NotImplemented else draw_replicated(operands)
     if is_foreach(operands) and not operands.all_replicated:
         return foreach(operands)
     if (reason := _never_sharded(operands)) is not None:
         return gather(operands, reason)
-    decision = _decide(operands, info.schema)
+    key = (operands.specs, operands.others)
+    decision = _remembered(_DECISIONS, key, lambda: _new_decision(operands, info.schema))
     if isinstance(decision, str):
         return gather(operands, decision)
     if decision.choice.gathered:
@@ -81,18 +81,26 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
     return _output_sharding(operands, decision, info.schema)
 
 
-_draw_by: Callable[..., Any] | None = None
+_draw_by: ContextVar[Callable[..., Any] | None] = ContextVar("_draw_by", default=None)
 
 
 @contextmanager
 def drawing_by(draw: Callable[..., Any]) -> Iterator[None]:
-    """Call `draw(op, args, kwargs)` for random ops on DTensors inside this block, unless it returns NotImplemented."""
-    global _draw_by
-    before, _draw_by = _draw_by, draw
+    """Call `draw(op, args, kwargs)` for random ops in this thread inside the block, unless it returns NotImplemented.
+
+    Those on DTensors are passed on by the policy, and those on plain tensors by who calls `drawn`.
+    """
+    token = _draw_by.set(draw)
     try:
         yield
     finally:
-        _draw_by = before
+        _draw_by.reset(token)
+
+
+def drawn(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what the `drawing_by` around this call draws for a random op, or NotImplemented."""
+    draw = _draw_by.get()
+    return NotImplemented if draw is None else draw(op, args, kwargs)
 
 
 def is_random(op: Op) -> bool:
@@ -145,12 +153,6 @@ def _remembered(table: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any
             table.clear()
         known = table[key] = make()
     return known
-
-
-def _decide(operands: Operands, schema: OpSchema) -> _Decision | str:
-    """Return rows and output specs for a call, or the reason why it is gathered."""
-    key = (operands.specs, operands.others)
-    return _remembered(_DECISIONS, key, lambda: _new_decision(operands, schema))
 
 
 def _new_decision(operands: Operands, schema: OpSchema) -> _Decision | str:
