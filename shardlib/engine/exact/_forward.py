@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.exact._data_rank import DataRank
-from shardlib.engine.exact._mode import ExactMode, bound
+from shardlib.engine.exact._mode import ExactMode, bound, current
 from shardlib.errors import ShardingError
 
 __all__ = ["MODES", "batch_rows", "check_mode", "draw_exactly"]
@@ -33,18 +32,14 @@ def check_mode(rng: str) -> None:
 def draw_exactly(model: nn.Module, data_rank: DataRank) -> list[Any]:
     """Register hooks that turn exact randomness on for each forward of the root, on this data rank."""
     _torch.rebind_checkpointed(bound)
-    thread = threading.local()
 
-    def enter(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        thread.entered = [
-            *getattr(thread, "entered", ()),
-            ExactMode(DataRank(data_rank.index, data_rank.count, batch_rows(args, kwargs))),
-        ]
-        thread.entered[-1].__enter__()
+    def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ExactMode(DataRank(data_rank.index, data_rank.count, batch_rows(args, kwargs)), model).__enter__()
 
-    def leave(_model: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
-        if getattr(thread, "entered", None):  # not if a hook before ours raised
-            thread.entered.pop().__exit__(None, None, None)
+    def leave(model: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        mode = current()
+        if mode is not None and mode.model is model:  # not if a hook before ours raised
+            mode.__exit__(None, None, None)
 
     return [
         model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),

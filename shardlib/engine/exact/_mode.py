@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardlib.engine import _torch
 from shardlib.engine.exact._calls import RANDOM, Caller
@@ -17,11 +18,14 @@ __all__ = ["ExactMode", "bound", "current", "exact_random", "is_exact", "rows"]
 
 
 class ExactMode(_torch.TorchDispatchMode):
-    """Dispatch mode that draws random ops by global element index and leaves all other ops alone."""
+    """Dispatch mode that draws random ops by global element index and leaves all other ops alone.
 
-    def __init__(self, data_rank: DataRank) -> None:
+    `model`: the one whose forward it is on for, if any.
+    """
+
+    def __init__(self, data_rank: DataRank, model: nn.Module | None = None) -> None:
         super().__init__()
-        self.caller = Caller(data_rank)
+        self.caller, self.model = Caller(data_rank), model
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
