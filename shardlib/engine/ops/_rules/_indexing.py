@@ -133,10 +133,10 @@ def _others(call: Call) -> list[int]:
     return [dim for dim in range(ndim) if dim != call.dim()]
 
 
-def _aligned(call: Call) -> list[int]:
-    """Return the dims in which every operand is as long as the first: shards of other dims would not align."""
+def _aligned(call: Call, *others: Meta) -> list[int]:
+    """Return the dims in which others (by default all) are as long as the first: other shards would not align."""
     first: Any = call.inputs[0].shape
-    return [d for d in _others(call) if all(len(m.shape) > d and m.shape[d] == first[d] for m in call.inputs)]
+    return [d for d in _others(call) if all(m.ndim > d and m.shape[d] == first[d] for m in others or call.inputs)]
 
 
 @rule(*map(aten, ("scatter.src", "scatter_.src", "scatter_reduce.two", "scatter_reduce_.two")), empty=True)
@@ -150,13 +150,8 @@ def scatter(call: Call) -> Iterable[Row]:
 @rule(aten("index_copy"), aten("index_copy_"), aten("index_reduce"), aten("index_reduce_"), empty=True)
 def index_copy(call: Call) -> Iterable[Row]:
     """Shard self, index, source -> self with slices of one dim replaced by (or reduced with) those of source."""
-    for dim in _aligned_slices(call):
+    for dim in _aligned(call, call.inputs[2]):
         yield row([S(dim)], [S(dim), R, S(dim)])
-
-
-def _aligned_slices(call: Call) -> list[int]:
-    own, source = call.inputs[0], call.inputs[2]
-    return [d for d in _others(call) if source.ndim == own.ndim and source.shape[d] == own.shape[d]]
 
 
 @rule(*map(aten, ("index_fill.int_Scalar", "index_fill_.int_Scalar")), empty=True)

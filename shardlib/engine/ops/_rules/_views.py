@@ -124,6 +124,11 @@ def _renamed(call: Call, order: Sequence[int | None]) -> Iterator[Row]:
     yield row([P] * outs, [P] * ins)
 
 
+def _elsewhere(call: Call, dim: int) -> Iterator[Row]:
+    """Return rows of an op that leaves all dims but one alone."""
+    return _renamed(call, [None if other == dim else other for other in range(call.inputs[0].ndim)])
+
+
 @rule(aten("t"), aten("t_"), aten("t_copy"), empty=True)
 def transposed_matrix(call: Call) -> Iterable[Row]:
     return _renamed(call, tuple(reversed(range(call.inputs[0].ndim))))
@@ -199,9 +204,7 @@ def diagonal(call: Call) -> Iterable[Row]:
 
 @rule(aten("unfold"), empty=True)
 def unfold(call: Call) -> Iterable[Row]:
-    if call.inputs[0].ndim:
-        touched = call.dim("dimension")
-        yield from _renamed(call, [None if d == touched else d for d in range(call.inputs[0].ndim)])
+    return _elsewhere(call, call.dim("dimension")) if call.inputs[0].ndim else ()
 
 
 # --- slices of a dim ----------------------------------------------------------------------------------------------
@@ -215,11 +218,7 @@ def select(call: Call) -> Iterable[Row]:
 
 def _parts(call: Call, dim: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Row]:
     """Return rows of an op that takes some ranges of a dim, one output each."""
-    count = len(call.outputs)
-    for other in range(call.inputs[0].ndim):
-        if other != dim:
-            yield row([S(other)] * count, [S(other)])
-    yield row([P] * count, [P])
+    yield from _elsewhere(call, dim)
     now = call.current[0]
     if is_split(now) and now.dim == dim:
         group = call.inputs[0].shape[dim] // split_factor(now)
@@ -332,10 +331,7 @@ def slice_backward(call: Call) -> Iterable[Row]:
     output, grad, now = call.outputs[0], call.inputs[0], call.current[0]
     assert output is not None
     dim = normal_dim(call["dim"], output.ndim)
-    for other in range(output.ndim):
-        if other != dim:
-            yield row([S(other)], [S(other)])
-    yield row([P], [P])
+    yield from _elsewhere(call, dim)
     start, end = _range((call["start"], call["end"]), output.shape[dim])
     if is_split(now) and now.dim == dim and call["step"] == 1 and grad.shape[dim] % split_factor(now) == 0:
         group = grad.shape[dim] // split_factor(now)
@@ -348,10 +344,7 @@ def slice_backward(call: Call) -> Iterable[Row]:
 
 @rule(aten("slice_scatter"), empty=True)
 def slice_scatter(call: Call) -> Iterable[Row]:
-    for dim in range(call.inputs[0].ndim):
-        if dim != call.dim():
-            yield row([S(dim)], [S(dim), S(dim)])
-    yield row([P], [P, P])
+    return _elsewhere(call, call.dim())
 
 
 @rule(aten("select_scatter"), empty=True)
