@@ -7,7 +7,7 @@ collectives.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +121,12 @@ def compile_blocks(
         block.compile(backend=compiler, dynamic=False)
         _torch.set_compiled_call(block, _Call(name, blocks, _torch.compiled_call(block), report))
         report.blocks.append(name)
-    return report, lambda: _undo(blocks.values())
+
+    def undo() -> None:
+        for block in blocks.values():
+            _torch.set_compiled_call(block, None)
+
+    return report, undo
 
 
 @functools.cache
@@ -133,11 +138,6 @@ def _compiler(backend: str, data_rank: exact.DataRank | None) -> Any:
     if backend == "aot_eager":
         return _torch.graph_backend(None if data_rank is None else exact.DECOMPOSITIONS)
     return backend if data_rank is None else _torch.inductor_backend(exact.DECOMPOSITIONS)
-
-
-def _undo(blocks: Iterable[nn.Module]) -> None:
-    for block in blocks:
-        _torch.set_compiled_call(block, None)
 
 
 _NO_GRAPH = "whose parameters are sharded, and a graph cannot hold them"

@@ -77,7 +77,8 @@ def record_collectives(model: nn.Module, *, mesh: DeviceMesh | None = None) -> I
         ([], 24)
     """
     recording = Recording(model)
-    axes = functools.cache(functools.partial(_axes_of, mesh or _mesh_of(model)))
+    meshes = (_torch.root_mesh(p.device_mesh) for p in model.parameters() if isinstance(p, DTensor))
+    axes = functools.cache(functools.partial(_axes_of, mesh or next(meshes, None)))
     with (
         ops.record() as gathered,
         _Modules(model) as modules,
@@ -216,10 +217,6 @@ def _kind_of(op: Any) -> str | None:
     """Return the kind of an op of torch.ops.c10d, _c10d_functional or _dtensor; None for an op that moves no data."""
     name = (_torch.collective_name(op) or "").replace("_", "").replace("recv", "receive")
     return next((kind for kind in _KINDS if kind.replace("_", "") in name), None)
-
-
-def _mesh_of(model: nn.Module) -> DeviceMesh | None:
-    return next((_torch.root_mesh(p.device_mesh) for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
 def _bytes(tensors: Any) -> int:

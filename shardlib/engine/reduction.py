@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardlib.engine.gradients import GradientBucket, GradientReducer
+from shardlib.engine.gradients import GradientBucket
 from shardlib.engine.sharded import record_of
 from shardlib.errors import PlanError
 
@@ -41,16 +41,13 @@ def reduce_gradients_by(model: nn.Module, reduction: Reduction | None) -> None:
         >>> reduce_gradients_by(model, in_bfloat16)  # doctest: +SKIP
     """
     reducer = record_of(model).reducer
-    if reduction is not None and (name := _first_sharded(reducer)) is not None:
+    sharded = next((state.name for state in reducer.param_states if state.shard_spec is not None), None)
+    if reduction is not None and sharded is not None:
         raise PlanError(
-            f'reduce_gradients_by: the plan shards gradient or state of "{name}" over data axes, where a rank gets the '
-            "reduced gradient of its own shard alone. Leave out zero, fsdp and hsdp; to compress their gradients, pass "
-            'shardlib.precision(..., reduce="bfloat16").'
+            f'reduce_gradients_by: the plan shards gradient or state of "{sharded}" over data axes, where a rank gets '
+            "the reduced gradient of its own shard alone. Leave out zero, fsdp and hsdp; to compress their gradients, "
+            'pass shardlib.precision(..., reduce="bfloat16").'
         )
     if reduction is not None and not callable(reduction):
         raise PlanError(f"reduce_gradients_by was given {reduction!r}; give a function that takes a GradientBucket.")
     reducer.reductions.reduce_by(reduction)
-
-
-def _first_sharded(reducer: GradientReducer) -> str | None:
-    return next((state.name for state in reducer.param_states if state.shard_spec is not None), None)

@@ -1,17 +1,13 @@
 """DTensor regions: conversion between plain tensors and DTensors at module inputs and outputs.
 
-Only regions of a model compute on DTensors: the smallest modules that enclose all uses of sharded activations
-(`regions.py` finds them). All other modules compute on plain tensors that are the same on all ranks of the model axes,
-exactly as on one device. A region converts
+`regions.py` finds the modules that are regions. A region converts
 
     plain, the same on all model ranks  ->  DTensor, replicated      (its inputs)
     DTensor of any layout               ->  plain, full tensor       (its outputs)
 
 and backward is the transpose: the gradient of an input is a full gradient, summed over the model axes where consumers
-were sharded. Where a region has several outputs, those after the first are gathered when read (`LazyFullTensor`). This
-is the only conversion between DTensors and plain tensors; since all four sides are replicated, the placements of
-gradients are known. Integer and boolean inputs stay plain: they have no gradient, and a plain tensor inside counts as
-replicated.
+were sharded. Where a region has several outputs, those after the first are gathered when read (`LazyFullTensor`).
+Integer and boolean inputs stay plain: they have no gradient, and a plain tensor inside counts as replicated.
 """
 
 from __future__ import annotations

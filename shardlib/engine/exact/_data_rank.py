@@ -18,13 +18,9 @@ __all__ = ["DataRank"]
 class DataRank:
     """A data rank among `count`, each with `rows` examples of the batch (None: not known, or no batch at all).
 
-    A DTensor has placements on the model axes. On data axes tensors are local, and their batch dim is not recorded.
-    Heuristic: the batch dim is the leading dim if that is a multiple of `rows`, which covers (batch * seq, embed) and
-    (batch * heads, seq, seq), or else the first dim that equals `rows`. It is taken for the rank's block of a global
-    dim. Any other tensor, such as a mask over a weight, has the same values on every data rank.
-
-    The heuristic fails for a tensor of such a size that does not belong to the batch: a weight with 512 rows looks like
-    a batch of 8; so does every tensor if the batch has one row.
+    A DTensor has placements on the model axes. On data axes tensors are local, and their batch dim is not recorded: it
+    is the leading dim if that is a multiple of `rows`, which covers (batch * seq, embed) and (batch * heads, seq, seq),
+    or else the first dim that equals `rows`. docs/architecture.md says where this heuristic fails.
     """
 
     index: int = 0

@@ -81,7 +81,8 @@ def blocks_of(elements: LocalElements) -> tuple[Sequence[int], int]:
     >>> blocks_of(LocalElements((4, 6), (((2, 4),), ((0, 6),))))
     ([12], 12)
     """
-    inner, cut, strides = 1, len(elements.shape), _strides(elements.shape)
+    inner, cut = 1, len(elements.shape)
+    strides = [math.prod(elements.shape[dim + 1 :]) for dim in range(cut)]
     while cut and elements.runs[cut - 1] == ((0, elements.shape[cut - 1]),):
         cut -= 1
         inner *= elements.shape[cut]
@@ -96,10 +97,6 @@ def blocks_of(elements: LocalElements) -> tuple[Sequence[int], int]:
         indices = torch.tensor(_indices(elements.runs[dim]), dtype=torch.int64)
         starts = (indices.unsqueeze(1) * strides[dim] + starts).flatten()
     return starts.tolist(), inner
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @_torch.cached_by_mesh

@@ -70,15 +70,15 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
         return foreach(operands)
     if (reason := _never_sharded(operands)) is not None:
         return gather(operands, reason)
-    key = (operands.specs, operands.others)
-    decision = _remembered(_DECISIONS, key, lambda: _new_decision(operands, info.schema))
+    schema, key = info.schema, (operands.specs, operands.others)
+    decision = _remembered(_DECISIONS, key, lambda: _new_decision(operands, schema))
     if isinstance(decision, str):
         return gather(operands, decision)
     if decision.choice.gathered:
         note(operands, "no row of its sharding rule accepts these placements")
     if first_time or not _cacheable(operands, decision):
         return _carry_out(operands, decision)
-    return _output_sharding(operands, decision, info.schema)
+    return _output_sharding(operands, decision, schema)
 
 
 _draw_by: ContextVar[Callable[..., Any] | None] = ContextVar("_draw_by", default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,10 +76,12 @@ def draw_replicated(operands: Operands) -> Any:
     """
     if operands.op is torch.ops.aten.native_dropout.default and not operands.all_replicated:
         return _dropout(operands)
-    fills = operands.op in _FILLS
-    if not fills and not operands.all_replicated:
-        note(operands, "its random numbers are drawn for the full tensor")
-    fulls = [_empty(s) if fills else f for s, f in zip(operands.specs, _fulls(operands, fills), strict=True)]
+    if operands.op in _FILLS:
+        fulls = [_empty(spec) for spec in operands.specs]
+    else:
+        if not operands.all_replicated:
+            note(operands, "its random numbers are drawn for the full tensor")
+        fulls = operands.local([replicated(operands.mesh)] * len(operands.specs))
     return _shard_as_first(operands, _compute_replicated(operands, fulls))
 
 
@@ -91,10 +94,6 @@ def _dropout(operands: Operands) -> Any:
     mask = _shard_as_first(operands, _wrap_replicated(drawn, operands))
     kept = local_of(x).mul(local_of(mask)).mul_(scale)
     return wrap(kept, DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)), mask
-
-
-def _fulls(operands: Operands, fills: bool) -> Sequence[Any]:
-    return operands.specs if fills else operands.local([replicated(operands.mesh)] * len(operands.specs))
 
 
 def _empty(spec: DTensorSpec) -> torch.Tensor:
@@ -117,19 +116,16 @@ def _shard_as_first(operands: Operands, result: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, split, result)
 
 
-def _existing(*names: str) -> set[Op]:
-    packets = (getattr(torch.ops.aten, name, None) for name in names)
-    return {getattr(p, overload) for p in packets if p is not None for overload in p.overloads()}
-
-
 # Ops that do not read their first operand.
 _FILLS: set[Op] = {
     op
-    for op in _existing(
+    for name in (
         "normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "rand_like",
         "randn_like", "randint_like",
     )
-    if not any(a.is_out for a in schema_of(op).arguments)
+    for packet in [getattr(torch.ops.aten, name)]
+    for op in map(partial(getattr, packet), packet.overloads())
+    if not any(argument.is_out for argument in schema_of(op).arguments)
 } | {torch.ops.aten.bernoulli_.float}  # fmt: skip
 
 

@@ -33,7 +33,7 @@ class GatheredOp:
     shapes: tuple[tuple[int, ...], ...]
 
 
-_LISTENERS: list[list[GatheredOp]] = []
+_LISTENERS: dict[int, list[GatheredOp]] = {}  # by identity, since two empty lists are equal
 _WARNED: set[str] = set()
 
 
@@ -48,16 +48,15 @@ def record() -> Iterator[list[GatheredOp]]:
         []
     """
     listener: list[GatheredOp] = []
-    _LISTENERS.append(listener)
+    _LISTENERS[id(listener)] = listener
     try:
         yield listener
     finally:
-        # Compared by identity, since two empty lists are equal.
-        del _LISTENERS[next(i for i, other in enumerate(_LISTENERS) if other is listener)]
+        del _LISTENERS[id(listener)]
 
 
 def note_gather(op: GatheredOp, *, loud: bool) -> None:
-    for listener in _LISTENERS:
+    for listener in _LISTENERS.values():
         listener.append(op)
     if loud and op.op not in _WARNED:
         _WARNED.add(op.op)
