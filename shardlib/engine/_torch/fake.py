@@ -83,7 +83,6 @@ __all__ = [
     "fake_tensors",
     "fake_world",
     "give_fused_splits_real_offsets",
-    "grouped_product_shape",
     "has_values",
     "imagined_in",
     "imagining",
@@ -121,12 +120,15 @@ class _Mode(FakeTensorMode):
         return self
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            return _grouped_product(*args, **(kwargs or {}))
+        if func is GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
+            return grouped_product(*args, **(kwargs or {}))
         return super().dispatch(func, types, args, kwargs or {})
 
 
-def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+
+
+def grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
     """Return the fake output of `_grouped_mm`, whose shape function takes bfloat16 alone (2.13.0); the kernel does not.
 
     Raises:
@@ -135,19 +137,10 @@ def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dty
     if a.dtype not in _GROUPED:
         raise RuntimeError(f"Expected mat_a to be Float32, BFloat16 or Float16 matrix, got {a.dtype}")
     groups = a.shape[:1] if offs is None else offs.shape
-    return a.new_empty(grouped_product_shape(a.shape, b.shape, groups), dtype=out_dtype)
+    return a.new_empty((*(groups if a.ndim == b.ndim else ()), a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
 
 _GROUPED = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def grouped_product_shape(a: Sequence[int], b: Sequence[int], groups: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the product of two matrices, or lists of them, in groups of rows, columns or summands.
-
-    >>> grouped_product_shape((8, 3), (2, 3, 5), (2,)), grouped_product_shape((5, 8), (8, 3), (2,))
-    ((8, 5), (2, 5, 3))
-    """
-    return (*(groups if len(a) == len(b) else ()), a[-2], b[-1])
 
 
 class _Remembering(_Mode):

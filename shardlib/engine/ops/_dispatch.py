@@ -158,7 +158,7 @@ def _remembered(table: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any
 def _new_decision(operands: Operands, schema: OpSchema) -> _Decision | str:
     rule = rule_of(operands.op)
     try:
-        metas = (rule and rule.metas and rule.metas(_values(operands))) or _metas(operands, schema)
+        metas = _metas(operands, schema)
     except Exception as error:
         return f"its output shapes are not known beforehand ({type(error).__name__})"
     flat, tree = pytree.tree_flatten(metas, is_leaf=lambda m: m is None or isinstance(m, TensorMeta))

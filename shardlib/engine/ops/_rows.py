@@ -166,9 +166,6 @@ Compute = Callable[[Op, list[Any], dict[str, Any], Here], Any]
 Localize = Callable[[Op, list[Any], Local], tuple[Op, list[Any]]]
 
 
-Metas = Callable[[Mapping[str, Any]], TensorMeta | None]
-
-
 @dataclass(frozen=True)
 class Row:
     """Placements of outputs and inputs on one mesh axis, in the flat order of the op's tensors.
@@ -207,22 +204,17 @@ class Rule:
         rows: `Call -> iterable of Row`. The row that replicates everything is implicit.
         localize: `(op, args, Local) -> (op, args)`: rewrites sizes in `args`, or the op, for local tensors.
         empty: the op supports tensors without elements, so that there may be more ranks than indices to split.
-        metas: the outputs' metadata from the arguments by name (tensors as specs), where PyTorch's own shape function
-            rejects arguments that the op accepts; None uses that function.
     """
 
     rows: Rows
     localize: Localize | None = None
     empty: bool = False
-    metas: Metas | None = None
 
 
 _RULES: dict[Op | str, Rule] = {}
 
 
-def rule(
-    *ops: Op | str | None, localize: Localize | None = None, empty: bool = False, metas: Metas | None = None
-) -> Callable[[Rows], Rows]:
+def rule(*ops: Op | str | None, localize: Localize | None = None, empty: bool = False) -> Callable[[Rows], Rows]:
     """Register the rows of one or several ops.
 
     A name such as "package::op" stands for an op of a package that may be imported later, None for one that this
@@ -232,7 +224,7 @@ def rule(
     def register(rows: Rows) -> Rows:
         for op in ops:
             if op is not None:
-                _RULES[op] = Rule(rows, localize, empty, metas)
+                _RULES[op] = Rule(rows, localize, empty)
         return rows
 
     return register

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-import torch
 from torch.distributed.tensor import Placement, Shard
 
-from shardlib.engine._torch import TensorMeta, grouped_product_shape, moved, schema_of
+from shardlib.engine._torch import moved, schema_of
 from shardlib.engine.ops._products import products
 from shardlib.engine.ops._rows import Call, Meta, P, R, Row, S, aten, is_split, row, rule
 from shardlib.engine.ops._rules._pointwise import aligned
@@ -112,16 +110,7 @@ def addr(call: Call) -> Iterable[Row]:
 # --- grouped products: each group of rows (or columns, or of the contracted dim) has its own matrix ----------------
 
 
-def _contiguous_unless_bf16(values: Mapping[str, Any]) -> TensorMeta | None:
-    """Return metadata for other dtypes than bfloat16: PyTorch's shape function rejects them, the kernel does not."""
-    a, b = (values[name].tensor_meta for name in ("self", "mat2"))
-    if a.dtype == torch.bfloat16 or values["offs"] is None or values["out_dtype"] is not None:
-        return None
-    shape = grouped_product_shape(a.shape, b.shape, values["offs"].tensor_meta.shape)
-    return TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), a.dtype)
-
-
-@rule(aten("_grouped_mm"), metas=_contiguous_unless_bf16)
+@rule(aten("_grouped_mm"))
 def grouped_mm(call: Call) -> Iterable[Row]:
     """Shard self, mat2, offs -> one product for each group; `offs` are the ends of groups in their common dim.
 
