@@ -5,7 +5,6 @@ Ops are intercepted below autograd, where dropout, attention and initialisers ar
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from shardlib.engine.exact._data_rank import DataRank
 from shardlib.engine.exact._draw import draw, new_key, traced_draw, traced_key
 from shardlib.engine.exact._local_elements import LocalElements
 from shardlib.engine.ops import _alias
-from shardlib.engine.ops._operands import in_order, meta_of, redistributed
+from shardlib.engine.ops._operands import arguments_by_name, in_order, meta_of, redistributed
 from shardlib.errors import ShardingError
 
 __all__ = ["RANDOM", "Caller"]
@@ -42,10 +41,7 @@ class Caller:
 
         It applies with an explicit generator, on meta, and for ops such as attention without dropout.
         """
-        named = {
-            name: args[i] if i < len(args) else kwargs.get(name, default)
-            for i, (name, default) in enumerate(_arguments(op))
-        }
+        named = arguments_by_name(op, args, kwargs)
         if named.get("generator") is not None or _on_meta(named):
             return NotImplemented
         return RANDOM[op](self, named)
@@ -102,12 +98,6 @@ class Caller:
         _torch.local_of(tensor).copy_(own if _is_summand(_torch.spec_of(tensor)) else torch.zeros_like(own))
         _alias.after_write([tensor] if _alias.watched(tensor) else [])
         return tensor
-
-
-@functools.cache
-def _arguments(op: Op) -> tuple[tuple[str, Any], ...]:
-    """Return names and defaults. They are cached: reading a schema costs as much as a small draw."""
-    return tuple((argument.name, argument.default_value) for argument in _torch.schema_of(op).arguments)
 
 
 def _on_meta(named: Named) -> bool:

@@ -143,9 +143,14 @@ _HIDDEN_WRITES = {
 def arguments_by_name(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments by their schema names, with defaults filled in."""
     return {
-        argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
-        for i, argument in enumerate(schema_of(op).arguments)
+        name: args[i] if i < len(args) else kwargs.get(name, default) for i, (name, default) in enumerate(_defaults(op))
     }
+
+
+@functools.cache
+def _defaults(op: Op) -> tuple[tuple[str, Any], ...]:
+    """Return names and defaults. They are cached: reading a schema costs as much as a small draw of random numbers."""
+    return tuple((argument.name, argument.default_value) for argument in schema_of(op).arguments)
 
 
 def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:

@@ -7,13 +7,13 @@ key heads and computes with those that its own query heads share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from shardlib.engine._torch import schema_of
+from shardlib.engine._torch import named_arguments, schema_of
 from shardlib.engine.ops._rows import RING_AXIS, Call, Here, Meta, Op, P, R, Row, S, aten, row, rule
 from shardlib.engine.ops._rules._ring import Ring
 
@@ -88,7 +88,7 @@ def _row(call: Call, roles: tuple[str | None, ...], dim: int, *, shared_kv: bool
 def _attend(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
     """Compute the results of this rank's queries and query heads."""
     roles = _roles(op)
-    given = dict(_named(op, args))
+    given = named_arguments(op, tuple(args))
     query, key = given["query"], given["key"]
     number, of_key = (1, 2) if "kv" in roles else (0, 1)  # in backward the gradient is the first operand
     run: Callable[..., Any] = op
@@ -97,14 +97,14 @@ def _attend(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
         ring = Ring(here, number, of_key, causal)
         run = partial(ring.backward if "kv" in roles else ring.forward, op)
     elif causal and query.shape[2] < here.shape(number)[2]:
-        args = [False if name == "is_causal" else x for name, x in _named(op, args)]
+        given["is_causal"] = False
         kwargs = {**kwargs, "attn_mask": _until(here.offset(number, 2), query.shape[2], key)}
     group = here.shape(number)[1] // here.shape(of_key)[1]
     if query.shape[1] == key.shape[1] * group:
-        return run(*args, **kwargs)
+        return run(*given.values(), **kwargs)
     shared = _shared_heads(here.offset(number, 1), query.shape[1], group)
     heads = torch.tensor(shared, device=key.device)
-    own = [x.index_select(1, heads) if name in _KEY_LIKE else x for name, x in _named(op, args)]
+    own = [x.index_select(1, heads) if name in _KEY_LIKE else x for name, x in given.items()]
     result = run(*own, **kwargs)
     key_and_value = iter((key, given["value"]))
     return tuple(
@@ -122,10 +122,6 @@ def _until(first: int, count: int, key: torch.Tensor) -> torch.Tensor:
     """
     later = torch.full((count, key.shape[2]), -torch.inf, dtype=key.dtype, device=key.device)
     return later.triu_(first + 1)
-
-
-def _named(op: Op, args: list[Any]) -> Iterable[tuple[str, Any]]:
-    return zip((argument.name for argument in schema_of(op).arguments), args, strict=False)
 
 
 def _shared_heads(first: int, count: int, group: int) -> list[int]:

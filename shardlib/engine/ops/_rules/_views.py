@@ -50,7 +50,7 @@ def moved_by_view(old: Sequence[int], new: Sequence[int], now: Any, ranks: int) 
 
     >>> moved_by_view((2, 6, 12), (2, 6, 3, 4), _StridedShard(2, split_factor=3), 2)
     Shard(dim=3)
-    >>> moved_by_view((2, 6, 4), (12, 4), Shard(1), 2)
+    >>> moved_by_view((2, 6, 4), (12, 4), S(1), 2)
     _StridedShard(dim=0, sf=2)
     """
     old_dims, new_dims = next((a, b) for a, b in _groups(old, new) if now.dim in a)
@@ -239,11 +239,13 @@ def _local_part(op: Op, args: list[Any], local: Local) -> tuple[Op, list[Any]]:
 
 
 def _range(given: Sequence[Any], size: int) -> tuple[int, int]:
-    start = 0 if len(given) < 1 or given[0] is None else given[0]
-    end = size if len(given) < 2 or given[1] is None else given[1]
-    start, end = (b + size if b < 0 else b for b in (start, end))
-    start = min(max(start, 0), size)
-    return start, max(start, min(end, size))
+    """Return start and end of a slice of a dim of this size; either may be missing, None, negative or too large.
+
+    >>> _range((None, -1), 5), _range((4,), 5), _range((3, 2), 5), _range((-9, 9), 5)
+    ((0, 4), (4, 5), (3, 3), (0, 5))
+    """
+    start, end, _ = slice(*[*given, None, None][:2]).indices(size)
+    return start, max(start, end)
 
 
 @rule(aten("slice.Tensor"), aten("slice_copy.Tensor"), localize=_local_part, empty=True)
