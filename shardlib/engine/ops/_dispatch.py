@@ -162,9 +162,10 @@ def _new_decision(operands: Operands, schema: OpSchema) -> _Decision | str:
     except Exception as error:
         return f"its output shapes are not known beforehand ({type(error).__name__})"
     flat, tree = pytree.tree_flatten(metas, is_leaf=lambda m: m is None or isinstance(m, TensorMeta))
+    args, kwargs = operands.rebuilt(operands.specs)
     call = Call(
         operands.op,
-        _values(operands),
+        arguments_by_name(operands.op, args, kwargs),
         operands.names,
         tuple(Meta.of(meta_of(spec)) for spec in operands.specs),
         tuple(None if meta is None else Meta.of(meta) for meta in flat),
@@ -185,12 +186,6 @@ def _metas(operands: Operands, schema: OpSchema) -> Any:
     inputs = tuple(map(meta_of, operands.specs))
     key = (inputs, operands.others, operands.mesh.device_type, torch.get_default_dtype())
     return _remembered(_METAS, key, lambda: global_metas(schema))
-
-
-def _values(operands: Operands) -> dict[str, Any]:
-    """Return the arguments by name, with specs for tensors."""
-    args, kwargs = operands.rebuilt(operands.specs)
-    return arguments_by_name(operands.op, args, kwargs)
 
 
 # --- by DTensor ---------------------------------------------------------------------------------------------------
