@@ -259,10 +259,8 @@ def _regions(model: nn.Module, plan: Plan, axes: tuple[str, ...]) -> list[str]:
     """
     if not axes:
         return []
-    rows, registered = (
-        rows_by_name(plan.rows),
-        (*model.named_parameters(remove_duplicate=False), *model.named_buffers()),
-    )
+    rows = rows_by_name(plan.rows)
+    registered = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     sharded = (name for name, _ in registered if name in rows and _splits(rows[name].compute, axes))
     split = list(dict.fromkeys(map(owner_of, sharded)))
     closing = {b.module for b in plan.borders if b.side == "output" and b.layout is not None}
