@@ -4,7 +4,6 @@ The cheapest collective depends on the back end. NCCL implements reduce-scatter 
 reduce-scatter sends as much as an all-reduce, and an all-gather takes twice the time that its bytes need; every rank
 therefore sends each block directly to its owner, and the owner adds up. In both implementations a rank sends (n-1)/n of
 the elements (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7).
-Two ranks exchange small buffers in place of an all-reduce.
 
 No other code that moves shards depends on the back end. The variable SHARDLIB_TRANSPORT overrides the implementation.
 Each call names the movements of the plan that it carries, so that the traffic of a step can be compared with the plan.
@@ -76,22 +75,16 @@ class Handle:
         borrowed: workspace buffers to give back when the blocks have been read.
         works: the pending operations of the process group.
         group: the group whose time limit applies, where the back end has no time limit of its own.
-        summand: a tensor that arrives, and that `wait` adds to the only block.
     """
 
     blocks: list[torch.Tensor]
     borrowed: list[torch.Tensor]
     works: list[dist.Work]
     group: dist.ProcessGroup | None = None
-    summand: torch.Tensor | None = None
 
     def wait(self) -> None:
         """Wait until all blocks have arrived; on an accelerator, let its current stream wait."""
-        works, self.works = self.works, []
-        _torch.wait_for(works, None if self.group is None else _torch.limit_of(self.group))
-        if self.summand is not None:
-            self.blocks[0].add_(self.summand)
-            self.summand = None
+        _torch.wait_for(self.works, None if self.group is None else _torch.limit_of(self.group))
 
 
 @dataclass(frozen=True)
@@ -154,7 +147,7 @@ class Transport(ABC):
     def all_reduce(self, buffer: torch.Tensor, carries: Iterable[Movement] = ()) -> Handle:
         """Begin to sum a buffer over all ranks, in place. `carries` names the movements of the plan in it."""
         self.note("all_reduce", carries)
-        return self._all_reduce(buffer)
+        return Handle([buffer], [], [dist.all_reduce(buffer, group=self.group, async_op=True)])
 
     def reduce_scatter(
         self, blocks: Sequence[torch.Tensor], workspace: Workspace, carries: Iterable[Movement] = ()
@@ -195,9 +188,6 @@ class Transport(ABC):
         self.note(kind, carries)
         return exchange(sends, receives, self.group)
 
-    def _all_reduce(self, buffer: torch.Tensor) -> Handle:
-        return Handle([buffer], [], [dist.all_reduce(buffer, group=self.group, async_op=True)])
-
     @abstractmethod
     def _reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
         """Send the blocks of `reduce_scatter`."""
@@ -226,22 +216,11 @@ class CollectiveTransport(Transport):
         return Handle(list(blocks), [], [work], self.group)
 
 
-_SMALL = 1 << 20  # bytes; an exchange needs a second buffer
-
-
 class PointToPointTransport(Transport):
     """Sends each block directly to the ranks that need it."""
 
     name = "point-to-point"
     takes_uneven = True
-
-    def _all_reduce(self, buffer: torch.Tensor) -> Handle:
-        """Exchange a small buffer between two ranks: as many bytes as an all-reduce, and half of its messages."""
-        if self.count != 2 or buffer.nbytes > _SMALL:
-            return super()._all_reduce(buffer)
-        flat, other = _joined([buffer]), 1 - self.index
-        summand = torch.empty_like(flat)
-        return Handle([flat], [], self._send(flat, other) + self._receive(summand, other), self.group, summand)
 
     def _reduce_scatter(self, blocks: Sequence[torch.Tensor], workspace: Workspace) -> Handle:
         local_block = blocks[self.index]

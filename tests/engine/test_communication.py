@@ -19,7 +19,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
-from shardlib.engine import transport
 from tests.families.transformer_models import build
 
 BLOCKS = 2
@@ -115,18 +114,12 @@ def test_a_block_costs_four_all_reduces(ranks, family: Family):
         assert off < 1e-12
 
 
-@pytest.fixture
-def collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch counts no messages between two ranks, which over gloo are cheaper for gradients."""
-    monkeypatch.setenv(transport.VARIABLE, transport.CollectiveTransport.name)
-
-
 @pytest.mark.parametrize(
     "family",
     [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.deep), FAMILIES[2]],
     ids=lambda family: family.layout,
 )
-def test_with_the_sequence_split_each_is_a_reduce_scatter_and_an_all_gather(ranks, collectives, family: Family):
+def test_with_the_sequence_split_each_is_a_reduce_scatter_and_an_all_gather(ranks, family: Family):
     """A reduce-scatter is given the whole, an all-gather a rank's half: together they send what an all-reduce sends."""
     predicted = _predict(family, True)
     last = _of_block(predicted, family, BLOCKS - 1)

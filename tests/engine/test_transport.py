@@ -52,26 +52,6 @@ def test_what_is_summed_and_gathered_is_whole(ranks, kind: Any, dim: int, count:
         assert all(map(torch.equal, wholes, summed))
 
 
-def _all_reduced(kind: type[transport.Transport], numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    group = dist.group.WORLD
-    assert group is not None
-    over = kind(group)
-    rows = (torch.arange(2.0 * numel) * (over.index + 1)).view(2, numel).t()  # dense, but not contiguous
-    flag = torch.full((), over.index, dtype=torch.int32)
-    for handle in [over.all_reduce(rows), over.all_reduce(flag)]:
-        handle.wait()
-        handle.wait()  # adds nothing
-    return rows, flag
-
-
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize(("count", "numel"), [(2, 5), (2, 1 << 18), (3, 5)])  # one is too large to be exchanged
-def test_an_all_reduce_sums_in_place(ranks, kind: Any, count: int, numel: int):
-    for rows, flag in ranks(count).run(_all_reduced, kind, numel):
-        assert torch.equal(rows, torch.arange(2.0 * numel).view(2, numel).t() * sum(range(1, count + 1)))
-        assert flag == sum(range(count))
-
-
 @pytest.fixture
 def collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks have the environment of the test that calls them."""
