@@ -208,7 +208,7 @@ class MeshShape:
         if isinstance(mesh, MeshShape):
             return mesh
         if isinstance(mesh, DeviceMesh):
-            return cls(dict(zip(_names(mesh), mesh.shape, strict=True)))
+            return _of_sizes(_names(mesh), tuple(mesh.shape))
         if isinstance(mesh, str | Mapping):
             return cls(mesh)
         raise MeshError(
@@ -549,6 +549,11 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
             'init_device_mesh, or build it with shardlib.mesh("dp=2,tp=4").'
         )
     return mesh.mesh_dim_names
+
+
+@cache
+def _of_sizes(names: tuple[str, ...], sizes: tuple[int, ...]) -> MeshShape:
+    return MeshShape(dict(zip(names, sizes, strict=True)))
 
 
 def _listed(names: Any) -> str:

@@ -152,7 +152,8 @@ def install(model: nn.Module, linears: Linears, history: History | None = None) 
 
 def _matched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Return the names of linear modules that patterns match, directly or by a module that contains them."""
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    modules = model.named_modules() if patterns else ()
+    linears = [name for name, module in modules if isinstance(module, nn.Linear)]
     compiled = {text: compile_pattern(text) for text in patterns}
     for text, pattern in compiled.items():
         if not any(pattern.matches(part) for name in linears for part in _modules_around(name)):

@@ -117,10 +117,10 @@ class ParamState:
 
         The plan has no gradient of a parameter that was frozen when it was made.
         """
-        grad, state = self.row.grad or self.row.stored, self.row.state or self.row.stored
-        row = self.row.replace(grad=grad, state=state, partial=partial)
-        if row != self.row:
-            self.mutable.row, self.mutable.movements = row, None
+        row = self.row
+        if row.grad is None or row.state is None or row.partial != partial:
+            expected = row.replace(grad=row.grad or row.stored, state=row.state or row.stored, partial=partial)
+            self.mutable.row, self.mutable.movements = expected, None
 
     def is_unbucketed(self, purpose: Purpose) -> bool:
         """Tell whether a movement of the parameter travels by itself, without a copy."""

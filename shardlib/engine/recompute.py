@@ -31,7 +31,7 @@ def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str
     >>> modules_to_recompute(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["^0"])
     ('0',)
     """
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name, _ in model.named_modules() if name] if patterns else []
     compiled = {text: compile_pattern(text) for text in patterns}
     for text, pattern in compiled.items():
         if not any(map(pattern.matches, names)):

@@ -117,6 +117,6 @@ def _large_blocks(plan: Plan) -> set[str]:
     sizes = dict.fromkeys(plan.repeated, 0)
     for row in plan.rows:
         if (unit := plan.unit(row)) in sizes:
-            sizes[unit] += row.compute.local_bytes(row.global_shape, row.compute.dtype or row.dtype, plan.mesh)
+            sizes[unit] += row.compute.local_bytes(row.global_shape, row.dtype, plan.mesh)
     joined = join_small(sizes, lambda unit: None, int(plan.step.bucket_mb * 2**20))
     return {*plan.repeated} if len(joined) > 2 else set()
