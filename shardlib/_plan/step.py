@@ -78,6 +78,11 @@ class Step:
         if not self.bucket_mb > 0:
             raise PlanError(f"bucket_mb={self.bucket_mb!r} was given; give a positive number of megabytes, such as 25.")
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of one collective's bucket, in bytes."""
+        return int(self.bucket_mb * 2**20)
+
     def replace(self, **changes: Any) -> Step:
         """Return a copy with some fields changed.
 

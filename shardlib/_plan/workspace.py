@@ -39,7 +39,7 @@ def _unsharded(movements: Iterable[Movement], mesh: MeshShape, units: Sequence[s
             sizes[one.unit] = sizes.get(one.unit, 0) + size
             small[one.unit] = small.get(one.unit, 0) + (0 if _in_place(one, one.source, mesh) else size)
     ordered = {unit: sizes[unit] for unit in units if unit in sizes}
-    joined = join_small(ordered, resharded.__contains__, int(step.bucket_mb * 2**20))
+    joined = join_small(ordered, resharded.__contains__, step.bucket_bytes)
     turns = [sum(sizes[unit] for unit in one) for one in joined if one[0] in resharded]
     yield sum(size for unit, size in sizes.items() if unit not in resharded)
     yield from (max(turns[start::2], default=0) for start in (0, 1))
@@ -49,7 +49,7 @@ def _unsharded(movements: Iterable[Movement], mesh: MeshShape, units: Sequence[s
 
 def _gradients(movements: Iterable[Movement], mesh: MeshShape, step: Step) -> int:
     """Return the bytes of received shards and of packed buckets, for as many as can be in flight."""
-    limit = int(step.bucket_mb * 2**20)
+    limit = step.bucket_bytes
     costs, small, largest = [], dict[tuple[int, bool], int](), UNBUCKETED_BYTES
     for one in movements:
         count = _shards(one.target, one.source, mesh)

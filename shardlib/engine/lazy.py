@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardlib.engine import _torch, agree, exact, pretrained
-from shardlib.engine._torch import held_tensors, pytree
+from shardlib.engine._torch import pytree, registered_tensors
 from shardlib.errors import ShardingError
 
 __all__ = ["LazyInitContext", "build_again", "is_recorded", "values_of"]
@@ -567,7 +567,7 @@ def _tensors_of(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, Holder
     """Return each tensor once, with the modules that hold it, and their names for it."""
     found: dict[int, tuple[torch.Tensor, Holders]] = {}
     for module in modules:
-        for _, key, tensor in held_tensors(module):
+        for _, key, tensor in registered_tensors(module):
             found.setdefault(id(tensor), (tensor, []))[1].append((module, key))
     return list(found.values())
 

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import nn
 
 from shardlib.engine import agree, lazy, pretrained
-from shardlib.engine._torch import held_tensors
+from shardlib.engine._torch import as_kind, registered_tensors
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.ops import ShardlibGatherWarning
 from shardlib.engine.randomness import random_states, set_random_states
@@ -205,7 +205,7 @@ def _from_initialiser(
     values: dict[str, torch.Tensor] = {}
     by_id = {id(tensor): name for name, tensor in missing.items()}
     for module in model.modules():
-        found = [(key, by_id[id(tensor)]) for _, key, tensor in held_tensors(module) if id(tensor) in by_id]
+        found = [(key, by_id[id(tensor)]) for _, key, tensor in registered_tensors(module) if id(tensor) in by_id]
         own = {key: name for key, name in found if name not in values}
         if own:
             values |= (
@@ -235,23 +235,23 @@ def _initialise(
     module: nn.Module, init: Any, own: Mapping[str, str], shard_of: ShardOf, make: Make | None = None
 ) -> dict[str, torch.Tensor]:
     """Give one module's meta tensors real memory, run the initialiser, shard the values, put the meta tensors back."""
-    before = held_tensors(module)
+    before = registered_tensors(module)
     try:
-        for held, key, tensor in before:
+        for registry, key, tensor in before:
             if tensor.is_meta:
                 if make is not None and key in own:
-                    held[key] = _unfilled(tensor, make(own[key], tensor))
+                    registry[key] = _unfilled(tensor, make(own[key], tensor))
                 else:
-                    held[key] = _unfilled(tensor, tensor.new_empty(tensor.shape, device="cpu"))
+                    registry[key] = _unfilled(tensor, tensor.new_empty(tensor.shape, device="cpu"))
         if init != RESET:
             init(module)
         elif callable(reset := getattr(module, RESET, None)):
             reset()
-        made = {key: tensor for _, key, tensor in held_tensors(module) if key in own}
+        made = {key: tensor for _, key, tensor in registered_tensors(module) if key in own}
         return {own[key]: shard_of(own[key], t.detach()) for key, t in made.items() if not _is_unfilled(t)}
     finally:
-        for held, key, tensor in before:
-            held[key] = tensor
+        for registry, key, tensor in before:
+            registry[key] = tensor
 
 
 # Memory is filled with this value before an initialiser runs, so that tensors that it leaves out are found.
@@ -263,7 +263,7 @@ def _mark(dtype: torch.dtype) -> float | int:
 
 def _unfilled(tensor: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     real.fill_(_mark(tensor.dtype))
-    return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+    return as_kind(real, tensor)
 
 
 def _is_unfilled(tensor: torch.Tensor) -> bool:

@@ -72,9 +72,9 @@ __all__ = [
     "forget_global_hooks",
     "go_around",
     "go_through",
-    "held_tensors",
     "no_torch_function",
     "own_tensors",
+    "registered_tensors",
     "replace_conversion",
     "set_compiled_call",
     "watch_copies",
@@ -127,8 +127,8 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
     return module._parameters, module._buffers
 
 
-def held_tensors(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """List a module's own parameters and buffers, each with the dict that holds it, and its key there."""
+def registered_tensors(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """List the parameters and buffers that are registered on a module, each with its dict and its key there."""
     return [(own, key, tensor) for own in own_tensors(module) for key, tensor in own.items() if tensor is not None]
 
 

@@ -77,8 +77,8 @@ def _on_meta(model: nn.Module, rows: Mapping[str, Row]) -> dict[int, torch.Tenso
     found: dict[int, torch.Tensor] = {}
     by_row: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
-        held = _torch.held_tensors(module)
-        own = [(key, tensor) for _, key, tensor in held if isinstance(tensor, nn.Parameter | DTensor)]
+        registered = _torch.registered_tensors(module)
+        own = [(key, tensor) for _, key, tensor in registered if isinstance(tensor, nn.Parameter | DTensor)]
         for key, tensor in (*own, *_placeholders(module)):
             row = rows[f"{prefix}.{key}".lstrip(".")]
             found[id(tensor)] = by_row.setdefault(row.name, _full_on_meta(row))

@@ -49,7 +49,6 @@ def install_param_runtime(
     step = rank_plan.plan.step
     if any(one.shard_spec is not None for one in param_states):
         ops.enable(rank_plan.mesh, stored=True)  # as for `float(p.grad.norm())` and `p[0].zero_()`
-    bucket_bytes = int(step.bucket_mb * 2**20)
     units = None
     if any(one.is_stored_sharded for one in param_states):
         units = make_units(
@@ -58,13 +57,13 @@ def install_param_runtime(
             rank_plan.plan.units,
             lambda name: not reshards_after_forward(rank_plan.rows[name], step),
             rank_plan.executor,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=step.bucket_bytes,
         )
     reducer = GradientReducer(
         param_states,
         rank_plan.executor,
         rank_plan.data_axes,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=step.bucket_bytes,
         passes=step.accumulate,
         dtype=step.reduce_dtype,
         everyone=rank_plan.everyone,
@@ -73,7 +72,7 @@ def install_param_runtime(
     )
     undo.callback(reducer.remove)
     deferred = rank_plan.deferred
-    buckets = update_buckets(rank_plan.executor, param_states, bucket_bytes=bucket_bytes, deferred=deferred)
+    buckets = update_buckets(rank_plan.executor, param_states, bucket_bytes=step.bucket_bytes, deferred=deferred)
     updates = Updates(buckets, deferred) if buckets else None
     if units is not None:
         units.set_reducer(reducer)

@@ -37,7 +37,7 @@ def shard_tensors(model: nn.Module, rank_plan: RankPlan, values: Mapping[str, to
     places = [
         (own, key, f"{prefix}.{key}".lstrip("."), tensor)
         for prefix, module in model.named_modules()
-        for own, key, tensor in _torch.held_tensors(module)
+        for own, key, tensor in _torch.registered_tensors(module)
     ]
     after: dict[int, torch.Tensor] = {}
     parameters: dict[str, nn.Parameter] = {}
