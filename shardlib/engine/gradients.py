@@ -32,6 +32,7 @@ from shardlib.engine.executor.reduce import (
     ReduceBucket,
     ReduceScatterBucket,
     Slot,
+    travels_alone,
 )
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.lost import naming_lost_ranks
@@ -271,8 +272,8 @@ class GradientReducer:
             self._pass = self._pass % self.passes + 1
             closing = self._pass == self.passes
         self._closing = closing and self.passes > 1
-        to_send = [b for b in self._buckets if closing or b.at_every_pass]
-        to_send = [b for b in to_send if self.enabled or (self._is_stored(b) and not self._keeping)]
+        to_send = [b for b in self._buckets if closing or b.like.reduces_every_pass]
+        to_send = [b for b in to_send if self.enabled or (b.like.is_stored_sharded and not self._keeping)]
         self.reductions.restart(to_send)
         self._used = None
         self._arrived.clear()
@@ -401,8 +402,8 @@ class GradientReducer:
             batches.setdefault((axes, *_bucket_key(slot.param_state)), []).append(slot)
         found: dict[int, torch.Tensor] = {}
         for (axes, *_), batch in batches.items():
-            bucket = ReduceScatterBucket(self.executor, self.averaging, axes, batch, self._dtype_of(batch))
-            bucket.allocate(batch[0].param_state)
+            bucket = self._bucket(axes, batch, batch[0].param_state)
+            assert isinstance(bucket, ReduceScatterBucket)
             bucket.begin(0)
             bucket.wait()
             self.executor.downloads.wait()
@@ -415,10 +416,6 @@ class GradientReducer:
             for slot, n in zip(slots, used.tolist(), strict=True)
             if n > 0
         }
-
-    def _dtype_of(self, slots: Sequence[Slot]) -> torch.dtype:
-        """Return the dtype in which the gradients of a bucket are sent."""
-        return self.dtype or next((slot.param_state.dtype for slot in slots), torch.float32)
 
     def _take(self, slot: Slot) -> None:
         """Note that a gradient is complete; send its bucket when that is full."""
@@ -517,53 +514,38 @@ class GradientReducer:
             size=lambda one: one[0].param_state.memory.nbytes,
             limit=self.bucket_bytes,
         )
-        self._buckets = [self._bucket([slot for slot, _ in batch], batch[0][1]) for batch in batches]
-        if self.data_axes and self._buckets:
-            self._close()
-        divided = next(
-            (s.param_state for bucket in self._buckets for s in bucket.slots if s.param_state.shard_spec is not None),
-            None,
-        )
-        for bucket in self._buckets:
-            if isinstance(bucket, ReduceScatterBucket):
-                like = bucket.slots[0].param_state if bucket.slots else divided
-                assert like is not None
-                bucket.allocate(like)
-            elif isinstance(bucket, AllReduceBucket) and (bucket.last or not self._is_alone(bucket)):
-                bucket.allocate()
-            bucket.reset()
+        regular = [(batch[0][1], [slot for slot, _ in batch]) for batch in batches]
+        closing = self._take_closing(regular) if self.data_axes and regular else None
+        self._buckets = [self._bucket(axes, slots, slots[0].param_state) for axes, slots in regular]
+        if closing is not None:
+            self._buckets.append(self._bucket(*closing, last=True))
         for slot in self._slots:
             slot.bucket = None
         for bucket in self._buckets:
+            bucket.reset()
             for slot in bucket.slots:
                 slot.bucket = bucket
 
-    def _bucket(self, slots: list[Slot], axes: Axes, *, like: ReduceBucket | None = None) -> ReduceBucket:
-        """Return a bucket for gradients; an empty one is of the kind of `like`."""
-        common = self.executor, self.averaging, axes, slots, self._dtype_of(slots)
-        if isinstance(like, ReduceScatterBucket) or (slots and slots[0].param_state.shard_spec is not None):
+    def _take_closing(self, batches: list[tuple[Axes, list[Slot]]]) -> tuple[Axes, list[Slot], ParamState]:
+        """Remove the batch that travels last; it is sent in every pass, with room for the number of missing gradients.
+
+        Where none is fit for that, the number travels in an empty bucket like one of the others.
+        """
+        regular = [batch for batch in batches if batch[1][0].param_state.reduces_every_pass] or batches
+        regular = [batch for batch in regular if batch[1][0].param_state.is_stored_sharded] or regular
+        packed = [batch for batch in regular if not travels_alone(batch[1]) and {*self.data_axes} <= {*batch[0]}]
+        if not packed:
+            return self.data_axes, [], regular[0][1][0].param_state
+        axes, slots = packed[-1]
+        batches.remove(packed[-1])
+        return axes, slots, slots[0].param_state
+
+    def _bucket(self, axes: Axes, slots: list[Slot], like: ParamState, *, last: bool = False) -> ReduceBucket:
+        dtype = self.dtype or (slots[0].param_state.dtype if slots else torch.float32)
+        common = self.executor, self.averaging, axes, slots, dtype, like, last
+        if like.shard_spec is not None:
             return ReduceScatterBucket(*common)
         return AllReduceBucket(*common, on_mesh=self.has_shards)
-
-    def _is_stored(self, bucket: ReduceBucket) -> bool:
-        """Tell whether a bucket is sent inside of `no_sync` too; the empty closing bucket is if others are."""
-        return any(one.is_stored_sharded for one in ([bucket] if bucket.slots else self._buckets))
-
-    def _is_alone(self, bucket: ReduceBucket) -> bool:
-        return len(bucket.slots) == 1 and bucket.slots[0].param_state.is_unbucketed("gradients")
-
-    def _close(self) -> None:
-        """Put a bucket last that is sent in every pass, with room for the number of missing gradients."""
-        regular = [b for b in self._buckets if b.at_every_pass] or self._buckets
-        regular = [b for b in regular if b.is_stored_sharded] or regular
-        packed = [b for b in regular if not self._is_alone(b) and {*self.data_axes} <= {*b.axes}]
-        if packed:
-            closing = packed[-1]
-            self._buckets.remove(closing)
-        else:
-            closing = self._bucket([], self.data_axes, like=regular[0])
-        closing.last = True
-        self._buckets.append(closing)
 
 
 def _bucket_key(param_state: ParamState) -> tuple[Any, ...]:

@@ -215,6 +215,11 @@ class ParamState:
         return self.is_updated_sharded and self.movements["gradients"].needed == "step ends"
 
     @property
+    def reduces_every_pass(self) -> bool:
+        """Whether the gradient is reduced in each backward pass of a step, and not only in the last one."""
+        return self.shard_spec is not None and not self.keeps_gradient
+
+    @property
     def is_updated_sharded(self) -> bool:
         """Whether data axes split gradient and state, and not the stored parameter."""
         return self.shard_spec is not None and not self.is_stored_sharded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,15 @@ from shardlib.engine.params import Axes, ParamState, local_of, movements_of
 from shardlib.engine.transport import Handle
 from shardlib.layout import ShardSpec
 
-__all__ = ["AllReduceBucket", "Averaging", "GradientBucket", "ReduceBucket", "ReduceScatterBucket", "Slot"]
+__all__ = [
+    "AllReduceBucket",
+    "Averaging",
+    "GradientBucket",
+    "ReduceBucket",
+    "ReduceScatterBucket",
+    "Slot",
+    "travels_alone",
+]
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,7 @@ class ReduceBucket(ABC):
         axes: the mesh axes over which the gradients are summed.
         slots: the gradients.
         dtype: the dtype in which the gradients are sent.
+        like: a parameter with the layouts of those in the bucket, which may be empty.
         last: whether the bucket closes a backward pass and carries the number of missing gradients.
         missing: the number of gradients that the running backward pass has yet to make.
         begun: whether the bucket has been sent in the running backward pass.
@@ -124,19 +133,10 @@ class ReduceBucket(ABC):
     axes: Axes
     slots: list[Slot]
     dtype: torch.dtype
+    like: ParamState
     last: bool = False
     missing: int = 0
     begun: bool = False
-
-    @property
-    def is_stored_sharded(self) -> bool:
-        """Whether the parameters are stored in shards; the bucket is then sent inside of `no_sync` too."""
-        return bool(self.slots) and self.slots[0].param_state.is_stored_sharded
-
-    @property
-    def at_every_pass(self) -> bool:
-        """Whether the bucket is sent in each backward pass of a step, and not only in the last one."""
-        return False
 
     @property
     def workspace_bytes(self) -> int:
@@ -215,8 +215,9 @@ class AllReduceBucket(ReduceBucket):
     sent: torch.Tensor | None = None
     work: Any = None
 
-    def allocate(self) -> None:
-        """Allocate the memory of the bucket."""
+    def __post_init__(self) -> None:
+        if travels_alone(self.slots) and not self.last:
+            return
         sizes = [slot.param_state.max_local_numel for slot in self.slots]
         self.flat = torch.zeros(sum(sizes) + self.last, dtype=self.dtype, device=self.executor.device)
         for slot, piece in zip(self.slots, self.flat[: sum(sizes)].split(sizes), strict=True):
@@ -320,7 +321,7 @@ class ReduceScatterBucket(ReduceBucket):
         grads: the tensors that `p.grad` becomes, over `kept_shards`.
     """
 
-    bucket: Bucket | None = None
+    bucket: Bucket = field(init=False)
     remaining_axes: Axes = ()
     sent: list[torch.Tensor] = field(default_factory=list)
     moving: Handle | None = None
@@ -330,44 +331,30 @@ class ReduceScatterBucket(ReduceBucket):
     kept_shards: torch.Tensor | None = None
     grads: list[DTensor] = field(default_factory=list)
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether the full gradients keep their memory until the step ends."""
-        return bool(self.slots) and self.slots[0].param_state.keeps_gradient
-
-    @property
-    def at_every_pass(self) -> bool:
-        return not self.keeps_gradients
-
-    @property
-    def workspace_bytes(self) -> int:
-        assert self.bucket is not None
-        return self.bucket.arriving_bytes + (self.bucket.packed_bytes if self.flat is None else 0)
-
-    def allocate(self, like: ParamState) -> None:
-        """Allocate the memory of the bucket.
-
-        Args:
-            like: a parameter with the division of those in this bucket, which may be empty.
-        """
-        transport, device = like.transport, self.executor.device
+    def __post_init__(self) -> None:
+        transport, device = self.like.transport, self.executor.device
         assert transport is not None
         specs = [slot.param_state.shard_spec for slot in self.slots if slot.param_state.shard_spec is not None]
         if self.last:
             specs.append(ShardSpec((transport.count,), 0, tuple((slice(r, r + 1),) for r in range(transport.count))))
         self.bucket = bucket = Bucket(specs, transport, self.dtype, device, self.executor.workspace)
-        self.remaining_axes = tuple(axis for axis in self.axes if axis not in like.axes)
-        if self.keeps_gradients and not bucket.alone:
+        self.remaining_axes = tuple(axis for axis in self.axes if axis not in self.like.axes)
+        if self.like.keeps_gradient and not bucket.alone:
             self.flat = torch.zeros(bucket.total, dtype=self.dtype, device=device)
         if not bucket.alone and all(self._stays_in_bucket(slot.param_state) for slot in self.slots):
-            block = None if self.flat is None else bucket.local_block(self.flat)
             self.kept_shards = (
-                torch.empty(bucket.shard_numel, dtype=self.dtype, device=device) if block is None else block
+                torch.empty(bucket.shard_numel, dtype=self.dtype, device=device)
+                if self.flat is None
+                else bucket.local_block(self.flat)
             )
             shards = bucket.shards_in(self.kept_shards)
             self.grads = [slot.param_state.wrap(shard) for slot, shard in zip(self.slots, shards, strict=False)]
             for slot in self.slots:
                 slot.in_bucket = True
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.bucket.arriving_bytes + (self.bucket.packed_bytes if self.flat is None else 0)
 
     def _stays_in_bucket(self, param_state: ParamState) -> bool:
         """Tell whether `p.grad` may be memory of the bucket."""
@@ -378,7 +365,6 @@ class ReduceScatterBucket(ReduceBucket):
         )
 
     def begin(self, missing_count: int) -> None:
-        assert self.bucket is not None
         self.sent = [_dense(grad, slot.param_state) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
         if self.last:
             counts = (self.bucket.transport.count,)
@@ -388,7 +374,7 @@ class ReduceScatterBucket(ReduceBucket):
             slot.unreduced = None
 
     def wait(self) -> torch.Tensor | None:
-        assert self.bucket is not None and self.moving is not None
+        assert self.moving is not None
         self.out = self._shard_memory()
         self.bucket.sum_into(self.moving, self.out, 1.0 if self.remaining_axes or self.last else self.scale)
         if self.remaining_axes:
@@ -403,7 +389,6 @@ class ReduceScatterBucket(ReduceBucket):
         return total_missing
 
     def drop(self) -> None:
-        assert self.bucket is not None
         if self.moving is not None:
             self.bucket.sum_into(self.moving, self._shard_memory(), 1.0)
         self.moving, self.sent, self.out, self.shards = None, [], None, []
@@ -418,12 +403,11 @@ class ReduceScatterBucket(ReduceBucket):
 
     def _shard_memory(self) -> torch.Tensor:
         """Return memory for this rank's shards: inside of the full gradient, where that is kept."""
-        assert self.bucket is not None
         if self.kept_shards is not None:
             return self.kept_shards
         if self.flat is not None:
             return self.bucket.local_block(self.flat)
-        if self.keeps_gradients and self.bucket.alone and self.sent[0].dtype == self.bucket.dtype:
+        if self.like.keeps_gradient and self.bucket.alone and self.sent[0].dtype == self.bucket.dtype:
             return self.bucket.local_block(self.sent[0].view(-1))
         return torch.empty(self.bucket.shard_numel, dtype=self.bucket.dtype, device=self.bucket.device)
 
@@ -439,6 +423,11 @@ class ReduceScatterBucket(ReduceBucket):
                     local_of(grad).add_(accumulated)
                 param_state.param.grad = grad  # type: ignore[assignment]
         self.out, self.shards = None, []
+
+
+def travels_alone(slots: Sequence[Slot]) -> bool:
+    """Tell whether a bucket is one gradient, which is reduced without a copy."""
+    return len(slots) == 1 and slots[0].param_state.is_unbucketed("gradients")
 
 
 def _dense(grad: torch.Tensor | None, param_state: ParamState) -> torch.Tensor:
