@@ -279,7 +279,7 @@ class ParamState:
         shard = local.to(self.device)
         bucket = Bucket([self.shard_spec], self.transport, shard.dtype, shard.device, Workspace())
         full = torch.empty(self.shard_spec.shape, dtype=shard.dtype, device=shard.device)
-        bucket.unpack(bucket.gather(shard.reshape(-1), [full], carries), [full])
+        bucket.unpack(bucket.gather([shard.reshape(-1)], [full], carries), [full])
         return full
 
     def lay_out(self, grad: torch.Tensor | None, *, keep_partial: Axes = ()) -> torch.Tensor:

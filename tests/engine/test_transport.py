@@ -38,7 +38,7 @@ def _moved(kind: type[transport.Transport], shapes: list[tuple[int, ...]], dim: 
     mine = torch.empty(bucket.shard_numel)
     bucket.sum_into(bucket.reduce(given), mine, 2.0)
     wholes = [torch.empty(shape) for shape in shapes]
-    bucket.unpack(bucket.gather(mine, wholes), wholes)
+    bucket.unpack(bucket.gather([mine], wholes), wholes)
     return wholes
 
 

@@ -178,10 +178,12 @@ class Bucket:
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
-    def gather(self, shards: torch.Tensor, tensors: Sequence[torch.Tensor], carries: Iterable[Movement] = ()) -> Handle:
-        """Begin to gather every rank's shards, flat as in `shards_in`, into full tensors; `unpack` ends it.
+    def gather(
+        self, shards: list[torch.Tensor], tensors: Sequence[torch.Tensor], carries: Iterable[Movement] = ()
+    ) -> Handle:
+        """Begin to gather every rank's shards, flat and in order, into full tensors; `unpack` ends it.
 
-        Where a tensor moves alone, `shards` may be this rank's block of it.
+        Where a tensor moves alone, its shard may be this rank's block of it.
         """
         borrowed = []
         if self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
@@ -191,8 +193,8 @@ class Bucket:
             borrowed.append(packed)
         blocks = self._blocks(packed)
         local_block = blocks[self.transport.index]
-        if self.shard_numel and local_block.data_ptr() != shards.data_ptr():
-            local_block[: self.shard_numel].copy_(shards)
+        if self.shard_numel and local_block.data_ptr() != shards[0].data_ptr():
+            torch.cat(shards, out=local_block[: self.shard_numel])
         moving = self.transport.all_gather(blocks, carries)
         moving.borrowed += borrowed
         return moving

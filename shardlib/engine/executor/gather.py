@@ -49,6 +49,8 @@ class UnshardBucket:
     def __init__(self, executor: Executor, param_states: list[ParamState]) -> None:
         self.param_states = param_states
         self._bucket = _bucket(executor, param_states, param_states[0].dtype, param_states[0].device)
+        self._unsharded = [one.memory for one in param_states]
+        self._rows = self._bucket.rows_of(self._unsharded)
         self._moving: Handle | None = None
 
     def begin(self, purpose: Purpose) -> None:
@@ -56,22 +58,18 @@ class UnshardBucket:
         shards = [local_of(one.param).reshape(-1) for one in self.param_states]
         carries = movements_of(self.param_states, purpose)
         if "stored" not in self.param_states[0].offloaded:
-            flat = shards[0] if len(shards) == 1 else torch.cat(shards)
-            self._moving = self._bucket.gather(flat, self._unsharded(), carries)
+            self._moving = self._bucket.gather(shards, self._unsharded, carries)
             return
         for one in self.param_states:
             one.copied(purpose)
         with offload.side_stream(self._bucket.device):
-            flat = offload.joined(shards, self._bucket.device)
-            self._moving = self._bucket.gather(flat, self._unsharded(), carries)
+            on_device = [offload.joined(shards, self._bucket.device)]
+            self._moving = self._bucket.gather(on_device, self._unsharded, carries)
 
     def wait(self) -> None:
         if self._moving is not None:
             moving, self._moving = self._moving, None
-            self._bucket.unpack(moving, self._unsharded())
-
-    def _unsharded(self) -> list[torch.Tensor]:
-        return [one.memory for one in self.param_states]
+            self._bucket.unpack(moving, self._unsharded, self._rows)
 
 
 # --- updated shards, after a step -------------------------------------------------------------------------------------
@@ -142,7 +140,7 @@ class UpdateBucket:
 
     def begin(self) -> None:
         carries = movements_of(self.param_states, "updated parameters")
-        self._moving = self._bucket.gather(self._local, self._locals(), carries)
+        self._moving = self._bucket.gather([self._local], self._locals(), carries)
 
     def wait(self) -> None:
         if self._moving is not None:
@@ -155,9 +153,9 @@ class UpdateBucket:
         shards = [
             torch.zeros_like(shard) if grad is None else grad for grad, shard in zip(grads, self.shards, strict=True)
         ]
-        flat = torch.cat([shard.reshape(-1) for shard in shards])
         full = [torch.empty_like(local_of(one.param)) for one in self.param_states]
         carries = movements_of(self.param_states, "gradients, step", "unknown")
+        flat = [shard.reshape(-1) for shard in shards]
         self._bucket.unpack(self._bucket.gather(flat, full, carries), full)
         return [
             (one.param, _torch.wrap(grad, _torch.spec_of(one.param)) if isinstance(one.param, DTensor) else grad)
