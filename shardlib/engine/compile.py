@@ -195,16 +195,9 @@ class _Call:
         self.in_one_graph = _torch.graph_breaks_raise()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.name in self.report.stopped:
-            return _torch.call_eagerly(self.block, *args, **kwargs)
-        if eagerly := self._derived_weight() or _mutable_argument(args, kwargs):
-            _report_eager(self.name, *eagerly, self.report)
-            return _torch.call_eagerly(self.block, *args, **kwargs)
-        if any(_keeps_results(given) for given in (*args, *kwargs.values())):
-            _give_up(self.name, self.same_class, "it was given a list with a None, a place for a result", self.report)
-            return _torch.call_eagerly(self.block, *args, **kwargs)
-        shapes = tuple(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
-        if not self._has_graph(shapes):
+        given = (*args, *kwargs.values())
+        shapes = tuple(leaf.shape for leaf in given if isinstance(leaf, torch.Tensor))
+        if self.name in self.report.stopped or not self._fits_in_graph(given) or not self._has_graph(shapes):
             return _torch.call_eagerly(self.block, *args, **kwargs)
         how = type(self.block), shapes, self.block.training, torch.is_grad_enabled()
         try:
@@ -216,8 +209,39 @@ class _Call:
                     output = self._compile(how, *args, **kwargs)
                 return _with_plain_gradients(output)
         except self.failures as error:
-            _give_up(self.name, self.same_class, _reason(error), self.report)
+            self._stop(_reason(error))
             return _torch.call_eagerly(self.block, *args, **kwargs)
+
+    def _fits_in_graph(self, given: tuple[Any, ...]) -> bool:
+        """Tell whether a graph can hold a call with these arguments; report why not."""
+        if (found := self._derived_weight() or _mutable_argument(given)) is not None:
+            self._report_eager(*found)
+            return False
+        # In such a list a block leaves features for its next call, as causal video models do: a graph has a copy of it.
+        if any(type(each) is list and any(leaf is None for leaf in each) for each in given):
+            self._stop("it was given a list with a None, a place for a result")
+            return False
+        return True
+
+    def _stop(self, reason: str) -> None:
+        """Run all blocks of the class eagerly from now on: trying the others would cost a compilation each."""
+        self.report.stopped.update(self.same_class)
+        self.report.eager.update(dict.fromkeys(self.same_class, reason))
+        warn(f"{self._all_of_class} cannot be compiled and run eagerly: {reason}")
+
+    def _report_eager(self, reason: str, advice: str) -> None:
+        """Report calls that run eagerly, and warn the first time."""
+        if torch.is_grad_enabled() and self.name not in self.report.eager:
+            if reason not in self.report.eager.values():
+                warn(
+                    f'"{self.name}" and blocks like it run eagerly: {reason}. {advice}, or pass compile=None to '
+                    "shard_model."
+                )
+            self.report.eager[self.name] = reason
+
+    @property
+    def _all_of_class(self) -> str:
+        return f'"{self.name}" and the {len(self.same_class) - 1} blocks like it'
 
     def _derived_weight(self) -> tuple[str, str] | None:
         """Return why the call cannot be compiled, and advice, if a hook assigns a tensor to a module before each call.
@@ -253,8 +277,7 @@ class _Call:
             seen.add(key)
             return True
         if type(self.block) not in self.report.varied:
-            blocks = _and_same_class(self.name, self.same_class)
-            limit = f"{blocks} are compiled for {MAX_SHAPES} shapes of inputs"
+            limit = f"{self._all_of_class} are compiled for {MAX_SHAPES} shapes of inputs"
             self.report.varied[type(self.block)] = f"{limit} and run eagerly on others."
             warn(
                 f"{limit}, and run eagerly on others. Pad batches to few lengths, or pass compile=None to shard_model.",
@@ -283,17 +306,6 @@ def _plain_gradient(grad: torch.Tensor) -> torch.Tensor:
     return to_full_tensor(grad)
 
 
-def _and_same_class(name: str, same_class: dict[str, nn.Module]) -> str:
-    return f'"{name}" and the {len(same_class) - 1} blocks like it'
-
-
-def _give_up(name: str, same_class: dict[str, nn.Module], reason: str, report: CompileReport) -> None:
-    """Run all blocks of a class eagerly once one fails: trying the others would cost a compilation each."""
-    report.stopped.update(same_class)
-    report.eager.update(dict.fromkeys(same_class, reason))
-    warn(f"{_and_same_class(name, same_class)} cannot be compiled and run eagerly: {reason}")
-
-
 def _reason(error: Exception) -> str:
     r"""Return the first informative line of an error.
 
@@ -308,33 +320,18 @@ def _reason(error: Exception) -> str:
     return " ".join(lines[:2]) if lines[0].endswith("Error:") else lines[0]
 
 
-def _mutable_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
+def _mutable_argument(given: tuple[Any, ...]) -> tuple[str, str] | None:
     """Return why a call cannot be compiled, and advice, if a block can store tensors in an argument, as in a cache.
 
     Stored tensors differ in length at each call. Where one requires a gradient and receives none, autograd passes plain
     zeros instead of DTensors, and the compiled backward raises.
     """
-    for given in (*args, *kwargs.values()):
-        for leaf in () if isinstance(given, _VALUES) else pytree.tree_leaves(given):
+    for each in given:
+        for leaf in () if isinstance(each, _VALUES) else pytree.tree_leaves(each):
             if not isinstance(leaf, _VALUES):
                 reason = f"it was given a {type(leaf).__name__}, in which it can leave tensors behind"
                 return reason, "Call the model without it (use_cache=False for models of Hugging Face)"
     return None
 
 
-def _keeps_results(given: Any) -> bool:
-    """Return whether an argument is a list in which a block leaves features for its next call, as causal video models
-    do: a graph has a copy of it."""
-    return type(given) is list and any(each is None for each in given)
-
-
 _VALUES = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator, type(None))
-
-
-def _report_eager(name: str, reason: str, advice: str, report: CompileReport) -> None:
-    """Report calls that run eagerly, and warn the first time."""
-    if not torch.is_grad_enabled() or name in report.eager:
-        return
-    if reason not in report.eager.values():
-        warn(f'"{name}" and blocks like it run eagerly: {reason}. {advice}, or pass compile=None to shard_model.')
-    report.eager[name] = reason
