@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardlib.engine import _torch, offload
 from shardlib.engine.borders import moved
 from shardlib.engine.executor.bucket import in_batches
-from shardlib.engine.full_step import FullTensorStep
+from shardlib.engine.full_step import MASTER, FullTensorStep
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import ParamState, local_of
 from shardlib.engine.schedule import Updates, updates_of, wait_for_updates
@@ -157,8 +156,8 @@ def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: di
     params = [p for group in optimizer.param_groups for p in group["params"]]
     records = [record for record in records_of(params) if record.looks_after_steps]
     if _torch.depth_of_step(optimizer) == 1:
-        if optimizer in _stepping:
-            _put_back(optimizer)  # the previous step has raised
+        if (raised := _stepping.pop(optimizer, None)) is not None:
+            raised.put_back(optimizer)
         unknown = [p for p in params if param_state_of(p) is None]
         _refuse_replaced(unknown, len(params))
         _refuse_incomplete_step(records, params)
@@ -177,39 +176,30 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Replace the parameters before a step of an optimizer with parameters of a sharded model; the last pre-hook."""
     depth = _torch.depth_of_step(optimizer)
-    begin = _begin_of(optimizer, depth)
-    if begin is None or optimizer in _stepping:
+    kind = _kind_of(type(optimizer), depth)
+    if kind is None or optimizer in _stepping:
         return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
-    if closure is None or begin is _step_on_gathered_gradients:
-        _begin(begin, optimizer, params, depth)
+    if closure is None or kind not in _ELEMENTWISE | _PER_TENSOR:
+        _begin(kind, optimizer, params, depth)
         return None
     # These optimizers call their closure first and once: compute the loss and its gradients before shards replace the
     # parameters.
     with torch.enable_grad():
         loss = closure()
-    _begin(begin, optimizer, params, depth)
+    _begin(kind, optimizer, params, depth)
     return (args[0], lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}
 
 
-_Begin: TypeAlias = Callable[[torch.optim.Optimizer, list[torch.Tensor]], None]
-
-
-def _begin(begin: _Begin, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], depth: int) -> None:
-    begin(optimizer, params)
-    if (saved := _stepping.get(optimizer)) is not None:
-        saved.depth = depth
-
-
-def _begin_of(optimizer: torch.optim.Optimizer, depth: int) -> _Begin | None:
-    """Return the function that prepares a step, the `depth`th of nested ones; None if a nested, known step follows."""
-    kind = _kind_of(type(optimizer), depth)
-    if kind is None:
-        return None
+def _begin(kind: type, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], depth: int) -> None:
+    prepare: Callable[[torch.optim.Optimizer, list[torch.Tensor]], _Saved | None]
     if kind in _ELEMENTWISE:
-        return _step_on_local_tensors
-    return _step_on_owned_tensors if kind in _PER_TENSOR else _step_on_gathered_gradients
+        prepare = _step_on_local_tensors
+    else:
+        prepare = _step_on_owned_tensors if kind in _PER_TENSOR else _step_on_gathered_gradients
+    if (saved := prepare(optimizer, params)) is not None:
+        saved.depth, _stepping[optimizer] = depth, saved
 
 
 def _kind_of(optimizer: type[torch.optim.Optimizer], depth: int) -> type | None:
@@ -237,30 +227,15 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     saved = _stepping.get(optimizer)
     if saved is None or saved.depth != _torch.depth_of_step(optimizer):
         return
-    inner = optimizer.state
-    _put_back(optimizer)
+    inner = {**optimizer.state}
+    _stepping.pop(optimizer).put_back(optimizer)
     # Backward through a graph from before the step raises, as on one device: local shards count their changes by
     # themselves, and the fused kernels count none (2.13.0).
     torch.autograd.graph.increment_version([param for param in saved.params if param.grad is not None])
     if saved.full_step is not None:
-        _finish_full_step(saved, inner)
+        saved.outer.update(saved.full_step.scatter(inner))
     for updates in saved.updates:
         updates.begin(saved.params)
-
-
-def _finish_full_step(saved: _Saved, inner: Any) -> None:
-    """Scatter updated tensors and their state in the layouts of the plan."""
-    assert saved.full_step is not None
-    ours = {id(one.param_state.param) for one in saved.full_step.tensors}
-    saved.outer.update({p: inner[p] for p in saved.params if id(p) not in ours and p in inner})
-    for param, state in saved.full_step.scatter(inner).items():
-        saved.outer[param] = state
-    for one in saved.full_step.tensors:
-        master = saved.full_step.masters.get(id(one.param_state.param))
-        if master is not None:
-            saved.outer.setdefault(one.param_state.param, {})[MASTER] = (
-                one.param_state.wrap(master) if one.param_state.has_sharded_state else master
-            )
 
 
 def _refuse_replaced(unknown: list[torch.Tensor], count: int) -> None:
@@ -309,179 +284,169 @@ def _warn_of_unknown(params: list[torch.Tensor], records: list[Sharded], count: 
         )
 
 
-@dataclass(eq=False)
 class _Saved:
-    """The values that a step has replaced.
+    """The values of an optimizer that a step replaces.
 
     Attributes:
-        groups: the optimizer's former param groups.
-        outer: the optimizer state by the model's parameters.
         params: all parameters of the groups.
+        groups: the list of param groups; a step may leave out groups without tensors that this rank steps.
+        options: a copy of each group.
+        outer: the optimizer state by the model's parameters.
+        depth: the depth among nested steps.
         updates: gathers the shards that are stepped on.
         gradients: the gradients that full ones have replaced.
-        leaves: the parameters, each with its state and the leaf that represents it.
-        copies: the copies that are stepped on, each with the parameter state and the memory that it is rounded into.
-        written: the number of copies that have been written back.
+        leaves: what is stepped on in the place of parameters: the leaf, the parameter state, and the memory that the
+            leaf is rounded into, if that is another one. A full tensor of `full_step` has no parameter state here.
+        written: the number of leaves that have been written back.
         full_step: the step on full tensors, if any.
-        all_groups: the former list of groups; groups without tensors that this rank steps may be left out of the step.
-        depth: the depth among nested steps.
     """
 
-    groups: list[dict[str, Any]]
-    outer: Any
-    params: list[torch.Tensor]
-    updates: list[Updates] = field(default_factory=list)
-    gradients: dict[torch.Tensor, torch.Tensor | None] = field(default_factory=dict)
-    leaves: list[tuple[torch.Tensor, ParamState | None, torch.Tensor]] = field(default_factory=list)
-    copies: list[tuple[ParamState, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    written: int = 0
-    full_step: FullTensorStep | None = None
-    all_groups: list[dict[str, Any]] | None = None
-    depth: int = 1
+    def __init__(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+        self.params, self.groups, self.outer = params, optimizer.param_groups, optimizer.state
+        self.options = [dict(group) for group in self.groups]
+        self.depth = 1
+        self.updates: list[Updates] = []
+        self.gradients: dict[torch.Tensor, torch.Tensor | None] = {}
+        self.leaves: list[tuple[torch.Tensor, ParamState | None, torch.Tensor]] = []
+        self.written = 0
+        self.full_step: FullTensorStep | None = None
 
-
-def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-    saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params, updates_of(params))
-    saved.all_groups = optimizer.param_groups
-    _stepping[optimizer] = saved
-    if not saved.updates and all(map(_steps_in_place, params)):
-        for group in saved.all_groups:
-            if _may_fuse(optimizer, group, optimizer.state):
+    def put(self, optimizer: torch.optim.Optimizer, leaf_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Replace the parameters in the groups by their leaves; leave out those without one."""
+        self._restore_groups()
+        for group in self.groups:
+            group["params"] = [leaf for p in group["params"] if (leaf := leaf_of(p)) is not None]
+            if _may_fuse(optimizer, group):
                 group["fused"] = True
-        return
-    optimizer.state = defaultdict(dict)
+        optimizer.param_groups = [group for group in self.groups if group["params"]]
+
+    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restore what was replaced: after the step, or before the next one if it raised."""
+        self._restore_groups()
+        inner, optimizer.param_groups, optimizer.state = optimizer.state, self.groups, self.outer
+        for param, grad in self.gradients.items():
+            param.grad = grad
+        self.write_back()
+        for leaf, param_state, _ in self.leaves:
+            state, leaf.grad = inner.pop(leaf, None), None
+            if param_state is None:
+                continue
+            if state is not None:
+                before = self.outer.get(param_state.param, {})
+                local = state if param_state.master_dtype is None else {**state, MASTER: leaf}
+                self.outer[param_state.param] = {
+                    key: _global_value(param_state, before.get(key), value) for key, value in local.items()
+                }
+            elif param_state.master_dtype is not None:
+                param_state.keep_master(leaf)
+        self.outer.update(inner)
+
+    def write_back(self) -> None:
+        """Copy the leaves into the memory of their parameters, each once."""
+        for leaf, param_state, memory in self.leaves[self.written :]:
+            if param_state is not None and param_state.steps_on_host:
+                offload.upload(leaf, memory, param_state.mutable.staging["shard"])
+                param_state.copied("updated parameters")
+            elif leaf is not memory:
+                memory.copy_(leaf)
+        self.written = len(self.leaves)
+
+    def _restore_groups(self) -> None:
+        for group, before in zip(self.groups, self.options, strict=True):
+            group.update({key: before[key] for key in ("params", "fused") if key in before})
+
+
+def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> _Saved:
+    saved = _Saved(optimizer, params)
     try:
-        _put_local_tensors(optimizer, saved, saved.all_groups)
+        _put_local_tensors(optimizer, saved)
     except BaseException:
-        _put_back(optimizer)
+        saved.put_back(optimizer)
         raise
+    return saved
 
 
-def _steps_in_place(param: torch.Tensor) -> bool:
-    one = param_state_of(param)
-    return one is None or not (one.master_dtype is not None or one.steps_on_host or one.local_leaf is not None)
-
-
-def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved, groups: list[dict[str, Any]]) -> None:
+def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved) -> None:
     """Replace the parameters of a step by leaves.
 
     Parameters that step on the host step here in pieces, if the optimizer allows it.
     """
-    params = saved.params
-    shards = {key: shard for updates in saved.updates for key, shard in updates.local_shards(params).items()}
-    pieces = [_Piece(each, shards) for each in _in_pieces(params)]
+    saved.updates = updates_of(saved.params)
+    optimizer.state = inner = defaultdict(dict, saved.outer)
+    shards = {key: shard for updates in saved.updates for key, shard in updates.local_shards(saved.params).items()}
+    on_host = [p for p in saved.params if (param_state := param_state_of(p)) is not None and param_state.steps_on_host]
+    pieces = in_batches(
+        on_host, alone=lambda _: False, key=lambda _: None, size=lambda p: local_of(p).nbytes, limit=PIECE_BYTES
+    )
+    begun = [_copies_on_host(piece, shards) for piece in pieces]  # while a piece steps, the next ones are copied
+    copies: dict[int, Any] = {}
     stepped: set[int] = set()
-    for piece in pieces:
-        piece.wait()
+
+    def put(chosen: Callable[[int], bool]) -> None:
+        def leaf_of(param: torch.Tensor) -> torch.Tensor | None:
+            key = id(param)
+            return _leaf(param, shards.get(key), copies.get(key), inner, saved) if chosen(key) else None
+
+        saved.put(optimizer, leaf_of)
+
+    for downloads, piece in begun:
+        downloads.wait()
+        copies |= piece
         if type(optimizer) in _IN_PIECES:
-            optimizer.param_groups = _groups_of(piece, optimizer, saved)
+            put(piece.__contains__)
             _torch.step_without_hooks(optimizer)
-            _write_back(saved)
-            stepped |= piece.copies.keys()
-    copies = {key: copy for piece in pieces for key, copy in piece.copies.items()}
-    for group in groups:
-        rest = [p for p in group["params"] if id(p) not in stepped]
-        group["params"] = [_local_view(p, shards.get(id(p)), copies.get(id(p)), optimizer.state, saved) for p in rest]
-        if _may_fuse(optimizer, group, optimizer.state):
-            group["fused"] = True
-    optimizer.param_groups = [group for group in groups if group["params"]] if stepped else groups
+            saved.write_back()
+            stepped |= piece.keys()
+    put(lambda key: key not in stepped)
 
 
-class _Piece:
-    """Parameters that step on the host together, while those of the next piece are copied to the host.
+_Copies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def _copies_on_host(params: list[torch.Tensor], shards: dict[int, torch.Tensor]) -> tuple[offload.Downloads, _Copies]:
+    """Begin to copy this rank's shards of parameters and gradients to the host; return them by the parameter's id.
 
     Gradients are copied now and not as soon as they are reduced, since until now they may be clipped on the device.
-
-    Args:
-        params: the parameters.
-        shards: this rank's shards of some parameters, by the parameter's id.
-
-    Attributes:
-        copies: this rank's shards of parameter and gradient on the host, by the parameter's id.
     """
-
-    def __init__(self, params: list[torch.Tensor], shards: dict[int, torch.Tensor]) -> None:
-        self.params, self.shards, self._downloads = params, shards, offload.Downloads()
-        self.copies: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        for param in params:
-            param_state = param_state_of(param)
-            assert param_state is not None
-            grad, staging = None, param_state.mutable.staging
-            if param.grad is not None:
-                grad = self._downloads.begin(_local_gradient(param, param_state), staging, "gradient")
-                param_state.copied("gradients, step")
-            param_state.copied("parameters, step")
-            shard = self._downloads.begin(_memory(param, shards.get(id(param))), staging, "shard")
-            self.copies[id(param)] = shard, grad
-
-    def wait(self) -> None:
-        """Wait for the copies."""
-        self._downloads.wait()
-
-
-def _in_pieces(params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    on_host = [p for p in params if (param_state := param_state_of(p)) is not None and param_state.steps_on_host]
-    return in_batches(
-        on_host,
-        alone=lambda _: False,
-        key=lambda _: None,
-        size=lambda p: local_of(p).nbytes,
-        limit=PIECE_BYTES,
-    )
+    downloads, copies = offload.Downloads(), _Copies()
+    for param in params:
+        param_state = param_state_of(param)
+        assert param_state is not None
+        grad, staging = None, param_state.mutable.staging
+        if param.grad is not None:
+            grad = downloads.begin(_local_gradient(param_state), staging, "gradient")
+            param_state.copied("gradients, step")
+        param_state.copied("parameters, step")
+        shard = downloads.begin(shards.get(id(param), local_of(param)), staging, "shard")
+        copies[id(param)] = shard, grad
+    return downloads, copies
 
 
 PIECE_BYTES = 32 << 20
 """The size of a chunk of parameters that step on the host: enough for each copy to run at full speed."""
 
 
-def _groups_of(piece: _Piece, optimizer: torch.optim.Optimizer, saved: _Saved) -> list[dict[str, Any]]:
-    """Return param groups of the copies of a piece."""
-    made = []
-    for before in saved.groups:
-        ours = [p for p in before["params"] if id(p) in piece.copies]
-        if ours:
-            views = (_local_view(p, piece.shards.get(id(p)), piece.copies[id(p)], optimizer.state, saved) for p in ours)
-            group = {**before, "params": list(views)}
-            made.append({**group, "fused": True} if _may_fuse(optimizer, group, optimizer.state) else group)
-    return made
-
-
-def _memory(param: torch.Tensor, shard: torch.Tensor | None) -> torch.Tensor:
-    """Return this rank's shard of a parameter, in the layout of its state: the memory that an update goes into."""
-    local = one.local_leaf if shard is None and (one := param_state_of(param)) is not None else shard
-    return param.detach() if local is None else local
-
-
-def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> _Saved | None:
     """Let each rank step the full tensors that it owns, where the plan splits some."""
-    known = [(p, one) for p in params if p.grad is not None and (one := param_state_of(p)) is not None]
-    param_states = [one for _, one in known]
-    if not any(one.has_sharded_state or one.master_dtype is not None or one.offloaded for one in param_states):
-        return
+    known = {p: one for p in params if p.grad is not None and (one := param_state_of(p)) is not None}
+    if not any(one.has_sharded_state or one.master_dtype is not None or one.offloaded for one in known.values()):
+        return None
     wait_for_updates(params)
-    outer = optimizer.state
-    saved = _Saved([dict(group) for group in optimizer.param_groups], outer, params)
-    saved.all_groups = optimizer.param_groups
-    masters = {}
-    for one in param_states:
+    state = {p: optimizer.state.get(p, {}) for p in known}
+    for p, one in known.items():
         one.check_reduced()
         if one.master_dtype is not None:
             shard = _local_shard(one)
             low = offload.on_host(shard, one.device) if one.steps_on_host else shard
-            masters[id(one.param)] = _master(one, low, outer.get(one.param, {}))
-    saved.full_step = FullTensorStep(param_states, masters)
-    inner: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-    stripped = {p: {k: v for k, v in outer[p].items() if k != MASTER} for p, _ in known if p in outer}
-    inner.update(saved.full_step.gather(stripped))
-    leaves = {id(one.param_state.param): one.leaf for one in saved.full_step.owned}
-    others = {id(p) for p, _ in known}
-    for group in optimizer.param_groups:
-        kept = (leaves.get(id(p)) if id(p) in others else p for p in group["params"])
-        group["params"] = [p for p in kept if p is not None]
-    inner.update({p: outer[p] for p in params if id(p) not in others and p in outer})
-    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
-    optimizer.state = inner
-    _stepping[optimizer] = saved
+            state[p] = {**state[p], MASTER: _master(one, low, state[p])}
+    saved = _Saved(optimizer, params)
+    saved.full_step = FullTensorStep([*known.values()])
+    inner = saved.full_step.gather(state)
+    leaves = saved.full_step.leaves
+    saved.leaves = [(leaf, None, leaf) for leaf in leaves.values()]
+    optimizer.state = defaultdict(dict, {p: value for p, value in saved.outer.items() if p not in known} | inner)
+    saved.put(optimizer, lambda p: leaves.get(p) if p in known else p)
+    return saved
 
 
 def _local_shard(param_state: ParamState) -> torch.Tensor:
@@ -493,7 +458,7 @@ def _local_shard(param_state: ParamState) -> torch.Tensor:
     return param_state.shard_spec.take(local, param_state.transport.index)
 
 
-def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> _Saved | None:
     """Give full gradients to an optimizer of unknown kind, so that every rank makes the same step."""
     known = [one for p in params if (one := param_state_of(p)) is not None]
     refused = next(
@@ -513,14 +478,15 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[t
             f"tensor, shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), without precision and "
             "offload."
         )
-    saved = _Saved([dict(group) for group in optimizer.param_groups], optimizer.state, params)
+    saved = _Saved(optimizer, params)
     for updates in updates_of(params):
         updates.wait()
         for param, grad in updates.full_gradients(params):
             saved.gradients[param], param.grad = param.grad, grad
-    if saved.gradients:
-        _stepping[optimizer] = saved
-        _warn_of_full_state(type(optimizer).__qualname__)
+    if not saved.gradients:
+        return None
+    _warn_of_full_state(type(optimizer).__qualname__)
+    return saved
 
 
 @functools.cache
@@ -533,7 +499,7 @@ def _warn_of_full_state(name: str) -> None:
     )
 
 
-def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: Any) -> bool:
+def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Tell whether to use torch's fused CPU kernel, several times faster, where the user left the choice to torch.
 
     On accelerators torch itself uses the multi-tensor form of the same update by default.
@@ -541,7 +507,7 @@ def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any], state: An
     open_choice = all(group.get(key, True) is None for key in ("fused", "foreach")) and not group.get("differentiable")
     if not open_choice or type(optimizer) not in _FUSED or isinstance(group.get("lr"), torch.Tensor):
         return False  # the loop computes with a tensor learning rate in its dtype
-    sgd = type(optimizer) is torch.optim.SGD
+    state, sgd = optimizer.state, type(optimizer) is torch.optim.SGD
     dtypes = FUSED_SGD_DTYPES if sgd else FUSED_DTYPES
     for p in group["params"]:
         if p.device.type != "cpu" or p.dtype not in dtypes or (p.grad is not None and p.grad.stride() != p.stride()):
@@ -557,11 +523,11 @@ def _momentum_of_all_or_none(group: dict[str, Any], state: Any) -> bool:
     return not group.get("momentum") or len(begun) < 2
 
 
-def _local_view(
+def _leaf(
     param: torch.Tensor,
     shard: torch.Tensor | None,
     on_host: tuple[torch.Tensor, torch.Tensor | None] | None,
-    inner: Any,
+    inner: dict[torch.Tensor, Any],
     saved: _Saved,
 ) -> torch.Tensor:
     """Return the plain leaf that represents a parameter during the step, with its gradient and state.
@@ -571,48 +537,30 @@ def _local_view(
         shard: this rank's shard, where that is not the local tensor of the parameter.
         on_host: the copies of shard and gradient to step on.
         inner: the optimizer's state during the step, by leaf.
-        saved: records the leaf, and the copies to write back.
+        saved: records the leaf.
     """
     param_state = param_state_of(param)
-    leaf = _leaf(param, param_state, shard, on_host, saved)
-    state = saved.outer.get(param)
-    saved.leaves.append((param, param_state, leaf))
-    if leaf is not param:
-        grad = (
-            on_host[1] if on_host is not None else None if param.grad is None else _local_gradient(param, param_state)
-        )
-        leaf.grad = None if grad is None else _in_memory_like(leaf, grad)
-        state = state and {k: _local_state(param, param_state, value) for k, value in state.items() if k != MASTER}
-    if state is not None:
-        inner[leaf] = state
-    return leaf
-
-
-def _leaf(
-    param: torch.Tensor, param_state: ParamState | None, shard: torch.Tensor | None, on_host: Any, saved: _Saved
-) -> torch.Tensor:
-    memory = _memory(param, shard)
-    source = memory if on_host is None else on_host[0]
-    if param_state is not None and param_state.master_dtype is not None:
-        leaf = _master(param_state, source, saved.outer.get(param, {}))
-    elif on_host is not None:
-        leaf = source
+    is_plain = shard is None and on_host is None and not isinstance(param, DTensor)
+    if param_state is None or (is_plain and param_state.master_dtype is None):
+        return param
+    memory = local_of(param) if shard is None else shard
+    if on_host is not None:
+        leaf, grad = on_host
     else:
-        is_plain = param_state is None or param_state.local_leaf is None
-        return param if shard is None and is_plain else memory
-    assert param_state is not None
-    saved.copies.append((param_state, leaf, memory))
+        leaf, grad = memory, None if param.grad is None else _local_gradient(param_state)
+    if param_state.master_dtype is not None:
+        leaf = _master(param_state, leaf, inner.get(param, {}))
+    saved.leaves.append((leaf, param_state, memory))
+    leaf.grad = None if grad is None else _in_memory_like(leaf, grad)
+    if (state := inner.pop(param, None)) is not None:
+        inner[leaf] = {key: _local_state(param_state, value) for key, value in state.items() if key != MASTER}
     return leaf
-
-
-MASTER = "master_parameter"
-"""The key in the optimizer's state of the copy that is stepped on, where the plan has one."""
 
 
 def _master(param_state: ParamState, memory: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     """Return the copy to step on, with the values that were written to the parameter since the last step."""
     kept = param_state.take_master()
-    known = _local_state(param_state.param, param_state, state[MASTER]) if MASTER in state else kept
+    known = _local_state(param_state, state[MASTER]) if MASTER in state else kept
     if known is None:
         return memory.to(param_state.master_dtype, copy=True)
     known = known.to(memory.device)
@@ -621,24 +569,19 @@ def _master(param_state: ParamState, memory: torch.Tensor, state: dict[str, Any]
     return torch.where(unchanged, known, memory.to(known.dtype), out=known)
 
 
-def _local_gradient(param: torch.Tensor, param_state: ParamState | None) -> torch.Tensor:
+def _local_gradient(param_state: ParamState) -> torch.Tensor:
     """Return this rank's shard of a gradient."""
-    grad = param.grad
+    param, grad = param_state.param, param_state.param.grad
     assert grad is not None
-    if param_state is not None:
-        param_state.check_reduced()
-        if param_state.is_updated_sharded:
-            return local_of(grad)
-    if not isinstance(param, DTensor):
-        return grad
+    param_state.check_reduced()
+    if not isinstance(param, DTensor) or param_state.is_local_shard(grad):
+        return local_of(grad)
     if not isinstance(grad, DTensor):
         raise ShardingError(
             f"A sharded parameter of global shape {tuple(param.shape)} has a plain gradient. Assign `p.grad` as a "
             "DTensor in the parameter's placements, or let backward() make it."
         )
-    if grad.placements != param.placements and not (param_state is not None and param_state.is_local_shard(grad)):
-        grad = moved(grad, param.placements)
-    return _torch.local_of(grad)
+    return _torch.local_of(grad if grad.placements == param.placements else moved(grad, param.placements))
 
 
 def _in_memory_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -647,77 +590,25 @@ def _in_memory_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return grad if same else torch.empty_like(param).copy_(grad)
 
 
-def _local_state(param: torch.Tensor, param_state: ParamState | None, value: Any) -> Any:
-    """Return the local tensor of a state entry, on the device of the plan: a loaded entry may be elsewhere."""
-    local = _torch.local_of(value) if isinstance(value, DTensor) else _shard_state(param, param_state, value)
-    is_offloaded = param_state is not None and "state" in param_state.offloaded and isinstance(local, torch.Tensor)
-    return local.to(offload.HOST) if is_offloaded else local
+def _local_state(param_state: ParamState, value: Any) -> Any:
+    """Return the local tensor of a state entry, on the device of the plan. A loaded one may be full, and elsewhere."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, DTensor):
+        value = _torch.local_of(value)
+    elif param_state.has_sharded_state and value.shape == param_state.param.shape:
+        value = param_state.take(value)
+    return value.to(offload.HOST) if "state" in param_state.offloaded else value
 
 
-def _shard_state(param: torch.Tensor, param_state: ParamState | None, value: Any) -> Any:
-    """Return the local tensor of a state entry; shard a plain tensor of global shape (a loaded one)."""
-    if isinstance(value, torch.Tensor) and value.ndim and value.shape == param.shape:
-        if param_state is not None and param_state.is_updated_sharded:
-            return param_state.take(value)
-        if isinstance(param, DTensor):
-            return _torch.shard(value, param.device_mesh, param.placements)
-    return value
-
-
-def _put_back(optimizer: torch.optim.Optimizer) -> None:
-    """Restore the values that a step has replaced: after the step, or before the next one if it raised."""
-    saved = _stepping.pop(optimizer, None)
-    if saved is None:
-        return
-    for param, grad in saved.gradients.items():
-        param.grad = grad
-    inner, outer = optimizer.state, saved.outer
-    if saved.all_groups is not None:
-        optimizer.param_groups = saved.all_groups
-    for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
-        group.update({key: before[key] for key in ("params", "fused") if key in before})
-    optimizer.state = outer
-    if inner is outer or saved.full_step is not None:
-        return
-    for param, param_state, leaf in saved.leaves:
-        state = inner.get(leaf)
-        if state is not None:
-            outer[param] = state if leaf is param else _global_state(param, param_state, outer.get(param, {}), state)
-        if leaf is not param:
-            leaf.grad = None
-    _write_back(saved)
-    for param_state, master, _ in saved.copies:
-        if param_state.master_dtype is not None and param_state.param in outer:
-            outer[param_state.param][MASTER] = _global_value(
-                param_state.param, param_state, outer[param_state.param].get(MASTER), master
-            )
-        elif param_state.master_dtype is not None:
-            param_state.keep_master(master)
-
-
-def _write_back(saved: _Saved) -> None:
-    """Copy the stepped copies into the memory of their parameters, each once."""
-    for param_state, stepped, memory in saved.copies[saved.written :]:
-        if param_state.steps_on_host:
-            offload.upload(stepped, memory, param_state.mutable.staging["shard"])
-            param_state.copied("updated parameters")
-        else:
-            memory.copy_(stepped)
-    saved.written = len(saved.copies)
-
-
-def _global_state(
-    param: torch.Tensor, param_state: ParamState | None, before: dict[str, Any], local: dict[str, Any]
-) -> dict[str, Any]:
-    return {key: _global_value(param, param_state, before.get(key), value) for key, value in local.items()}
-
-
-def _global_value(param: torch.Tensor, param_state: ParamState | None, before: Any, value: Any) -> Any:
+def _global_value(param_state: ParamState, before: Any, value: Any) -> Any:
+    """Return a state entry as it is between steps: a DTensor, if it is split as its parameter is."""
+    param = param_state.param
     if isinstance(before, DTensor) and _torch.local_of(before) is value:
         return before
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
-    if param_state is not None and param_state.is_updated_sharded:
+    if param_state.is_updated_sharded:
         return param_state.wrap(value) if tuple(value.shape) == param_state.shard_shape else value
     if not isinstance(param, DTensor):
         return value

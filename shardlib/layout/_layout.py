@@ -16,7 +16,7 @@ from shardlib._mesh import MeshLike, MeshShape
 from shardlib.errors import LayoutError
 from shardlib.layout import _fit, _picture, _placements, _spec, _text
 from shardlib.layout._dims import Dim, Dims, axes_of_dims, plain
-from shardlib.layout._local import Slices, dim_slices, intervals
+from shardlib.layout._local import Slices, dim_slices, intervals, put_shard
 from shardlib.layout._text import Memory, Parts
 
 if TYPE_CHECKING:
@@ -397,10 +397,9 @@ class Layout:
         """
         shape = MeshShape.of(mesh)
         self._check_shards(shards, tuple(global_shape), shape)
-        full = shards[0].new_zeros(tuple(global_shape))
+        full = shards[0].new_empty(tuple(global_shape))
         for rank, shard in enumerate(shards):
-            index = self.local_slices(global_shape, shape, shape.coordinate(rank))
-            full[_outer_index(index)] = shard
+            put_shard(full, self.local_slices(global_shape, shape, shape.coordinate(rank)), shard)
         return full
 
     def picture(self, global_shape: Sequence[int], mesh: MeshLike) -> str:
@@ -542,12 +541,6 @@ def _dim_names(
             "Give at least one of them, and let them agree."
         )
     return tuple(dim_names) if dim_names is not None else ("_",) * known.pop()
-
-
-def _outer_index(slices: tuple[Slices, ...]) -> tuple[torch.Tensor, ...]:
-    """Return an index that selects the product of the dims' slices."""
-    positions = [torch.cat([torch.arange(part.start, part.stop) for part in dim]) for dim in slices]
-    return tuple(at.reshape([-1] + [1] * (len(positions) - 1 - dim)) for dim, at in enumerate(positions))
 
 
 def _raise_first(context: str, problems: Iterable[_fit.Problem]) -> None:

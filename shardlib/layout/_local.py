@@ -12,14 +12,17 @@ DTensor agrees, wherever DTensor agrees with itself. On uneven dims whose axes c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import product
 from typing import TypeAlias
+
+import torch
 
 from shardlib._mesh import MeshShape
 from shardlib.layout._dims import Dim
 
-__all__ = ["Slices", "dim_slices", "intervals"]
+__all__ = ["Slices", "dim_slices", "intervals", "put_shard"]
 
 Slices: TypeAlias = tuple[slice, ...]
 _Range: TypeAlias = tuple[int, int]
@@ -43,6 +46,21 @@ def dim_slices(dim: Dim, size: int, mesh: MeshShape, coordinate: Mapping[str, in
     ranges = intervals(dim, size, mesh, coordinate)
     sizes = tuple(size if factor.size is None else factor.size for factor in dim.factors)
     return _product(ranges, sizes)
+
+
+def put_shard(full: torch.Tensor, slices: tuple[Slices, ...], shard: torch.Tensor) -> None:
+    """Copy a local shard into the elements of the global tensor that it holds, dim by dim as `dim_slices`."""
+    for chosen in product(*map(_runs, slices)):
+        full[tuple(there for there, _ in chosen)] = shard[tuple(here for _, here in chosen)]
+
+
+def _runs(slices: Slices) -> Iterator[tuple[slice, slice]]:
+    """Iterate over the slices of a global dim, each with the slice of the local dim that holds it."""
+    done = 0
+    for part in slices:
+        size = part.stop - part.start
+        yield part, slice(done, done + size)
+        done += size
 
 
 @lru_cache(maxsize=65536)

@@ -46,6 +46,15 @@ def test_a_model_on_such_an_axis_trains_as_on_one_device():
     assert_equivalent(near.Net, Numbers((8, 8)), mesh="dp=2,near=2", rules=near.RULES, transforms=[sl.zero(1)])
 
 
+def _muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2)
+
+
+def test_whole_matrices_are_stepped_on_such_an_axis_too():
+    options = {"rules": near.RULES, "transforms": [sl.zero(3)], "optimizer": _muon}
+    assert_equivalent(near.Net, Numbers((8, 8)), mesh="dp=2,near=2", **options)
+
+
 # --- groups that overlap, and handlers that sum gradients ---
 
 
