@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine._torch._private import private
-from shardlib.engine._torch.fake import GROUPED_PRODUCT, grouped_product
+from shardlib.engine._torch.fake import fake_mode
 from shardlib.engine._torch.meshes import forget_with_meshes
 from shardlib.engine._torch.ops import Op, schema_of
 from shardlib.engine._torch.tensor import DTensorSpec, TensorMeta
@@ -185,14 +185,13 @@ def global_metas(schema: OpSchema) -> Any:
 
     Raises what the op raises on fake tensors, among it the errors of data-dependent shapes.
     """
-    given: Any = (schema.args_schema, schema.kwargs_schema)
-    op: Callable[..., Any] = schema.op
-    if op is GROUPED_PRODUCT and given[0][0].tensor_meta.dtype != torch.bfloat16:
-        op = grouped_product
-    if op is grouped_product or (told_by_meta(op) and not _get_current_dispatch_mode_stack() and _has_elements(given)):
-        args, kwargs = pytree.tree_map_only(DTensorSpec, _on_meta, given)
-        return pytree.tree_map(_meta_of, op(*args, **kwargs))
-    return dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
+    if told_by_meta(schema.op) and not _get_current_dispatch_mode_stack():
+        given = (schema.args_schema, schema.kwargs_schema)
+        if all(0 not in leaf.shape for leaf in pytree.tree_leaves(given) if isinstance(leaf, DTensorSpec)):
+            args, kwargs = pytree.tree_map_only(DTensorSpec, _on_meta, given)
+            return pytree.tree_map(_meta_of, schema.op(*args, **kwargs))
+    with fake_mode():
+        return dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
 
 
 # Of these and of pointwise ops, kernels for meta tensors tell strides and dtypes on any device. They take a tenth of
@@ -232,10 +231,6 @@ def told_by_meta(op: Any) -> bool:
     """Tell whether an op's kernel for meta tensors gives the metadata that the op has on any device."""
     pointwise = torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
     return op in _TOLD_BY_META or (pointwise and not any(a.name == "device" for a in schema_of(op).arguments))
-
-
-def _has_elements(given: Any) -> bool:
-    return all(0 not in leaf.shape for leaf in pytree.tree_leaves(given) if isinstance(leaf, DTensorSpec))
 
 
 def _on_meta(spec: DTensorSpec) -> torch.Tensor:

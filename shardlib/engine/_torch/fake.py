@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -79,6 +79,7 @@ R = TypeVar("R")
 __all__ = [
     "TorchDispatchMode",
     "fake_attributes",
+    "fake_mode",
     "fake_tensor_errors",
     "fake_tensors",
     "fake_world",
@@ -120,15 +121,12 @@ class _Mode(FakeTensorMode):
         return self
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
-            return grouped_product(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped_product(*args, **(kwargs or {}))
         return super().dispatch(func, types, args, kwargs or {})
 
 
-GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
-
-
-def grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
+def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
     """Return the fake output of `_grouped_mm`, whose shape function takes bfloat16 alone (2.13.0); the kernel does not.
 
     Raises:
@@ -308,6 +306,12 @@ def fake_tensors(*, with_stages: bool = False) -> Iterator[None]:
     give_fused_splits_real_offsets()
     with _DryMode(allow_non_fake_inputs=True), _Marking() if with_stages else nullcontext():
         yield
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """Return a context in which tensors are fake: the mode that is on, or a new one without torch's mistakes."""
+    known = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+    return nullcontext() if known else _Mode()
 
 
 def imagining() -> Any:
