@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,9 +42,12 @@ def initial_values(model: nn.Module, rank_plan: RankPlan, init: Any, *, check: b
             drawn[name] = agree.fingerprint(full)
         return shard.local_shard(rank_plan, name, full)
 
-    make = functools.partial(_memory, rank_plan) if rank_plan.exact_random else None
-    with exact.ExactMode(exact.DataRank()) if make else nullcontext(), _torch.implicit_replication():
-        values = materialize.initial_values(model, init, shard_of, make)
+    if rank_plan.exact_random:
+        # The constants of an initialiser meet DTensors, which `_memory` makes.
+        with exact.ExactMode(exact.DataRank()), _torch.implicit_replication():
+            values = materialize.initial_values(model, init, shard_of, functools.partial(_memory, rank_plan))
+    else:
+        values = materialize.initial_values(model, init, shard_of, None)
     if check:
         agree.draws_agree(drawn, rank_plan.mesh_group)
         if marks := materialize.checkpoints(init):
