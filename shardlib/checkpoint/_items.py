@@ -197,7 +197,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
     record = apply.record_of(model) if apply.is_sharded(model) else None
     if record is None or record.pipeline is None:
         return {}
-    return {name: row.name for row in record.pipeline.plan.rows for name in row.tied}
+    return {name: row.name for row in record.pipeline.stages.plan.rows for name in row.tied}
 
 
 def elsewhere(model: nn.Module | None) -> set[str]:
@@ -205,7 +205,7 @@ def elsewhere(model: nn.Module | None) -> set[str]:
     from shardlib.engine import apply
 
     record = apply.record_of(model) if model is not None and apply.is_sharded(model) else None
-    return set() if record is None or record.pipeline is None else record.pipeline.foreign
+    return set() if record is None or record.pipeline is None else record.pipeline.stages.foreign
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -26,8 +26,7 @@ from shardlib.engine._torch import pytree
 from shardlib.engine.apply import apply_plan, is_sharded, partial_gradients, with_partial
 from shardlib.engine.pipeline import fake_run
 from shardlib.engine.pipeline.batch import as_call
-from shardlib.engine.pipeline.cut import shape_with_stages
-from shardlib.engine.pipeline.stages import has_pipeline
+from shardlib.engine.pipeline.stages import has_stages, shape_with_stages
 from shardlib.engine.pipeline.weigh import weighing
 from shardlib.engine.recording import Recording, record_collectives
 from shardlib.errors import PlanError, short_traceback
@@ -92,7 +91,7 @@ def _dry_run(model: nn.Module, plan: Plan, example: Any, device_type: str) -> tu
         PlanError: the model is sharded already, or its forward depends on values of tensors.
     """
     _refuse_sharded(model)
-    staged = has_pipeline(plan)
+    staged = has_stages(plan)
     ranks = plan.mesh.groups(plan.mesh.pipeline_axes)[0] if staged else [0]
     given = example if staged else _arguments(model, example)
 
@@ -176,9 +175,9 @@ def _refuse_sharded(model: nn.Module) -> None:
 @contextmanager
 def _fake_world(plan: Plan, device_type: str, rank: int = 0) -> Iterator[DeviceMesh]:
     """Enter a fake world with fake tensors; restore on exit what the engine enables inside."""
-    shape = shape_with_stages(plan.mesh) if has_pipeline(plan) else plan.mesh
+    shape = shape_with_stages(plan.mesh) if has_stages(plan) else plan.mesh
     world = _torch.fake_world(dict(shape.items()), device_type, rank)
-    with ops.restored(), world as mesh, _explained(plan), _torch.fake_tensors(with_stages=has_pipeline(plan)):
+    with ops.restored(), world as mesh, _explained(plan), _torch.fake_tensors(with_stages=has_stages(plan)):
         yield mesh
 
 

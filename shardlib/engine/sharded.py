@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardlib.engine.fp8 import History
     from shardlib.engine.gradients import GradientReducer
     from shardlib.engine.params import ParamState
-    from shardlib.engine.pipeline.stages import Pipeline
+    from shardlib.engine.pipeline.record import Pipeline
     from shardlib.engine.schedule import Updates
     from shardlib.engine.units import Units
 

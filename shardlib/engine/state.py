@@ -38,7 +38,7 @@ def full_state_dict(
     wanted = {name: value for name, value in model.state_dict().items() if names is None or name in names}
     full = {name: _full(value, params.get(name), cpu=cpu) for name, value in wanted.items()}
     pipeline = record_of(model).pipeline if is_sharded(model) else None
-    return full if pipeline is None else pipeline.full_state(full, names)
+    return full if pipeline is None else pipeline.stages.full_state(full, names)
 
 
 def _full(value: Any, param: torch.Tensor | None, *, cpu: bool) -> Any:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardlib as sl
 from shardlib.engine import apply
-from shardlib.engine.pipeline.stages import Pipeline
 from shardlib.errors import CheckpointError, InputError, MeshError, PlanError, ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import MLP, Numbers, Transformer, rules_for
@@ -230,7 +229,7 @@ _STEPS = (
     "install_modules",
     "install_param_runtime",
     "compile_calls",
-    "stages.Pipeline.install",
+    "install_pipeline",
     "wrap_calls",
     "agree_on_random_state",
     "Sharded",
@@ -244,21 +243,20 @@ def _failing_after(mesh: str, transforms: tuple[Any, ...], **given: Any) -> list
     rules = rules_for(model)
     rules = rules.with_stages("embed, position, blocks.0 | blocks.1, norm, head") if "pp" in mesh else rules
     before, wrong = _state_of(model), []
-    for path in _STEPS:
-        owner, name = (apply, path) if "." not in path else (Pipeline, "install")
-        if (name == "install" and "pp" not in mesh) or (name == "agree_on_random_state" and "rng" in given):
+    for name in _STEPS:
+        if (name == "install_pipeline" and "pp" not in mesh) or (name == "agree_on_random_state" and "rng" in given):
             continue  # there is no such step
-        step = getattr(owner, name)
+        step = getattr(apply, name)
 
         def fail(*args: Any, step: Any = step, **kwargs: Any) -> None:
             step(*args, **kwargs)
             raise OSError
 
-        with mock.patch.object(owner, name, fail), pytest.raises(OSError):
+        with mock.patch.object(apply, name, fail), pytest.raises(OSError):
             sl.shard_model(model, mesh, rules, transforms=transforms, **given)
         after = _state_of(model)
         different = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-        wrong += [f"{path}: {', '.join(sorted(different))}"] if different else []
+        wrong += [f"{name}: {', '.join(sorted(different))}"] if different else []
     alone = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
     alone.step()  # it is a model of one device

@@ -142,7 +142,7 @@ class Kind:
 def _planned(model: torch.nn.Module, kind: Kind) -> Sent:
     """Each collective and copy of each movement of this rank, as often as a step has it."""
     pipeline = record_of(model).pipeline
-    rank = None if pipeline is None else pipeline.place.index
+    rank = None if pipeline is None else pipeline.stages.index
     planned: Sent = Counter()
     for one in sl.plan_of(model).movements(pipeline_rank=rank, optimizer=kind.needs, state=kind.state):
         for each in one.collectives:
@@ -182,7 +182,7 @@ def _recorded(
 def _carried(log: list[Call], model: torch.nn.Module) -> Sent:
     """The movements in calls of transports and in copies, by canonical names."""
     pipeline = record_of(model).pipeline
-    names = {} if pipeline is None else pipeline.names
+    names = {} if pipeline is None else pipeline.stages.names
     return Counter(
         (names.get(one.name, one.name), one.purpose, each.kind, each.axes) for each in log for one in each.carries
     )

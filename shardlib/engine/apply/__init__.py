@@ -37,6 +37,7 @@ from shardlib.engine.compile import check_backend
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import local_of
 from shardlib.engine.pipeline import weigh
+from shardlib.engine.pipeline.record import install_pipeline
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute
 from shardlib.engine.sharded import Sharded, is_sharded, keep, record_of
@@ -151,7 +152,7 @@ def plan_of(model: nn.Module) -> Plan:
     MeshShape("dp=1,tp=1")
     """
     record = record_of(model)
-    plan_ = record.plan if record.pipeline is None else record.pipeline.plan
+    plan_ = record.plan if record.pipeline is None else record.pipeline.stages.plan
     return dataclasses.replace(
         with_partial(plan_, partial_gradients(model)), notes=plan_.notes + record.compiled.notes()
     )
@@ -163,7 +164,7 @@ def partial_gradients(model: nn.Module) -> dict[str, tuple[str, ...]]:
     On a pipeline these are the parameters of this rank's stages.
     """
     record = record_of(model)
-    names = {} if record.pipeline is None else record.pipeline.names
+    names = {} if record.pipeline is None else record.pipeline.stages.names
     return {names.get(one.name, one.name): one.row.partial for one in record.reducer.param_states}
 
 
@@ -206,7 +207,7 @@ def apply_plan(
     """
     exact_random = rng == "exact"
     rank_plan = RankPlan.of(model, plan_, device_mesh, exact_random=exact_random)
-    pipeline, everyone = rank_plan.pipeline, rank_plan.everyone
+    stages, everyone = rank_plan.stages, rank_plan.everyone
     refuse_plan(rank_plan)
     refuse_modules(model, rank_plan)
     recomputed = modules_to_recompute(model, rank_plan.plan.step.recompute)
@@ -214,7 +215,7 @@ def apply_plan(
     steps = rank_plan.plan.step.fp8_history
     history = fp8.History(float8, steps, rank_plan.device) if steps and float8.names else None
     warn_of_idle_axes(rank_plan)
-    _torch.set_timeouts(rank_plan.mesh if pipeline is None else pipeline.mesh)
+    _torch.set_timeouts(rank_plan.mesh if stages is None else stages.mesh)
     tensors = agree.named_tensors(model)
     is_first = values is None
     if check and is_first:
@@ -226,8 +227,8 @@ def apply_plan(
         values = initial_values(model, rank_plan, init, check=bool(check)) if given else {}
 
     with Undo() as undo:
-        if pipeline is not None:
-            pipeline.cut(model, undo)
+        if stages is not None:
+            stages.cut(model, undo)
         parameters, replaced, masters = shard_tensors(model, rank_plan, values, undo)
         installed = Undo()
         undo.callback(installed.run)
@@ -244,11 +245,13 @@ def apply_plan(
             batch_norm_is_global=global_batch_norm,
         )
         installed.callback(fp8.install(model, float8, history))
-        backend = None if pipeline is not None and pipeline.place.splits_backward else compile
+        backend = None if stages is not None and stages.splits_backward else compile
         compiled = compile_calls(model, rank_plan, backend, installed)
-        if pipeline is not None:
+        pipeline = None
+        if stages is not None:
             by_name = {name: one for one in reducer.param_states for name in one.names}
-            pipeline.install(model, by_name, casting(rank_plan), rank_plan.root_mesh, installed)
+            cast = casting(rank_plan)
+            pipeline = install_pipeline(model, stages, by_name, cast, rank_plan.root_mesh, installed)
         wrap_calls(
             model,
             rank_plan,
@@ -311,4 +314,4 @@ def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: 
 def names_here(model: nn.Module) -> dict[str, str]:
     """Map canonical parameter names, those of the unsplit model, to the names on this rank."""
     pipeline = record_of(model).pipeline
-    return {name: name for name, _ in model.named_parameters()} if pipeline is None else pipeline.names_here
+    return {name: name for name, _ in model.named_parameters()} if pipeline is None else pipeline.stages.names_here

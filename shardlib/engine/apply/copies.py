@@ -44,7 +44,7 @@ def _copied(model: nn.Module, shard_again: Callable[..., nn.Module], undo: Undo,
     _refuse_changed(model, record)
     if record.updates is not None:
         record.updates.wait()
-    rows = rows_by_name((record.plan if record.pipeline is None else record.pipeline.plan).rows)
+    rows = rows_by_name((record.plan if record.pipeline is None else record.pipeline.stages.plan).rows)
     on_meta = _on_meta(model, rows)
     tensors = {name: tensor for name, tensor in agree.named_tensors(model).items() if id(tensor) in on_meta}
     values = {name: local_of(tensor).to(rows[name].dtype, copy=True) for name, tensor in tensors.items()}

@@ -28,7 +28,7 @@ def initial_values(model: nn.Module, rank_plan: RankPlan, init: Any, *, check: b
         init: as in `shard_model`.
         check: compare the values that ranks have drawn or read. Collective over the mesh.
     """
-    names = None if rank_plan.pipeline is None else rank_plan.pipeline.names_here  # by canonical names
+    names = None if rank_plan.stages is None else rank_plan.stages.names_here  # by canonical names
     drawn: dict[str, int] = {}
 
     def shard_of(name: str, full: Any) -> torch.Tensor:

@@ -133,7 +133,7 @@ def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: to
         device=rank_plan.device,
         offloaded=offload.offloaded_phases(row, rank_plan.device),
         pipeline_group=rank_plan.pipeline_group,
-        is_counted=rank_plan.pipeline is None or name not in rank_plan.pipeline.counted_elsewhere,
+        is_counted=rank_plan.stages is None or rank_plan.stages.is_counted(name),
     )
 
 

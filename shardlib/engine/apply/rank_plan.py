@@ -17,7 +17,7 @@ from shardlib._mesh import MeshShape, device_here
 from shardlib._plan import Movement, Optimizer, Plan, Purpose, Row, movements_of, rows_by_name
 from shardlib.engine import _torch, batchnorm, exact
 from shardlib.engine.executor import Executor
-from shardlib.engine.pipeline.stages import Pipeline, has_pipeline
+from shardlib.engine.pipeline.stages import Stages, has_stages
 from shardlib.engine.regions import find_regions, inside
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout
@@ -37,7 +37,7 @@ class RankPlan:
         regions: names of the modules that compute on DTensors (`regions.py`).
         batch_norms: names of the modules that normalise by batch statistics.
         exact_random: whether random numbers are drawn by global element.
-        pipeline: the stages; None without any.
+        stages: the stages of a pipeline; None without any.
     """
 
     plan: Plan
@@ -47,7 +47,7 @@ class RankPlan:
     regions: tuple[str, ...]
     batch_norms: frozenset[str]
     exact_random: bool
-    pipeline: Pipeline | None
+    stages: Stages | None
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool) -> RankPlan:
@@ -57,10 +57,10 @@ class RankPlan:
             ShardingError: this rank is not part of the mesh.
             PlanError: the plan has no stages, or cannot be carried out on them.
         """
-        pipeline = None
-        if has_pipeline(plan):
-            pipeline = Pipeline(model, plan, mesh, exact_random=exact_random)
-            plan, mesh = pipeline.stage_plan, pipeline.stage_mesh
+        stages = None
+        if has_stages(plan):
+            stages = Stages.of(model, plan, mesh, exact_random=exact_random)
+            plan, mesh = stages.stage_plan, stages.stage_mesh
         shape, modules = MeshShape.of(mesh), model.named_modules(remove_duplicate=False)
         return cls(
             plan,
@@ -70,7 +70,7 @@ class RankPlan:
             tuple(_regions(model, plan, _active(shape, shape.model_axes))),
             frozenset(name for name, module in modules if batchnorm.is_batch_norm(module)),
             exact_random,
-            pipeline,
+            stages,
         )
 
     # --- axes and their groups ----------------------------------------------------------------------------------------
@@ -135,18 +135,18 @@ class RankPlan:
     @property
     def everyone(self) -> dist.ProcessGroup | None:
         """The group of all ranks that train the model, of all stages; None if there is one."""
-        return self.mesh_group if self.pipeline is None else self.pipeline.everyone
+        return self.mesh_group if self.stages is None else self.stages.everyone
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
         """The ranks with this rank's coordinates in all stages; None without a pipeline."""
-        return None if self.pipeline is None else self.pipeline.pipeline_group
+        return None if self.stages is None else self.stages.pipeline_group
 
     @property
     def random_stream(self) -> int:
         """The index of this rank's random stream: each data rank of each stage has its own."""
         of_stage = self.shape.data_place(self.coordinate)[0]
-        return of_stage if self.pipeline is None else self.pipeline.place.index * self.shape.data_ranks + of_stage
+        return of_stage if self.stages is None else self.stages.index * self.shape.data_ranks + of_stage
 
     @property
     def deferred(self) -> tuple[str, ...]:

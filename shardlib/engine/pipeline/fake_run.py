@@ -31,7 +31,7 @@ def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) 
     record, total = record_of(model), rows(batch)
     pipeline = record.pipeline
     assert pipeline is not None
-    count = plan.step.microbatches or min(2 * pipeline.place.ranks, total)
+    count = plan.step.microbatches or min(2 * pipeline.stages.ranks, total)
     if log is None:
         pipeline_step(model, batch, _as_one_number, microbatches=count)
         return ()
@@ -40,8 +40,8 @@ def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) 
     pipeline_step(model, batch, _as_one_number, microbatches=count)
     largest = total % count or count  # the number of microbatches of the largest size
     return tuple(
-        StageRun(stage, pipeline.place.index, seen.flops[stage], seen.left(stage, largest), seen.sent[stage])
-        for stage in pipeline.place.own
+        StageRun(stage, pipeline.stages.index, seen.flops[stage], seen.left(stage, largest), seen.sent[stage])
+        for stage in pipeline.stages.own
     )
 
 

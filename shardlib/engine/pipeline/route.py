@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor
 from shardlib.engine import _torch
 from shardlib.engine._torch import flatten_with_path, pytree
 from shardlib.engine.pipeline.batch import refuse_unfit
-from shardlib.engine.pipeline.cut import Place
-from shardlib.engine.region import unwrap_dtensor, wrap_replicated
+from shardlib.engine.pipeline.stages import Stages
+from shardlib.engine.region import Casting, unwrap_dtensor, wrap_replicated
 from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError, ShardingError
 
@@ -108,25 +108,15 @@ class Route:
 
     Args:
         model: the model, cut into stages.
-        skeleton: a copy of all modules with fake tensors.
-        mode: the fake tensor mode.
-        place: the stages, and which of them this rank runs.
+        stages: the stages, and which of them this rank runs.
         casting: the dtype that inputs are cast to, and the autocast context of forward.
         region: the mesh of the model axes, if all of this rank's model computes on DTensors. Messages are plain
             tensors.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        skeleton: nn.Module,
-        mode: Any,
-        place: Place,
-        casting: Any,
-        region: DeviceMesh | None,
-    ) -> None:
-        self.skeleton, self.mode, self.place, self.casting, self.region = skeleton, mode, place, casting, region
-        self._stage_of = {name: number for number, stage in enumerate(place.stages) for name in stage.modules}
+    def __init__(self, model: nn.Module, stages: Stages, casting: Casting, region: DeviceMesh | None) -> None:
+        self.stages, self.casting, self.region = stages, casting, region
+        self._stage_of = {name: number for number, stage in enumerate(stages.plan.stages) for name in stage.modules}
         self._known: dict[Any, _Known] = {}
         self._active: _Pass | None = None
         self._model, self._forward = weakref.ref(model), _weakly(model.forward)
@@ -185,7 +175,7 @@ class Route:
     def _call(self, names: tuple[str, ...], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         one = self._active
         if one is None or one.inside:
-            if one is None and not any(self._stage_of[name] in self.place.own for name in names):
+            if one is None and not any(self._stage_of[name] in self.stages.own for name in names):
                 raise ShardingError(f'"{names[0]}" is on stage {self._stage_of[names[0]]}, and not on this rank.')
             return inner(*args, **kwargs)
         number, one.count = one.count, one.count + 1
@@ -207,7 +197,7 @@ class Route:
 
     def _can_call(self, name: str, args: Any, kwargs: Any) -> bool:
         """Tell whether this rank can call a module of another stage itself."""
-        return name in self.place.everywhere and _all_have_values(args, kwargs)
+        return name in self.stages.everywhere and _all_have_values(args, kwargs)
 
     def _entering(self, one: _Pass, boundary: StageBoundary, name: str, args: Any, kwargs: Any) -> Any:
         if boundary.lacks_first and args and self.region is None:
@@ -256,10 +246,10 @@ class Route:
 
     def _elsewhere(self, known: _Known, number: int, name: str, args: Any, kwargs: Any) -> Any:
         if number not in known.outputs:
-            module, to_fake = self.skeleton.get_submodule(name), _torch.imagined_in(self.mode)
+            module, to_fake = self.stages.skeleton.get_submodule(name), _torch.imagined_in(self.stages.mode)
             with torch.no_grad():
                 try:
-                    with self.mode:
+                    with self.stages.mode:
                         fake = pytree.tree_map_only(torch.Tensor, to_fake, (args, kwargs))
                         output = module(*fake[0], **fake[1])
                 except _torch.fake_tensor_errors():
@@ -279,11 +269,11 @@ class Route:
             PlanError: a stage gets no input from the stages before it.
         """
         if key not in self._known:
-            refuse_unfit(self.skeleton.forward, self._name, (args, dict(kwargs)))
-            self.skeleton.train(training)
+            refuse_unfit(self.stages.skeleton.forward, self._name, (args, dict(kwargs)))
+            self.stages.skeleton.train(training)
             known = _Known([None])
             with _keeping_buffers(self._model()):
-                for stage in range(1, len(self.place.stages)):
+                for stage in range(1, len(self.stages.plan.stages)):
                     known.boundaries.append(self._boundary(stage, known, args, dict(kwargs)))
             while len(self._known) >= _MOST_SHAPES:
                 del self._known[next(iter(self._known))]
@@ -309,21 +299,21 @@ class Route:
                 f"not have ({type(error).__name__}). Put that into a module of a stage, or the modules around it on "
                 "one."
             ) from error
+        modules = ", ".join(self.stages.plan.stages[stage].modules[:3])
         raise PlanError(
-            f"Stage {stage} ({', '.join(self.place.stages[stage].modules[:3])}, ...) is given nothing by the stages "
-            f"before it: no call of its modules in the forward of {self._name} takes what they make. "
-            f"{self._advice(stage)}"
+            f"Stage {stage} ({modules}, ...) is given nothing by the stages before it: no call of its modules in the "
+            f"forward of {self._name} takes what they make. {self._advice(stage)}"
         )
 
     def _advice(self, stage: int) -> str:
         """Say what to do about a stage that is given nothing."""
         earlier = {
-            id(self.skeleton.get_submodule(name)): (name, number)
-            for number, before in enumerate(self.place.stages[:stage])
+            id(self.stages.skeleton.get_submodule(name)): (name, number)
+            for number, before in enumerate(self.stages.plan.stages[:stage])
             for name in before.modules
         }
-        for name in self.place.stages[stage].modules:
-            if found := earlier.get(id(self.skeleton.get_submodule(name))):
+        for name in self.stages.plan.stages[stage].modules:
+            if found := earlier.get(id(self.stages.skeleton.get_submodule(name))):
                 return (
                     f'"{name}" is the same module as "{found[0]}" on stage {found[1]}, and a stage calls the modules '
                     "that it has by itself. Put both on one stage; or make two modules with the same parameters, "

@@ -199,7 +199,7 @@ class Run:
         """Return the tensors to send, in the shapes and dtypes that the next stage expects."""
         boundary = self.microbatches[m].boundaries[stage + 1]
         assert boundary is not None and self.pipeline is not None
-        made, splits = [], self.train and self.pipeline.place.splits_backward
+        made, splits = [], self.train and self.pipeline.stages.splits_backward
         for tensor, message in zip(output, boundary.messages, strict=True):
             if tuple(tensor.shape) != message.shape:
                 raise PlanError(

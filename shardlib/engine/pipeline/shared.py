@@ -6,19 +6,24 @@ contributions are summed over the holders. All holders therefore take the same s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardlib._plan import Movement
+from shardlib._mesh import MeshShape
+from shardlib._plan import Movement, movements_of
 from shardlib.engine import _torch
+from shardlib.engine.groups import group_of
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import ParamState, local_of
+from shardlib.engine.pipeline.stages import Stages
 from shardlib.engine.transport import Transport
 
-__all__ = ["Shared"]
+__all__ = ["Shared", "shared_parameters"]
 
 
 @dataclass(eq=False)
@@ -75,6 +80,35 @@ class Shared:
             local.copy_(sent)
         self.summed = True
         self.put_prior_back()
+
+
+def shared_parameters(stages: Stages, param_states: Mapping[str, ParamState]) -> list[Shared]:
+    """Return the parameters that ranks of several stages hold. Creates groups: collective over all ranks."""
+    made = []
+    for row in stages.plan.rows:
+        holders = stages.holders(row)
+        if row.kind != "parameter" or len(holders) == 1:
+            continue
+        group = _group_of(stages, holders)
+        param_state = param_states[stages.names_here[row.name]] if row.name in stages.names_here else None
+        among = param_state.executor.transport((stages.axis,), group) if param_state and group else None
+        with _torch.no_modes():
+            every = movements_of(
+                [row], stages.plan.mesh, stages.plan.units, stages.plan.step, holders={row.name: len(holders)}
+            )
+            sums = tuple(one for one in every if one.purpose == "gradients, stages")
+        made.append(Shared(param_state, among, sums))
+    return made
+
+
+def _group_of(stages: Stages, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """Return the group of the ranks with these coordinates on this rank's pipeline."""
+    if len(holders) == stages.ranks:
+        return stages.pipeline_group
+    ranks = _torch.ranks_of_mesh(stages.mesh)
+    lines = MeshShape.of(stages.mesh).lines((stages.axis,))
+    groups = [group_of([ranks[line[holder]] for holder in holders], "tied parameters") for line in lines]
+    return next((group for group in groups if group is not None), None)
 
 
 def _zero_gradient(param_state: ParamState) -> Any:

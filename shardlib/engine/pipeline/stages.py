@@ -1,14 +1,16 @@
-"""The steps of `shard_model` for a mesh with a pipeline axis.
+"""The stages of a model: the tensors that a rank keeps, and the placeholders for the others.
 
-The ranks of one stage have their own mesh, the whole mesh without the pipeline axis. On this mesh, the rest of the
-model after the cut is sharded like any model; that code gets all it needs to know of other stages from this module.
+Modules stay in the model, so that its own forward runs on every stage. The engine removes the parameters and buffers of
+other stages. In their place it puts fake tensors without memory, for code that reads the dtype or the device of a
+weight.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,96 +18,95 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib._mesh import MeshShape, device_here
-from shardlib._plan import Plan, movements_of, rows_by_name
+from shardlib._mesh import MeshShape, device_here, mesh
+from shardlib._plan import Plan, Row, expert_rows, rows_by_name
+from shardlib._plan.schedules import default_schedule, rank_of_stage, splits_backward
 from shardlib.engine import _torch
-from shardlib.engine.groups import group_of
-from shardlib.engine.params import ParamState
-from shardlib.engine.pipeline.cut import Place, fake_copy, mesh_with_stages, of_stages, remove_foreign
-from shardlib.engine.pipeline.route import Route
-from shardlib.engine.pipeline.shared import Shared
-from shardlib.engine.pipeline.transport import Channels, Timetable
+from shardlib.engine.regions import inside
 from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError
 
-__all__ = ["Pipeline", "has_pipeline"]
+__all__ = ["Stages", "fake_copy", "fake_like", "has_stages", "shape_with_stages"]
 
 
-def has_pipeline(plan: Plan) -> bool:
+def has_stages(plan: Plan) -> bool:
     """Tell whether a plan is for a mesh whose ranks run different stages."""
     return any(plan.mesh[axis] > 1 for axis in plan.mesh.pipeline_axes)
 
 
-class Pipeline:
-    """A model that is cut into stages; `shard_model` makes it, cuts the model, and installs the route.
-
-    Creates process groups: collective over all ranks.
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The stages of a plan, and those of them that this rank runs.
 
     Attributes:
         plan: the plan of the whole model.
         mesh: the whole mesh.
-        place: the coordinate and the stages of this rank.
-        stage_plan, stage_mesh: what this rank's stages carry out, and the mesh of the ranks that do.
         skeleton: a copy of all modules with fake tensors.
-        route: runs microbatches through this rank's stages.
-        channels: the process groups to the ranks of other stages.
-        shared: the tensors that several stages hold, the same list on all ranks.
-
-    Raises:
-        PlanError: the plan has no stages, or cannot be carried out on them.
+        mode: the fake tensor mode.
     """
 
-    route: Route
-    channels: Channels
-    shared: Sequence[Shared]
+    plan: Plan
+    mesh: DeviceMesh
+    skeleton: nn.Module
+    mode: Any
 
-    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, exact_random: bool) -> None:
-        self.axis = plan.mesh.pipeline_axes[0]
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan, given: DeviceMesh, *, exact_random: bool) -> Stages:
+        """Return the stages of a model that is to be cut. Creates process groups: collective over all ranks.
+
+        Raises:
+            PlanError: the plan has no stages, or cannot be carried out on them.
+        """
         if not plan.stages:
             raise PlanError(
-                f'Mesh "{plan.mesh}" has the pipeline axis "{self.axis}", and the rules name no stages for it. Name '
-                'them: Rules(..., stages="embed, blocks.0-3 | blocks.4-7, norm, head"), or stages=Balanced(); a layout '
-                "file's rules take them with rules.with_stages(Balanced())."
+                f'Mesh "{plan.mesh}" has the pipeline axis "{plan.mesh.pipeline_axes[0]}", and the rules name no '
+                'stages for it. Name them: Rules(..., stages="embed, blocks.0-3 | blocks.4-7, norm, head"), or '
+                "stages=Balanced(); a layout file's rules take them with rules.with_stages(Balanced())."
             )
         if exact_random:
             raise PlanError(
                 'rng="exact" draws in the order of one device, and the stages of a pipeline run at the same time. Use '
                 'rng="fast" on a mesh with a pipeline axis.'
             )
-        self.plan, self.mesh = plan, mesh_with_stages(mesh)
-        self.shape = MeshShape.of(self.mesh)
-        self.place = Place(plan, self.mesh.get_local_rank(self.axis), model)
-        of_stage = MeshShape({name: size for name, size in self.shape.items() if name != self.axis})
-        self.stage_plan = of_stages(plan, self.place, of_stage)
-        self.stage_mesh = self.mesh[tuple(name for name in self.shape.names if name != self.axis)]
-        self.device = device_here(self.mesh.device_type)
-        self._open_groups()
-        self.mode = _torch.imagining()
+        shape, mode, device = shape_with_stages(MeshShape.of(given)), _torch.imagining(), device_here(given.device_type)
+        mesh_ = given if shape == MeshShape.of(given) else mesh(shape, device_type=given.device_type)
         dtypes = {name: row.compute.dtype for row in plan.rows for name in row.tied if row.compute.dtype is not None}
-        self.skeleton = fake_copy(model, self.mode, self.device, dtypes)
+        stages = cls(plan, mesh_, fake_copy(model, mode, device, dtypes), mode)
+        _refuse(plan, stages.schedule)
+        # All groups that any stage may need: all ranks of the job must create each of them together.
+        axes = [name for name in shape.names if name != stages.axis]
+        for count in range(2, len(axes) + 1):
+            for some in itertools.combinations(axes, count):
+                _torch.flattened(stages.stage_mesh, some)
+        _torch.flattened(mesh_, shape.names)
+        return stages
 
-    def _open_groups(self) -> None:
-        """Create all process groups that any stage may need: all ranks of the job must create each of them together."""
-        names = self.stage_mesh.mesh_dim_names or ()
-        for count in range(2, len(names) + 1):
-            for axes in itertools.combinations(names, count):
-                _torch.flattened(self.stage_mesh, axes)
-        self.everyone = _torch.flattened(self.mesh, self.shape.names).get_group()
+    # --- ranks --------------------------------------------------------------------------------------------------------
+
+    @property
+    def axis(self) -> str:
+        """The pipeline axis."""
+        return self.plan.mesh.pipeline_axes[0]
 
     @cached_property
-    def names(self) -> dict[str, str]:
-        """Canonical names by the names of this rank's tensors."""
-        rows = rows_by_name(self.plan.rows)
-        return {row.name: rows[row.name].name for row in self.stage_plan.rows}
+    def ranks(self) -> int:
+        """The number of ranks of the pipeline axis."""
+        return self.plan.mesh[self.axis]
 
     @cached_property
-    def names_here(self) -> dict[str, str]:
-        """The names of this rank's tensors by their canonical names."""
-        return {first: name for name, first in self.names.items()}
+    def index(self) -> int:
+        """The coordinate of this rank on the pipeline axis."""
+        return self.mesh.get_local_rank(self.axis)
 
-    def cut(self, model: nn.Module, undo: Undo) -> None:
-        """Remove the tensors of other stages."""
-        remove_foreign(model, self.place, self.mode, self.device, undo)
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return device_here(self.mesh.device_type)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """The group of all ranks of the mesh."""
+        return _torch.flattened(self.mesh, self.mesh.mesh_dim_names or ()).get_group()
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -113,78 +114,130 @@ class Pipeline:
         return self.mesh[self.axis].get_group()
 
     @cached_property
-    def counted_elsewhere(self) -> frozenset[str]:
-        """Names of this rank's parameters that an earlier stage also holds, and counts in norms."""
-        params = (row for row in self.plan.rows if row.kind == "parameter" and row.name in self.names_here)
-        elsewhere = (row for row in params if self.place.holders(row.tied)[0] != self.place.index)
-        return frozenset(self.names_here[row.name] for row in elsewhere)
+    def stage_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that run the same stages as this one."""
+        return self.mesh[tuple(name for name in self.mesh.mesh_dim_names or () if name != self.axis)]
 
-    def install(
-        self,
-        model: nn.Module,
-        param_states: Mapping[str, ParamState],
-        casting: Any,
-        region: DeviceMesh | None,
-        undo: Undo,
-    ) -> None:
-        """Install the route of this rank's stages, once they are sharded. Creates groups: collective over all ranks.
+    # --- stages -------------------------------------------------------------------------------------------------------
 
-        `region` is the mesh of the model axes, if all of this rank's model computes on DTensors.
+    @cached_property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return self.plan.step.schedule or default_schedule(self.ranks, len(self.plan.stages))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the backward of weights runs apart from the backward of inputs."""
+        return splits_backward(self.schedule)
+
+    def rank_of(self, stage: int) -> int:
+        """Return the coordinate on the pipeline axis of the rank that runs a stage."""
+        return rank_of_stage(self.schedule, self.ranks, stage)
+
+    @cached_property
+    def own(self) -> tuple[int, ...]:
+        """The numbers of this rank's stages."""
+        return tuple(stage for stage in range(len(self.plan.stages)) if self.rank_of(stage) == self.index)
+
+    @cached_property
+    def everywhere(self) -> frozenset[str]:
+        """Named modules without parameters: any stage that has their inputs may call them."""
+        parameters = [name for row in self.plan.rows if row.kind == "parameter" for name in row.tied]
+        modules = (module for stage in self.plan.stages for module in stage.modules)
+        return frozenset(m for m in modules if not any(name.startswith(f"{m}.") for name in parameters))
+
+    @cached_property
+    def _same(self) -> dict[str, list[str]]:
+        """For each name of a module, all its names."""
+        return {name: names for names in _names_of_modules(self.skeleton).values() for name in names}
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> dict[str, Row]:
+        """Rows of the plan of the whole model, by each name of their tensors."""
+        return rows_by_name(self.plan.rows)
+
+    def holders(self, row: Row) -> tuple[int, ...]:
+        """Return the coordinates of the ranks that hold a tensor; all of them if no stage holds it."""
+        found = {self.rank_of(i) for i, stage in enumerate(self.plan.stages) if any(map(stage.holds, row.tied))}
+        return tuple(sorted(found or range(self.ranks)))
+
+    def is_counted(self, name: str) -> bool:
+        """Tell whether this rank, and not one of an earlier stage, counts a tensor in norms."""
+        return self.holders(self.rows[name])[0] == self.index
+
+    def _keeps(self, name: str, row: Row) -> bool:
+        """Tell whether this rank keeps a tensor under one of its names.
+
+        A name that no stage holds is kept with the other names of the tensor. A module that is kept under one of its
+        names is kept under all.
         """
-        group = self.pipeline_group
-        tagged = dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.FAKE)
-        lines = [] if tagged else self.shape.groups((self.axis,))
-        self.channels = Channels.open(group, lines, self.device)
-        self.route = Route(model, self.skeleton, self.mode, self.place, casting, region)
-        self.route.install(model, undo)
-        undo.callback(model.register_load_state_dict_pre_hook(self._drop_foreign).remove)
-        self.shared = self._shared(param_states)
+        module, _, key = name.rpartition(".")
+        same = [f"{each}.{key}".lstrip(".") for each in self._same.get(module, [module])]
+        if any(one.startswith(f"{module}.") for module in self.everywhere for one in same):
+            return True
+        if named := [number for number, stage in enumerate(self.plan.stages) if any(map(stage.holds, same))]:
+            return not set(named).isdisjoint(self.own)
+        return self.index in self.holders(row)
 
-    def _shared(self, param_states: Mapping[str, ParamState]) -> list[Shared]:
-        made = []
-        groups: dict[tuple[int, ...], Any] = {}
-        for row in self.plan.rows:
-            holders = self.place.holders(row.tied)
-            if row.kind != "parameter" or len(holders) == 1:
-                continue
-            if holders not in groups:
-                groups[holders] = self._group_of(holders)
-            param_state = param_states[self.names_here[row.name]] if row.name in self.names_here else None
-            group = groups[holders]
-            among = param_state.executor.transport((self.axis,), group) if param_state and group else None
-            with _torch.no_modes():
-                shared = {row.name: len(holders)}
-                every = movements_of([row], self.plan.mesh, self.plan.units, self.plan.step, holders=shared)
-                sums = tuple(one for one in every if one.purpose == "gradients, stages")
-            made.append(Shared(param_state, among, sums))
-        return made
+    @cached_property
+    def stage_plan(self) -> Plan:
+        """The part of the plan that this rank's stages carry out, on the mesh of these stages."""
+        own = [module for stage in self.own for module in self.plan.stages[stage].modules]
+        kept = [(row, tuple(name for name in row.tied if self._keeps(name, row))) for row in self.plan.rows]
 
-    def _group_of(self, holders: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Return the group of the ranks with these coordinates on this rank's pipeline."""
-        if len(holders) == self.place.ranks:
-            return self.pipeline_group
-        own_group = None
-        ranks = _torch.ranks_of_mesh(self.mesh)
-        for line in self.shape.lines((self.axis,)):
-            made = group_of([ranks[line[holder]] for holder in holders], "tied parameters")
-            own_group = made if made is not None else own_group
-        return own_group
+        def runs_here(module: str) -> bool:
+            return any(inside(name, own) for name in self._same.get(module, [module]))
 
-    def _drop_foreign(
-        self,
-        model: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+        return self.plan.replace(
+            mesh=MeshShape.of(self.stage_mesh),
+            rows=tuple(row.replace(name=names[0], tied=names) for row, names in kept if names),
+            borders=tuple(border for border in self.plan.borders if runs_here(border.module)),
+            units=tuple(filter(runs_here, self.plan.units)),
+            repeated=tuple(filter(runs_here, self.plan.repeated)),
+            stages=(),
+            blocks=None,
+        )
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Canonical names by the names of this rank's tensors."""
+        return {row.name: self.rows[row.name].name for row in self.stage_plan.rows}
+
+    @cached_property
+    def names_here(self) -> dict[str, str]:
+        """The names of this rank's tensors by their canonical names."""
+        return {first: name for name, first in self.names.items()}
+
+    @property
+    def foreign(self) -> set[str]:
+        """All names of tensors that only other ranks hold."""
+        return {name for row in self.plan.rows if row.name not in self.names_here for name in row.tied}
+
+    def cut(self, model: nn.Module, undo: Undo) -> None:
+        """Remove the tensors of other stages from the model, and put fake tensors in their place."""
+        kept = rows_by_name(self.stage_plan.rows)
+        for module, names in _names_of_modules(model).items():
+            for tensors in _torch.own_tensors(module):
+                foreign = [
+                    key
+                    for key, tensor in tensors.items()
+                    if tensor is not None and not any(f"{name}.{key}".lstrip(".") in kept for name in names)
+                ]
+                if foreign:
+                    undo.callback(_put_back, module, tensors, dict(tensors), foreign)
+                for key in foreign:
+                    tensor = tensors.pop(key)
+                    fake = _torch.as_kind(fake_like(tensor, self.mode, self.device), tensor)
+                    module.__dict__[key] = fake.requires_grad_(False)
+
+    def drop_foreign(self, model: nn.Module, state: dict[str, Any], prefix: str, *loading: Any) -> None:
         """Drop the entries of other stages, so that a state dict of the whole model can be loaded.
 
         What torch would say of them is said here: a load raises on all stages or on none.
         """
+        _metadata, _strict, missing, _unexpected, errors = loading
         here = set(model.state_dict(keep_vars=True))
         foreign = {name: row for row in self.plan.rows for name in row.tied if name not in here}
         given = {name: state.pop(prefix + name) for name in foreign if prefix + name in state}
@@ -197,18 +250,6 @@ class Pipeline:
             if isinstance(value, torch.Tensor) and tuple(value.shape) != tuple(foreign[name].global_shape)
         ]
 
-    @cached_property
-    def timetable(self) -> Callable[[Sequence[Hashable], bool], Timetable]:
-        """A cached function that returns the messages for microbatches of these keys, with or without backward."""
-        return lru_cache(maxsize=256)(
-            lambda keys, train: Timetable(self.place, [self.route.boundaries(key) for key in keys], train=train)
-        )
-
-    @property
-    def foreign(self) -> set[str]:
-        """All names of tensors that only other ranks hold."""
-        return {name for row in self.plan.rows if row.name not in self.names_here for name in row.tied}
-
     def full_state(self, own: Mapping[str, torch.Tensor], names: Collection[str] | None) -> dict[str, torch.Tensor]:
         """Return the state dict of the whole model: each tensor from the first rank of the pipeline that holds it.
 
@@ -218,18 +259,79 @@ class Pipeline:
             own: full tensors of this rank's stages, by name.
             names: the entries to return, the same on all ranks; None for all.
         """
-        rows = rows_by_name(self.plan.rows)
         sent: dict[str, torch.Tensor] = {}
         found = {}
         for name in self.skeleton.state_dict():
             if names is not None and name not in names:
                 continue
-            row = rows[name]
+            row = self.rows[name]
             if row.name not in sent:
                 local = next((own[each] for each in row.tied if each in own), None)
                 value = torch.empty(row.global_shape, dtype=row.stored.dtype or row.dtype) if local is None else local
                 moving = value.to(self.device).contiguous()
-                dist.broadcast(moving, group=self.pipeline_group, group_src=self.place.holders(row.tied)[0])
+                dist.broadcast(moving, group=self.pipeline_group, group_src=self.holders(row)[0])
                 sent[row.name] = moving.to(value.device)
             found[name] = sent[row.name]
         return found
+
+
+def shape_with_stages(shape: MeshShape) -> MeshShape:
+    """Return a mesh shape with at least one axis besides the pipeline axis.
+
+    >>> shape_with_stages(MeshShape("pp=2"))
+    MeshShape("dp=1,pp=2")
+    """
+    return shape if set(shape.names) - set(shape.pipeline_axes) else MeshShape({"dp": 1, **dict(shape.items())})
+
+
+def _refuse(plan: Plan, schedule: str) -> None:
+    modules = [module for stage in plan.stages for module in stage.modules]
+    for border in plan.borders:
+        between = border.rule is not None and not inside(border.module, modules)
+        if between and border.layout is not None and border.layout.axes & {*plan.mesh.model_axes}:
+            raise PlanError(
+                f'The rule "{border.rule}" gives a layout to the {border.side} of "{border.module or "the model"}" '
+                f"over {', '.join(sorted(border.layout.axes))}, but that module runs on several stages of the "
+                "pipeline. Name modules that are within one stage."
+            )
+    if plan.step.fp8_history:
+        raise PlanError(
+            'precision("fp8") with delayed scales is planned but not run on a pipeline. Scale by the tensors as they '
+            "are: fp8_history=0."
+        )
+    if splits_backward(schedule) and plan.step.recompute and expert_rows(plan.rows, plan.mesh):
+        raise PlanError(
+            "The plan spreads experts and computes activations again in backward, and its schedule "
+            f'"{schedule}" computes the gradients of weights late: ranks whose experts no token asked for would '
+            'send no tokens once more, for which others wait. Use "1f1b" or "interleaved", or leave '
+            "checkpoint_activations out."
+        )
+
+
+def fake_copy(model: nn.Module, mode: Any, device: torch.device, dtypes: Any) -> nn.Module:
+    """Return a copy of a model whose tensors are fake; no tensor of `model` is copied.
+
+    `dtypes` are compute dtypes by parameter name, where they differ from the parameter's.
+    """
+    names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
+    return _torch.copied_with(model, lambda x: fake_like(x, mode, device, dtypes.get(names.get(id(x)))))
+
+
+def fake_like(tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a fake tensor of the shape and strides of another."""
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+
+
+def _put_back(module: nn.Module, tensors: dict[str, Any], before: dict[str, Any], foreign: Sequence[str]) -> None:
+    for key in foreign:
+        module.__dict__.pop(key, None)
+    tensors.clear()
+    tensors.update(before)
+
+
+def _names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
+    found: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(name)
+    return found

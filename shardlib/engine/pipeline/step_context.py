@@ -38,7 +38,7 @@ class StepContext:
     """
 
     def __init__(self, record: Sharded) -> None:
-        mesh = record.pipeline.mesh if record.pipeline is not None else record.mesh
+        mesh = record.pipeline.stages.mesh if record.pipeline is not None else record.mesh
         shape = MeshShape.of(mesh)
         coordinate = dict(zip(shape.names, mesh.get_coordinate() or (), strict=True))
         apart = (*shape.pipeline_axes, *(() if record.meets_in_modules else shape.data_axes))
@@ -50,7 +50,7 @@ class StepContext:
             for place, rank in enumerate(_torch.ranks_of_mesh(mesh))
             if all(shape.coordinate(place)[axis] == coordinate[axis] for axis in apart)
         )
-        first = record.pipeline is not None and 0 in record.pipeline.place.own
+        first = record.pipeline is not None and 0 in record.pipeline.stages.own
         self.computes_early, self.is_dry = first and len(self.peers) == 1, not record.has_values
         self.number, self.failures, self.compared = next(_numbers), itertools.count(), False
         self.watched: Callable[[Action], AbstractContextManager[None]] = lambda _action: nullcontext()

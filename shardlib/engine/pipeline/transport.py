@@ -23,8 +23,8 @@ import torch.distributed as dist
 from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch
 from shardlib.engine.groups import group_of
-from shardlib.engine.pipeline.cut import Place
 from shardlib.engine.pipeline.route import StageBoundary
+from shardlib.engine.pipeline.stages import Stages
 from shardlib.engine.transport import exchange
 
 __all__ = ["Channels", "P2PMessage", "Timetable", "Transport", "sent_by"]
@@ -108,21 +108,21 @@ class Timetable:
         coming: the messages of each other rank to this one, in the order in which they are sent.
     """
 
-    def __init__(self, place: Place, boundaries: Sequence[Sequence[StageBoundary | None]], *, train: bool) -> None:
-        stages, self.microbatches = range(len(place.stages)), len(boundaries)
-        self.index, self.last, self.rank_of = place.index, stages[-1], [place.rank_of(stage) for stage in stages]
+    def __init__(self, given: Stages, boundaries: Sequence[Sequence[StageBoundary | None]], *, train: bool) -> None:
+        stages, self.microbatches = range(len(given.plan.stages)), len(boundaries)
+        self.index, self.last, self.rank_of = given.index, stages[-1], [given.rank_of(stage) for stage in stages]
         if train:
-            orders: Sequence[Sequence[Action]] = order(place.schedule, place.ranks, len(stages), self.microbatches)
+            orders: Sequence[Sequence[Action]] = order(given.schedule, given.ranks, len(stages), self.microbatches)
         else:
             forwards = [Action("F", stage, m) for m in range(self.microbatches) for stage in stages]
-            orders = [[each for each in forwards if self.rank_of[each.stage] == rank] for rank in range(place.ranks)]
-        self.own = orders[place.index]
+            orders = [[each for each in forwards if self.rank_of[each.stage] == rank] for rank in range(given.ranks)]
+        self.own = orders[given.index]
         sent = [[m for action in each if (m := sent_by(action, self.last)) is not None] for each in orders]
         self.metas = {message: _metas(message, boundaries) for each in sent for message in each}
         self.coming = {
-            source: tuple(m for m in each if self.rank_of[m.stage] == place.index and self.metas[m])
+            source: tuple(m for m in each if self.rank_of[m.stage] == given.index and self.metas[m])
             for source, each in enumerate(sent)
-            if source != place.index
+            if source != given.index
         }
 
     def tag(self, message: P2PMessage, place: int) -> int:

@@ -21,7 +21,7 @@ from shardlib.engine import _torch, agree
 from shardlib.engine._torch import pytree
 from shardlib.engine.flops import operations_of
 from shardlib.engine.pipeline.batch import as_call, key_of
-from shardlib.engine.pipeline.cut import fake_copy, fake_like
+from shardlib.engine.pipeline.stages import fake_copy, fake_like
 from shardlib.errors import PlanError, RuleError
 from shardlib.rules import Balanced, By, Weigh
 

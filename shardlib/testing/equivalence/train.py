@@ -252,7 +252,7 @@ def is_pipeline(model: nn.Module) -> bool:
 def elsewhere(model: nn.Module) -> set[str]:
     """Return the names of tensors that are on other stages only."""
     pipeline = record_of(model).pipeline if is_sharded(model) else None
-    return set() if pipeline is None else pipeline.foreign
+    return set() if pipeline is None else pipeline.stages.foreign
 
 
 def _scalar(loss: Any) -> torch.Tensor:
