@@ -24,6 +24,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import astuple, dataclass
 from datetime import timedelta
@@ -165,8 +166,7 @@ class _Interrupted:
         """
         if self.job is not _job_members():
             return
-        self.job.interruptions += 1
-        if not all_say(f"interrupted/{self.job.interruptions}", str(self.calls), self.ranks):
+        if not all_say("interrupted", str(self.calls), self.ranks):
             leave()
             rank, others = self.job.rank, ", ".join(str(rank) for rank in self.ranks if rank != self.job.rank)
             message = (
@@ -354,7 +354,6 @@ class _JobMembers:
         self.rank = dist.get_rank()
         self.members = {member.rank: member for member in members}
         self.ranks = sorted({*self.members, *ranks})
-        self.interruptions = 0  # forwards of this rank that raised, and after which it went on
         self._token = token
 
     def store(self) -> _StoreClient:
@@ -481,9 +480,16 @@ def all_say(what: str, text: str, ranks: Collection[int]) -> bool:
 
     Ranks that have nothing to write do not call it.
     """
-    store = _store_client()
-    store.write(what, dist.get_rank(), text)
-    return {*(store.texts(what, ranks, within=_AGREEMENT_TIMEOUT) or ())} == {text}
+    asked = _asked.setdefault(dist.group.WORLD, Counter())
+    subject = f"{what}/{','.join(map(str, ranks))}"
+    asked[subject] += 1
+    store, which = _store_client(), f"{subject}/{asked[subject]}"
+    store.write(which, dist.get_rank(), text)
+    return {*(store.texts(which, ranks, within=_AGREEMENT_TIMEOUT) or ())} == {text}
+
+
+# How often `all_say` was called in a job on a subject among some ranks, which tells its calls apart.
+_asked: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def leave() -> None:

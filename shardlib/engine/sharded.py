@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.engine import _torch
-from shardlib.engine.pipeline.step_context import StepContext
 from shardlib.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -61,11 +60,6 @@ class Sharded:
     meets_in_modules: bool
     comparison: StepComparison | None
     has_values: bool
-
-    @cached_property
-    def step_context(self) -> StepContext:
-        """The role of this rank in steps of a pipeline. Cached: Python time in a step stalls every rank."""
-        return StepContext(self)
 
     @cached_property
     def param_states(self) -> dict[int, ParamState]:

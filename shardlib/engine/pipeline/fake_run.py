@@ -14,7 +14,7 @@ from shardlib._plan import Plan, StageRun
 from shardlib._plan.schedules import Action
 from shardlib.engine._torch import pytree
 from shardlib.engine.pipeline.batch import rows
-from shardlib.engine.pipeline.step import pipeline_step
+from shardlib.engine.pipeline.step import Step
 from shardlib.engine.recording import Recording
 from shardlib.engine.sharded import record_of
 
@@ -28,16 +28,14 @@ def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) 
     """
     for parameter in model.parameters():
         parameter.grad = None
-    record, total = record_of(model), rows(batch)
-    pipeline = record.pipeline
+    pipeline, total = record_of(model).pipeline, rows(batch)
     assert pipeline is not None
     count = plan.step.microbatches or min(2 * pipeline.stages.ranks, total)
     if log is None:
-        pipeline_step(model, batch, _as_one_number, microbatches=count)
+        Step(model, _as_one_number).run(batch, count)
         return ()
     seen = _Seen(log, plan.mesh.pipeline_axes)
-    record.step_context.watched = seen.watch
-    pipeline_step(model, batch, _as_one_number, microbatches=count)
+    Step(model, _as_one_number, watch=seen.watch).run(batch, count)
     largest = total % count or count  # the number of microbatches of the largest size
     return tuple(
         StageRun(stage, pipeline.stages.index, seen.flops[stage], seen.left(stage, largest), seen.sent[stage])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,26 +20,25 @@ from shardlib._plan.schedules import Action
 from shardlib.engine import _torch
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.pipeline.batch import Call
-from shardlib.engine.pipeline.route import StageBoundary, has_values, without_fakes
-from shardlib.engine.pipeline.transport import P2PMessage, Transport, sent_by
+from shardlib.engine.pipeline.route import has_values, without_fakes
+from shardlib.engine.pipeline.transport import Transport
 from shardlib.engine.sharded import Sharded
 from shardlib.errors import InputError, LostRankError, PlanError
 
-__all__ = ["Failure", "Losses", "Microbatch", "Run"]
+__all__ = ["Criterion", "Failure", "Losses", "Microbatch", "Run", "Watch"]
 
 Criterion = Callable[[Any, Any], Any]
+Watch = Callable[[Action], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch: the arguments of the model's call, the criterion's batch, the number of rows, its key, and where
-    the stages begin for it."""
+    """A microbatch: the arguments of the model's call, the criterion's batch, the number of rows, and its key."""
 
     call: Call
     batch: Any
     rows: int
     key: Any
-    boundaries: Sequence[StageBoundary | None]
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,6 @@ class Losses:
 class Run:
     """Runs the actions of a rank.
 
-    `refused` is the error that kept the step from beginning: an invalid input, or an action that a rank could not do.
-
     Args:
         model: the model, cut into stages; or a full model as the only stage.
         record: its record.
@@ -88,10 +85,11 @@ class Run:
         microbatches: what the batch was cut into.
         criterion: (output, batch) -> loss.
         begin: waits until all ranks are known to run the same step; returns the factor of the mean loss of one row
-            before backward, and that of a sum of counted losses. A rank whose first forward needs no other rank
-            computes it before that, and sends nothing before.
+            before backward, and that of a sum of counted losses.
+        early: whether to compute the first action before that. Nothing is sent before.
         train: whether to run backward.
         keep_outputs: whether to keep the outputs of the last stage.
+        watch: returns a context for each action, in which it runs.
         on_failure: called for the first failure of this rank; raises if other ranks cannot continue without it.
     """
 
@@ -104,27 +102,23 @@ class Run:
         criterion: Criterion | None,
         *,
         begin: Callable[[], tuple[float, float]],
+        early: bool,
         train: bool,
         keep_outputs: bool,
+        watch: Watch,
         on_failure: Callable[[Failure], None],
     ) -> None:
         self.model, self.pipeline, self.reducer, self.transport = model, record.pipeline, record.reducer, transport
-        self.microbatches, self.criterion, self._begin = microbatches, criterion, begin
-        self.step_context = record.step_context
-        self.factor = 1.0, 1.0
-        self.begun = False
-        self.refused: Exception | None = None
-        self.train, self.keep_outputs = train, keep_outputs
-        self.last = len(microbatches[0].boundaries) - 1
+        self.microbatches, self.criterion, self.train, self.keep_outputs = microbatches, criterion, train, keep_outputs
+        self.last = 0 if transport is None else transport.timetable.last
         self.losses = Losses()
         self.outputs: dict[int, Any] = {}
         self.executed: list[Action] = []
         self.failure: Failure | None = None
-        self._on_failure = on_failure
+        self._begin, self._early, self._watch, self._on_failure = begin, early, watch, on_failure
+        self._factors: tuple[float, float] | None = None
         self._saved: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
         self._pending_weight_grads: dict[tuple[int, int], Callable[[], None]] = {}
-        self._received: set[P2PMessage] = set()
-        self._sent: set[P2PMessage] = set()
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Run all actions, also after a failure.
@@ -134,55 +128,47 @@ class Run:
             StageError: only this rank has failed, and others wait for it inside of their modules.
         """
         for number, action in enumerate(actions):
-            if number or not self.step_context.computes_early:
+            if number or not self._early:
                 self._meet()
-            if self.transport is not None and self.begun:
-                for ahead in actions[number : number + self.transport.channels.ahead]:
-                    if (message := self._needed(ahead)) is not None:
-                        self.transport.expect(message)
-            if self.failure is None:
-                try:
-                    with self.step_context.watched(action):
-                        self._forward(action) if action.kind == "F" else self._backward(action)
-                    self.executed.append(action)
-                except LostRankError:
-                    raise
-                except Exception as error:
-                    if error is self.refused:
-                        raise
-                    self.failure = Failure(action, error, time.time())
-                    self._saved.clear()
-                    self._pending_weight_grads.clear()
-                    self._on_failure(self.failure)
-            if self.failure is not None:
-                self._pass_on(action)
-        self._finish()
+                if self.transport is not None:
+                    self.transport.expect(actions[number:])
+            with self._watch(action):
+                self._run(action)
+        if self.transport is not None:
+            naming_lost_ranks("backward")(self.transport.finish)()
 
     def _meet(self) -> None:
-        if self.begun:
-            return
-        try:
-            self.factor = self._begin()
-        except Exception as error:
-            self.refused = error
-            raise
-        self.begun = True
+        if self._factors is None:
+            self._factors = self._begin()
 
-    @naming_lost_ranks("backward")
-    def _finish(self) -> None:
+    def _run(self, action: Action) -> None:
+        named = naming_lost_ranks("forward" if action.kind == "F" else "backward")
+        received = [] if self.transport is None else named(self.transport.receive)(action)
+        made = None
+        if self.failure is None:
+            try:
+                made = named(self._forward if action.kind == "F" else self._backward)(action, received)
+                self.executed.append(action)
+            except LostRankError:
+                raise
+            except Exception as error:
+                self.failure = Failure(action, error, time.time())
+                self._saved.clear()
+                self._pending_weight_grads.clear()
+                self._on_failure(self.failure)
+        self._meet()
         if self.transport is not None:
-            self.transport.finish()
+            named(self.transport.send)(action, made)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    @naming_lost_ranks("forward")
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run a stage's forward, and return the tensors to send."""
         _, stage, m = action
-        microbatch, received = self.microbatches[m], self._take(self._needed(action))
+        microbatch, (args, kwargs) = self.microbatches[m], self.microbatches[m].call
         with nullcontext() if self.train else torch.no_grad():
             for tensor in received if self.train else ():
-                tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-            args, kwargs = microbatch.call
+                tensor.requires_grad_(_differentiable(tensor))
             if self.pipeline is None:
                 output = self.model(*args, **kwargs)
             else:
@@ -192,13 +178,13 @@ class Run:
             self.outputs[m] = without_fakes(_torch.pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
         if self.train:
             self._saved[stage, m] = received, made
-        if stage < self.last:
-            self._send(P2PMessage("forward", stage + 1, m), [tensor.detach() for tensor in made])
+        return [tensor.detach() for tensor in made]
 
     def _agreed(self, output: Sequence[torch.Tensor], stage: int, m: int) -> list[torch.Tensor]:
         """Return the tensors to send, in the shapes and dtypes that the next stage expects."""
-        boundary = self.microbatches[m].boundaries[stage + 1]
-        assert boundary is not None and self.pipeline is not None
+        assert self.transport is not None and self.pipeline is not None
+        boundary = self.transport.timetable.boundaries[m][stage + 1]
+        assert boundary is not None
         made, splits = [], self.train and self.pipeline.stages.splits_backward
         for tensor, message in zip(output, boundary.messages, strict=True):
             if tuple(tensor.shape) != message.shape:
@@ -241,76 +227,44 @@ class Run:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    @naming_lost_ranks("backward")
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run a stage's backward, or the half of it that an action is; return the gradients of the stage's inputs."""
         kind, stage, m = action
         if kind == "W":
             self._pending_weight_grads.pop((stage, m), lambda: None)()
-            return
-        received, made = self._saved.pop((stage, m))
-        gradients = self._take(self._needed(action)) if stage < self.last else [self._initial_grad(made[0], m)]
-        boundary = self.microbatches[m].boundaries[stage + 1] if stage < self.last else None
-        if boundary is not None:
-            made = [tensor for tensor, message in zip(made, boundary.messages, strict=True) if message.has_gradient]
-        pairs = [(tensor, grad) for tensor, grad in zip(made, gradients, strict=True) if tensor.requires_grad]
-        outputs, given = [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
-        inputs = [tensor for tensor in received if tensor.requires_grad]
-        if not pairs:
-            found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        elif kind == "I" and not inputs:
-            self._pending_weight_grads[stage, m] = functools.partial(torch.autograd.backward, outputs, given)
-            return
-        elif kind == "I":
-            found, rest = _torch.backward_of_inputs(outputs, given, inputs, self.reducer.leaves())
-            self._pending_weight_grads[stage, m] = functools.partial(self._backward_of_weights, rest)
+            return []
+        inputs, outputs = self._saved.pop((stage, m))
+        if stage == self.last:
+            received = [self._initial_grad(outputs[0], m)]
         else:
-            torch.autograd.backward(outputs, given)
+            outputs = [tensor for tensor in outputs if _differentiable(tensor)]
+        pairs = [(tensor, grad) for tensor, grad in zip(outputs, received, strict=True) if tensor.requires_grad]
+        roots, grads = [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
+        inputs = [tensor for tensor in inputs if tensor.requires_grad]
+        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        if kind == "I" and pairs and inputs:
+            found, rest = _torch.backward_of_inputs(roots, grads, inputs, self.reducer.leaves())
+            self._pending_weight_grads[stage, m] = functools.partial(self._backward_of_weights, rest)
+        elif kind == "I" and pairs:
+            self._pending_weight_grads[stage, m] = functools.partial(torch.autograd.backward, roots, grads)
+        elif pairs:
+            torch.autograd.backward(roots, grads)
             found = [tensor.grad for tensor in inputs]
-        if stage:
-            input_grads = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, found, strict=True)]
-            self._send(P2PMessage("backward", stage - 1, m), input_grads)
+        return [torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, found, strict=True)]
 
     def _initial_grad(self, loss: torch.Tensor, m: int) -> torch.Tensor:
         """Return the gradient that backward of a microbatch starts from."""
-        mean, counted = self.factor
+        assert self._factors is not None
+        mean, counted = self._factors
         return torch.full_like(loss, counted if self.losses.counted else mean * self.microbatches[m].rows)
 
     def _backward_of_weights(self, rest: Any) -> None:
         with self.reducer.room_for_gradients():
             _torch.backward_of_weights(self.reducer.leaves(), rest)
 
-    # --- messages -----------------------------------------------------------------------------------------------------
 
-    def _needed(self, action: Action) -> P2PMessage | None:
-        kind, stage, m = action
-        if kind == "F":
-            return P2PMessage("forward", stage, m) if stage else None
-        return P2PMessage("backward", stage, m) if kind in "BI" and stage < self.last else None
-
-    def _take(self, message: P2PMessage | None) -> Sequence[torch.Tensor]:
-        if message is None or self.transport is None:
-            return []
-        tensors = self.transport.receive(message)
-        self._received.add(message)
-        return tensors
-
-    def _send(self, message: P2PMessage, tensors: Sequence[torch.Tensor]) -> None:
-        assert self.transport is not None
-        self._meet()
-        self._sent.add(message)
-        self.transport.send(message, tensors)
-
-    @naming_lost_ranks("forward")
-    def _pass_on(self, action: Action) -> None:
-        """Receive and send the messages of an action without computing."""
-        if self.transport is None:
-            return
-        needed, due = self._needed(action), sent_by(action, self.last)
-        if needed is not None and needed not in self._received:
-            self._take(needed)
-        if due is not None and due not in self._sent:
-            metas = self.transport.timetable.metas[due]
-            self._send(due, [torch.zeros(s, dtype=d, device=self.transport.device) for s, d in metas])
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _loss_of_output(output: Any) -> Any:

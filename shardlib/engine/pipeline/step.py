@@ -9,12 +9,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlib._plan.schedules import Action
+from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch, agree, lost
 from shardlib.engine.gradients import Aside
 from shardlib.engine.lost import naming_lost_ranks
@@ -29,14 +30,13 @@ from shardlib.engine.pipeline.batch import (
     rows,
     split,
 )
-from shardlib.engine.pipeline.route import StageBoundary
-from shardlib.engine.pipeline.run import Criterion, Failure, Microbatch, Run
+from shardlib.engine.pipeline.run import Criterion, Failure, Microbatch, Run, Watch
 from shardlib.engine.pipeline.transport import Transport
 from shardlib.engine.sharded import Sharded, record_of
 from shardlib.engine.wrapper import OptimizerWrapper
 from shardlib.errors import InputError, ShardingError, StageError
 
-__all__ = ["PipelineStep", "pipeline_step"]
+__all__ = ["PipelineStep", "Step", "pipeline_step"]
 
 
 @dataclass(frozen=True)
@@ -106,29 +106,9 @@ def pipeline_step(
         >>> step.loss.shape, model.weight.grad.shape
         (torch.Size([]), torch.Size([2, 4]))
     """
-    record, train = record_of(model), not forward_only and torch.is_grad_enabled()
-    if record.comparison is not None:
-        record.comparison.before_forward((batch,), {})
-    one = _Step(model, record, train=train)
-    cut, failed = one.prepare(batch, microbatches, microbatch_size)
-    meet = one.ask(cut, failed)
-    if failed is not None:
-        meet()
-    run = Run(
-        model,
-        record,
-        one.transport(cut),
-        cut,
-        criterion,
-        begin=lambda: one.factors(meet(), optimizer),
-        train=train,
-        keep_outputs=return_outputs or not train,
-        on_failure=one.leave_if_alone,
-    )
-    one.carry_out(run)
-    loss = one.finish(run)
-    outputs = joined([run.outputs[m] for m in sorted(run.outputs)], [p.rows for p in cut]) if run.outputs else None
-    return PipelineStep(loss, outputs, tuple(run.executed))
+    train = not forward_only and torch.is_grad_enabled()
+    step = Step(model, criterion, optimizer, train=train, keep_outputs=return_outputs or not train)
+    return step.run(batch, microbatches, microbatch_size)
 
 
 def _prints(one: Microbatch) -> list[int]:
@@ -141,17 +121,80 @@ def _mark(keys: Sequence[Hashable]) -> int:
     return zlib.crc32(repr([(key, len([*same])) for key, same in itertools.groupby(keys)]).encode())
 
 
-class _Step:
-    """A step on this rank."""
+# The models whose ranks have compared a batch.
+_compared: WeakSet[Sharded] = WeakSet()
 
-    def __init__(self, model: nn.Module, record: Sharded, *, train: bool) -> None:
-        self.model, self.record, self.pipeline, self.train = model, record, record.pipeline, train
-        self.step_context, self.device = record.step_context, record.reducer.executor.device
+
+class Step:
+    """A step on this rank. For arguments see `pipeline_step`.
+
+    Args:
+        model: the result of `shard_model`.
+        criterion: (output, batch) -> loss.
+        optimizer: the wrapper that unscales gradients.
+        train: whether to run backward.
+        keep_outputs: whether to return the outputs of the last stage.
+        watch: returns a context for each action, in which it runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Criterion | None,
+        optimizer: OptimizerWrapper | None = None,
+        *,
+        train: bool = True,
+        keep_outputs: bool = False,
+        watch: Watch = lambda _action: nullcontext(),
+    ) -> None:
+        self.model, self.criterion, self.optimizer, self.watch = model, criterion, optimizer, watch
+        self.train, self.keep_outputs = train, keep_outputs
+        self.record = record = record_of(model)
+        self.pipeline, self.reducer, self.device = record.pipeline, record.reducer, record.reducer.executor.device
+        self.everyone, self.is_dry = record.reducer.group_of_all(), not record.has_values
+        self.shared = self.pipeline.shared if self.pipeline is not None and train else ()
         self.before: list[Aside] = []
+        shape = record.plan.mesh
+        coordinate = dict(zip(record.mesh.mesh_dim_names or (), record.mesh.get_coordinate() or (), strict=True))
+        self.data_ranks, self.data_rank = shape.data_ranks, shape.data_place(coordinate)[0]
+        self.reports_loss = all(coordinate[axis] == 0 for axis in shape.model_axes)
+        # The axes over which modules communicate.
+        among = shape.names if record.meets_in_modules else shape.model_axes
+        self.module_axes = tuple(axis for axis in among if shape[axis] > 1)
+
+    def run(self, batch: Any, microbatches: int | None = None, size: int | None = None) -> PipelineStep:
+        """Run the step; `size` is the number of rows of a microbatch."""
+        if self.record.comparison is not None:
+            self.record.comparison.before_forward((batch,), {})
+        cut, failed = self._prepare(batch, microbatches, size)
+        meet = self._ask(cut, failed)
+        if failed is not None:
+            meet()
+        transport, actions = None, [a for a in order("gpipe", 1, 1, len(cut))[0] if self.train or a.kind == "F"]
+        if self.pipeline is not None:
+            timetable = self.pipeline.timetable(tuple(one.key for one in cut), self.train)
+            transport, actions = Transport(self.pipeline.channels, timetable, self.device), [*timetable.own]
+        run = Run(
+            self.model,
+            self.record,
+            transport,
+            cut,
+            self.criterion,
+            begin=lambda: self._factors(meet()),
+            early=self.pipeline is not None and 0 in self.pipeline.stages.own and not self.module_axes,
+            train=self.train,
+            keep_outputs=self.keep_outputs,
+            watch=self.watch,
+            on_failure=self._leave_if_alone,
+        )
+        self._carry_out(run, actions)
+        loss = self._finish(run)
+        outputs = joined([run.outputs[m] for m in sorted(run.outputs)], [p.rows for p in cut]) if run.outputs else None
+        return PipelineStep(loss, outputs, tuple(run.executed))
 
     # --- before -------------------------------------------------------------------------------------------------------
 
-    def prepare(
+    def _prepare(
         self, batch: Any, microbatches: int | None, size: int | None
     ) -> tuple[list[Microbatch], Exception | None]:
         """Return the microbatches, or the error in making them, which all ranks are told of."""
@@ -165,19 +208,16 @@ class _Step:
             return [], error
 
     def _cut(self, call: Call, batch: Any, sizes: Sequence[int]) -> list[Microbatch]:
-        cuts = split(call, sizes)
-        known = {}  # microbatches of one batch with the same number of rows have the same key
+        cuts, keys = split(call, sizes), dict[int, Hashable]()
         for count, cut in zip(sizes, cuts, strict=True):
-            if count not in known:
-                key = key_of(cut), self.model.training, self.train
-                known[count] = key, self._boundaries(key, cut)
-        return [Microbatch(cut, as_given(cut, batch), n, *known[n]) for n, cut in zip(sizes, cuts, strict=True)]
-
-    def _boundaries(self, key: Hashable, call: Call) -> Sequence[StageBoundary | None]:
-        if self.pipeline is None:
-            refuse_unfit(self.model.forward, type(self.model).__name__, call)
-            return [None]
-        return self.pipeline.route.learn(key, *call, training=self.model.training)
+            if count in keys:  # microbatches of one batch with the same number of rows have the same key
+                continue
+            keys[count] = key_of(cut), self.model.training, self.train
+            if self.pipeline is None:
+                refuse_unfit(self.model.forward, type(self.model).__name__, cut)
+            else:
+                self.pipeline.route.learn(keys[count], *cut, training=self.model.training)
+        return [Microbatch(cut, as_given(cut, batch), n, keys[n]) for n, cut in zip(sizes, cuts, strict=True)]
 
     def _refuse_elsewhere(self, call: Call) -> None:
         for leaf in _torch.leaves_of(call):
@@ -187,7 +227,7 @@ class _Step:
                     f'{self.device}. Move the batch first: batch.to("{self.device.type}").'
                 )
 
-    def ask(self, microbatches: Sequence[Microbatch], failed: Exception | None) -> Callable[[], float]:
+    def _ask(self, microbatches: Sequence[Microbatch], failed: Exception | None) -> Callable[[], float]:
         """Start to tell the other ranks what this rank is about to do, without waiting for their answers.
 
         Returns a function that waits for the answers, and returns the number of rows of all data ranks once the ranks
@@ -195,34 +235,33 @@ class _Step:
         batches, or if data ranks have different numbers of microbatches and modules communicate over data ranks.
         """
         mark = _mark(tuple(one.key for one in microbatches))
-        if self.pipeline is not None and not self.step_context.compared and not self.step_context.is_dry:
-            self.step_context.compared = True
+        if self.pipeline is not None and self.record not in _compared and not self.is_dry:
+            _compared.add(self.record)
             mark = zlib.crc32(repr([_prints(one) for one in microbatches]).encode(), mark)
         total = sum(one.rows for one in microbatches)
-        numbers = [float(failed is not None), float(mark), float(total), float(len(microbatches))]
-        answers = self._gather(numbers)
+        answers = self._gather([failed is not None, self.data_rank, mark, total, len(microbatches)])
         return lambda: self._meet(answers(), failed)
 
     def _meet(self, every: Sequence[Sequence[float]], failed: Exception | None) -> float:
         if any(row[0] for row in every):
             raise self._not_begun(failed)
-        first: dict[int, int] = {}  # the first rank of each data rank
-        for rank, (row, place) in enumerate(zip(every, self.step_context.data_places, strict=True)):
-            peer = first.setdefault(place, rank)
-            if every[peer][1] != row[1]:
+        first: dict[float, int] = {}  # the first rank of each data rank
+        for rank, (_, data_rank, mark, *_) in enumerate(every):
+            peer = first.setdefault(data_rank, rank)
+            if every[peer][2] != mark:
                 raise InputError(
                     f"Ranks {peer} and {rank} work on the same examples, and were given different batches or "
                     "different numbers of microbatches. Pick the batch by the rank's place on the data axes alone, for "
                     'example with DistributedSampler(dataset, mesh["dp"].size(), mesh["dp"].get_local_rank()).'
                 )
-        counts = sorted({int(row[3]) for row in every})
+        counts = sorted({int(row[4]) for row in every})
         if len(counts) > 1 and self.record.meets_in_modules:
             raise InputError(
                 f"Data ranks split their batches into {' and '.join(map(str, counts))} microbatches, but this model's "
                 "modules communicate over all data ranks (stage 3, experts, or BatchNorm). Give all the same number: "
                 "microbatches=."
             )
-        return sum(every[rank][2] for rank in first.values())
+        return sum(every[rank][3] for rank in first.values())
 
     def _not_begun(self, failed: Exception | None) -> Exception:
         reports = self._reports(None if failed is None else f"{type(failed).__name__}: {failed}")
@@ -233,10 +272,9 @@ class _Step:
 
     def _reports(self, report: Any) -> list[Any]:
         """Return what each rank reports; in a dry run, what this one does."""
-        step_context = self.step_context
-        if step_context.everyone is None or step_context.is_dry:
+        if self.everyone is None or self.is_dry:
             return [report]
-        return agree.exchange(report, step_context.everyone, classes=[Action])
+        return agree.exchange(report, self.everyone, classes=[Action])
 
     @naming_lost_ranks("forward")
     def _gather(self, numbers: Sequence[float]) -> Callable[[], list[Sequence[float]]]:
@@ -244,96 +282,79 @@ class _Step:
 
         In a dry run, where other ranks do not exist, each row is this rank's.
         """
-        if self.step_context.everyone is None:
+        if self.everyone is None:
             return lambda: [numbers]
         sent = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        every = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.step_context.everyone))]
-        work = dist.all_gather(every, sent, group=self.step_context.everyone, async_op=True)
+        every = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.everyone))]
+        work = dist.all_gather(every, sent, group=self.everyone, async_op=True)
 
         @naming_lost_ranks("forward")
         def answers() -> list[Sequence[float]]:
             work.wait()
-            return [numbers] * len(every) if self.step_context.is_dry else [each.tolist() for each in every]
+            return [numbers] * len(every) if self.is_dry else [each.tolist() for each in every]
 
         return answers
 
-    def factors(self, total_rows: float, optimizer: OptimizerWrapper | None) -> tuple[float, float]:
+    def _factors(self, total_rows: float) -> tuple[float, float]:
         """Return the factors of the losses of a microbatch before backward: for mean losses, and for counted ones.
 
         Gradients are averaged over data ranks after backward, and the loss must be the mean over all rows. Counts are
         known only when all forwards have run; gradients are divided by them then.
         """
-        wrapper = optimizer if isinstance(optimizer, OptimizerWrapper) else None
+        wrapper = self.optimizer if isinstance(self.optimizer, OptimizerWrapper) else None
         if self.record.plan.step.scaler is not None and self.train and wrapper is None:
             raise ShardingError(
                 "The plan scales the loss (precision), and only an OptimizerWrapper undoes that. Wrap the optimizer, "
                 "and pass it: pipeline_step(model, batch, criterion, optimizer=opt)."
             )
         scaled = wrapper.backward_by_another() if wrapper is not None and self.train else 1.0
-        return scaled * self.step_context.data_ranks / max(total_rows, 1.0), scaled
-
-    def transport(self, microbatches: Sequence[Microbatch]) -> Transport | None:
-        """Return the transport of this step's messages; None if there is one stage."""
-        if self.pipeline is None:
-            return None
-        timetable = self.pipeline.timetable(tuple(one.key for one in microbatches), self.train)
-        return Transport(self.pipeline.channels, timetable, self.device)
+        return scaled * self.data_ranks / max(total_rows, 1.0), scaled
 
     # --- during -------------------------------------------------------------------------------------------------------
 
-    def carry_out(self, run: Run) -> None:
+    def _carry_out(self, run: Run, actions: Sequence[Action]) -> None:
         """Run all actions, and keep the gradients of this step apart from accumulated ones."""
-        reducer = self.record.reducer
-        for shared in self._shared():
+        for shared in self.shared:
             shared.put_prior_aside()
-        self.before = reducer.put_gradients_aside() if self.train else []
+        self.before = self.reducer.put_gradients_aside() if self.train else []
         units = self.record.units
-        with reducer.keep() if self.train else nullcontext(), units.step() if units is not None else nullcontext():
+        with self.reducer.keep() if self.train else nullcontext(), units.step() if units is not None else nullcontext():
             try:
-                run.carry_out(self._actions(run))
-            except Exception as error:
-                if run.refused is not None or isinstance(error, StageError):
-                    self._give_up()
+                run.carry_out(actions)
+            except Exception:
+                self._give_up()
                 raise
 
-    def leave_if_alone(self, failure: Failure) -> None:
+    def _leave_if_alone(self, failure: Failure) -> None:
         """Leave the job if only this rank fails while others wait for it inside of modules.
 
         Raises:
             StageError: the others are told, and this job cannot continue.
         """
-        if len(self.step_context.peers) == 1 or self.step_context.is_dry:
+        if not self.module_axes or self.is_dry:
             return
-        which = f"failed/{self.step_context.number}/{next(self.step_context.failures)}"
-        if not lost.all_say(which, str(failure.action), self.step_context.peers):
+        if not lost.all_say("failed", str(failure.action), self.record.mesh[self.module_axes].mesh.flatten().tolist()):
             lost.leave()
             after = "Ranks waited for this one inside of modules and have been told; end them, and start the job again."
             raise _stage_error(dist.get_rank(), failure.action, failure.text, after) from failure.error
 
-    def _actions(self, run: Run) -> Sequence[Action]:
-        if run.transport is not None:
-            return run.transport.timetable.own
-        return [Action(kind, 0, m) for m in range(len(run.microbatches)) for kind in ("FB" if self.train else "F")]  # type: ignore[arg-type]
-
-    def _shared(self) -> Sequence[Any]:
-        return self.pipeline.shared if self.pipeline is not None and self.train else ()
-
     # --- after --------------------------------------------------------------------------------------------------------
 
-    def finish(self, run: Run) -> torch.Tensor | None:
+    def _finish(self, run: Run) -> torch.Tensor | None:
         """Reduce the gradients of all ranks and return the loss.
 
         Raises:
             StageError: a rank has failed.
         """
-        losses, shared = run.losses, self._shared()
-        if self.step_context.is_dry and run.failure is not None:
+        losses = run.losses
+        if self.is_dry and run.failure is not None:
             raise run.failure.error
-        reports_loss = losses.counted is not None and self.step_context.reports_loss
+        reports_loss = losses.counted is not None and self.reports_loss
         numbers = [float(run.failure is not None), float(losses.counted is True), float(reports_loss)]
-        numbers += [1.0, 1.0] if self.step_context.is_dry else losses.sums() if reports_loss else [0.0, 0.0]
-        reducer = self.record.reducer
-        numbers += [float(each.param_state is not None and reducer.has_gradient(each.param_state)) for each in shared]
+        numbers += [1.0, 1.0] if self.is_dry else losses.sums() if reports_loss else [0.0, 0.0]
+        numbers += [
+            float(each.param_state is not None and self.reducer.has_gradient(each.param_state)) for each in self.shared
+        ]
         every = self._gather(numbers)()
         if any(row[0] for row in every):
             self._give_up()
@@ -345,19 +366,18 @@ class _Step:
             raise InputError("The counts of this step add up to zero on all ranks: there is nothing to learn from.")
         if self.train:
             counted = any(row[1] for row in every)
-            present = [any(row[5 + i] for row in every) for i in range(len(shared))]
-            self._finish_gradients(self.step_context.data_ranks / weight if counted else 1.0, present)
-        wide = any(leaf.dtype is torch.float64 for leaf in self.record.reducer.leaves())
+            present = [any(row[5 + i] for row in every) for i in range(len(self.shared))]
+            self._finish_gradients(self.data_ranks / weight if counted else 1.0, present)
+        wide = any(leaf.dtype is torch.float64 for leaf in self.reducer.leaves())
         dtype = torch.float64 if wide else torch.float32
         return torch.tensor(total / weight, dtype=dtype, device=self.device) if with_loss else None
 
     def _finish_gradients(self, scale: float, present: Sequence[bool]) -> None:
-        reducer = self.record.reducer
         if scale != 1.0:
-            reducer.multiply_gradients(scale)
-        reducer.reduce_now(self.before)
-        between = not reducer.enabled or reducer.is_between_passes()
-        for shared, somewhere in zip(self._shared(), present, strict=True):
+            self.reducer.multiply_gradients(scale)
+        self.reducer.reduce_now(self.before)
+        between = not self.reducer.enabled or self.reducer.is_between_passes()
+        for shared, somewhere in zip(self.shared, present, strict=True):
             if somewhere and not between:
                 shared.sum_up()
             else:
@@ -366,9 +386,9 @@ class _Step:
     def _give_up(self) -> None:
         """Drop the gradients of a failed step; restore accumulated ones."""
         if self.train:
-            self.record.reducer.put_gradients_aside()
-            self.record.reducer.add_gradients(self.before)
-            for shared in self._shared():
+            self.reducer.put_gradients_aside()
+            self.reducer.add_gradients(self.before)
+            for shared in self.shared:
                 shared.put_prior_back()
 
     def _failed(self, run: Run) -> Exception:

@@ -27,7 +27,7 @@ from shardlib.engine.pipeline.route import StageBoundary
 from shardlib.engine.pipeline.stages import Stages
 from shardlib.engine.transport import exchange
 
-__all__ = ["Channels", "P2PMessage", "Timetable", "Transport", "sent_by"]
+__all__ = ["Channels", "Timetable", "Transport"]
 
 Kind = Literal["forward", "backward"]
 Metas = Sequence[tuple[tuple[int, ...], torch.dtype]]
@@ -52,6 +52,14 @@ def sent_by(action: Action, last: int) -> P2PMessage | None:
     if kind == "F":
         return P2PMessage("forward", stage + 1, m) if stage < last else None
     return P2PMessage("backward", stage - 1, m) if kind in "BI" and stage else None
+
+
+def needed_by(action: Action, last: int) -> P2PMessage | None:
+    """Return the message that an action begins with; None if there is none."""
+    kind, stage, m = action
+    if kind == "F":
+        return P2PMessage("forward", stage, m) if stage else None
+    return P2PMessage("backward", stage, m) if kind in "BI" and stage < last else None
 
 
 @dataclass(frozen=True)
@@ -104,17 +112,18 @@ class Timetable:
         index: the coordinate of this rank.
         rank_of: the coordinate of the rank that runs each stage.
         own: the actions of this rank.
+        boundaries: where the stages begin, for each microbatch.
         metas: the shapes and dtypes of the tensors of each message.
         coming: the messages of each other rank to this one, in the order in which they are sent.
     """
 
     def __init__(self, given: Stages, boundaries: Sequence[Sequence[StageBoundary | None]], *, train: bool) -> None:
-        stages, self.microbatches = range(len(given.plan.stages)), len(boundaries)
+        stages, self.boundaries = range(len(given.plan.stages)), boundaries
         self.index, self.last, self.rank_of = given.index, stages[-1], [given.rank_of(stage) for stage in stages]
         if train:
-            orders: Sequence[Sequence[Action]] = order(given.schedule, given.ranks, len(stages), self.microbatches)
+            orders: Sequence[Sequence[Action]] = order(given.schedule, given.ranks, len(stages), len(boundaries))
         else:
-            forwards = [Action("F", stage, m) for m in range(self.microbatches) for stage in stages]
+            forwards = [Action("F", stage, m) for m in range(len(boundaries)) for stage in stages]
             orders = [[each for each in forwards if self.rank_of[each.stage] == rank] for rank in range(given.ranks)]
         self.own = orders[given.index]
         sent = [[m for action in each if (m := sent_by(action, self.last)) is not None] for each in orders]
@@ -128,7 +137,7 @@ class Timetable:
     def tag(self, message: P2PMessage, place: int) -> int:
         """Return a number that is unique among the tensors of the step."""
         kind = 1 if message.kind == "backward" else 0
-        return ((place * 2 + kind) * (self.last + 1) + message.stage) * self.microbatches + message.microbatch
+        return ((place * 2 + kind) * (self.last + 1) + message.stage) * len(self.boundaries) + message.microbatch
 
 
 def _metas(message: P2PMessage, boundaries: Sequence[Sequence[StageBoundary | None]]) -> Metas:
@@ -149,54 +158,62 @@ class Transport:
         self._sending: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
         self._local: dict[P2PMessage, Sequence[torch.Tensor]] = {}
 
-    def send(self, message: P2PMessage, tensors: Sequence[torch.Tensor]) -> None:
-        """Send the tensors of a message; a message to a stage on this rank is handed over without a copy."""
-        index, target = self.timetable.index, self.timetable.rank_of[message.stage]
-        if target == index:
-            self._local[message] = tensors
-            return
-        group = self.channels.between(index, target)
-        contiguous = [tensor.contiguous() for tensor in tensors]
-        self._sending.append((self._begin(dist.isend, message, contiguous, target, group), contiguous))
+    def expect(self, actions: Sequence[Action]) -> None:
+        """Post the receives of the next actions that are not posted yet, as far ahead as the back end allows."""
+        for action in actions[: self.channels.ahead]:
+            if (message := needed_by(action, self.timetable.last)) is not None:
+                self._expect(message)
 
-    def expect(self, message: P2PMessage) -> None:
-        """Post the receives of a message, if they are not posted yet."""
+    def _expect(self, message: P2PMessage) -> None:
         source = self.timetable.rank_of[message.source]
-        if source == self.timetable.index or message in self._posted or not self.timetable.metas[message]:
+        if source == self.timetable.index or not self.timetable.metas[message]:
             return
         while message not in self._posted:
             self._post(self._coming[source].popleft(), source)
 
     def _post(self, message: P2PMessage, source: int) -> None:
-        group = self.channels.between(source, self.timetable.index)
-        tensors = [
-            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.timetable.metas[message]
-        ]
-        self._posted[message] = tensors, self._begin(dist.irecv, message, tensors, source, group)
+        metas = self.timetable.metas[message]
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in metas]
+        self._posted[message] = tensors, self._begin(dist.irecv, message, tensors, source)
 
     def _begin(
-        self,
-        op: Callable[..., Any],
-        message: P2PMessage,
-        tensors: Sequence[torch.Tensor],
-        other: int,
-        group: dist.ProcessGroup,
+        self, op: Callable[..., Any], message: P2PMessage, tensors: Sequence[torch.Tensor], other: int
     ) -> list[dist.Work]:
         """Begin to send or receive all tensors of a message."""
-        peer, tag = self._ranks[other], self.timetable.tag
+        index, tag = self.timetable.index, self.timetable.tag
+        group = self.channels.between(*((index, other) if op is dist.isend else (other, index)))
+        peer = self._ranks[other]
         ops = [dist.P2POp(op, tensor, peer, group, tag(message, place)) for place, tensor in enumerate(tensors)]
         return dist.batch_isend_irecv(ops) if ops else []
 
-    def receive(self, message: P2PMessage) -> Sequence[torch.Tensor]:
-        """Wait for a message and return its tensors."""
+    def receive(self, action: Action) -> Sequence[torch.Tensor]:
+        """Wait for the tensors that an action begins with."""
+        message = needed_by(action, self.timetable.last)
+        if message is None or not self.timetable.metas[message]:
+            return []
         if message in self._local:
             return self._local.pop(message)
-        if not self.timetable.metas[message]:
-            return []
-        self.expect(message)
+        self._expect(message)
         tensors, works = self._posted.pop(message)
         _torch.wait_for(works, self._limit)
         return tensors
+
+    def send(self, action: Action, made: Sequence[torch.Tensor] | None) -> None:
+        """Send the tensors that an action has made, or zeros if it has failed.
+
+        Those for a stage on this rank are handed over without a copy.
+        """
+        message = sent_by(action, self.timetable.last)
+        if message is None:
+            return
+        if made is None:
+            made = [torch.zeros(shape, dtype=d, device=self.device) for shape, d in self.timetable.metas[message]]
+        target = self.timetable.rank_of[message.stage]
+        if target == self.timetable.index:
+            self._local[message] = made
+            return
+        contiguous = [tensor.contiguous() for tensor in made]
+        self._sending.append((self._begin(dist.isend, message, contiguous, target), contiguous))
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
