@@ -62,8 +62,8 @@ def plan(
     resolution = rule_set.resolve(model, shape)
     blocks, units = _find_blocks(model), find_units(model)
     stages = _find_stages(rule_set, model, shape, weigh)
-    known = frozenset(units)
-    rows = tuple(_row(tensor, shape, known) for tensor in resolution.tensors.values())
+    known, gathered = frozenset(units), frozenset(shape.data_axes).difference(shape.expert_axes)
+    rows = tuple(_row(tensor, gathered, known) for tensor in resolution.tensors.values())
     check_experts(model, rows, resolution.borders.values(), shape)
     made = Plan(
         mesh=shape,
@@ -139,9 +139,9 @@ def _known_sizes(shape: MeshShape) -> MeshShape:
     return shape
 
 
-def _row(tensor: TensorLayout, mesh: MeshShape, units: frozenset[str]) -> Row:
+def _row(tensor: TensorLayout, gathered: frozenset[str], units: frozenset[str]) -> Row:
+    """Return the row of a tensor; the axes `gathered` do not split it in computation."""
     layout = tensor.layout
-    gathered = [axis for axis in mesh.data_axes if axis not in mesh.expert_axes]
     trained = tensor.kind == "parameter" and tensor.requires_grad
     return Row(
         name=tensor.name,

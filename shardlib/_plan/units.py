@@ -58,7 +58,7 @@ def unit_of(names: Iterable[str], units: Container[str]) -> str:
     >>> unit_of(["h.1.w"], ("h.0", "h.1")), unit_of(["h.1.w", "head.w"], ("h.0", "h.1")), unit_of(["h.10.w"], ("h.1",))
     ('h.1', '', '')
     """
-    found = {next((prefix for prefix in _prefixes(name) if prefix in units), "") for name in names}
+    found = {_innermost(name, units) for name in names}
     return found.pop() if len(found) == 1 else ""
 
 
@@ -102,8 +102,8 @@ def _is_owner(name: str, module: nn.Module, names: Mapping[int, list[str]]) -> b
     return name != "" and called and alone and len(own) == len(list(module.parameters()))
 
 
-def _prefixes(name: str) -> Iterable[str]:
-    """Iterate over a name and every module that contains it, innermost first."""
-    while name:
-        yield name
+def _innermost(name: str, units: Container[str]) -> str:
+    """Return the first of a name and the modules that contain it, innermost first, that is a unit, or ""."""
+    while name and name not in units:
         name = name.rpartition(".")[0]
+    return name
