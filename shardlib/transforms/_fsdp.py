@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from shardlib._plan import Plan, Row, join_small
 from shardlib.errors import PlanError
-from shardlib.transforms._choose import Names, as_names, axes_of, chosen, quoted
+from shardlib.layout import Layout
+from shardlib.transforms._choose import Names, as_names, axes_of, quoted
 from shardlib.transforms._transform import Transform
 from shardlib.transforms._zero import split_plan
 
@@ -98,18 +99,16 @@ class Hsdp(Transform):
 
 
 def _sharded(plan: Plan, axis: Names, reshard_after_forward: bool | None, only: Names, who: object) -> Plan:
-    made = split_plan(plan, ("stored", "grad", "state"), axis, only, who)
-    names, data = chosen(made, only, who), frozenset(made.mesh.data_axes)
+    if reshard_after_forward is None:
+        units = _large_blocks(plan)
+    else:
+        units = {*plan.units} if reshard_after_forward else set()
+    data = frozenset(plan.mesh.data_axes)
 
-    units = {None: _large_blocks(made), True: {*made.units}, False: set()}[reshard_after_forward]
+    def reshards(row: Row, stored: Layout) -> bool:
+        return row.reshard if data.isdisjoint(stored.axes - row.compute.axes) else plan.unit(row) in units
 
-    def settled(row: Row) -> Row:
-        if row.name not in names or data.isdisjoint(row.added("stored")):
-            return row
-        reshard = made.unit(row) in units
-        return row if row.reshard == reshard else row.replace(reshard=reshard)
-
-    return made.map_rows(settled)
+    return split_plan(plan, ("stored", "grad", "state"), axis, only, who, reshards)
 
 
 def _large_blocks(plan: Plan) -> set[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from shardlib._mesh import MeshShape
 from shardlib._plan import Phase, Plan, Row
@@ -78,31 +79,48 @@ class Zero(Transform):
     overlap: bool = False
 
     def __call__(self, plan: Plan) -> Plan:
-        made = split_plan(plan, _PHASES[self.stage], self.axis, self.only, self)
-        if self.overlap:
-            made = made.replace(step=made.step.replace(overlap=True))
-        before = {row.name: row.stored for row in plan.rows}
+        def reshards(row: Row, stored: Layout) -> bool:
+            return row.reshard if stored == row.stored else bool(plan.unit(row))
 
-        def settled(row: Row) -> Row:
-            return row if row.stored == before[row.name] else row.replace(reshard=bool(made.unit(row)))
-
-        return made.map_rows(settled)
+        made = split_plan(plan, _PHASES[self.stage], self.axis, self.only, self, reshards)
+        return made.replace(step=made.step.replace(overlap=True)) if self.overlap else made
 
 
-def split_plan(plan: Plan, phases: tuple[Phase, ...], axis: Names, only: Names, who: object) -> Plan:
-    """Return the plan with these phases of parameters split over data axes as well."""
+def split_plan(
+    plan: Plan,
+    phases: tuple[Phase, ...],
+    axis: Names,
+    only: Names,
+    who: object,
+    reshards: Callable[[Row, Layout], bool],
+) -> Plan:
+    """Return the plan with these phases of parameters split over data axes as well.
+
+    `reshards(row, stored)` is whether a parameter is resharded after forward, given its row before and the new layout.
+    """
     axes, names = axes_of(plan, axis, who), chosen(plan, only, who)
     if not axes:
-        return add_note(plan, f'{who} shards nothing: no such data axis of "{plan.mesh}" has more than one rank.')
-    return plan.map_rows(lambda row: _split(row, phases, axes, plan.mesh) if row.name in names else row)
+        plan = add_note(plan, f'{who} shards nothing: no such data axis of "{plan.mesh}" has more than one rank.')
+
+    def split(row: Row) -> Row:
+        if row.name not in names:
+            return row
+        changes = _changes(row, phases, axes, plan.mesh) if axes else {}
+        reshard = reshards(row, changes.get("stored", row.stored))
+        return row.replace(**changes, reshard=reshard) if changes or reshard != row.reshard else row
+
+    return plan.map_rows(split)
 
 
-def _split(row: Row, phases: tuple[Phase, ...], axes: tuple[str, ...], mesh: MeshShape) -> Row:
-    own = tuple(phase for phase in phases if phase in row.layouts)
+def _changes(row: Row, phases: tuple[Phase, ...], axes: tuple[str, ...], mesh: MeshShape) -> dict[str, Any]:
+    """Return the fields of a row that change if the axes split these phases of it."""
+    own = {phase: layout for phase in phases if (layout := row.layouts.get(phase)) is not None}
     if not own:
-        return row
-    split = _split_layouts(tuple(row.layouts[phase] for phase in own), row.global_shape, axes, mesh)
-    return _noted(row, split) if isinstance(split, str) else row.replace(**dict(zip(own, split, strict=True)))
+        return {}
+    split = _split_layouts(tuple(own.values()), row.global_shape, axes, mesh)
+    if not isinstance(split, str):
+        return dict(zip(own, split, strict=True))
+    return {} if split in row.note else {"note": "; ".join(filter(None, (row.note, split)))}
 
 
 @lru_cache(maxsize=4096)
@@ -120,10 +138,6 @@ def _split_layouts(
     for axis in axes:
         layouts = _nested(layouts, global_shape, axis, index if axis in new else _factor_of(last, axis), mesh)
     return layouts
-
-
-def _noted(row: Row, note: str) -> Row:
-    return row if note in row.note else row.replace(note="; ".join(filter(None, (row.note, note))))
 
 
 def _factor_of(layout: Layout, axis: str) -> FactorIndex | None:
