@@ -124,10 +124,10 @@ class StepComparison:
             self._updates.wait()
         for axes in (self._data_axes, self._model_axes):
             if axes:
-                held, group = self._held_whole(axes), self._executor.group(axes)
-                yield partial(agree.weights_stay_equal, held, group, ", ".join(axes))
+                tensors, group = self._replicated_over(axes), self._executor.group(axes)
+                yield partial(agree.weights_stay_equal, tensors, group, ", ".join(axes))
 
-    def _held_whole(self, axes: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    def _replicated_over(self, axes: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Return the tensors that ranks along some axes have in common, by name."""
         found = {one.name: local_of(one.param) for one in self._param_states if one.row.stored.axes.isdisjoint(axes)}
         for prefix, module in self._model.named_modules():

@@ -143,11 +143,11 @@ class _Tape:
 
     def record(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Append an operation, unless it neither writes nor creates memory."""
-        written = [one for one in _torch.written_to(op, args, kwargs) if _torch.is_imagined(one)]
+        written = [one for one in _torch.written_to(op, args, kwargs) if _torch.is_fake(one)]
         read: set[int] = set()
 
         def to_view(tensor: torch.Tensor) -> Any:
-            if not _torch.is_imagined(tensor):
+            if not _torch.is_fake(tensor):
                 return _torch.with_values(lambda: tensor.detach().clone())
             if not any(tensor is one for one in written):
                 read.add(self.view_of(tensor).memory)
@@ -222,7 +222,7 @@ class _Tape:
 
     def read(self, tensors: Any) -> Any:
         """Return tensors with their current values."""
-        wanted = {self.view_of(leaf).memory for leaf in pytree.tree_leaves(tensors) if _torch.is_imagined(leaf)}
+        wanted = {self.view_of(leaf).memory for leaf in pytree.tree_leaves(tensors) if _torch.is_fake(leaf)}
         begin, memory = self._warm
         needed = self._needed(wanted, begin, memory.keys())
         played = {i for i, _, _ in needed}
@@ -238,7 +238,7 @@ class _Tape:
         self._warm = len(self.steps), {number: one for number, one in memory.items() if number in touched}
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
-            if not _torch.is_imagined(tensor):
+            if not _torch.is_fake(tensor):
                 return tensor
             return self.view_of(tensor).of(memory[self.view_of(tensor).memory]).clone()
 
@@ -360,12 +360,12 @@ class _Functions(TorchFunctionMode):
         self.tape, self.copies = tape, copies
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TO_PYTHON and _torch.is_imagined(args[0]):
+        if func in _TO_PYTHON and _torch.is_fake(args[0]):
             args = (self.tape.read(args[0].detach()), *args[1:])
-        elif func is torch.Tensor.__deepcopy__ and _torch.is_imagined(args[0]):
+        elif func is torch.Tensor.__deepcopy__ and _torch.is_fake(args[0]):
             self.copies.append(_copied_fake(*args))
             return self.copies[-1]
-        elif func is torch.Tensor.__reduce_ex__ and _torch.is_imagined(args[0]):
+        elif func is torch.Tensor.__reduce_ex__ and _torch.is_fake(args[0]):
             rebuild, *rest = func(*args, **(kwargs or {}))
             return _NotPickled(rebuild), *rest
         return func(*args, **(kwargs or {}))
@@ -521,7 +521,7 @@ class LazyInitContext:
                 stack.callback(watch(note).remove)
             stack.callback(_torch.watch_copies(modules.add))
             stack.enter_context(pretrained.read_later())
-            stack.enter_context(_torch.recording_imagined(self._tape.run))
+            stack.enter_context(_torch.recording_fakes(self._tape.run))
             stack.enter_context(_Functions(self._tape, self._copies))
             self._stack = stack.pop_all()
         LazyInitContext._inside = self
@@ -535,7 +535,7 @@ class LazyInitContext:
             return
         # A copy of a parametrized module comes about without a word, but its tensors are noted.
         for tensor, holders in (*_tensors_of(self._modules), *((copied, []) for copied in copies)):
-            if _torch.is_imagined(tensor):
+            if _torch.is_fake(tensor):
                 view = self._tape.view_of(tensor)
                 empty = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta")
                 after = _replace(tensor, empty, holders)
@@ -604,8 +604,8 @@ def build_again(model: nn.Module) -> bool:
     if build is None or not hasattr(model, "config"):
         return False
     with LazyInitContext():
-        twin = build(copy.deepcopy(model.config))
-    known = agree.named_tensors(twin)
+        other = build(copy.deepcopy(model.config))
+    known = agree.named_tensors(other)
     for name, tensor in agree.named_tensors(model).items():
         if tensor.is_meta and name in known:
             _keep(tensor, dataclasses.replace(_recorded[known[name]], version=tensor._version))

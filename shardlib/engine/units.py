@@ -187,7 +187,7 @@ class _Unit:
             owner[key] = sentinel
 
     def use_sharded(self) -> None:
-        """Put the stored parameters back into the modules, where nobody has put another tensor meanwhile."""
+        """Put the stored parameters back into the modules, unless another tensor stands there now."""
         for owner, key, param_state, sentinel in self.owners:
             if (found := owner.get(key)) is not None and (found is sentinel or self._holds(found, param_state)):
                 owner[key] = param_state.param
@@ -202,7 +202,7 @@ class _Unit:
             )
 
     def _is_written(self, param_state: ParamState) -> bool:
-        """Tell whether somebody has written to an unsharded tensor since it was gathered."""
+        """Tell whether an unsharded tensor was written to since it was gathered."""
         made = [tensors[id(param_state)] for tensors in (self.unsharded, self.read) if id(param_state) in tensors]
         return any(tensor._version != self.versions[id(tensor)] for tensor in made if id(tensor) in self.versions)
 

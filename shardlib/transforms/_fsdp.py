@@ -99,10 +99,8 @@ class Hsdp(Transform):
 
 
 def _sharded(plan: Plan, axis: Names, reshard_after_forward: bool | None, only: Names, who: object) -> Plan:
-    if reshard_after_forward is None:
-        units = _large_blocks(plan)
-    else:
-        units = {*plan.units} if reshard_after_forward else set()
+    large = _large_blocks(plan) if reshard_after_forward is None else {*plan.units}
+    units = large if reshard_after_forward is not False else set()
     data = frozenset(plan.mesh.data_axes)
 
     def reshards(row: Row, stored: Layout) -> bool:

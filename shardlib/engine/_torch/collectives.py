@@ -93,7 +93,7 @@ AsyncTensor = AsyncCollectiveTensor
 def group_to_sum_over(
     mesh: DeviceMesh, now: tuple[Placement, ...], want: tuple[Placement, ...]
 ) -> dist.ProcessGroup | None:
-    """Return the one group whose all-reduce makes partial sums whole, if nothing else differs."""
+    """Return the one group whose all-reduce sums partial sums, if nothing else differs."""
     changing = [axis for axis, (a, b) in enumerate(zip(now, want, strict=True)) if a != b]
     if len(changing) == 1 and now[changing[0]].is_partial("sum") and want[changing[0]].is_replicate():
         return mesh.get_group(changing[0])
@@ -108,7 +108,7 @@ def all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def sum_in_place(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum a contiguous tensor over a group; return it, or a new tensor where somebody traces or records ops."""
+    """Sum a contiguous tensor over a group; return it, or a new tensor where ops are traced or recorded."""
     if _is_watched(tensor):
         return _summed_functionally(tensor, group)
     group.allreduce([tensor]).wait()  # `dist.all_reduce` without its Python
@@ -116,7 +116,7 @@ def sum_in_place(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def _is_watched(tensor: torch.Tensor) -> bool:
-    """Tell whether ops on a tensor are traced, recorded or imagined."""
+    """Tell whether ops on a tensor are traced, recorded or fake."""
     return type(tensor) is not torch.Tensor or _len_torch_dispatch_stack() > 0
 
 
@@ -181,8 +181,8 @@ def joined(local: torch.Tensor, mesh: DeviceMesh, axis: int, now: Any, shape: Se
     dim, pieces, ranks = now.dim, split_factor(now), mesh.size(axis)
     if shape[dim] % (pieces * ranks) == 0:  # a plain split of each piece
         cut = local.unflatten(dim, (pieces, local.shape[dim] // pieces))
-        whole = (*shape[:dim], pieces, shape[dim] // pieces, *shape[dim + 1 :])
-        return joined(cut, mesh, axis, Shard(dim + 1), whole).flatten(dim, dim + 1)
+        split = (*shape[:dim], pieces, shape[dim] // pieces, *shape[dim + 1 :])
+        return joined(cut, mesh, axis, Shard(dim + 1), split).flatten(dim, dim + 1)
     rows = [_local_rows(shape[dim], ranks, rank, pieces, local.device) for rank in range(ranks)]
     longest = len(rows[0])
     padding = local.new_zeros((*local.shape[:dim], longest - local.shape[dim], *local.shape[dim + 1 :]))
@@ -208,7 +208,7 @@ def _arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, want: Any) -> torch.Tensor:
-    """Return this rank's part, along one mesh axis, of a tensor that all ranks of the axis hold alike."""
+    """Return this rank's part, along one mesh axis, of a tensor that is the same on all ranks of the axis."""
     if isinstance(want, Partial):
         return want._partition_value(tensor, mesh, axis)
     if not isinstance(want, Shard | _StridedShard):

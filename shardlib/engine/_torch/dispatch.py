@@ -108,7 +108,7 @@ def intercept_propagation(ours: Callable[..., Any]) -> Callable[[], None]:
 def intercept_written() -> Callable[[], None]:
     """Have in-place ops on plain tensors beside DTensors return the plain tensor; return an undo function.
 
-    Once DTensor knows an op of a DTensor that all ranks hold whole, it takes a plain tensor for one: the op has written
+    Once DTensor knows an op of a replicated DTensor, it takes a plain tensor for one: the op has written
     to it when an assertion fails (2.13.0).
     """
     target = dispatcher()
@@ -150,8 +150,8 @@ def replace_kernels(kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> Ca
     library = torch.library.Library("aten", "IMPL")
     for (op, key), kernel in kernels.items():
         library.impl(op, kernel, key)
-    held = [library]  # its kernels are there as long as it is
-    return held.clear
+    kept = [library]  # its kernels are there as long as it is
+    return kept.clear
 
 
 @forget_with_meshes

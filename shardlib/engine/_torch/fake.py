@@ -1,4 +1,4 @@
-"""Tensors without values: dry runs, worlds of imagined ranks, the modes of dispatch that make them."""
+"""Tensors without values: dry runs, worlds of fake ranks, the modes of dispatch that make them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ private(
     "torch.distributed.distributed_c10d._group_count",
     "torch.distributed.distributed_c10d._unregister_process_group",
     "torch.distributed.tensor._random._rng_tracker",
-    why="to put the process groups of this process out of sight for a world of imagined ranks",
+    why="to put the process groups of this process out of sight for a world of fake ranks",
     without="a dry run for a mesh of another size needs as many processes",
 )
 
@@ -85,13 +85,13 @@ __all__ = [
     "fake_world",
     "give_fused_splits_real_offsets",
     "has_values",
-    "imagined_in",
-    "imagining",
     "innermost_mode",
-    "is_imagined",
+    "is_fake",
     "is_traceable_wrapper_subclass",
+    "new_fake_mode",
     "no_modes",
-    "recording_imagined",
+    "recording_fakes",
+    "to_fake",
     "with_values",
 ]
 
@@ -200,8 +200,8 @@ def _refuse_lost_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     Raises:
         PlanError: an op in place, or one with `out=`, does so.
     """
-    kept = [tensor for tensor in written_to(op, args, kwargs) if not is_imagined(tensor)]
-    if kept and any(map(is_imagined, _fakes((args, kwargs)))):
+    kept = [tensor for tensor in written_to(op, args, kwargs) if not is_fake(tensor)]
+    if kept and any(map(is_fake, _fakes((args, kwargs)))):
         raise PlanError(
             f"forward writes a tensor of another stage into one of shape {tuple(kept[0].shape)} that this stage has "
             f"made ({op}), outside of the stages' modules: only what the first module of a stage is given comes from "
@@ -217,7 +217,7 @@ def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.requires_grad
 
 
-# Asked for a new tensor, often to be changed or to be told from its source.
+# Asked for a new tensor, often to be changed, or compared with its source by identity.
 _FRESH = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 
 
@@ -270,9 +270,9 @@ class _Marking(TorchDispatchMode):
         if not self.depth:
             _refuse_lost_values(op, args, kwargs or {})
         made = op(*args, **(kwargs or {}))
-        if self.depth or any(is_imagined(leaf) for leaf in _fakes((args, kwargs))):
+        if self.depth or any(is_fake(leaf) for leaf in _fakes((args, kwargs))):
             for leaf in _fakes(made):
-                leaf._shardlib_imagined = True
+                leaf._shardlib_fake = True
         return made
 
 
@@ -281,7 +281,7 @@ def _fakes(tree: Any) -> Iterator[Any]:
 
 
 class _Marked:
-    """The context that `imagining` returns in a dry run; it can be entered many times."""
+    """The context that `new_fake_mode` returns in a dry run; it can be entered many times."""
 
     def __init__(self, mode: _Marking) -> None:
         self._mode = mode
@@ -301,7 +301,7 @@ class _Marked:
 def fake_tensors(*, with_stages: bool = False) -> Iterator[None]:
     """Give tensors made inside the block a shape, a dtype and a device, and no values. Real ones may meet them.
 
-    `with_stages` lets `is_imagined` tell which of them would have none in a real run either.
+    `with_stages` lets `is_fake` tell which of them would have none in a real run either.
     """
     give_fused_splits_real_offsets()
     with _DryMode(allow_non_fake_inputs=True), _Marking() if with_stages else nullcontext():
@@ -314,34 +314,34 @@ def fake_mode() -> AbstractContextManager[Any]:
     return nullcontext() if known else _Mode()
 
 
-def imagining() -> Any:
+def new_fake_mode() -> Any:
     """Make a context in which tensors have no values. They stay so outside of it."""
     marking = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Marking)), None)
     return _Remembering(allow_non_fake_inputs=True) if marking is None else _Marked(marking)
 
 
-def is_imagined(tensor: torch.Tensor) -> bool:
+def is_fake(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor has a shape, a dtype and a device, and no values.
 
     In a dry run, tell whether it would have none in a real run.
     """
     if isinstance(tensor, FakeTensor):
-        return not isinstance(tensor.fake_mode, _DryMode) or hasattr(tensor, "_shardlib_imagined")
+        return not isinstance(tensor.fake_mode, _DryMode) or hasattr(tensor, "_shardlib_fake")
     return False
 
 
-def imagined_in(mode: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def to_fake(mode: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that makes a tensor without values of one that has some."""
-    return lambda tensor: tensor if is_imagined(tensor) else mode.from_tensor(tensor.detach())
+    return lambda tensor: tensor if is_fake(tensor) else mode.from_tensor(tensor.detach())
 
 
 @contextmanager
-def recording_imagined(record: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+def recording_fakes(record: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
     """Make a context in which tensors have no values and every operation goes through `record(op, args, kwargs)`.
 
     The context keeps no weak references to the tensors, so that others can be swapped into their places.
     """
-    mode = _Mode(allow_non_fake_inputs=True)  # each call's own tensors: what is recorded is told apart by them
+    mode = _Mode(allow_non_fake_inputs=True)  # each call's own tensors, by which records differ
     memo = mode.fake_tensor_converter.tensor_memo
 
     class Recording(TorchDispatchMode):
@@ -404,7 +404,7 @@ def fake_tensor_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def fake_world(axes: Mapping[str, int], device_type: str, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Be one rank, by default the first, of as many as a mesh has, all others imagined; collectives return at once.
+    """Be one rank, by default the first, of as many as a mesh has, all others fake; collectives return at once.
 
     Real process groups of this process, the default one included, are out of sight inside the block and back after
     it. What DTensor has cached names meshes, and a real and a fake mesh of one shape are equal to it: caches are

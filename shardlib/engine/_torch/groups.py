@@ -109,7 +109,7 @@ def set_timeouts(mesh: DeviceMesh) -> None:
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """Return how long operations of a group wait; None for imagined groups and where the back end does not say."""
+    """Return how long operations of a group wait; None for fake groups and where the back end does not say."""
     if dist.get_backend(group) == dist.Backend.FAKE:
         return None
     try:
@@ -121,7 +121,7 @@ def timeout_of(group: Any) -> timedelta | None:
 def limit_of(group: Any) -> timedelta | None:
     """Return how long `wait_for` waits for sends and receives of a group: no longer than the group's timeout.
 
-    Of itself gloo (2.13.0) waits for these as long as was said when the group was made, whatever has been set since.
+    By itself gloo (2.13.0) waits for these as long as the group was made to, whatever has been set since.
     On NCCL, a wait with a timeout would hold up the host.
     """
     return timeout_of(group) if dist.get_backend(group) == dist.Backend.GLOO else None

@@ -93,17 +93,17 @@ def intercept_data(assign: Callable[[Callable[..., None], torch.Tensor, torch.Te
     return undo
 
 
-def intercept_reads(whole: Callable[[DTensor], torch.Tensor]) -> Callable[[], None]:
-    """Let `numpy()` and `tolist()` of a DTensor be those of `whole(tensor)`; return an undo function.
+def intercept_reads(full_tensor: Callable[[DTensor], torch.Tensor]) -> Callable[[], None]:
+    """Let `numpy()` and `tolist()` of a DTensor be those of `full_tensor(tensor)`; return an undo function.
 
     Torch refuses both for every subclass (2.13.0, 2.14.1).
     """
 
     def numpy(tensor: DTensor, *, force: bool = False) -> Any:
-        return whole(tensor).numpy(force=force)
+        return full_tensor(tensor).numpy(force=force)
 
     def tolist(tensor: DTensor) -> Any:
-        return whole(tensor).tolist()
+        return full_tensor(tensor).tolist()
 
     DTensor.numpy, DTensor.tolist = numpy, tolist  # type: ignore[method-assign,assignment]
 
@@ -131,9 +131,9 @@ def wrap(local: torch.Tensor, spec: Any) -> DTensor:
     return _new_dtensor(DTensor, local, spec, requires_grad=False)
 
 
-def shard(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """Copy this rank's local shard out of a plain tensor that every rank holds whole, without communication."""
-    return local_of(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)).clone()
+def shard(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """Copy this rank's local shard out of a plain tensor that every rank has in full, without communication."""
+    return local_of(distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)).clone()
 
 
 @cached_by_mesh
@@ -210,10 +210,10 @@ def chunks_of(size: int, n: int, index: int, pieces: int = 1) -> list[tuple[int,
     piece, found = -(-size // pieces), []
     for i in range(pieces):
         first = min(piece * i, size)
-        whole = min(piece, size - first)
-        chunk = -(-whole // n)
-        start = min(chunk * index, whole)
-        found.append((first + start, min(chunk, whole - start)))
+        length = min(piece, size - first)
+        chunk = -(-length // n)
+        start = min(chunk * index, length)
+        found.append((first + start, min(chunk, length - start)))
     return found
 
 

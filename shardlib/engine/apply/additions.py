@@ -1,4 +1,4 @@
-"""Parameters that are added to a sharded model: no rule lays them out, and nobody averages their gradients."""
+"""Parameters that are added to a sharded model: no rule lays them out, and no reducer averages their gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _hooks: list[RemovableHandle] = []
 def refuse_additions(model: nn.Module, record: Sharded) -> None:
     """Let `module.name = value` raise for a new parameter that trains, where ranks have to agree on its gradient.
 
-    Without data ranks and stages each rank trains the parameter alike, as one device would.
+    Without data ranks and stages each rank trains the parameter as one device would.
     """
     if record.plan.mesh.data_ranks == 1 and record.pipeline is None:
         return

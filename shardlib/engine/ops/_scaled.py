@@ -20,7 +20,7 @@ UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 def unscale(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Divide gradients, of which some may be plain, and let all ranks know that one holds a number that is not finite.
 
-    Torch's own asks the first gradient how all of them lie: where it is whole and another is split, ranks take
+    Torch's own asks the first gradient how all of them lie: where it is replicated and another is split, ranks take
     different scales from then on (2.13.0).
     """
     grads, found, inverse = args

@@ -246,7 +246,7 @@ class Route:
 
     def _elsewhere(self, known: _Known, number: int, name: str, args: Any, kwargs: Any) -> Any:
         if number not in known.outputs:
-            module, to_fake = self.stages.skeleton.get_submodule(name), _torch.imagined_in(self.stages.mode)
+            module, to_fake = self.stages.skeleton.get_submodule(name), _torch.to_fake(self.stages.mode)
             with torch.no_grad():
                 try:
                     with self.stages.mode:
@@ -367,7 +367,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[[], Any]:
 
 def has_values(leaf: Any) -> bool:
     """Tell whether a value is not a tensor, or is a tensor that is not fake."""
-    return not isinstance(leaf, torch.Tensor) or not _torch.is_imagined(leaf)
+    return not isinstance(leaf, torch.Tensor) or not _torch.is_fake(leaf)
 
 
 def _all_have_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

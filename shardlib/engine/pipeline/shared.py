@@ -34,17 +34,17 @@ class Shared:
         param_state: its state on this rank; None if this rank does not hold it.
         transport: the transport among the ranks that hold the same shard of it; None if this rank is not one of them.
         movements: the movement that sums its gradient over the stages; none if the plan has frozen it.
-        prior: the accumulated gradient of earlier steps, while a step runs.
+        accumulated: the accumulated gradient of earlier steps, while a step runs.
         summed: whether the gradient is already summed over the holders.
     """
 
     param_state: ParamState | None
     transport: Transport | None
     movements: tuple[Movement, ...]
-    prior: Any = None
+    accumulated: Any = None
     summed: bool = False
 
-    def put_prior_aside(self) -> None:
+    def set_accumulated_aside(self) -> None:
         """Keep gradients that earlier steps have already summed out of the sum of this step."""
         if self.param_state is None:
             return
@@ -53,17 +53,17 @@ class Shared:
             self.summed = False
         elif self.summed:
             # Copied since it is a view of a bucket, which the next reduction overwrites.
-            self.prior, param.grad = _copied(param.grad), None
+            self.accumulated, param.grad = _copied(param.grad), None
 
-    def put_prior_back(self) -> None:
+    def add_accumulated(self) -> None:
         """Add the gradient of earlier steps, without a sum over the holders."""
-        if self.param_state is None or self.prior is None:
+        if self.param_state is None or self.accumulated is None:
             return
-        param, prior, self.prior = self.param_state.param, self.prior, None
+        param, accumulated, self.accumulated = self.param_state.param, self.accumulated, None
         if param.grad is None:
-            param.grad = prior
+            param.grad = accumulated
         else:
-            local_of(param.grad).add_(local_of(prior))
+            local_of(param.grad).add_(local_of(accumulated))
 
     @naming_lost_ranks("backward")
     def sum_up(self) -> None:
@@ -79,7 +79,7 @@ class Shared:
         if sent is not local:
             local.copy_(sent)
         self.summed = True
-        self.put_prior_back()
+        self.add_accumulated()
 
 
 def shared_parameters(stages: Stages, param_states: Mapping[str, ParamState]) -> list[Shared]:

@@ -68,7 +68,8 @@ class Stages:
                 'rng="exact" draws in the order of one device, and the stages of a pipeline run at the same time. Use '
                 'rng="fast" on a mesh with a pipeline axis.'
             )
-        shape, mode, device = shape_with_stages(MeshShape.of(given)), _torch.imagining(), device_here(given.device_type)
+        shape, device = shape_with_stages(MeshShape.of(given)), device_here(given.device_type)
+        mode = _torch.new_fake_mode()
         mesh_ = given if shape == MeshShape.of(given) else mesh(shape, device_type=given.device_type)
         dtypes = {name: row.compute.dtype for row in plan.rows for name in row.tied if row.compute.dtype is not None}
         stages = cls(plan, mesh_, fake_copy(model, mode, device, dtypes), mode)

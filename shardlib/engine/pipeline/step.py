@@ -315,7 +315,7 @@ class Step:
     def _carry_out(self, run: Run, actions: Sequence[Action]) -> None:
         """Run all actions, and keep the gradients of this step apart from accumulated ones."""
         for shared in self.shared:
-            shared.put_prior_aside()
+            shared.set_accumulated_aside()
         self.before = self.reducer.put_gradients_aside() if self.train else []
         units = self.record.units
         with self.reducer.keep() if self.train else nullcontext(), units.step() if units is not None else nullcontext():
@@ -381,7 +381,7 @@ class Step:
             if somewhere and not between:
                 shared.sum_up()
             else:
-                shared.put_prior_back()
+                shared.add_accumulated()
 
     def _give_up(self) -> None:
         """Drop the gradients of a failed step; restore accumulated ones."""
@@ -389,7 +389,7 @@ class Step:
             self.reducer.put_gradients_aside()
             self.reducer.add_gradients(self.before)
             for shared in self.shared:
-                shared.put_prior_back()
+                shared.add_accumulated()
 
     def _failed(self, run: Run) -> Exception:
         """Return the error for the earliest failure of all ranks, the same on all ranks."""

@@ -117,7 +117,7 @@ def _run_fake(
     end: Callable[[str], None] = lambda _name: None,
 ) -> None:
     """Run forward on fake tensors, and call `begin` and `end` around each call of a named module."""
-    mode = _torch.imagining()
+    mode = _torch.new_fake_mode()
     fake = fake_copy(model, mode, device, {})
     for name in names:
         module = fake.get_submodule(name)
