@@ -170,7 +170,6 @@ def movements_of(
     holders: Mapping[str, int] | None = None,
     optimizer: Optimizer = "elementwise",
     state: StateShapes = like_parameter,
-    known: dict[tuple[object, ...], list[Movement]] | None = None,
 ) -> Iterator[Movement]:
     """Iterate over the movements of a step for some rows, in their order; phases with equal layouts have none.
 
@@ -182,10 +181,9 @@ def movements_of(
         holders: the number of pipeline ranks that hold a parameter, by name, where there are several.
         optimizer: what the optimizer needs.
         state: the shapes of its state, for one that needs full tensors.
-        known: keeps the movements of rows of one form for further calls with the same arguments.
     """
     inside, shared = frozenset(units), holders or {}
-    known = {} if known is None else known
+    known: dict[tuple[object, ...], list[Movement]] = {}  # of rows of one form
     for row in rows:
         count = shared.get(row.name, 1)
         if (key := (row.form, count)) not in known:

@@ -42,6 +42,11 @@ class _Owned:
     movements: Mapping[Purpose, Movement]
     leaf: torch.Tensor | None = None
 
+    @classmethod
+    def of(cls, param_state: ParamState, owner: int) -> _Owned:
+        every = param_state.list_movements(param_state.row, "per_tensor")
+        return cls(param_state, owner, {purpose: param_state.named(one) for purpose, one in every.items()})
+
 
 @dataclass(eq=False)
 class _Move:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -65,7 +65,9 @@ class ParamState:
         mesh: the whole mesh.
         max_local_numel: the number of elements of the compute tensor on the rank where it is largest.
         mutable: what changes of it.
-        list_movements: lists the movements of a row in a step, by purpose.
+        unit: the unit that it is gathered with; "" for the model.
+        list_movements: lists the movements of a row in a step, by purpose; rows of one form share them, with one row's
+            name.
         executor: the executor of the model's movements.
         transport: the transport among the ranks of `axes`.
         compute_spec: the DTensor spec of the unsharded parameter on the model axes, where it is a DTensor there.
@@ -86,6 +88,7 @@ class ParamState:
     mesh: DeviceMesh
     max_local_numel: int
     mutable: MutableState
+    unit: str
     list_movements: Callable[[Row, Optimizer], Mapping[Purpose, Movement]]
     executor: Executor
     transport: Transport | None = None
@@ -107,10 +110,14 @@ class ParamState:
 
     @property
     def movements(self) -> Mapping[Purpose, Movement]:
-        """The movements of the parameter in a step, by purpose."""
+        """The movements of the parameter in a step, by purpose, without its name."""
         if self.mutable.movements is None:
             self.mutable.movements = self.list_movements(self.row, "elementwise")
         return self.mutable.movements
+
+    def named(self, movement: Movement) -> Movement:
+        """Return a movement of `list_movements` with the name and the unit of the parameter."""
+        return replace(movement, name=self.name, unit=self.unit)
 
     def expect_gradient(self, partial: Axes) -> None:
         """List the movements of a gradient that is a partial sum over some model axes.
@@ -338,9 +345,8 @@ def movements_of(
 ) -> Iterator[Movement]:
     """Yield the movements of one purpose, of the parameters that have one."""
     for one in param_states:
-        every = one.movements if optimizer == "elementwise" else one.list_movements(one.row, optimizer)
-        if (movement := every.get(purpose)) is not None:
-            yield movement
+        if (movement := one.list_movements(one.row, optimizer).get(purpose)) is not None:
+            yield one.named(movement)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardlib._plan import Purpose, join_small, unit_of
+from shardlib._plan import Purpose, join_small
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.executor import Executor
@@ -521,10 +521,10 @@ def make_units(
         bucket_bytes: the size in bytes up to which small units are joined.
     """
     stored = [one for one in param_states if one.is_stored_sharded]
-    owners, known = _owners_of(model, stored), frozenset(units)
+    owners = _owners_of(model, stored)
     groups: dict[str, list[ParamState]] = {}
     for one in stored:
-        groups.setdefault(unit_of(one.names, known), []).append(one)
+        groups.setdefault(one.unit, []).append(one)
     resharded = {"": False}
     for name, group in list(groups.items()):
         staying = [one for one in group if stays_unsharded(one.name)]

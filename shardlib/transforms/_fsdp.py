@@ -99,8 +99,9 @@ class Hsdp(Transform):
 
 
 def _sharded(plan: Plan, axis: Names, reshard_after_forward: bool | None, only: Names, who: object) -> Plan:
-    large = _large_blocks(plan) if reshard_after_forward is None else {*plan.units}
-    units = large if reshard_after_forward is not False else set()
+    units = {*plan.units} if reshard_after_forward else set()
+    if reshard_after_forward is None:
+        units = _large_blocks(plan)
     data = frozenset(plan.mesh.data_axes)
 
     def reshards(row: Row, stored: Layout) -> bool:

@@ -125,6 +125,7 @@ def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: to
         mesh=rank_plan.mesh,
         max_local_numel=math.prod(compute.local_shape(row.global_shape, rank_plan.shape, first)),
         mutable=MutableState(row, master=master),
+        unit=rank_plan.plan.unit(row),
         list_movements=rank_plan.movements,
         executor=rank_plan.executor,
         transport=rank_plan.executor.transport(axes) if axes else None,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -158,21 +159,18 @@ class RankPlan:
         """The executor of this rank's movements."""
         return Executor(self.mesh, self.device)
 
-    def movements(self, row: Row, optimizer: Optimizer) -> dict[Purpose, Movement]:
-        """Return the movements of a row in a step, by purpose."""
-        with _torch.no_modes():  # sizes are counted with tensors that have values, also in a dry run
-            known = self._known.setdefault(optimizer, {})
-            every = movements_of([row], self.plan.mesh, self._units, self.plan.step, optimizer=optimizer, known=known)
-            return {one.purpose: one for one in every}
+    def movements(self, row: Row, optimizer: Optimizer) -> Mapping[Purpose, Movement]:
+        """Return the movements of a row in a step, by purpose. Rows of one form share them, with one row's name."""
+        key = row.form, optimizer
+        if key not in self._movements:
+            with _torch.no_modes():  # sizes are counted with tensors that have values, also in a dry run
+                every = movements_of([row], self.plan.mesh, (), self.plan.step, optimizer=optimizer)
+                self._movements[key] = {one.purpose: one for one in every}
+        return self._movements[key]
 
     @cached_property
-    def _known(self) -> dict[Optimizer, dict[tuple[object, ...], list[Movement]]]:
-        """The movements of rows of one form, by optimizer."""
+    def _movements(self) -> dict[tuple[object, Optimizer], dict[Purpose, Movement]]:
         return {}
-
-    @cached_property
-    def _units(self) -> frozenset[str]:
-        return frozenset(self.plan.units)
 
     def place(self) -> exact.DataRank | None:
         """Return this rank's place on the data axes, if random numbers are drawn by that."""
