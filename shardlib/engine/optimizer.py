@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardlib._plan import Optimizer
 from shardlib.engine import _torch, offload
 from shardlib.engine.borders import moved
 from shardlib.engine.executor.bucket import in_batches
@@ -38,30 +39,27 @@ __all__ = [
     "FUSED_DTYPES",
     "FUSED_SGD_DTYPES",
     "register_elementwise",
-    "register_in_pieces",
     "register_per_tensor",
     "stepping_through_wrapper",
     "steps_whole_tensors",
     "watch_optimizers",
 ]
 
-_ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
+_KNOWN: dict[type[torch.optim.Optimizer], Optimizer] = {
+    torch.optim.ASGD: "elementwise",
+    torch.optim.Adadelta: "elementwise",
+    torch.optim.Adafactor: "per_tensor",
+    torch.optim.Adagrad: "elementwise",
+    torch.optim.Adam: "elementwise",
+    torch.optim.AdamW: "elementwise",
+    torch.optim.Adamax: "elementwise",
+    torch.optim.Muon: "per_tensor",
+    torch.optim.NAdam: "elementwise",
+    torch.optim.RAdam: "elementwise",
+    torch.optim.RMSprop: "elementwise",
+    torch.optim.Rprop: "elementwise",
+    torch.optim.SGD: "elementwise",
 }
-
-_PER_TENSOR: set[type[torch.optim.Optimizer]] = {torch.optim.Adafactor, torch.optim.Muon}
-
-_IN_PIECES = set(_ELEMENTWISE)  # their step is the same as one step for each parameter, one after another
 
 _FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
 FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -83,7 +81,7 @@ def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.o
     ... class SignSGD(torch.optim.SGD):
     ...     pass
     """
-    _ELEMENTWISE.add(optimizer)
+    _KNOWN[optimizer] = "elementwise"
     return optimizer
 
 
@@ -98,28 +96,13 @@ def register_per_tensor(optimizer: type[torch.optim.Optimizer]) -> type[torch.op
     ... class Lars(torch.optim.SGD):
     ...     pass
     """
-    _PER_TENSOR.add(optimizer)
+    _KNOWN[optimizer] = "per_tensor"
     return optimizer
 
 
 def steps_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer gets full tensors. State of another shape than the parameter's is then replicated."""
-    return type(optimizer) in _PER_TENSOR
-
-
-def register_in_pieces(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Register an element-wise optimizer whose step may run in pieces, each with some of the parameters: the optimizer
-    itself counts nothing.
-
-    With offloaded state, one piece then steps while others are copied. Usable as a decorator.
-
-    >>> @register_in_pieces
-    ... @register_elementwise
-    ... class Plain(torch.optim.SGD):
-    ...     pass
-    """
-    _IN_PIECES.add(optimizer)
-    return optimizer
+    return _KNOWN.get(type(optimizer)) == "per_tensor"
 
 
 _through_wrapper = False
@@ -181,43 +164,36 @@ def _before_step(
         return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
-    if closure is None or kind not in _ELEMENTWISE | _PER_TENSOR:
-        _begin(kind, optimizer, params, depth)
-        return None
-    # These optimizers call their closure first and once: compute the loss and its gradients before shards replace the
-    # parameters.
-    with torch.enable_grad():
-        loss = closure()
-    _begin(kind, optimizer, params, depth)
-    return (args[0], lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}
-
-
-def _begin(kind: type, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], depth: int) -> None:
-    prepare: Callable[[torch.optim.Optimizer, list[torch.Tensor]], _Saved | None]
-    if kind in _ELEMENTWISE:
-        prepare = _step_on_local_tensors
-    else:
-        prepare = _step_on_owned_tensors if kind in _PER_TENSOR else _step_on_gathered_gradients
-    if (saved := prepare(optimizer, params)) is not None:
+    changed = None
+    if closure is not None and kind != "unknown":
+        # These optimizers call their closure first and once: compute the loss and its gradients before shards replace
+        # the parameters.
+        with torch.enable_grad():
+            loss = closure()
+        changed = (args[0], lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}
+    saved = _PREPARE[kind](optimizer, params)
+    if saved is not None:
         saved.depth, _stepping[optimizer] = depth, saved
+    return changed
 
 
-def _kind_of(optimizer: type[torch.optim.Optimizer], depth: int) -> type | None:
-    """Return the class that determines what the `depth`th of nested steps needs; None if a nested step does."""
-    known = _ELEMENTWISE | _PER_TENSOR
+def _kind_of(optimizer: type[torch.optim.Optimizer], depth: int) -> Optimizer | None:
+    """Return what the `depth`th of nested steps needs; None if a nested step needs it."""
     stepping = [kind for kind in optimizer.__mro__ if "step" in vars(kind)]
     current, bases = stepping[depth - 1], stepping[depth:]
-    if any(kind in known for kind in bases) and _torch.calls_step_of_base(current):
+    if any(kind in _KNOWN for kind in bases) and _torch.calls_step_of_base(current):
         return None
-    if depth == 1 and optimizer in known:
-        return optimizer
-    return current if current in known and not _overrides_more(optimizer, current) else optimizer
+    if depth == 1 and optimizer in _KNOWN:
+        return _KNOWN[optimizer]
+    if current in _KNOWN and not _overrides_more(optimizer, current):
+        return _KNOWN[current]
+    return _KNOWN.get(optimizer, "unknown")
 
 
 def _overrides_more(optimizer: type, base: type) -> bool:
     """Tell whether a subclass overrides methods, other than `step`, that the step of its base may call."""
     subclasses = optimizer.__mro__[: optimizer.__mro__.index(base)]
-    defined = {name for kind in subclasses if kind not in _ELEMENTWISE | _PER_TENSOR for name in vars(kind)}
+    defined = {name for kind in subclasses if kind not in _KNOWN for name in vars(kind)}
     return any(name in vars(base) for name in defined if name != "step" and not name.startswith("__"))
 
 
@@ -284,6 +260,9 @@ def _warn_of_unknown(params: list[torch.Tensor], records: list[Sharded], count: 
         )
 
 
+_Copies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
+
+
 class _Saved:
     """The values of an optimizer that a step replaces.
 
@@ -294,6 +273,8 @@ class _Saved:
         outer: the optimizer state by the model's parameters.
         depth: the depth among nested steps.
         updates: gathers the shards that are stepped on.
+        shards: this rank's shards of parameters, by the parameter's id, where they are not the local tensor.
+        copies: the copies on the host of shards and gradients to step on, by the parameter's id.
         gradients: the gradients that full ones have replaced.
         leaves: what is stepped on in the place of parameters: the leaf, the parameter state, and the memory that the
             leaf is rounded into, if that is another one. A full tensor of `full_step` has no parameter state here.
@@ -306,6 +287,8 @@ class _Saved:
         self.options = [dict(group) for group in self.groups]
         self.depth = 1
         self.updates: list[Updates] = []
+        self.shards: dict[int, torch.Tensor] = {}
+        self.copies: _Copies = {}
         self.gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         self.leaves: list[tuple[torch.Tensor, ParamState | None, torch.Tensor]] = []
         self.written = 0
@@ -369,38 +352,32 @@ def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
 def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved) -> None:
     """Replace the parameters of a step by leaves.
 
-    Parameters that step on the host step here in pieces, if the optimizer allows it.
+    Parameters that step on the host step here in pieces, if the optimizer itself counts nothing, as torch's do.
     """
     saved.updates = updates_of(saved.params)
-    optimizer.state = inner = defaultdict(dict, saved.outer)
-    shards = {key: shard for updates in saved.updates for key, shard in updates.local_shards(saved.params).items()}
+    optimizer.state = defaultdict(dict, saved.outer)
+    for updates in saved.updates:
+        saved.shards |= updates.local_shards(saved.params)
     on_host = [p for p in saved.params if (param_state := param_state_of(p)) is not None and param_state.steps_on_host]
     pieces = in_batches(
         on_host, alone=lambda _: False, key=lambda _: None, size=lambda p: local_of(p).nbytes, limit=PIECE_BYTES
     )
-    begun = [_copies_on_host(piece, shards) for piece in pieces]  # while a piece steps, the next ones are copied
-    copies: dict[int, Any] = {}
+    in_pieces = type(optimizer).__module__.partition(".")[0] in ("torch", "shardlib")
     stepped: set[int] = set()
-
-    def put(chosen: Callable[[int], bool]) -> None:
-        def leaf_of(param: torch.Tensor) -> torch.Tensor | None:
-            key = id(param)
-            return _leaf(param, shards.get(key), copies.get(key), inner, saved) if chosen(key) else None
-
-        saved.put(optimizer, leaf_of)
-
-    for downloads, piece in begun:
+    # While a piece steps, the next ones are copied.
+    for downloads, copies in [_copies_on_host(piece, saved.shards) for piece in pieces]:
         downloads.wait()
-        copies |= piece
-        if type(optimizer) in _IN_PIECES:
-            put(piece.__contains__)
-            _torch.step_without_hooks(optimizer)
-            saved.write_back()
-            stepped |= piece.keys()
-    put(lambda key: key not in stepped)
+        saved.copies |= copies
+        if in_pieces:
+            _step_piece(optimizer, saved, copies)
+            stepped |= copies.keys()
+    saved.put(optimizer, lambda p: None if id(p) in stepped else _leaf(p, optimizer.state, saved))
 
 
-_Copies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
+def _step_piece(optimizer: torch.optim.Optimizer, saved: _Saved, piece: _Copies) -> None:
+    saved.put(optimizer, lambda p: _leaf(p, optimizer.state, saved) if id(p) in piece else None)
+    _torch.step_without_hooks(optimizer)
+    saved.write_back()
 
 
 def _copies_on_host(params: list[torch.Tensor], shards: dict[int, torch.Tensor]) -> tuple[offload.Downloads, _Copies]:
@@ -408,7 +385,8 @@ def _copies_on_host(params: list[torch.Tensor], shards: dict[int, torch.Tensor])
 
     Gradients are copied now and not as soon as they are reduced, since until now they may be clipped on the device.
     """
-    downloads, copies = offload.Downloads(), _Copies()
+    downloads = offload.Downloads()
+    copies: _Copies = {}
     for param in params:
         param_state = param_state_of(param)
         assert param_state is not None
@@ -523,23 +501,10 @@ def _momentum_of_all_or_none(group: dict[str, Any], state: Any) -> bool:
     return not group.get("momentum") or len(begun) < 2
 
 
-def _leaf(
-    param: torch.Tensor,
-    shard: torch.Tensor | None,
-    on_host: tuple[torch.Tensor, torch.Tensor | None] | None,
-    inner: dict[torch.Tensor, Any],
-    saved: _Saved,
-) -> torch.Tensor:
-    """Return the plain leaf that represents a parameter during the step, with its gradient and state.
-
-    Args:
-        param: the parameter of the model.
-        shard: this rank's shard, where that is not the local tensor of the parameter.
-        on_host: the copies of shard and gradient to step on.
-        inner: the optimizer's state during the step, by leaf.
-        saved: records the leaf.
-    """
-    param_state = param_state_of(param)
+def _leaf(param: torch.Tensor, inner: dict[torch.Tensor, Any], saved: _Saved) -> torch.Tensor:
+    """Return the plain leaf that represents a parameter during the step, with its gradient, and with its state in
+    `inner`; the parameter itself if it is one."""
+    param_state, shard, on_host = param_state_of(param), saved.shards.get(id(param)), saved.copies.get(id(param))
     is_plain = shard is None and on_host is None and not isinstance(param, DTensor)
     if param_state is None or (is_plain and param_state.master_dtype is None):
         return param
@@ -603,13 +568,18 @@ def _local_state(param_state: ParamState, value: Any) -> Any:
 
 def _global_value(param_state: ParamState, before: Any, value: Any) -> Any:
     """Return a state entry as it is between steps: a DTensor, if it is split as its parameter is."""
-    param = param_state.param
     if isinstance(before, DTensor) and _torch.local_of(before) is value:
         return before
-    if not isinstance(value, torch.Tensor) or not value.ndim:
-        return value
-    if param_state.is_updated_sharded:
-        return param_state.wrap(value) if tuple(value.shape) == param_state.shard_shape else value
-    if not isinstance(param, DTensor):
-        return value
-    return _torch.wrap(value, _torch.spec_of(param)) if value.shape == local_of(param).shape else value
+    if isinstance(value, torch.Tensor) and value.ndim and tuple(value.shape) == param_state.shard_shape:
+        if param_state.is_updated_sharded:
+            return param_state.wrap(value)
+        if isinstance(param_state.param, DTensor):
+            return _torch.wrap(value, _torch.spec_of(param_state.param))
+    return value
+
+
+_PREPARE: dict[Optimizer, Callable[[torch.optim.Optimizer, list[torch.Tensor]], _Saved | None]] = {
+    "elementwise": _step_on_local_tensors,
+    "per_tensor": _step_on_owned_tensors,
+    "unknown": _step_on_gathered_gradients,
+}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
-from shardlib.engine.optimizer import register_elementwise, register_in_pieces
+from shardlib.engine.optimizer import register_elementwise
 from shardlib.optim._step import Closure, has_kernel, loss_of, refuse, with_gradients
 
 __all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
@@ -109,7 +109,6 @@ def _uncorrected(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any],
     param.add_(state["exp_avg"] / (square.sqrt() + group["eps"]) * -group["lr"])
 
 
-@register_in_pieces
 @register_elementwise
 class HybridAdam(_Adam):
     r"""AdamW, or Adam, on parameters on the host and on a device: each is updated on its device, by a fused kernel.
@@ -164,7 +163,6 @@ class HybridAdam(_Adam):
         super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
 
 
-@register_in_pieces
 @register_elementwise
 class CPUAdam(HybridAdam):
     """`HybridAdam` under its name for parameters that are all on the host.
@@ -174,7 +172,6 @@ class CPUAdam(HybridAdam):
     """
 
 
-@register_in_pieces
 @register_elementwise
 class FusedAdam(_Adam):
     """`HybridAdam` with the arguments in Apex's order.

@@ -447,14 +447,11 @@ def _devices(
         apply.apply_plan(model, plan, mesh, check=False)
         stepping = make(model.parameters())
         steps: set[str] = set()
-        bare, begin = _torch.step_without_hooks, optimizer._begin
-        beginning = mock.patch.object(
-            optimizer, "_begin", lambda *args: (begin(*args), steps.update(_stepped_on(stepping)))
+        put = optimizer._Saved.put
+        putting = mock.patch.object(
+            optimizer._Saved, "put", lambda *args: (put(*args), steps.update(_stepped_on(stepping)))
         )
-        counting = mock.patch.object(
-            _torch, "step_without_hooks", lambda one: (steps.update(_stepped_on(one)), bare(one))
-        )
-        with counting, beginning, _NothingOnTheHostIsSent():
+        with putting, _NothingOnTheHostIsSent():
             for _ in range(2):
                 dryrun.run_step(model, (torch.zeros(4, 5, dtype=torch.int64, device=AWAY),), {})
                 _unscale([p.grad for p in model.parameters()])
