@@ -1,13 +1,18 @@
-"""`pipeline_step`: forward and backward of a batch through all stages, with the gradients of a single device."""
+"""`pipeline_step`: forward and backward of a batch through all stages, with the gradients of a single device.
+
+A rank whose action raises continues with the order of actions without computing, and sends zeros of the agreed shapes.
+No other rank therefore waits in vain, and all ranks learn of the failure at the end of the step.
+"""
 
 from __future__ import annotations
 
 import itertools
+import time
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -30,13 +35,17 @@ from shardlib.engine.pipeline.batch import (
     rows,
     split,
 )
-from shardlib.engine.pipeline.run import Criterion, Failure, Microbatch, Run, Watch
+from shardlib.engine.pipeline.compute import Computation, Criterion, Losses, Microbatch
+from shardlib.engine.pipeline.route import StageBoundary
 from shardlib.engine.pipeline.transport import Transport
 from shardlib.engine.sharded import Sharded, record_of
 from shardlib.engine.wrapper import OptimizerWrapper
-from shardlib.errors import InputError, ShardingError, StageError
+from shardlib.errors import InputError, LostRankError, ShardingError, StageError
 
 __all__ = ["PipelineStep", "Step", "pipeline_step"]
+
+Begin = Callable[[], tuple[float, float]]
+Watch = Callable[[Action], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,19 @@ def _mark(keys: Sequence[Hashable]) -> int:
 _compared: WeakSet[Sharded] = WeakSet()
 
 
+@dataclass(frozen=True)
+class Failure:
+    """The error that an action raised, and when."""
+
+    action: Action
+    error: Exception
+    when: float
+
+    @property
+    def text(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}"
+
+
 class Step:
     """A step on this rank. For arguments see `pipeline_step`.
 
@@ -154,6 +176,8 @@ class Step:
         self.everyone, self.is_dry = record.reducer.group_of_all(), not record.has_values
         self.shared = self.pipeline.shared if self.pipeline is not None and train else ()
         self.before: list[Aside] = []
+        self.executed: list[Action] = []
+        self.failure: Failure | None = None
         shape = record.plan.mesh
         coordinate = dict(zip(record.mesh.mesh_dim_names or (), record.mesh.get_coordinate() or (), strict=True))
         self.data_ranks, self.data_rank = shape.data_ranks, shape.data_place(coordinate)[0]
@@ -170,27 +194,25 @@ class Step:
         meet = self._ask(cut, failed)
         if failed is not None:
             meet()
+        begin = cache(lambda: self._factors(meet()))
         transport, actions = None, [a for a in order("gpipe", 1, 1, len(cut))[0] if self.train or a.kind == "F"]
         if self.pipeline is not None:
             timetable = self.pipeline.timetable(tuple(one.key for one in cut), self.train)
             transport, actions = Transport(self.pipeline.channels, timetable, self.device), [*timetable.own]
-        run = Run(
-            self.model,
-            self.record,
-            transport,
-            cut,
-            self.criterion,
-            begin=lambda: self._factors(meet()),
-            early=self.pipeline is not None and 0 in self.pipeline.stages.own and not self.module_axes,
-            train=self.train,
-            keep_outputs=self.keep_outputs,
-            watch=self.watch,
-            on_failure=self._leave_if_alone,
-        )
-        self._carry_out(run, actions)
-        loss = self._finish(run)
-        outputs = joined([run.outputs[m] for m in sorted(run.outputs)], [p.rows for p in cut]) if run.outputs else None
-        return PipelineStep(loss, outputs, tuple(run.executed))
+        computation = Computation(self.model, self.record, cut, self.criterion, begin, self.train, self.keep_outputs)
+        for shared in self.shared:
+            shared.set_accumulated_aside()
+        self.before = self.reducer.put_gradients_aside() if self.train else []
+        units = self.record.units
+        with self.reducer.keep() if self.train else nullcontext(), units.step() if units is not None else nullcontext():
+            try:
+                self._carry_out(actions, computation, transport, begin)
+            except Exception:
+                self._give_up()
+                raise
+        loss = self._finish(computation.losses)
+        kept = [computation.outputs[m] for m in sorted(computation.outputs)]
+        return PipelineStep(loss, joined(kept, [p.rows for p in cut]) if kept else None, tuple(self.executed))
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -208,16 +230,18 @@ class Step:
             return [], error
 
     def _cut(self, call: Call, batch: Any, sizes: Sequence[int]) -> list[Microbatch]:
-        cuts, keys = split(call, sizes), dict[int, Hashable]()
+        cuts, known = split(call, sizes), dict[int, Any]()
         for count, cut in zip(sizes, cuts, strict=True):
-            if count in keys:  # microbatches of one batch with the same number of rows have the same key
-                continue
-            keys[count] = key_of(cut), self.model.training, self.train
-            if self.pipeline is None:
-                refuse_unfit(self.model.forward, type(self.model).__name__, cut)
-            else:
-                self.pipeline.route.learn(keys[count], *cut, training=self.model.training)
-        return [Microbatch(cut, as_given(cut, batch), n, keys[n]) for n, cut in zip(sizes, cuts, strict=True)]
+            if count not in known:  # microbatches of one batch with the same number of rows have the same key
+                key = key_of(cut), self.model.training, self.train
+                known[count] = key, self._boundaries(key, cut)
+        return [Microbatch(cut, as_given(cut, batch), n, *known[n]) for n, cut in zip(sizes, cuts, strict=True)]
+
+    def _boundaries(self, key: Hashable, call: Call) -> Sequence[StageBoundary | None]:
+        if self.pipeline is None:
+            refuse_unfit(self.model.forward, type(self.model).__name__, call)
+            return [None]
+        return self.pipeline.route.learn(key, *call, training=self.model.training)
 
     def _refuse_elsewhere(self, call: Call) -> None:
         for leaf in _torch.leaves_of(call):
@@ -312,18 +336,45 @@ class Step:
 
     # --- during -------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, run: Run, actions: Sequence[Action]) -> None:
-        """Run all actions, and keep the gradients of this step apart from accumulated ones."""
-        for shared in self.shared:
-            shared.set_accumulated_aside()
-        self.before = self.reducer.put_gradients_aside() if self.train else []
-        units = self.record.units
-        with self.reducer.keep() if self.train else nullcontext(), units.step() if units is not None else nullcontext():
+    def _carry_out(
+        self, actions: Sequence[Action], computation: Computation, transport: Transport | None, begin: Begin
+    ) -> None:
+        """Run all actions, also after a failure.
+
+        A rank whose first action needs no other rank computes it before `begin` waits for the others.
+
+        Raises:
+            LostRankError: another rank is lost.
+            StageError: only this rank has failed, and others wait for it inside of their modules.
+        """
+        early = transport is not None and actions[0].stage == 0 and not self.module_axes
+        for number, action in enumerate(actions):
+            if number or not early:
+                begin()
+                if transport is not None:
+                    transport.expect(actions[number:])
+            with self.watch(action):
+                self._act(action, computation, transport, begin)
+        if transport is not None:
+            naming_lost_ranks("backward")(transport.finish)()
+
+    def _act(self, action: Action, computation: Computation, transport: Transport | None, begin: Begin) -> None:
+        named = naming_lost_ranks("forward" if action.kind == "F" else "backward")
+        received = [] if transport is None else named(transport.receive)(action)
+        made = None
+        if self.failure is None:
             try:
-                run.carry_out(actions)
-            except Exception:
-                self._give_up()
+                made = named(computation.run)(action, received)
+                self.executed.append(action)
+            except LostRankError:
                 raise
+            except Exception as error:
+                self.failure = Failure(action, error, time.time())
+                computation.drop()
+                self._leave_if_alone(self.failure)
+        begin()
+        if transport is not None:
+            named(transport.send)(action, made)
 
     def _leave_if_alone(self, failure: Failure) -> None:
         """Leave the job if only this rank fails while others wait for it inside of modules.
@@ -340,25 +391,21 @@ class Step:
 
     # --- after --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, run: Run) -> torch.Tensor | None:
+    def _finish(self, losses: Losses) -> torch.Tensor | None:
         """Reduce the gradients of all ranks and return the loss.
 
         Raises:
             StageError: a rank has failed.
         """
-        losses = run.losses
-        if self.is_dry and run.failure is not None:
-            raise run.failure.error
+        if self.is_dry and self.failure is not None:
+            raise self.failure.error
         reports_loss = losses.counted is not None and self.reports_loss
-        numbers = [float(run.failure is not None), float(losses.counted is True), float(reports_loss)]
-        numbers += [1.0, 1.0] if self.is_dry else losses.sums() if reports_loss else [0.0, 0.0]
-        numbers += [
-            float(each.param_state is not None and self.reducer.has_gradient(each.param_state)) for each in self.shared
-        ]
-        every = self._gather(numbers)()
+        sums = [1.0, 1.0] if self.is_dry else losses.sums() if reports_loss else [0.0, 0.0]
+        here = [one.param_state is not None and self.reducer.has_gradient(one.param_state) for one in self.shared]
+        every = self._gather([self.failure is not None, losses.counted is True, reports_loss, *sums, *here])()
         if any(row[0] for row in every):
             self._give_up()
-            raise self._failed(run)
+            raise self._failed()
         with_loss = [row for row in every if row[2]]
         total, weight = (sum(row[column] for row in with_loss) for column in (3, 4))
         if with_loss and not weight:
@@ -391,9 +438,9 @@ class Step:
             for shared in self.shared:
                 shared.add_accumulated()
 
-    def _failed(self, run: Run) -> Exception:
+    def _failed(self) -> Exception:
         """Return the error for the earliest failure of all ranks, the same on all ranks."""
-        failure = run.failure
+        failure = self.failure
         reports = self._reports(None if failure is None else (failure.when, failure.action, failure.text))
         rank, (_, action, text) = min(
             ((r, t) for r, t in enumerate(reports) if t is not None), key=lambda each: each[1][0]

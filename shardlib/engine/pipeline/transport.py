@@ -46,20 +46,16 @@ class P2PMessage(NamedTuple):
         return self.stage - 1 if self.kind == "forward" else self.stage + 1
 
 
-def sent_by(action: Action, last: int) -> P2PMessage | None:
-    """Return the message that an action produces; None if there is none."""
+def messages_of(action: Action, last: int) -> tuple[P2PMessage | None, P2PMessage | None]:
+    """Return the messages that an action begins with and that it produces; None where there is none."""
     kind, stage, m = action
     if kind == "F":
-        return P2PMessage("forward", stage + 1, m) if stage < last else None
-    return P2PMessage("backward", stage - 1, m) if kind in "BI" and stage else None
-
-
-def needed_by(action: Action, last: int) -> P2PMessage | None:
-    """Return the message that an action begins with; None if there is none."""
-    kind, stage, m = action
-    if kind == "F":
-        return P2PMessage("forward", stage, m) if stage else None
-    return P2PMessage("backward", stage, m) if kind in "BI" and stage < last else None
+        needed, sent = P2PMessage("forward", stage, m), P2PMessage("forward", stage + 1, m)
+        return needed if stage else None, sent if stage < last else None
+    if kind == "W":
+        return None, None
+    needed, sent = P2PMessage("backward", stage, m), P2PMessage("backward", stage - 1, m)
+    return needed if stage < last else None, sent if stage else None
 
 
 @dataclass(frozen=True)
@@ -112,21 +108,20 @@ class Timetable:
         index: the coordinate of this rank.
         rank_of: the coordinate of the rank that runs each stage.
         own: the actions of this rank.
-        boundaries: where the stages begin, for each microbatch.
         metas: the shapes and dtypes of the tensors of each message.
         coming: the messages of each other rank to this one, in the order in which they are sent.
     """
 
     def __init__(self, given: Stages, boundaries: Sequence[Sequence[StageBoundary | None]], *, train: bool) -> None:
-        stages, self.boundaries = range(len(given.plan.stages)), boundaries
+        stages, self.microbatches = range(len(given.plan.stages)), len(boundaries)
         self.index, self.last, self.rank_of = given.index, stages[-1], [given.rank_of(stage) for stage in stages]
         if train:
-            orders: Sequence[Sequence[Action]] = order(given.schedule, given.ranks, len(stages), len(boundaries))
+            orders: Sequence[Sequence[Action]] = order(given.schedule, given.ranks, len(stages), self.microbatches)
         else:
-            forwards = [Action("F", stage, m) for m in range(len(boundaries)) for stage in stages]
+            forwards = [Action("F", stage, m) for m in range(self.microbatches) for stage in stages]
             orders = [[each for each in forwards if self.rank_of[each.stage] == rank] for rank in range(given.ranks)]
         self.own = orders[given.index]
-        sent = [[m for action in each if (m := sent_by(action, self.last)) is not None] for each in orders]
+        sent = [[m for action in each if (m := messages_of(action, self.last)[1]) is not None] for each in orders]
         self.metas = {message: _metas(message, boundaries) for each in sent for message in each}
         self.coming = {
             source: tuple(m for m in each if self.rank_of[m.stage] == given.index and self.metas[m])
@@ -137,7 +132,7 @@ class Timetable:
     def tag(self, message: P2PMessage, place: int) -> int:
         """Return a number that is unique among the tensors of the step."""
         kind = 1 if message.kind == "backward" else 0
-        return ((place * 2 + kind) * (self.last + 1) + message.stage) * len(self.boundaries) + message.microbatch
+        return ((place * 2 + kind) * (self.last + 1) + message.stage) * self.microbatches + message.microbatch
 
 
 def _metas(message: P2PMessage, boundaries: Sequence[Sequence[StageBoundary | None]]) -> Metas:
@@ -161,7 +156,7 @@ class Transport:
     def expect(self, actions: Sequence[Action]) -> None:
         """Post the receives of the next actions that are not posted yet, as far ahead as the back end allows."""
         for action in actions[: self.channels.ahead]:
-            if (message := needed_by(action, self.timetable.last)) is not None:
+            if (message := messages_of(action, self.timetable.last)[0]) is not None:
                 self._expect(message)
 
     def _expect(self, message: P2PMessage) -> None:
@@ -188,7 +183,7 @@ class Transport:
 
     def receive(self, action: Action) -> Sequence[torch.Tensor]:
         """Wait for the tensors that an action begins with."""
-        message = needed_by(action, self.timetable.last)
+        message, _ = messages_of(action, self.timetable.last)
         if message is None or not self.timetable.metas[message]:
             return []
         if message in self._local:
@@ -203,7 +198,7 @@ class Transport:
 
         Those for a stage on this rank are handed over without a copy.
         """
-        message = sent_by(action, self.timetable.last)
+        _, message = messages_of(action, self.timetable.last)
         if message is None:
             return
         if made is None:

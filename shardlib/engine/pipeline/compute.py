@@ -1,15 +1,10 @@
-"""One step of a pipeline on one rank: its actions in order, and its state between them.
-
-A rank whose action raises continues with the order of actions without computing, and sends zeros of the agreed shapes.
-No other rank therefore waits in vain, and all ranks learn of the failure at the end of the step.
-"""
+"""Forward and backward of a rank's stages on the microbatches of one step, and the state between them."""
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,40 +13,31 @@ from torch import nn
 
 from shardlib._plan.schedules import Action
 from shardlib.engine import _torch
-from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.pipeline.batch import Call
-from shardlib.engine.pipeline.route import has_values, without_fakes
-from shardlib.engine.pipeline.transport import Transport
+from shardlib.engine.pipeline.route import StageBoundary, has_values, without_fakes
 from shardlib.engine.sharded import Sharded
-from shardlib.errors import InputError, LostRankError, PlanError
+from shardlib.errors import InputError, PlanError
 
-__all__ = ["Criterion", "Failure", "Losses", "Microbatch", "Run", "Watch"]
+__all__ = ["Computation", "Criterion", "Losses", "Microbatch"]
 
 Criterion = Callable[[Any, Any], Any]
-Watch = Callable[[Action], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch: the arguments of the model's call, the criterion's batch, the number of rows, and its key."""
+    """A microbatch: the arguments of the model's call, the criterion's batch, the number of rows, its key, and where
+    the stages begin for it."""
 
     call: Call
     batch: Any
     rows: int
     key: Any
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The error that an action raised, and when."""
-
-    action: Action
-    error: Exception
-    when: float
+    boundaries: Sequence[StageBoundary | None]
 
     @property
-    def text(self) -> str:
-        return f"{type(self.error).__name__}: {self.error}"
+    def last(self) -> int:
+        """The number of the last stage."""
+        return len(self.boundaries) - 1
 
 
 @dataclass
@@ -75,106 +61,57 @@ class Losses:
         return [sum(v * share for v, share in zip(values, shares, strict=True)), float(sum(self.weights))]
 
 
-class Run:
-    """Runs the actions of a rank.
+@dataclass(eq=False)
+class Computation:
+    """What this rank computes in one step.
 
-    Args:
+    Attributes:
         model: the model, cut into stages; or a full model as the only stage.
         record: its record.
-        transport: the messages; None if there is one stage.
         microbatches: what the batch was cut into.
         criterion: (output, batch) -> loss.
-        begin: waits until all ranks are known to run the same step; returns the factor of the mean loss of one row
-            before backward, and that of a sum of counted losses.
-        early: whether to compute the first action before that. Nothing is sent before.
+        factors: returns the factor of the mean loss of one row before backward, and that of a sum of counted losses.
         train: whether to run backward.
         keep_outputs: whether to keep the outputs of the last stage.
-        watch: returns a context for each action, in which it runs.
-        on_failure: called for the first failure of this rank; raises if other ranks cannot continue without it.
+        losses: the losses of the microbatches, on the last stage.
+        outputs: the outputs of the model by microbatch, on the last stage.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        record: Sharded,
-        transport: Transport | None,
-        microbatches: Sequence[Microbatch],
-        criterion: Criterion | None,
-        *,
-        begin: Callable[[], tuple[float, float]],
-        early: bool,
-        train: bool,
-        keep_outputs: bool,
-        watch: Watch,
-        on_failure: Callable[[Failure], None],
-    ) -> None:
-        self.model, self.pipeline, self.reducer, self.transport = model, record.pipeline, record.reducer, transport
-        self.microbatches, self.criterion, self.train, self.keep_outputs = microbatches, criterion, train, keep_outputs
-        self.last = 0 if transport is None else transport.timetable.last
-        self.losses = Losses()
-        self.outputs: dict[int, Any] = {}
-        self.executed: list[Action] = []
-        self.failure: Failure | None = None
-        self._begin, self._early, self._watch, self._on_failure = begin, early, watch, on_failure
-        self._factors: tuple[float, float] | None = None
-        self._saved: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
-        self._pending_weight_grads: dict[tuple[int, int], Callable[[], None]] = {}
+    model: nn.Module
+    record: Sharded
+    microbatches: Sequence[Microbatch]
+    criterion: Criterion | None
+    factors: Callable[[], tuple[float, float]]
+    train: bool
+    keep_outputs: bool
+    losses: Losses = field(default_factory=Losses)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    _saved: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(default_factory=dict)
+    _pending_weight_grads: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
 
-    def carry_out(self, actions: Sequence[Action]) -> None:
-        """Run all actions, also after a failure.
+    def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Carry out an action on the tensors of the message that it needs; return those of the message to send."""
+        return self._forward(action, received) if action.kind == "F" else self._backward(action, received)
 
-        Raises:
-            LostRankError: another rank is lost.
-            StageError: only this rank has failed, and others wait for it inside of their modules.
-        """
-        for number, action in enumerate(actions):
-            if number or not self._early:
-                self._meet()
-                if self.transport is not None:
-                    self.transport.expect(actions[number:])
-            with self._watch(action):
-                self._run(action)
-        if self.transport is not None:
-            naming_lost_ranks("backward")(self.transport.finish)()
-
-    def _meet(self) -> None:
-        if self._factors is None:
-            self._factors = self._begin()
-
-    def _run(self, action: Action) -> None:
-        named = naming_lost_ranks("forward" if action.kind == "F" else "backward")
-        received = [] if self.transport is None else named(self.transport.receive)(action)
-        made = None
-        if self.failure is None:
-            try:
-                made = named(self._forward if action.kind == "F" else self._backward)(action, received)
-                self.executed.append(action)
-            except LostRankError:
-                raise
-            except Exception as error:
-                self.failure = Failure(action, error, time.time())
-                self._saved.clear()
-                self._pending_weight_grads.clear()
-                self._on_failure(self.failure)
-        self._meet()
-        if self.transport is not None:
-            named(self.transport.send)(action, made)
+    def drop(self) -> None:
+        """Drop what backward would need."""
+        self._saved.clear()
+        self._pending_weight_grads.clear()
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run a stage's forward, and return the tensors to send."""
         _, stage, m = action
         microbatch, (args, kwargs) = self.microbatches[m], self.microbatches[m].call
         with nullcontext() if self.train else torch.no_grad():
             for tensor in received if self.train else ():
                 tensor.requires_grad_(_differentiable(tensor))
-            if self.pipeline is None:
+            if self.record.pipeline is None:
                 output = self.model(*args, **kwargs)
             else:
-                output = self.pipeline.route.run(self.model, stage, microbatch.key, args, kwargs, received)
-            made = [self._loss(output, microbatch)] if stage == self.last else self._agreed(output, stage, m)
-        if stage == self.last and self.keep_outputs:
+                output = self.record.pipeline.route.run(self.model, stage, microbatch.key, args, kwargs, received)
+            made = [self._loss(output, microbatch)] if stage == microbatch.last else self._agreed(output, stage, m)
+        if stage == microbatch.last and self.keep_outputs:
             self.outputs[m] = without_fakes(_torch.pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
         if self.train:
             self._saved[stage, m] = received, made
@@ -182,10 +119,9 @@ class Run:
 
     def _agreed(self, output: Sequence[torch.Tensor], stage: int, m: int) -> list[torch.Tensor]:
         """Return the tensors to send, in the shapes and dtypes that the next stage expects."""
-        assert self.transport is not None and self.pipeline is not None
-        boundary = self.transport.timetable.boundaries[m][stage + 1]
-        assert boundary is not None
-        made, splits = [], self.train and self.pipeline.stages.splits_backward
+        boundary = self.microbatches[m].boundaries[stage + 1]
+        assert boundary is not None and self.record.pipeline is not None
+        made, splits = [], self.train and self.record.pipeline.stages.splits_backward
         for tensor, message in zip(output, boundary.messages, strict=True):
             if tuple(tensor.shape) != message.shape:
                 raise PlanError(
@@ -228,13 +164,12 @@ class Run:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def _backward(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run a stage's backward, or the half of it that an action is; return the gradients of the stage's inputs."""
         kind, stage, m = action
         if kind == "W":
             self._pending_weight_grads.pop((stage, m), lambda: None)()
             return []
         inputs, outputs = self._saved.pop((stage, m))
-        if stage == self.last:
+        if stage == self.microbatches[m].last:
             received = [self._initial_grad(outputs[0], m)]
         else:
             outputs = [tensor for tensor in outputs if _differentiable(tensor)]
@@ -243,7 +178,7 @@ class Run:
         inputs = [tensor for tensor in inputs if tensor.requires_grad]
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
         if kind == "I" and pairs and inputs:
-            found, rest = _torch.backward_of_inputs(roots, grads, inputs, self.reducer.leaves())
+            found, rest = _torch.backward_of_inputs(roots, grads, inputs, self.record.reducer.leaves())
             self._pending_weight_grads[stage, m] = functools.partial(self._backward_of_weights, rest)
         elif kind == "I" and pairs:
             self._pending_weight_grads[stage, m] = functools.partial(torch.autograd.backward, roots, grads)
@@ -254,13 +189,12 @@ class Run:
 
     def _initial_grad(self, loss: torch.Tensor, m: int) -> torch.Tensor:
         """Return the gradient that backward of a microbatch starts from."""
-        assert self._factors is not None
-        mean, counted = self._factors
+        mean, counted = self.factors()
         return torch.full_like(loss, counted if self.losses.counted else mean * self.microbatches[m].rows)
 
     def _backward_of_weights(self, rest: Any) -> None:
-        with self.reducer.room_for_gradients():
-            _torch.backward_of_weights(self.reducer.leaves(), rest)
+        with self.record.reducer.room_for_gradients():
+            _torch.backward_of_weights(self.record.reducer.leaves(), rest)
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:
