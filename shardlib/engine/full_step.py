@@ -84,8 +84,7 @@ class FullTensorStep:
         ranks = in_order if self.transport is None else self.transport.ranks
         self.coordinates = [self.shape.at(in_order.index(rank)) for rank in ranks]
         self.tensors = [
-            _Owned(one, owner, one.list_movements(one.row, "per_tensor"))
-            for one, owner in zip(param_states, _owners(param_states, len(ranks)), strict=True)
+            _Owned.of(one, owner) for one, owner in zip(param_states, _owners(param_states, len(ranks)), strict=True)
         ]
 
     @property
