@@ -13,7 +13,7 @@ from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError
 
-__all__ = ["as_call", "as_given", "joined", "key_of", "microbatch_sizes", "refuse_unfit", "rows", "split"]
+__all__ = ["Call", "as_call", "as_given", "joined", "key_of", "microbatch_sizes", "refuse_unfit", "rows", "split"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

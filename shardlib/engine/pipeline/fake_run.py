@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +20,15 @@ from shardlib.engine.sharded import record_of
 __all__ = ["roots_of", "run"]
 
 
+class _Seen(NamedTuple):
+    """The operations of an action, the bytes that it sent to the next stage, and the bytes that it left alive."""
+
+    action: Action
+    flops: int
+    sent: int
+    left: int
+
+
 def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) -> tuple[StageRun, ...]:
     """Run one training step and return the measurements of this rank's stages; none without a recording.
 
@@ -34,13 +42,30 @@ def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) 
     if log is None:
         Step(model, _as_one_number).run(batch, count)
         return ()
-    seen = _Seen(log, plan.mesh.pipeline_axes)
-    Step(model, _as_one_number, watch=seen.watch).run(batch, count)
+    seen, axes = list[_Seen](), plan.mesh.pipeline_axes
+
+    @contextmanager
+    def watch(action: Action) -> Iterator[None]:
+        flops, alive, before = log.flops, log.live.now, len(log.collectives)
+        yield
+        sends = (each for each in log.collectives[before:] if each.kind == "send" and each.axes == axes)
+        seen.append(_Seen(action, log.flops - flops, sum(each.bytes for each in sends), log.live.now - alive))
+
+    Step(model, _as_one_number, watch=watch).run(batch, count)
     largest = total % count or count  # the number of microbatches of the largest size
-    return tuple(
-        StageRun(stage, pipeline.stages.index, seen.flops[stage], seen.left(stage, largest), seen.sent[stage])
-        for stage in pipeline.stages.own
-    )
+
+    def of_stage(stage: int) -> StageRun:
+        forwards = [one for one in seen if one.action.kind == "F" and one.action.stage == stage]
+        return StageRun(
+            stage,
+            pipeline.stages.index,
+            flops=sum(one.flops for one in seen if one.action.stage == stage),
+            # The very first one may also allocate memory that later ones reuse.
+            activation_bytes=min(one.left for one in forwards[:largest]),
+            sent=max(one.sent for one in forwards),
+        )
+
+    return tuple(map(of_stage, pipeline.stages.own))
 
 
 def _as_one_number(output: Any, _batch: Any) -> torch.Tensor:
@@ -51,31 +76,3 @@ def roots_of(output: Any) -> list[torch.Tensor]:
     """Return the tensors that backward of a dry run starts from: scalars, or else all differentiable outputs."""
     found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     return [t for t in found if t.ndim == 0] or found
-
-
-class _Seen:
-    """The measurements of each stage's actions."""
-
-    def __init__(self, log: Recording, axes: tuple[str, ...]) -> None:
-        self.log, self.axes = log, axes
-        self.flops: Counter[int] = Counter()
-        self.sent: Counter[int] = Counter()
-        self._left: dict[int, list[int]] = defaultdict(list)
-
-    def left(self, stage: int, microbatches: int) -> int:
-        """Return the bytes that one of the first microbatches leaves alive.
-
-        The very first one may also allocate memory that later ones reuse.
-        """
-        return min(self._left[stage][:microbatches], default=0)
-
-    @contextmanager
-    def watch(self, action: Action) -> Iterator[None]:
-        log = self.log
-        flops, alive, before = log.flops, log.live.now, len(log.collectives)
-        yield
-        self.flops[action.stage] += log.flops - flops
-        if action.kind == "F":
-            messages = [each for each in log.collectives[before:] if each.kind == "send" and each.axes == self.axes]
-            self.sent[action.stage] = max(self.sent[action.stage], sum(each.bytes for each in messages))
-            self._left[action.stage].append(log.live.now - alive)

@@ -34,13 +34,13 @@ class Pipeline:
         stages: its stages, and those of this rank.
         route: runs microbatches through this rank's stages.
         channels: the process groups to the ranks of other stages.
-        shared: the parameters that several stages hold, the same list on all ranks.
+        shared: the parameters that several stages hold, in the order of all ranks; None for those of other ranks.
     """
 
     stages: Stages
     route: Route
     channels: Channels
-    shared: Sequence[Shared]
+    shared: Sequence[Shared | None]
 
     @cached_property
     def timetable(self) -> Callable[[Sequence[Hashable], bool], Timetable]:

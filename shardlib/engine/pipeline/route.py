@@ -80,20 +80,16 @@ class _Known:
 
 @dataclass(eq=False)
 class _Pass:
-    """One run of the model's forward for one stage."""
+    """One run of the model's forward for one stage, from its boundary `entry` to that of the next stage."""
 
     stage: int
     known: _Known
     searching: bool = False
     received: Sequence[torch.Tensor] = ()
+    entry: StageBoundary | None = None
+    exit: StageBoundary | None = None
     count: int = 0
     inside: bool = False
-    entry: StageBoundary | None = field(default=None, init=False)
-    exit: StageBoundary | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if not self.searching:
-            self.entry, self.exit = (*self.known.boundaries, None)[self.stage : self.stage + 2]
 
 
 class _Reached(BaseException):
@@ -119,7 +115,7 @@ class Route:
         self._stage_of = {name: number for number, stage in enumerate(stages.plan.stages) for name in stage.modules}
         self._known: dict[Any, _Known] = {}
         self._active: _Pass | None = None
-        self._model, self._forward = weakref.ref(model), _weakly(model.forward)
+        self._forward = _weakly(model.forward)
         self._name = type(model).__name__
 
     def around_modules(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
@@ -140,7 +136,9 @@ class Route:
         self, model: nn.Module, stage: int, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Any
     ) -> Any:
         """Run the forward of one stage; return the tensors that the next stage lacks, or the output of the model."""
-        with self._passing(_Pass(stage, self._known[key], received=received)):
+        known = self._known[key]
+        entry, exit_ = (*known.boundaries, None)[stage : stage + 2]
+        with self._passing(_Pass(stage, known, received=received, entry=entry, exit=exit_)):
             return model(*args, **kwargs)
 
     @contextmanager
@@ -260,7 +258,7 @@ class Route:
         return known.outputs[number]
 
     def learn(
-        self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool
+        self, model: nn.Module, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[StageBoundary | None]:
         """Return the boundaries of all stages for inputs like these, the same on every rank. They are found once.
 
@@ -269,12 +267,12 @@ class Route:
             PlanError: a stage gets no input from the stages before it.
         """
         if key not in self._known:
-            refuse_unfit(self.stages.skeleton.forward, self._name, (args, dict(kwargs)))
-            self.stages.skeleton.train(training)
+            refuse_unfit(self.stages.skeleton.forward, self._name, (args, kwargs))
+            self.stages.skeleton.train(model.training)
             known = _Known([None])
-            with _keeping_buffers(self._model()):
+            with _keeping_buffers(model):
                 for stage in range(1, len(self.stages.plan.stages)):
-                    known.boundaries.append(self._boundary(stage, known, args, dict(kwargs)))
+                    known.boundaries.append(self._boundary(stage, known, args, kwargs))
             while len(self._known) >= _MOST_SHAPES:
                 del self._known[next(iter(self._known))]
             self._known[key] = known
@@ -345,9 +343,8 @@ class Route:
 
 
 @contextmanager
-def _keeping_buffers(model: nn.Module | None) -> Iterator[None]:
+def _keeping_buffers(model: nn.Module) -> Iterator[None]:
     """Undo in the end what the block does to buffers, as a forward that counts steps."""
-    assert model is not None, "who calls it holds it"
     kept = [(buffers, dict(buffers)) for _, buffers in map(_torch.own_tensors, model.modules())]
     values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:

@@ -28,26 +28,24 @@ __all__ = ["Shared", "shared_parameters"]
 
 @dataclass(eq=False)
 class Shared:
-    """One parameter that ranks of several stages hold.
+    """One parameter that this rank and ranks of other stages hold.
 
     Attributes:
-        param_state: its state on this rank; None if this rank does not hold it.
-        transport: the transport among the ranks that hold the same shard of it; None if this rank is not one of them.
+        param_state: its state on this rank.
+        transport: the transport among the ranks that hold the same shard of it.
         movements: the movement that sums its gradient over the stages; none if the plan has frozen it.
         accumulated: the accumulated gradient of earlier steps, while a step runs.
         summed: whether the gradient is already summed over the holders.
     """
 
-    param_state: ParamState | None
-    transport: Transport | None
+    param_state: ParamState
+    transport: Transport
     movements: tuple[Movement, ...]
     accumulated: Any = None
     summed: bool = False
 
     def set_accumulated_aside(self) -> None:
         """Keep gradients that earlier steps have already summed out of the sum of this step."""
-        if self.param_state is None:
-            return
         param = self.param_state.param
         if param.grad is None:
             self.summed = False
@@ -57,7 +55,7 @@ class Shared:
 
     def add_accumulated(self) -> None:
         """Add the gradient of earlier steps, without a sum over the holders."""
-        if self.param_state is None or self.accumulated is None:
+        if self.accumulated is None:
             return
         param, accumulated, self.accumulated = self.param_state.param, self.accumulated, None
         if param.grad is None:
@@ -68,8 +66,6 @@ class Shared:
     @naming_lost_ranks("backward")
     def sum_up(self) -> None:
         """Sum the gradient over all holders, on all of them."""
-        if self.param_state is None or self.transport is None:
-            return
         param = self.param_state.param
         if param.grad is None:
             param.grad = _zero_gradient(self.param_state)
@@ -82,22 +78,26 @@ class Shared:
         self.add_accumulated()
 
 
-def shared_parameters(stages: Stages, param_states: Mapping[str, ParamState]) -> list[Shared]:
-    """Return the parameters that ranks of several stages hold. Creates groups: collective over all ranks."""
-    made = []
-    for row in stages.plan.rows:
+def shared_parameters(stages: Stages, param_states: Mapping[str, ParamState]) -> list[Shared | None]:
+    """Return the parameters that ranks of several stages hold; None for those that this rank does not.
+
+    The list is as long on every rank. Creates groups: collective over all ranks.
+    """
+    made: list[Shared | None] = []
+    plan = stages.plan
+    for row in plan.rows:
         holders = stages.holders(row)
         if row.kind != "parameter" or len(holders) == 1:
             continue
         group = _group_of(stages, holders)
-        param_state = param_states[stages.names_here[row.name]] if row.name in stages.names_here else None
-        among = param_state.executor.transport((stages.axis,), group) if param_state and group else None
+        if group is None:
+            made.append(None)
+            continue
+        param_state = param_states[stages.names_here[row.name]]
         with _torch.no_modes():
-            every = movements_of(
-                [row], stages.plan.mesh, stages.plan.units, stages.plan.step, holders={row.name: len(holders)}
-            )
+            every = movements_of([row], plan.mesh, plan.units, plan.step, holders={row.name: len(holders)})
             sums = tuple(one for one in every if one.purpose == "gradients, stages")
-        made.append(Shared(param_state, among, sums))
+        made.append(Shared(param_state, param_state.executor.transport((stages.axis,), group), sums))
     return made
 
 

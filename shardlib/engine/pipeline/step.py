@@ -120,10 +120,6 @@ def pipeline_step(
     return step.run(batch, microbatches, microbatch_size)
 
 
-def _prints(one: Microbatch) -> list[int]:
-    return [agree.fingerprint(leaf) for leaf in _torch.leaves_of(one.call) if isinstance(leaf, torch.Tensor)]
-
-
 @lru_cache(maxsize=256)
 def _mark(keys: Sequence[Hashable]) -> int:
     """Return a number for the keys of the microbatches, the same on every rank."""
@@ -200,7 +196,7 @@ class Step:
             timetable = self.pipeline.timetable(tuple(one.key for one in cut), self.train)
             transport, actions = Transport(self.pipeline.channels, timetable, self.device), [*timetable.own]
         computation = Computation(self.model, self.record, cut, self.criterion, begin, self.train, self.keep_outputs)
-        for shared in self.shared:
+        for shared in filter(None, self.shared):
             shared.set_accumulated_aside()
         self.before = self.reducer.put_gradients_aside() if self.train else []
         units = self.record.units
@@ -241,7 +237,7 @@ class Step:
         if self.pipeline is None:
             refuse_unfit(self.model.forward, type(self.model).__name__, call)
             return [None]
-        return self.pipeline.route.learn(key, *call, training=self.model.training)
+        return self.pipeline.route.learn(self.model, key, *call)
 
     def _refuse_elsewhere(self, call: Call) -> None:
         for leaf in _torch.leaves_of(call):
@@ -261,7 +257,9 @@ class Step:
         mark = _mark(tuple(one.key for one in microbatches))
         if self.pipeline is not None and self.record not in _compared and not self.is_dry:
             _compared.add(self.record)
-            mark = zlib.crc32(repr([_prints(one) for one in microbatches]).encode(), mark)
+            leaves = _torch.leaves_of(*(one.call for one in microbatches))
+            prints = [agree.fingerprint(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            mark = zlib.crc32(repr(prints).encode(), mark)
         total = sum(one.rows for one in microbatches)
         answers = self._gather([failed is not None, self.data_rank, mark, total, len(microbatches)])
         return lambda: self._meet(answers(), failed)
@@ -401,7 +399,7 @@ class Step:
             raise self.failure.error
         reports_loss = losses.counted is not None and self.reports_loss
         sums = [1.0, 1.0] if self.is_dry else losses.sums() if reports_loss else [0.0, 0.0]
-        here = [one.param_state is not None and self.reducer.has_gradient(one.param_state) for one in self.shared]
+        here = [one is not None and self.reducer.has_gradient(one.param_state) for one in self.shared]
         every = self._gather([self.failure is not None, losses.counted is True, reports_loss, *sums, *here])()
         if any(row[0] for row in every):
             self._give_up()
@@ -425,17 +423,15 @@ class Step:
         self.reducer.reduce_now(self.before)
         between = not self.reducer.enabled or self.reducer.is_between_passes()
         for shared, somewhere in zip(self.shared, present, strict=True):
-            if somewhere and not between:
-                shared.sum_up()
-            else:
-                shared.add_accumulated()
+            if shared is not None:
+                shared.sum_up() if somewhere and not between else shared.add_accumulated()
 
     def _give_up(self) -> None:
         """Drop the gradients of a failed step; restore accumulated ones."""
         if self.train:
             self.reducer.put_gradients_aside()
             self.reducer.add_gradients(self.before)
-            for shared in self.shared:
+            for shared in filter(None, self.shared):
                 shared.add_accumulated()
 
     def _failed(self) -> Exception:

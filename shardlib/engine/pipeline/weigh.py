@@ -8,7 +8,7 @@ parameters are zeros.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from shardlib._plan import Plan, RulesLike, as_rules
 from shardlib.engine import _torch, agree
 from shardlib.engine._torch import pytree
 from shardlib.engine.flops import operations_of
-from shardlib.engine.pipeline.batch import as_call, key_of
+from shardlib.engine.pipeline.batch import Call, as_call, key_of
 from shardlib.engine.pipeline.stages import fake_copy, fake_like
 from shardlib.errors import PlanError, RuleError
 from shardlib.rules import Balanced, By, Weigh
@@ -28,8 +28,6 @@ from shardlib.rules import Balanced, By, Weigh
 __all__ = ["refuse_idle_example", "timed", "weighing"]
 
 _REPEATS = 3  # of which the fastest counts: other load on the machine slows some of them down
-
-Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def weighing(example: Any, device: torch.device, mesh: DeviceMesh | None = None) -> Weigh | None:
@@ -149,7 +147,7 @@ def _seconds(model: nn.Module, names: Sequence[str], example: Any, device: torch
         module, total = model.get_submodule(name), 0.0
         built = repr(module), tuple((tuple(t.shape), t.dtype) for t in (*module.parameters(), *module.buffers()))
         for args, kwargs in calls[name]:
-            key = (*built, key_of((args, dict(kwargs))))
+            key = (*built, key_of((args, kwargs)))
             if key not in known:
                 known[key] = _measured(module, args, kwargs, device)
             total += known[key]
