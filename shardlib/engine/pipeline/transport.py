@@ -1,5 +1,8 @@
 """Point-to-point messages between the stages of a pipeline, each sent once and received once.
 
+A message has all tensors of one microbatch from a stage to a neighbour: outputs of its forward, or gradients of its
+inputs. The action that needs it names it: "F" of the next stage, or "B" of the stage before, which stands for "I" too.
+
 All messages are known before the first is sent: every rank knows the order of actions of all ranks and the shapes of
 all messages. Receives are posted in the order in which the sender sends, and only the tensors themselves are sent.
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,33 +32,18 @@ from shardlib.engine.transport import exchange
 
 __all__ = ["Channels", "Timetable", "Transport"]
 
-Kind = Literal["forward", "backward"]
 Metas = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
-class P2PMessage(NamedTuple):
-    """All tensors of one microbatch from a stage to a neighbour: outputs of its forward, or gradients of its inputs."""
+def sent_by(action: Action, stages: int) -> Action | None:
+    """Return the message that an action of one of so many stages produces; None if there is none.
 
-    kind: Kind
-    stage: int  # that receives it
-    microbatch: int
-
-    @property
-    def source(self) -> int:
-        """The stage that sends it."""
-        return self.stage - 1 if self.kind == "forward" else self.stage + 1
-
-
-def messages_of(action: Action, last: int) -> tuple[P2PMessage | None, P2PMessage | None]:
-    """Return the messages that an action begins with and that it produces; None where there is none."""
+    >>> sent_by(Action("F", 0, 3), 2), sent_by(Action("I", 1, 3), 2), sent_by(Action("F", 1, 3), 2)
+    (Action(kind='F', stage=1, microbatch=3), Action(kind='B', stage=0, microbatch=3), None)
+    """
     kind, stage, m = action
-    if kind == "F":
-        needed, sent = P2PMessage("forward", stage, m), P2PMessage("forward", stage + 1, m)
-        return needed if stage else None, sent if stage < last else None
-    if kind == "W":
-        return None, None
-    needed, sent = P2PMessage("backward", stage, m), P2PMessage("backward", stage - 1, m)
-    return needed if stage < last else None, sent if stage else None
+    message = Action("F", stage + 1, m) if kind == "F" else Action("B", stage - 1, m)
+    return message if kind != "W" and 0 <= message.stage < stages else None
 
 
 @dataclass(frozen=True)
@@ -114,14 +102,14 @@ class Timetable:
 
     def __init__(self, given: Stages, boundaries: Sequence[Sequence[StageBoundary | None]], *, train: bool) -> None:
         stages, self.microbatches = range(len(given.plan.stages)), len(boundaries)
-        self.index, self.last, self.rank_of = given.index, stages[-1], [given.rank_of(stage) for stage in stages]
+        self.index, self.rank_of = given.index, [given.rank_of(stage) for stage in stages]
         if train:
             orders: Sequence[Sequence[Action]] = order(given.schedule, given.ranks, len(stages), self.microbatches)
         else:
             forwards = [Action("F", stage, m) for m in range(self.microbatches) for stage in stages]
             orders = [[each for each in forwards if self.rank_of[each.stage] == rank] for rank in range(given.ranks)]
         self.own = orders[given.index]
-        sent = [[m for action in each if (m := messages_of(action, self.last)[1]) is not None] for each in orders]
+        sent = [[m for action in each if (m := sent_by(action, len(stages))) is not None] for each in orders]
         self.metas = {message: _metas(message, boundaries) for each in sent for message in each}
         self.coming = {
             source: tuple(m for m in each if self.rank_of[m.stage] == given.index and self.metas[m])
@@ -129,17 +117,21 @@ class Timetable:
             if source != given.index
         }
 
-    def tag(self, message: P2PMessage, place: int) -> int:
+    def tag(self, message: Action, place: int) -> int:
         """Return a number that is unique among the tensors of the step."""
-        kind = 1 if message.kind == "backward" else 0
-        return ((place * 2 + kind) * (self.last + 1) + message.stage) * self.microbatches + message.microbatch
+        kind = 1 if message.kind == "B" else 0
+        return ((place * 2 + kind) * len(self.rank_of) + message.stage) * self.microbatches + message.microbatch
 
 
-def _metas(message: P2PMessage, boundaries: Sequence[Sequence[StageBoundary | None]]) -> Metas:
-    forward = message.kind == "forward"
+def _metas(message: Action, boundaries: Sequence[Sequence[StageBoundary | None]]) -> Metas:
+    forward = message.kind == "F"
     boundary = boundaries[message.microbatch][message.stage if forward else message.stage + 1]
     assert boundary is not None
     return [(each.shape, each.dtype) for each in boundary.messages if forward or each.has_gradient]
+
+
+def _needed_by(action: Action) -> Action:
+    return action._replace(kind="B") if action.kind == "I" else action
 
 
 class Transport:
@@ -149,30 +141,29 @@ class Transport:
         self.channels, self.timetable, self.device = channels, timetable, device
         self._ranks, self._limit = dist.get_process_group_ranks(channels.group), _torch.limit_of(channels.group)
         self._coming = {source: deque(messages) for source, messages in timetable.coming.items()}
-        self._posted: dict[P2PMessage, tuple[list[torch.Tensor], list[dist.Work]]] = {}
+        self._posted: dict[Action, tuple[list[torch.Tensor], list[dist.Work]]] = {}
         self._sending: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
-        self._local: dict[P2PMessage, Sequence[torch.Tensor]] = {}
+        self._local: dict[Action, Sequence[torch.Tensor]] = {}
 
     def expect(self, actions: Sequence[Action]) -> None:
         """Post the receives of the next actions that are not posted yet, as far ahead as the back end allows."""
         for action in actions[: self.channels.ahead]:
-            if (message := messages_of(action, self.timetable.last)[0]) is not None:
-                self._expect(message)
+            self._expect(_needed_by(action))
 
-    def _expect(self, message: P2PMessage) -> None:
-        source = self.timetable.rank_of[message.source]
-        if source == self.timetable.index or not self.timetable.metas[message]:
+    def _expect(self, message: Action) -> None:
+        if not self.timetable.metas.get(message):
             return
-        while message not in self._posted:
+        source = self.timetable.rank_of[message.stage - 1 if message.kind == "F" else message.stage + 1]
+        while source != self.timetable.index and message not in self._posted:
             self._post(self._coming[source].popleft(), source)
 
-    def _post(self, message: P2PMessage, source: int) -> None:
+    def _post(self, message: Action, source: int) -> None:
         metas = self.timetable.metas[message]
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in metas]
         self._posted[message] = tensors, self._begin(dist.irecv, message, tensors, source)
 
     def _begin(
-        self, op: Callable[..., Any], message: P2PMessage, tensors: Sequence[torch.Tensor], other: int
+        self, op: Callable[..., Any], message: Action, tensors: Sequence[torch.Tensor], other: int
     ) -> list[dist.Work]:
         """Begin to send or receive all tensors of a message."""
         index, tag = self.timetable.index, self.timetable.tag
@@ -183,8 +174,8 @@ class Transport:
 
     def receive(self, action: Action) -> Sequence[torch.Tensor]:
         """Wait for the tensors that an action begins with."""
-        message, _ = messages_of(action, self.timetable.last)
-        if message is None or not self.timetable.metas[message]:
+        message = _needed_by(action)
+        if not self.timetable.metas.get(message):
             return []
         if message in self._local:
             return self._local.pop(message)
@@ -198,7 +189,7 @@ class Transport:
 
         Those for a stage on this rank are handed over without a copy.
         """
-        _, message = messages_of(action, self.timetable.last)
+        message = sent_by(action, len(self.timetable.rank_of))
         if message is None:
             return
         if made is None:
