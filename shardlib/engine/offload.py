@@ -29,7 +29,6 @@ __all__ = [
     "is_elsewhere",
     "joined",
     "offloaded_phases",
-    "on_device",
     "on_host",
     "refuse_what_does_not_run",
     "side_stream",
@@ -74,10 +73,11 @@ def refuse_what_does_not_run(row: Row, device: torch.device, *, stored_in_parts:
             "unshard would copy it there. Shard it with zero(3) or fsdp() over more than one rank, use "
             'offload("state"), or leave it out with only=.'
         )
-    apart = [phase for phase in ("stored", "grad", "state") if phase in row.layouts and phase not in host_phases]
+    words = {"grad": "gradient", "state": "state"}
+    apart = [words[phase] for phase in words if phase in row.layouts and phase not in host_phases]
     if "stored" in host_phases and apart:
         raise PlanError(
-            f'The plan stores "{row.name}" in host memory and its {_WORDS[apart[0]]} on {device.type}: torch keeps a '
+            f'The plan stores "{row.name}" in host memory and its {apart[0]} on {device.type}: torch keeps a '
             'gradient where its parameter is, and steps there. Move all three with offload("all"), or offload("state").'
         )
     if "grad" in host_phases and "stored" not in host_phases:
@@ -88,20 +88,12 @@ def refuse_what_does_not_run(row: Row, device: torch.device, *, stored_in_parts:
         )
 
 
-_WORDS = {"stored": "parameter", "grad": "gradient", "state": "state"}
-
-
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
 def on_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy in host memory, pinned so that copies back to the device can be asynchronous."""
     return _host_buffer(tensor, device).copy_(tensor)
-
-
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on the device, from which it can be sent to other ranks."""
-    return tensor.to(device)
 
 
 def joined(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -145,10 +137,9 @@ class Downloads:
             target = _host_buffer(source, source.device)
         if staging is not None:
             staging[key] = target
-        with side_stream(source.device):
+        with side_stream(source.device) as stream:
             target.copy_(source, non_blocking=True)
-        if (stream := _stream_of(source.device)) is not None:
-            self._last = stream.record_event()
+            self._last = None if stream is None else stream.record_event()
         self._sources.append(source)
         return target
 
@@ -160,32 +151,24 @@ class Downloads:
 
 
 @contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
+def side_stream(device: torch.device) -> Iterator[torch.Stream | None]:
     """Run the block on the copy stream, after all work that the current stream has been given so far."""
     stream = _stream_of(device)
     if stream is None:
-        yield
+        yield None
         return
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
-        yield
+        yield stream
 
 
 def _host_buffer(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    pinned = _has_streams(device) and _torch.has_values(like)
+    pinned = _stream_of(device) is not None and _torch.has_values(like)
     return torch.empty_like(like, device=HOST, pin_memory=pinned)
 
 
-def _has_streams(device: torch.device) -> bool:
-    current = torch.accelerator.current_accelerator(check_available=True)
-    return current is not None and current.type == device.type
-
-
-def _stream_of(device: torch.device) -> Any:
-    """Return the device's stream for copies; None where there is no such device, as in a dry run."""
-    return _stream(device) if _has_streams(device) else None
-
-
 @functools.cache
-def _stream(device: torch.device) -> Any:
-    return torch.Stream(device)
+def _stream_of(device: torch.device) -> torch.Stream | None:
+    """Return the device's stream for copies; None where there is no such device, as in a dry run."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return torch.Stream(device) if current is not None and current.type == device.type else None
