@@ -25,6 +25,11 @@ private(
     without="a DTensor could be made by from_local alone, at eight times the cost and with a node of autograd",
 )
 private(
+    "torch.Tensor._is_param",
+    why="to make a DTensor and a parameter in one",
+    without="sharding a parameter would take a third longer: nn.Parameter detaches a DTensor, which makes another one",
+)
+private(
     "torch.distributed.tensor.placement_types._StridedShard",
     why="to shard one factor of a fused dim, as of q, k and v in one matrix",
     without="a fused dim cannot be sharded",
@@ -60,6 +65,7 @@ __all__ = [
     "split_factor",
     "splits",
     "wrap",
+    "wrap_parameter",
 ]
 
 
@@ -131,9 +137,16 @@ def wrap(local: torch.Tensor, spec: Any) -> DTensor:
     return _new_dtensor(DTensor, local, spec, requires_grad=False)
 
 
-def shard(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """Copy this rank's local shard out of a plain tensor that every rank has in full, without communication."""
-    return local_of(distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)).clone()
+def wrap_parameter(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> torch.nn.Parameter:
+    """Make a parameter that is a DTensor, as `nn.Parameter(wrap(local, spec))`, which would make two DTensors."""
+    made = wrap(local, spec).requires_grad_(requires_grad)
+    made._is_param = True
+    return made  # type: ignore[return-value]
+
+
+def shard(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """Copy this rank's local shard out of a plain tensor that every rank holds whole, without communication."""
+    return local_of(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)).clone()
 
 
 @cached_by_mesh

@@ -84,15 +84,13 @@ def _placed(rank_plan: RankPlan, name: str, tensor: torch.Tensor, local: torch.T
     else:
         return _moved(rank_plan, tensor, local)
     local = _in_stored_memory(rank_plan, row, local_shard(rank_plan, name, tensor) if local is None else local)
-    after = _torch.wrap(local, _torch.spec(mesh, layout.placements(mesh), tuple(tensor.shape), local.dtype))
-    return _as_parameter(after, tensor) if isinstance(tensor, nn.Parameter) else after
+    return _wrapped(local, _torch.spec(mesh, layout.placements(mesh), tuple(tensor.shape), local.dtype), tensor)
 
 
 def _moved(rank_plan: RankPlan, tensor: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
     if value is None and tensor.device.type == rank_plan.device.type:
         return tensor
-    moved = (tensor.detach() if value is None else value).to(rank_plan.device)
-    return _as_parameter(moved, tensor) if isinstance(tensor, nn.Parameter) else moved
+    return _marked(_torch.as_kind((tensor.detach() if value is None else value).to(rank_plan.device), tensor), tensor)
 
 
 def _rounded(rank_plan: RankPlan, name: str, tensor: torch.Tensor, masters: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -115,9 +113,9 @@ def _rounded(rank_plan: RankPlan, name: str, tensor: torch.Tensor, masters: dict
     assert dtype is not None
     low = _in_stored_memory(rank_plan, row, wide.to(dtype))
     if not isinstance(tensor, DTensor):
-        return _as_parameter(low, tensor)
+        return _marked(_torch.as_kind(low, tensor), tensor)
     spec = _torch.spec(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), dtype)
-    return _as_parameter(_torch.wrap(low, spec), tensor)
+    return _wrapped(low, spec, tensor)
 
 
 def _in_stored_memory(rank_plan: RankPlan, row: Row | None, local: torch.Tensor) -> torch.Tensor:
@@ -127,11 +125,19 @@ def _in_stored_memory(rank_plan: RankPlan, row: Row | None, local: torch.Tensor)
     return local.to(rank_plan.device)
 
 
-def _as_parameter(value: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(value, requires_grad=like.requires_grad)
-    # Copies of a tensor that was made in a LazyInitContext, and of no other, know where its values are.
-    parameter.__dict__.update({key: value for key, value in like.__dict__.items() if key != "__deepcopy__"})
-    return parameter
+def _wrapped(local: torch.Tensor, spec: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor of a local shard, as a parameter if `like` is one."""
+    if not isinstance(like, nn.Parameter):
+        return _torch.wrap(local, spec)
+    return _marked(_torch.wrap_parameter(local, spec, requires_grad=like.requires_grad), like)
+
+
+def _marked(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Give a parameter the attributes of the one that it replaces."""
+    if isinstance(like, nn.Parameter):
+        # Copies of a tensor that was made in a LazyInitContext, and of no other, know where its values are.
+        made.__dict__.update({key: value for key, value in like.__dict__.items() if key != "__deepcopy__"})
+    return made
 
 
 def local_shard(rank_plan: RankPlan, name: str, full: Any) -> torch.Tensor:
