@@ -32,7 +32,7 @@ from shardlib.engine.full_step import MASTER, FullTensorStep
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import ParamState, local_of
 from shardlib.engine.schedule import Updates, updates_of, wait_for_updates
-from shardlib.engine.sharded import Sharded, param_state_of, records_of
+from shardlib.engine.sharded import Sharded, param_states_of, records_of
 from shardlib.errors import ShardingError, warn
 
 __all__ = [
@@ -141,7 +141,8 @@ def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: di
     if _torch.depth_of_step(optimizer) == 1:
         if (raised := _stepping.pop(optimizer, None)) is not None:
             raised.put_back(optimizer)
-        unknown = [p for p in params if param_state_of(p) is None]
+        known = param_states_of(params)
+        unknown = [p for p in params if id(p) not in known]
         _refuse_replaced(unknown, len(params))
         _refuse_incomplete_step(records, params)
         if records and not _torch.is_hooked(optimizer, _before_step):
@@ -268,6 +269,7 @@ class _Saved:
 
     Attributes:
         params: all parameters of the groups.
+        states: the states of those of sharded models, by the parameter's id.
         groups: the list of param groups; a step may leave out groups without tensors that this rank steps.
         options: a copy of each group.
         outer: the optimizer state by the model's parameters.
@@ -284,6 +286,7 @@ class _Saved:
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
         self.params, self.groups, self.outer = params, optimizer.param_groups, optimizer.state
+        self.states = param_states_of(params)
         self.options = [dict(group) for group in self.groups]
         self.depth = 1
         self.updates: list[Updates] = []
@@ -358,9 +361,14 @@ def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved) -> None:
     optimizer.state = defaultdict(dict, saved.outer)
     for updates in saved.updates:
         saved.shards |= updates.local_shards(saved.params)
-    on_host = [p for p in saved.params if (param_state := param_state_of(p)) is not None and param_state.steps_on_host]
+    states = (saved.states.get(id(p)) for p in saved.params)
+    on_host = [one for one in states if one is not None and one.steps_on_host]
     pieces = in_batches(
-        on_host, alone=lambda _: False, key=lambda _: None, size=lambda p: local_of(p).nbytes, limit=PIECE_BYTES
+        on_host,
+        alone=lambda _: False,
+        key=lambda _: None,
+        size=lambda one: local_of(one.param).nbytes,
+        limit=PIECE_BYTES,
     )
     in_pieces = type(optimizer).__module__.partition(".")[0] in ("torch", "shardlib")
     stepped: set[int] = set()
@@ -380,17 +388,17 @@ def _step_piece(optimizer: torch.optim.Optimizer, saved: _Saved, piece: _Copies)
     saved.write_back()
 
 
-def _copies_on_host(params: list[torch.Tensor], shards: dict[int, torch.Tensor]) -> tuple[offload.Downloads, _Copies]:
+def _copies_on_host(
+    param_states: list[ParamState], shards: dict[int, torch.Tensor]
+) -> tuple[offload.Downloads, _Copies]:
     """Begin to copy this rank's shards of parameters and gradients to the host; return them by the parameter's id.
 
     Gradients are copied now and not as soon as they are reduced, since until now they may be clipped on the device.
     """
     downloads = offload.Downloads()
     copies: _Copies = {}
-    for param in params:
-        param_state = param_state_of(param)
-        assert param_state is not None
-        grad, staging = None, param_state.mutable.staging
+    for param_state in param_states:
+        param, grad, staging = param_state.param, None, param_state.mutable.staging
         if param.grad is not None:
             grad = downloads.begin(_local_gradient(param_state), staging, "gradient")
             param_state.copied("gradients, step")
@@ -406,7 +414,8 @@ PIECE_BYTES = 32 << 20
 
 def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> _Saved | None:
     """Let each rank step the full tensors that it owns, where the plan splits some."""
-    known = {p: one for p in params if p.grad is not None and (one := param_state_of(p)) is not None}
+    states = param_states_of(params)
+    known = {p: states[id(p)] for p in params if p.grad is not None and id(p) in states}
     if not any(one.has_sharded_state or one.master_dtype is not None or one.offloaded for one in known.values()):
         return None
     wait_for_updates(params)
@@ -438,7 +447,8 @@ def _local_shard(param_state: ParamState) -> torch.Tensor:
 
 def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> _Saved | None:
     """Give full gradients to an optimizer of unknown kind, so that every rank makes the same step."""
-    known = [one for p in params if (one := param_state_of(p)) is not None]
+    states = param_states_of(params)
+    known = [states[id(p)] for p in params if id(p) in states]
     refused = next(
         (
             one
@@ -488,9 +498,9 @@ def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     state, sgd = optimizer.state, type(optimizer) is torch.optim.SGD
     dtypes = FUSED_SGD_DTYPES if sgd else FUSED_DTYPES
     for p in group["params"]:
-        if p.device.type != "cpu" or p.dtype not in dtypes or (p.grad is not None and p.grad.stride() != p.stride()):
+        if not p.is_cpu or p.dtype not in dtypes or ((grad := p.grad) is not None and grad.stride() != p.stride()):
             return False
-        if p in state and state[p].get("step", _STEP).dtype != _STEP.dtype:
+        if state.get(p, {}).get("step", _STEP).dtype != _STEP.dtype:
             return False
     return not sgd or _momentum_of_all_or_none(group, state)
 
@@ -504,7 +514,8 @@ def _momentum_of_all_or_none(group: dict[str, Any], state: Any) -> bool:
 def _leaf(param: torch.Tensor, inner: dict[torch.Tensor, Any], saved: _Saved) -> torch.Tensor:
     """Return the plain leaf that represents a parameter during the step, with its gradient, and with its state in
     `inner`; the parameter itself if it is one."""
-    param_state, shard, on_host = param_state_of(param), saved.shards.get(id(param)), saved.copies.get(id(param))
+    key = id(param)
+    param_state, shard, on_host = saved.states.get(key), saved.shards.get(key), saved.copies.get(key)
     is_plain = shard is None and on_host is None and not isinstance(param, DTensor)
     if param_state is None or (is_plain and param_state.master_dtype is None):
         return param

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardlib.engine.schedule import Updates
     from shardlib.engine.units import Units
 
-__all__ = ["Sharded", "is_sharded", "keep", "param_state_of", "record_of", "records_of"]
+__all__ = ["Sharded", "is_sharded", "keep", "param_state_of", "param_states_of", "record_of", "records_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +89,11 @@ def param_state_of(param: torch.Tensor) -> ParamState | None:
     """Return the state of a parameter of a sharded model, by identity; None for any other tensor."""
     record = _by_param.get(id(param))
     return None if record is None else record.param_states[id(param)]
+
+
+def param_states_of(params: Iterable[torch.Tensor]) -> dict[int, ParamState]:
+    """Return the states of all parameters of the models that some parameters belong to, by the parameter's id."""
+    return {key: one for record in records_of(params) for key, one in record.param_states.items()}
 
 
 def records_of(params: Iterable[torch.Tensor]) -> list[Sharded]:

@@ -133,13 +133,13 @@ def _embedding_twice(param: nn.Parameter, grad: torch.Tensor) -> None:
 
 
 def _last_rank_not_updated(original: Any) -> Any:
-    def local_view(param: torch.Tensor, *others: Any) -> torch.Tensor:
+    def leaf_of(param: torch.Tensor, *others: Any) -> torch.Tensor:
         leaf: torch.Tensor = original(param, *others)
         if leaf is not param and leaf.ndim == 2 and leaf.shape[0] == 5:  # of a vocabulary of 11
             leaf.grad = None
         return leaf
 
-    return local_view
+    return leaf_of
 
 
 def _moving_average(original: Any) -> Any:
@@ -237,8 +237,8 @@ def _replicate_one(model: nn.Module) -> None:
 
 
 def _moments_lost(original: Any) -> Any:
-    def put_back(opt: torch.optim.Optimizer) -> None:
-        original(opt)
+    def put_back(saved: Any, opt: torch.optim.Optimizer) -> None:
+        original(saved, opt)
         if dist.get_rank() == dist.get_world_size() - 1:
             for param, state in opt.state.items():
                 if isinstance(param, DTensor) and param.shape[0] == 4 * param.shape[-1] and "exp_avg" in state:
@@ -358,7 +358,7 @@ ENGINE = (
     Mutant(
         "uneven last rank", "the last, smaller shard of an uneven weight is never updated",
         "pytorch/pytorch#176076", r"(embed|head)",
-        lambda: transformer("tp=2", vocab=11), replaced(optimizer, "_local_view", _last_rank_not_updated),
+        lambda: transformer("tp=2", vocab=11), replaced(optimizer, "_leaf", _last_rank_not_updated),
     ),
     Mutant(
         "moving average", "each accumulated backward pass averages its gradient with the accumulated one",
@@ -419,7 +419,7 @@ ENGINE = (
     Mutant(
         "moments lost", "the last rank resets the optimizer state of some weights in each step",
         "areal-project/AReaL#1468; huggingface/transformers#48569", r"blocks\.0\.(mlp\.up|attn\..*)",
-        _ON_TP, replaced(optimizer, "_put_back", _moments_lost),
+        _ON_TP, replaced(optimizer._Saved, "put_back", _moments_lost),
     ),
     Mutant(
         "one mask for all", "all data ranks draw the same dropout mask",
